@@ -242,6 +242,53 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(slurm: Path, capsys: pyt
     assert {path.name for path in slurm.iterdir()} == {"bin"}
 
 
+SMALL = ("--dry-run", "--size", "student", "--set", "dataset.synthetic.seconds=5")
+
+
+def test_a_dry_run_plans_for_the_gpus_that_the_job_asks_for(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (slurm / "bin" / "scontrol").unlink()
+    told = json.loads(submit(capsys, *SMALL, "--device", "cuda", "--gpus", "v100:2", "--json"))
+    assert [plan["target"]["key"] for plan in told["plans"]] == ["v100-16gb", "v100-32gb"]
+    assert any("each of 2 processes" in warning for plan in told["plans"] for warning in plan["warnings"])
+    assert "#SBATCH --gpus-per-node=v100:2" in told["script"]
+
+
+def test_a_dry_run_says_which_gpu_it_does_not_know_and_prints_the_script(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main((*TRAIN, "--submit", *SMALL)) == 0
+    shown = capsys.readouterr()
+    assert shown.err == (
+        "note: No plan is made. The catalogue has no GPU called fake; --target-gpu or\n"
+        "      --target-memory says what else to plan for\n"
+    )
+    assert shown.out.startswith("\nScript that --submit would send:\n\n#!/bin/bash\n")
+
+
+def test_a_dry_run_prints_the_script_of_a_job_that_does_not_fit(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main((*TRAIN, "--submit", *SMALL, "--device", "sim:1MiB")) == 2
+    shown = capsys.readouterr()
+    assert "Weights, gradients and optimizer state must fit on the device" in shown.err
+    assert shown.out.startswith("\nScript that --submit would send:\n\n#!/bin/bash\n")
+
+
+def test_a_dry_run_prints_the_script_where_torch_cannot_be_imported(slurm: Path, repository: Path) -> None:
+    (slurm / "broken").mkdir()
+    (slurm / "broken" / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open')\n")
+    variables = {**os.environ, "PYTHONPATH": f"{slurm / 'broken'}:{repository / 'src'}"}
+    line = (*TRAIN, "--submit", *SMALL, "--gpus", "fake:1", "--target-gpu", "t4")
+    done = subprocess.run([sys.executable, "-P", "-m", "can_train", *line], env=variables, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.stderr == (
+        "note: No plan is made here: torch cannot be imported (libcudart.so.12: cannot\n"
+        "      open). The job plans on its device\n"
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("\nScript that --submit would send:\n\n#!/bin/bash\n")
+
+
 def test_a_dry_run_needs_no_slurm(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("sbatch", "scontrol", "srun", "squeue"):
         (slurm / "bin" / command).rename(slurm / f"no-{command}")

@@ -79,7 +79,7 @@ def test_a_default_is_cut_to_what_a_job_may_have_and_each_cut_is_said() -> None:
         ({"MaxTRES": "gres/gpu=0"}, {"gpus": "1"},
          "QOS q gives a job at most 0 GPUs: asked for 1 GPU.\nGive another"),
         ({"MaxTRES": "gres/gpu=1"}, {"gres": "nvme:1,gpu:a100:2"},
-         "QOS q gives a job at most 1 GPU: asked for 2 GPUs.\nGive --gpus 1 or less, or another"),
+         "QOS q gives a job at most 1 GPU: asked for 2 GPUs.\nGive --gres gpu:a100:1 or less, or another"),
         ({"MaxTRES": "gres/gpu:a100=2"}, {"gpus": "a100:4"},
          "QOS q gives a job at most 2 a100 GPUs: asked for 4 a100 GPUs.\nGive --gpus a100:2 or less, or another"),
         ({"MaxTRESPerNode": "gres/gpu=1"}, {"gpus": "2", "nodes": 4},

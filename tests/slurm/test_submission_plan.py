@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from can_train.errors import MissingDataError, RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import Node, Partition
 from can_train.slurm.past_runs import data_files, identity
-from can_train.slurm.submission_plan import UNKNOWN, expectation, plan_submission
+from can_train.slurm.script import with_cluster_defaults
+from can_train.slurm.submission_plan import UNKNOWN, JobDevice, expectation, job_device, plan_submission
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 from fakes.made_runs import begin
 from fakes.run_facts import CLUSTER
@@ -63,6 +65,73 @@ def test_the_identity_changes_with_the_data(tmp_path: Path) -> None:
     (tmp_path / "logs").rename(tmp_path / "gone")
     with pytest.raises(MissingDataError):
         data_files(mine)
+
+
+MIXED = Partition(
+    name="mixed",
+    is_default=True,
+    nodes=(
+        Node(name="n1", cpus=8, memory_mib=8000, gpus={"": 2}, features=("rtx3090", "ib")),
+        Node(name="n2", cpus=8, memory_mib=8000, gpus={"v100": 2}),
+        Node(name="n3", cpus=8, memory_mib=8000, gpus={"strange": 2}),
+        Node(name="n4", cpus=8, memory_mib=8000),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "cards"),
+    [
+        ({}, ["rtx-3090-24gb", "v100-16gb", "v100-32gb"]),
+        ({"cluster.exclude": "n[2-3]"}, ["rtx-3090-24gb"]),
+        ({"cluster.nodelist": "n2"}, ["v100-16gb", "v100-32gb"]),
+        ({"cluster.constraint": "ib&x"}, ["rtx-3090-24gb", "v100-16gb", "v100-32gb"]),
+        ({"cluster.constraint": "ib"}, ["rtx-3090-24gb"]),
+        ({"cluster.constraint": "[t4|p100_16gb]*2"}, ["t4-16gb", "p100-16gb"]),
+        ({"cluster.gpus": "t4:2"}, ["t4-16gb"]),
+        ({"cluster.gres": "nvme:1,gpu:t4:2(S:0)"}, ["t4-16gb"]),
+        ({"cluster.gres": "gpu:t4"}, ["t4-16gb"]),
+        ({"cluster.additional": {"gpus": "t4:1"}}, ["t4-16gb"]),
+        ({"cluster.additional": {"tres_per_task": "cpu=4,gres/gpu:t4=1"}}, ["t4-16gb"]),
+        ({"cluster.additional": {"gpus-per-task": 1}, "cluster.exclude": "n1,n3"}, ["v100-16gb", "v100-32gb"]),
+    ],
+)
+def test_the_gpu_of_a_job_is_the_one_it_asks_for_else_those_that_it_may_get(
+    tmp_path: Path, values: dict[str, Any], cards: list[str]
+) -> None:
+    asked = run(tmp_path, values=values)
+    completed = replace(asked, cluster=with_cluster_defaults(asked.cluster, MIXED, "auto"))
+    assert list(job_device(completed, [MIXED]).cards) == cards
+
+
+@pytest.mark.parametrize(
+    ("places", "request_", "unknown"),
+    [
+        ([], {}, "SLURM does not answer, and no option names the job's GPU"),
+        ([], {"values": {"cluster.gpus": "2"}}, "SLURM does not answer, and no option names the kind of the job's GPU"),
+        ([], {"values": {"cluster.gpus": "odd:2"}}, "The catalogue has no GPU called odd"),
+        ([MIXED], {"values": {"cluster.gpus": "1"}}, "The catalogue has no GPU called strange"),
+        ([Partition(name="p", is_default=True, nodes=(Node(name="n", cpus=1, memory_mib=1000, gpus={"": 1}),))], {},
+         "Nothing tells which GPUs partition p has"),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_nothing_names_is_not_guessed(
+    tmp_path: Path, places: list[Partition], request_: dict[str, Any], unknown: str
+) -> None:
+    ((planned,),) = plan_submission([run(tmp_path, **request_)], "code", places).groups
+    assert job_device(planned.run, places).unknown == unknown
+
+
+def test_a_job_without_a_gpu_has_its_share_of_the_memory_it_asks_for(tmp_path: Path) -> None:
+    ((planned,),) = plan_submission([run(tmp_path, device="cpu", values={"cluster.mem": "6G"})], "code", [MIXED]).groups
+    assert job_device(planned.run, [MIXED]) == JobDevice(memory_mib=6144)
+
+
+def test_each_gpu_of_a_job_is_a_process(tmp_path: Path) -> None:
+    ((planned,),) = plan_submission(
+        [run(tmp_path, values={"cluster.gpus": "t4:2", "cluster.nodes": 3})], "c", []
+    ).groups
+    assert job_device(planned.run, []).ranks == 6
 
 
 def test_runs_that_ask_for_the_same_go_together(tmp_path: Path) -> None:

@@ -85,7 +85,13 @@ def _pipeline(flags: Flags) -> None:
         for notice in step.notices:
             print_note(f"{step.name}: {notice}")
     if flags["dry_run"]:
-        _print([_step_json(step) for step in steps], _steps_table(steps), as_json=as_json)
+        scripts = _stage_scripts(steps, flags) if flags["submit"] else {}
+        objects = [_step_json(step) | ({"script": scripts.get(step.name)} if flags["submit"] else {}) for step in steps]
+        _print(objects, _steps_table(steps), as_json=as_json)
+        for step in () if as_json else steps:
+            if (script := scripts.get(step.name)) is not None:
+                after = " and ".join(dict.fromkeys(step.sources.values()))
+                print(f"\nScript of stage {step.name}{f', whose job waits for {after}' if after else ''}:\n\n{script}")
     elif flags["show"]:
         folders = {step.name: step.known.folder for step in steps if step.known is not None}
         notes = {step.name: str(step.state) if step.state is not None else "not trained yet" for step in steps}
@@ -291,6 +297,16 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
             live.add(step.name)
         sent.append(SentStage(step=step, run_id=folders[step.name].run_id, job=job, after=after))
     return sent
+
+
+def _stage_scripts(steps: Sequence[PlannedStage], flags: Flags) -> dict[str, str | None]:
+    """Writes the batch script of each stage that would be submitted; which jobs it waits for is not known yet."""
+    from can_train.cli.submit import plan_jobs
+    from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
+
+    new = [step for step in steps if step.what not in (REUSED, RUNNING_ALREADY)]
+    jobs = plan_jobs([step.run for step in new], (), quiet=flags["quiet"], together=False) if new else []
+    return {step.name: job.script for step, job in zip(new, jobs, strict=True)}
 
 
 def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Path) -> JobRecord:

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,14 @@ from can_train.slurm.job import Entry
 from can_train.slurm.run_state import FINISHED
 from can_train.slurm.script import Submission, parameters, script
 from can_train.slurm.snapshot import Code, code_of_run, describe, keep, with_code
-from can_train.slurm.submission_plan import PlannedRun, SubmissionPlan, expectation, plan_submission
+from can_train.slurm.submission_plan import (
+    JobDevice,
+    PlannedRun,
+    SubmissionPlan,
+    expectation,
+    job_device,
+    plan_submission,
+)
 from can_train.slurm.submit import run_here, start_jobs, start_process, submission_folder, submit_job
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, new_run_id, register_run
 
@@ -76,9 +83,24 @@ def job_json(job: JobRecord, folder: RunFolder) -> dict[str, Any]:
             "log": job.log_path, "script": script_path}  # fmt: skip
 
 
-def batch_scripts(runs: Sequence[ResolvedRun], after: Sequence[str], *, quiet: bool = False) -> list[str | None]:
-    """Writes the batch scripts that would be sent: for each run its own, or that of the array it is in; None where it
-    would be a process of this machine. Nothing is written down or sent.
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob:
+    """What would be submitted of a run."""
+
+    script: str | None  # of its job, or of the array that it is in; None where it would be a process of this machine
+    device: JobDevice
+
+
+def plan_jobs(
+    runs: Sequence[ResolvedRun], after: Sequence[str], *, quiet: bool = False, together: bool = True
+) -> list[PlannedJob]:
+    """Plans the job of each run; nothing is written down or sent.
+
+    Args:
+        runs: The runs.
+        after: Runs to wait for.
+        quiet: Print no notices.
+        together: Send runs that ask for the same as one array.
 
     Raises:
         CanTrainError: A run could not be submitted.
@@ -92,16 +114,16 @@ def batch_scripts(runs: Sequence[ResolvedRun], after: Sequence[str], *, quiet: b
     plan = plan_submission(runs, code.digest, partitions, after=after, force=True)
     if not quiet:
         print_notices(plan)
-    texts: list[str | None] = [None] * len(runs)
-    for group in plan.groups:
+    jobs = [PlannedJob(script=None, device=JobDevice())] * len(runs)
+    for group in plan.groups if together else [[one] for alike in plan.groups for one in alike]:
         cluster = group[0].run.cluster
         if cluster.executor == "slurm":
             folders, submission = _new_group(group, plan, state)
             job_parameters = parameters(cluster, submission, code.folder(state))
             text = script(submission_folder(folders, submission), job_parameters, len(group))
             for one in group:
-                texts[one.index] = text
-    return texts
+                jobs[one.index] = PlannedJob(script=text, device=job_device(one.run, partitions))
+    return jobs
 
 
 def _partitions(runs: Sequence[ResolvedRun]) -> list[Partition]:

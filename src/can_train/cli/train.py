@@ -30,6 +30,7 @@ from can_train.reporter import LineReporter
 from can_train.training.run_folder import name_to_type, resume_hint
 
 if TYPE_CHECKING:
+    from can_train.cli.submit import PlannedJob
     from can_train.config.compose import RunRequest
     from can_train.config.resolved import ResolvedRun
     from can_train.config.settings import ClusterSettings
@@ -295,35 +296,90 @@ def _resubmit(folder: "RunFolder", cluster: "ClusterSettings", submission: "Subm
 
 def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str], verbosity: Verbosity) -> None:
     """Plans each run and prints what would be done, in full for one device and as a table for several."""
-    from can_train.training.dry_run import dry_plans, find_targets, nothing_left_behind
-    from can_train.training.report import dry_json
-
-    scripts = None
+    jobs: Sequence[PlannedJob | None] = [None] * len(runs)
     if flags["submit"]:
         # Before the plans: they take seconds, and an error in a job is known at once.
-        from can_train.cli.submit import batch_scripts
+        from can_train.cli.submit import plan_jobs
 
-        scripts = batch_scripts(runs, after, quiet=flags["quiet"])
-    reporter, found = make_reporter(verbosity), []
-    for run in runs:
-        with nothing_left_behind():
-            targets = find_targets(run, split_list(flags["target_gpu"] or ""), flags["target_memory"], reporter)
-            plans = dry_plans(run, targets, reporter)
-        if flags["json"]:
-            found.append(dry_json(run.config, run.key, plans))
-        else:
-            _print_plans(run, plans, flags, verbosity)
+        jobs = plan_jobs(runs, after, quiet=flags["quiet"])
+    reporter, found, failure = make_reporter(verbosity), [], None
+    for run, job in zip(runs, jobs, strict=True):
+        try:
+            plans, unknown = _dry_plans(run, job, flags, reporter)
+            if flags["json"]:
+                found.append(_dry_object(run, plans, unknown))
+            elif plans:
+                _print_plans(run, plans, flags, verbosity)
+            else:
+                print_note(unknown)
+        except CanTrainError as error:
+            if job is None:
+                raise
+            # The script is printed all the same: it does not depend on the plan.
+            failure, error.in_json = error, flags["json"]
+            found.append({"config_key": run.key, "error": error.to_plain()})
     if flags["json"]:
-        if scripts is not None:
-            found = [plan | {"script": script} for plan, script in zip(found, scripts, strict=True)]
-        print_json(found[0] if len(found) == 1 else found)
-    elif scripts is not None:
-        # An array has one script for all of its runs.
-        for script in filter(None, dict.fromkeys(scripts)):
-            print(f"\nScript that --submit would send:\n\n{script}")
-        for executor in sorted({run.cluster.executor for run in runs} - {"slurm"}):
-            place = "the background of this machine" if executor == "local" else "this process"
-            print(f"\nNo script: --cluster {executor} trains in {place}.")
+        scripts = [{} if job is None else {"script": job.script} for job in jobs]
+        objects = [plan | script for plan, script in zip(found, scripts, strict=True)]
+        print_json(objects[0] if len(objects) == 1 else objects)
+    else:
+        _print_scripts(runs, jobs)
+    if failure is not None:
+        raise failure
+
+
+def _print_scripts(runs: Sequence["ResolvedRun"], jobs: Sequence["PlannedJob | None"]) -> None:
+    # An array has one script for all of its runs.
+    for script in dict.fromkeys(job.script for job in jobs if job is not None and job.script is not None):
+        print(f"\nScript that --submit would send:\n\n{script}")
+    processes = {run.cluster.executor for run, job in zip(runs, jobs, strict=True) if job is not None}
+    for executor in sorted(processes - {"slurm"}):
+        place = "the background of this machine" if executor == "local" else "this process"
+        print(f"\nNo script: --cluster {executor} trains in {place}.")
+
+
+def _dry_plans(
+    run: "ResolvedRun", job: "PlannedJob | None", flags: Flags, reporter: "Reporter"
+) -> "tuple[Sequence[DryPlan], str]":
+    """Plans a run for the targets that are named, else for the device of its job, else for its device here; returns
+    why there is no plan where the job's device is not known, or torch is missing.
+    """
+    gpus, memory = split_list(flags["target_gpu"] or ""), flags["target_memory"]
+    device = None if job is None or job.script is None else job.device
+    if device is not None and not (gpus or memory):
+        remedy = "--target-gpu or --target-memory says what else to plan for"
+        if device.unknown and not device.cards:
+            return [], f"No plan is made. {device.unknown}; {remedy}"
+        if device.unknown:
+            reporter.notice(f"{device.unknown}; {remedy}")
+        gpus = device.cards
+    if job is not None and (problem := _torch_problem()):
+        return [], f"No plan is made here: {problem}. The job plans on its device"
+    from can_train.training.dry_run import dry_plans, find_targets, host_target, nothing_left_behind
+
+    with nothing_left_behind():
+        if device is not None and device.memory_mib and not (gpus or memory) and not run.device.startswith("sim:"):
+            targets = [host_target(device.memory_mib)]
+        else:
+            targets = find_targets(run, gpus, memory, reporter)
+        return dry_plans(run, targets, reporter, ranks=device.ranks if device is not None else 1), ""
+
+
+def _torch_problem() -> str:
+    """Returns why torch cannot be imported, as on many login nodes; empty where it can."""
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"torch cannot be imported ({' '.join(str(error).split())})"
+    return ""
+
+
+def _dry_object(run: "ResolvedRun", plans: "Sequence[DryPlan]", unknown: str) -> dict[str, Any]:
+    if not plans:
+        return {"config_key": run.key, "data": None, "plans": [], "unknown": unknown, "config": dict(run.config)}
+    from can_train.training.report import dry_json
+
+    return dry_json(run.config, run.key, plans)
 
 
 def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"], flags: Flags, verbosity: Verbosity) -> None:

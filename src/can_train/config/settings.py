@@ -197,13 +197,23 @@ class ClusterSettings:
     @property
     def names_gpus(self) -> bool:
         """Whether `gres` or `additional` says how many GPUs, or shares of them, the job has."""
+        counts, resources = self._gpu_options()
+        return bool(counts) or any(_GPU_RESOURCE.search(value) for value in resources)
+
+    @property
+    def gpu_kinds(self) -> list[str]:
+        """Kinds of GPU that the job asks for, by the cluster's names for them; empty: any."""
+        counts, resources = self._gpu_options()
+        kinds = [found[1] for value in (self.gpus, *counts) for found in re.finditer(r"(?:^|,)([^,:=]+)[:=]\d", value)]
+        return [*kinds, *(found[1] or found[2] for value in resources for found in _KIND_OF_GRES.finditer(value))]
+
+    def _gpu_options(self) -> tuple[list[str], list[str]]:
+        """Returns the values of sbatch's options that count GPUs, and of those that count any resource."""
         given = {"gres": self.gres, **self.additional}
         options = {str(name).replace("_", "-"): str(value) for name, value in given.items()
                    if value is not False and value is not None}  # fmt: skip
-        return any(
-            name.startswith("gpus") or (name.startswith(("gres", "tres-per-")) and _GPU_RESOURCE.search(value))
-            for name, value in options.items()
-        )
+        counts = [value for name, value in options.items() if name.startswith("gpus")]
+        return counts, [value for name, value in options.items() if name.startswith(("gres", "tres-per-"))]
 
     @property
     def num_gpus(self) -> int:
@@ -213,7 +223,7 @@ class ClusterSettings:
     @property
     def gpu_type(self) -> str:
         """Kind of the GPUs, by the cluster's name for it; empty: any."""
-        return self.gpus.rpartition(":")[0]
+        return next(iter(self.gpu_kinds), "")
 
 
 _NODES: Final = re.compile(r"{0}(?:,{0})*".format(r"\w[\w.-]*(?:\[\d[\d,-]*\][\w.-]*)*"))
@@ -222,6 +232,10 @@ _NODES: Final = re.compile(r"{0}(?:,{0})*".format(r"\w[\w.-]*(?:\[\d[\d,-]*\][\w
 
 _GPU_RESOURCE: Final = re.compile(r"(?:^|[,\[' ])(?:gres[/:])?(?:gpu|shard|mps)(?![\w.-])")
 """A GPU, or a share of one, among generic resources: gpu:a100:2, gres/gpu=1, shard:4."""
+
+
+_KIND_OF_GRES: Final = re.compile(r"(?<![\w.-])gpu:(?:([^,:=()]+)[:=]\d|([^,:=()]*[^,:=()\d][^,:=()]*))")
+"""The kind of a GPU among generic resources: a100 in gpu:a100:2, in gpu:a100 and in gres/gpu:a100=1."""
 
 
 def _gpus_of_gres(gres: str) -> int:

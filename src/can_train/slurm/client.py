@@ -439,6 +439,7 @@ class Node:
     memory_mib: int
     gpus: Mapping[str, int] = field(default_factory=dict)
     is_up: bool = True
+    features: Sequence[str] = ()
 
     def num_gpus(self, kind: str = "") -> int:
         """Counts the GPUs of a kind; empty: of any."""
@@ -594,6 +595,7 @@ def _node(fields: Mapping[str, str]) -> Node:
         # Specialised memory is reserved for the system.
         memory_mib=int(fields.get("RealMemory") or 0) - int(fields.get("MemSpecLimit") or 0),
         gpus=gpus,
+        features=[name for name in fields.get("AvailableFeatures", "").split(",") if name not in _NO_VALUE],
         is_up=_USABLE.issuperset(fields.get("State", "IDLE").split("+")),
     )
 

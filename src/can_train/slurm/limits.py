@@ -165,7 +165,7 @@ def _asked_for(limit: Limit, cluster: ClusterSettings) -> int:
         "mem": parse_memory_mib(cluster.mem) if cluster.mem else 0,
         "node": 1,
         "gres/gpu": cluster.gpus_per_node,
-        f"gres/gpu:{cluster.gpu_type}": cluster.num_gpus,
+        f"gres/gpu:{cluster.gpu_type}": cluster.gpus_per_node,
     }
     if limit.resource == _TIME:
         return parse_time_min(cluster.time)
@@ -197,8 +197,9 @@ def _allowed_value(limit: Limit, cluster: ClusterSettings) -> tuple[str, Any]:
         return "mem", memory_text(limit.bound // nodes) if limit.bound >= nodes else None
     if limit.resource == "cpu":
         return "cpus", limit.bound // (nodes * cluster.ranks_per_node) or None
-    number = limit.bound // nodes
-    return "gpus", f"{cluster.gpu_type}:{number}".removeprefix(":") if number else None
+    gpus = f"{cluster.gpu_type}:{limit.bound // nodes}".removeprefix(":")
+    option, value = ("gpus", gpus) if cluster.num_gpus else ("gres", f"gpu:{gpus}")
+    return option, value if limit.bound >= nodes else None
 
 
 def _never(limit: Limit, cluster: ClusterSettings) -> ConfigError:

@@ -126,7 +126,7 @@ def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None,
         gpus = "1" if wants_gpu(device) and has_gpus and not cluster.names_gpus else "0"
     cluster = replace(cluster, gpus=gpus, time=time)
     # Any of these nodes may run the job, so it must fit the smallest.
-    nodes = [node for node in nodes if node.num_gpus(cluster.gpu_type) >= cluster.num_gpus]
+    nodes = [node for node in nodes if node.num_gpus(cluster.gpu_type) >= cluster.gpus_per_node]
     if not nodes:
         return cluster
     decided = {str(name).replace("_", "-") for name in cluster.additional}

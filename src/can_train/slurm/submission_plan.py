@@ -5,6 +5,7 @@ above its limits, a warning signal that would arrive before the job has started,
 """
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
-from can_train.slurm.client import Partition
+from can_train.memory.catalogue import cards_named
+from can_train.slurm.client import Partition, node_names
 from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
 from can_train.slurm.past_runs import data_files, find_duplicate_run, identity
 from can_train.slurm.run_state import FINISHED, live_row, silence_in_words, slurm_jobs
@@ -82,12 +84,13 @@ def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
         requests.insert(0, (time_min, max_min, f"Its time limit is {time_text(max_min)}", cluster.time, "--time"))
     if nodes:
         cpus, max_cpus = max(1, cluster.cpus) * ranks, max(node.cpus for node in nodes)
-        asked = f"{cpus}: {ranks} of {cluster.cpus} each" if ranks > 1 else f"{cpus}"
-        requests.append((cpus, max_cpus, f"A node has at most {max_cpus} processors", asked, "--cpus"))
+        per_rank = f"{cpus}: {ranks} of {cluster.cpus} each" if ranks > 1 else f"{cpus}"
+        requests.append((cpus, max_cpus, f"A node has at most {max_cpus} processors", per_rank, "--cpus"))
         max_gpus = max(node.num_gpus(cluster.gpu_type) for node in nodes)
-        requests.append((cluster.num_gpus, max_gpus, f"A node has at most {max_gpus} GPUs", cluster.gpus, "--gpus"))
+        gpus, option = (cluster.gpus, "--gpus") if cluster.num_gpus else (cluster.gres, "--gres")
+        requests.append((cluster.gpus_per_node, max_gpus, f"A node has at most {max_gpus} GPUs", gpus, option))
         kinds = {name for node in nodes for name in node.gpus if name}
-        if cluster.num_gpus and cluster.gpu_type and cluster.gpu_type not in kinds:
+        if cluster.gpus_per_node and cluster.gpu_type and cluster.gpu_type not in kinds:
             known = (
                 f"It has: {', '.join(nearest_first(cluster.gpu_type, kinds))}" if kinds else "Its GPUs have no kinds"
             )
@@ -142,6 +145,57 @@ def check_device(device: str, cluster: ClusterSettings) -> str:
         raise ConfigError("Each rank of a job takes one of its GPUs", value=f"--device {device}",
                           remedy="Give --device cuda")  # fmt: skip
     return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDevice:
+    """The device of a job, as far as it is known before the job starts."""
+
+    cards: Sequence[str] = ()  # keys in the catalogue of the GPUs that it may get; empty: it gets none, or `unknown`
+    memory_mib: int = 0  # host memory of a process that trains on the CPU; 0: not known
+    ranks: int = 1
+    unknown: str = ""  # why its GPU, or another one that it may get, is not known
+
+
+def job_device(run: ResolvedRun, partitions: Sequence[Partition]) -> JobDevice:
+    """Finds out which device a run's job gets.
+
+    Args:
+        run: With its complete request.
+        partitions: The cluster's partitions; empty if they are not known.
+    """
+    cluster = run.cluster
+    ranks = cluster.ranks_per_node * cluster.nodes
+    if not wants_gpu(run.device) or (partitions and not cluster.requests_gpus):
+        memory_mib = parse_memory_mib(cluster.mem) // cluster.ranks_per_node if cluster.mem else 0
+        return JobDevice(memory_mib=memory_mib, ranks=ranks)
+    if not cluster.requests_gpus:
+        return JobDevice(ranks=ranks, unknown="SLURM does not answer, and no option names the job's GPU")
+    places = find_partitions(cluster.partition, partitions) if partitions else []
+    names = _names_of_gpus(cluster, places)
+    cards = dict.fromkeys(card.key for name in names for card in cards_named(name))
+    strange = [name for name in names if name and not cards_named(name)]
+    unknown = f"The catalogue has no GPU called {' or '.join(strange)}" if strange else ""
+    if not cards and not strange:
+        unknown = (f"Nothing tells which GPUs partition {', '.join(one.name for one in places)} has" if places else
+                   "SLURM does not answer, and no option names the kind of the job's GPU")  # fmt: skip
+    return JobDevice(cards=[*cards], ranks=ranks, unknown=unknown)
+
+
+def _names_of_gpus(cluster: ClusterSettings, places: Sequence[Partition]) -> list[str]:
+    """Lists what the GPUs of a job may be called: as it asks for them, else by features, else by the nodes."""
+    features = re.findall(r"[\w.-]+", cluster.constraint)
+    if names := cluster.gpu_kinds or [name for name in features if cards_named(name)]:
+        return names
+    excluded, listed = node_names(cluster.exclude), node_names(cluster.nodelist)
+    nodes = [node for place in places for node in place.nodes if node.num_gpus() and node.name not in excluded]
+    nodes = [node for node in nodes if node.name in listed] or nodes
+    if "|" not in cluster.constraint:
+        nodes = [node for node in nodes if {*features} <= {*node.features}] or nodes
+    # Where a site gives its GPUs no kinds, its features mostly name them.
+    named = [[kind for kind in node.gpus if cards_named(kind)] or [*filter(cards_named, node.features)] or [*node.gpus]
+             for node in nodes]  # fmt: skip
+    return list(dict.fromkeys(name for names in named for name in names))
 
 
 def check_disk(

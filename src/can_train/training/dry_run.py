@@ -125,15 +125,24 @@ def nothing_left_behind() -> Iterator[None]:
                 os.environ.pop(_TORCH_CACHE, None)
 
 
-def dry_plans(run: ResolvedRun, targets: Sequence[UsableMemory], reporter: Reporter) -> list[DryPlan]:
-    """Plans a run for each of the targets, of which there is at least one."""
+def host_target(memory_mib: int) -> UsableMemory:
+    """Returns the host of a job as the device to plan for."""
+    total_bytes = memory_mib * 2**20
+    key = f"cpu-{max(1, round(total_bytes / catalogue.GIB))}gb"
+    return UsableMemory(key=key, name="CPU", total_bytes=total_bytes, subtracted=(), source="as the job asks for")
+
+
+def dry_plans(
+    run: ResolvedRun, targets: Sequence[UsableMemory], reporter: Reporter, *, ranks: int = 1
+) -> list[DryPlan]:
+    """Plans a run, which some processes train together, for each of the targets, of which there is at least one."""
     # On a login node's many cores, tiny batches wait for threads longer than they compute.
     torch.set_num_threads(1)
-    return plans_of_sample(run, sample_task(run, reporter), targets, reporter)
+    return plans_of_sample(run, sample_task(run, reporter), targets, reporter, ranks=ranks)
 
 
 def plans_of_sample(
-    run: ResolvedRun, sampled: BatchTask, targets: Sequence[UsableMemory], reporter: Reporter
+    run: ResolvedRun, sampled: BatchTask, targets: Sequence[UsableMemory], reporter: Reporter, *, ranks: int = 1
 ) -> list[DryPlan]:
     """Plans a run for each of the targets from a task that has read a sample of its data."""
     # A copy: planning gives the task rows and outputs of reference models that are not those of a training.
@@ -143,7 +152,7 @@ def plans_of_sample(
     # What the largest target holds is explored once; less is predicted of the others.
     meter = meters.AbsentGpuMeter(max(targets, key=lambda target: target.capacity_bytes))
     model, num_samples = fresh_model(run, task, meter), len(task.train_rows)
-    planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False)
+    planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False, ranks=ranks)
     references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
                                  cache=cache_folder(run.paths), verify=False)  # fmt: skip
     decided = references.decide(model)
