@@ -57,6 +57,31 @@ def test_what_a_dry_run_prints_is_what_is_sent(slurm: Slurm) -> None:
     assert planned.replace(name, run["run_id"]) == sent
 
 
+def test_a_job_asks_for_no_more_than_its_quality_of_service_gives_it(slurm: Slurm) -> None:
+    slurm.command("sacctmgr", "--immediate", "add", "qos", "brief", "set", "MaxWall=2:00:00")
+    slurm.command("sacctmgr", "--immediate", "modify", "user", "root", "set", "qos+=brief")
+    try:
+        (run,) = submitted(slurm, *TRAIN, "--qos", "brief", "--set", "cluster.additional.hold=true")
+        assert shown(slurm, run["job_id"], "TimeLimit") == "02:00:00"
+        refused = slurm.can_train(*TRAIN, "--submit", "--qos", "brief", "--time", "3h", check=False)
+        assert (refused.returncode, refused.stderr) == (2, (
+            "error: This job can never start. QOS brief gives a job at most 2:00:00: asked for 3:00:00.\n"
+            "Give --time 2:00:00 or less, or another --qos or --account.\n"
+        ))  # fmt: skip
+        slurm.command("scontrol", "update", f"JobId={run['job_id']}", "TimeLimit=3:00:00")
+        slurm.command("scontrol", "release", run["job_id"])
+        slurm.wait_for(lambda: "PerJob" in slurm.queue(run["job_id"], "%r")[0])
+        assert "can never start" in slurm.can_train("status", run["run_id"]).stdout.replace("\n", " ")
+    finally:
+        slurm.command("scancel", "--user=root")
+        slurm.command("sacctmgr", "--immediate", "delete", "qos", "brief")
+
+
+def test_a_job_without_its_users_variables_trains(slurm: Slurm) -> None:
+    (run,) = submitted(slurm, *TRAIN, *JOB, "--set", "cluster.additional.export=NONE")
+    assert slurm.ended(run["job_id"]) == "COMPLETED", Path(run["log"]).read_text()
+
+
 def test_a_job_runs_the_code_that_was_submitted_whatever_is_edited_later(slurm: Slurm, repository: Path) -> None:
     tree = slurm.folder / "tree"
     for part in ("src", "configs"):
