@@ -8,7 +8,8 @@ CanTrainError
 │   └── MissingDataError
 ├── CheckpointError
 ├── RunError
-│   └── EarlierAttemptError
+│   ├── EarlierAttemptError
+│   └── UntrustedCodeError
 ├── FailedRunError
 │   └── RankGoneError
 ├── StateError
@@ -141,6 +142,25 @@ class RunError(CanTrainError):
 
 class EarlierAttemptError(RunError):
     """A run whose job was started again is still trained by an earlier attempt's process."""
+
+
+class UntrustedCodeError(RunError):
+    """A run whose code another user may have written, and which the user has not asked for.
+
+    Args:
+        reason: The file, and who may change it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("The code that this run names is not known to be yours, and was not run", value=reason,
+                         remedy="Read the code first; --trust-code runs it")  # fmt: skip
+
+    def with_line(self, line: str) -> "UntrustedCodeError":
+        """Returns the error with the command line that runs the code."""
+        error = UntrustedCodeError(self.value)
+        # The line to paste stands alone, without a full stop.
+        error.remedy = f"This line runs it:\n  {line}\nRead the code first"
+        return error
 
 
 class FailedRunError(CanTrainError):

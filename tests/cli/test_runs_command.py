@@ -14,7 +14,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.cli.output import duration
-from can_train.cli.runs import _made_by, _Remembered, _RememberedOutcomes
+from can_train.cli.runs import _RememberedOutcomes
 from can_train.io.index import recall, remember
 from can_train.io.records import utc_now
 from fakes.finished_runs import Shelf
@@ -369,23 +369,21 @@ def test_a_pipe_in_place_of_a_file_of_a_run_blocks_no_command_about_runs(
     assert ("not a regular file" in capsys.readouterr().err) == (name == "config.yaml")
 
 
-def test_what_was_changed_is_remembered_until_the_memory_is_damaged_or_the_presets_are_others(
+def test_what_was_changed_is_read_from_the_run_whatever_the_presets_are_by_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    shelf, memory = Shelf(tmp_path), tmp_path / "state" / "index" / "changes"
-    shelf.put(1, shelf.resolved("gat", "normal", sets=("training.lr=0.5",)), {})
-    before = said(capsys, "runs", "--json", *shelf.flags)
-    assert strictly(before)[0]["changed_settings"]["training.lr"] == {"value": 0.5, "default": 0.001}
-    found = recall(memory, _Remembered)
-    assert found is not None
-    (digest,) = found.changed
-    remember(memory, _Remembered(_made_by(), {digest: {"training.lr": {"value": 7, "default": 8}}}))
-    assert strictly(said(capsys, "runs", "--json", *shelf.flags))[0]["changed_settings"]["training.lr"]["value"] == 7
-    remember(memory, _Remembered("another version", {digest: {}}))
-    assert said(capsys, "runs", "--json", *shelf.flags) == before
-    memory.write_bytes(b"damaged")
-    assert said(capsys, "runs", "--json", *shelf.flags) == before
+    shelf = Shelf(tmp_path)
+    path = shelf.put(1, shelf.resolved("gat", "normal", sets=("training.lr=0.5",)), {}).path / "changed_settings.json"
+    assert json.loads(path.read_text()) == {"training.lr": {"value": 0.5, "default": 0.001}}
+    for text, expected in [('{"training.lr": {"value": 7, "default": 8}}', {"training.lr": {"value": 7, "default": 8}}),
+                           ("{", None), ('{"training.lr": 7}', None), ('{"training.lr": {}}', None), ("null", None),
+                           ('{"training.lr": {"value": NaN, "default": 1}}',
+                            {"training.lr": {"value": None, "default": 1}})]:  # fmt: skip
+        path.write_text(text)
+        assert strictly(said(capsys, "runs", "--json", *shelf.flags))[0]["changed_settings"] == expected
+        said(capsys, "runs", *shelf.flags)
+        said(capsys, "show", "last", *shelf.flags)
 
 
 def best_by_loss(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from can_train.cli.main import main
-from can_train.cli.show import changed_settings
+from can_train.config.compose import changed_settings
 from fakes.finished_runs import Shelf
 from fakes.trained_runs import finished_run
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import typer
 
 from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
-from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
+from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.errors import ConfigError
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -34,6 +34,7 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
         bool, typer.Option("--explain", help="Name the CAN IDs that drove each alarm, and their properties.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "cpu",
+    trust_code: TrustCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each event.")] = False,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
@@ -44,11 +45,13 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
             if value == "":
                 raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
         rule = alarm_rule(threshold=threshold, calibrate=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
-        known = RunLocator(runs_dir, state_dir).find(run)
+        locator = RunLocator(runs_dir, state_dir)
+        known = locator.find(run)
         # Hydra and torch: a line that is wrong does not wait for them.
         from can_train.training.evaluate import DetectionRequest, LiveRun
 
-        request = DetectionRequest(run=known.folder.path, source=input_, rule=rule, explain=explain, device=device)
+        request = DetectionRequest(run=known.folder.path, source=input_, rule=rule, explain=explain, device=device,
+                                   trust=locator.trust(trusts_all=trust_code))  # fmt: skip
         live = LiveRun(request)
         try:
             print(f"Run {known.run_id} watches {_input_name(input_)}", file=sys.stderr)

@@ -9,7 +9,7 @@ import typer
 
 from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_judgement, print_wrapped
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.errors import ConfigError, RunError
 from can_train.io.records import expanded
 
@@ -46,6 +46,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         list[str] | None,
         typer.Option("--set", help="How the data are read: dataset.columns.id=ID. Repeatable.", metavar="KEY=VALUE"),
     ] = None,
+    trust_code: TrustCode = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -82,6 +83,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         scores=expanded(scores) if scores else None,
         device=device,
         paths=PathSettings(data_root=data_root or "", state_dir=state_dir or ""),
+        trust=locator.trust(trusts_all=trust_code),
     )
     evaluated = evaluate_run(request, make_reporter(verbosity))
     document = evaluated.document

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from can_train.config.task_settings import load_task_settings
 from can_train.errors import (
     CanTrainError,
     ConfigError,
+    UntrustedCodeError,
     as_typed,
     command_name,
     nearest_first,
@@ -107,6 +109,8 @@ def main(arguments: Sequence[str]) -> int:
     except CanTrainError as error:
         if debug:
             raise
+        if isinstance(error, UntrustedCodeError):
+            error = error.with_line(shlex.join([command_name(), *arguments, "--trust-code"]))
         return _print_error(error, as_json="--json" in arguments)
     except BrokenPipeError:
         # The reader of the output has gone (`| head`): nobody is left to tell.

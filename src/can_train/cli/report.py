@@ -26,11 +26,12 @@ from can_train.cli.report_figures import (
     timeline_chart,
 )
 from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
-from can_train.cli.show import changed_settings, full_plan_lines, head_facts, memory_lines, read_plan, score_tables
+from can_train.cli.show import full_plan_lines, head_facts, memory_lines, read_plan, score_tables
 from can_train.errors import ConfigError, StateError
 from can_train.io.records import parse_object, text_or_nothing, write_text_atomic
 from can_train.io.units import size_text
 from can_train.slurm.status import run_statuses
+from can_train.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from can_train.factors.summary import FactorSummary
@@ -249,8 +250,8 @@ def _run_section(one: ReportedRun, *, alone: bool) -> str:
         _part("Plan", _plan(one)),
         _part("Safety factor over runs", _factor(one)),
         _part("Curves by test set", _curves(one)),
-        _part("Scores in full", _tables(score_tables(one.config, one.run.result))),
-        "" if not alone else _part("Settings that differ from the defaults", _settings(one.config)),
+        _part("Scores in full", _tables(score_tables(one.run.result))),
+        "" if not alone else _part("Settings that differ from the defaults", _settings(found.known.folder)),
         "</section>",
     ])  # fmt: skip
 
@@ -260,12 +261,12 @@ def _part(title: str, body: str) -> str:
 
 
 def _verdict(one: ReportedRun) -> str:
-    tables = score_tables(one.config, one.run.result, summary=True)
+    tables = score_tables(one.run.result, summary=True)
     if tables:
         return _tables(tables)
     if not one.run.result:
         return _missing(f"The run has not been judged. It is {one.run.found.state}.")
-    return _missing("The run's judgement is empty, or of a task or version that is not installed here.")
+    return _missing("The run's judgement is empty, or its result.json has no tables.")
 
 
 def _loss(one: ReportedRun) -> str:
@@ -337,10 +338,10 @@ def _curves(one: ReportedRun) -> str:
     return "".join(parts)
 
 
-def _settings(config: Mapping[str, Any]) -> str:
-    changed = changed_settings(config)
+def _settings(folder: RunFolder) -> str:
+    changed = folder.changed_settings()
     if changed is None:
-        return _missing("This version has no presets for the run's model, mode and data.")
+        return _missing("Which settings differ is not known: changed_settings.json is missing or damaged.")
     if not changed:
         return "<p>None.</p>"
     rows = [(name, _value(one["value"]), _value(one["default"])) for name, one in changed.items()]

@@ -9,7 +9,7 @@ import typer
 
 from can_train.cli.cancel import check_answer
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.cli.train_options import OPTIONS, Flags, make_command, make_request, split_names
 from can_train.config.resolved import user_file
 from can_train.errors import ConfigError, RunError
@@ -23,6 +23,7 @@ _CHOICES: Final = ("model", "dataset", "mode", "size", "memory", "task", "cluste
 _AS_BEFORE: Final = {
     "device": (str | None, None, "auto, cpu, cuda, cuda:1; a simulated GPU: sim:2GiB. [as before]"),
     "submit": (bool, False, "Train in the background; without, where the other run was trained."),
+    "trust_code": (bool, False, "Run the code that the run names, although it is not known to be yours."),
     "runs_dir": (str | None, None, "Folder of run folders: where the other run is, and the new one will be. [runs]"),
 }
 
@@ -40,6 +41,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     dataset: Annotated[
         str | None, typer.Option(help="Where the run's data are now; their content is compared.", metavar="PATH")
     ] = None,
+    trust_code: TrustCode = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -58,6 +60,8 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     in_slurm = not here and bool(jobs) and jobs[-1].executor == "slurm"
     if in_slurm:
         check_answer(found)
+    # Before the code of the run is imported, here or in a job.
+    locator.trust(trusts_all=trust_code).config(found.known.folder, submits=in_slurm)
     if not found.state.certain and not quiet:
         print_note(str(found.state))
     from can_train.training.resume import ResumeRequest, change_run
@@ -155,7 +159,8 @@ def _resubmit(flags: Flags) -> None:
 
     # Not where it was written down: the registry that was asked is the one that gets the new run.
     values: dict[str, Any] = {**request.values, "paths.state_dir": str(locator.state_folder)}
-    new = with_absolute_paths(resolve_again(found.known.folder.config(), replace(request, values=values), chosen))
+    plain = locator.trust(trusts_all=flags["trust_code"]).config(found.known.folder, submits=flags["submit"])
+    new = with_absolute_paths(resolve_again(plain, replace(request, values=values), chosen))
     after = split_names(flags["after"]) if flags["after"] else ()
     # The runs that it builds on may have been changed, or be gone.
     data = replace(preset_request(new.config), device=new.device)

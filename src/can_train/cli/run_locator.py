@@ -9,6 +9,7 @@ from can_train.config.resolved import state_folder, user_file
 from can_train.errors import ConfigError
 from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry
+from can_train.training.trust import CodeTrust
 
 Run = Annotated[
     str, typer.Argument(help="Id of a run, any part of it that no other run has, its folder, or last.", metavar="RUN")
@@ -25,6 +26,9 @@ def _own_runs_dir(context: typer.Context, value: str) -> str:
 RunsDir = Annotated[str, typer.Option(help="Folder of run folders.", metavar="FOLDER", callback=_own_runs_dir)]
 StateDir = Annotated[
     str | None, typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER")
+]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-code", help="Run the code that the run names, although it is not known to be yours.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -55,3 +59,7 @@ class RunLocator:
     def status(self, known: KnownRun) -> RunStatus:
         """Finds out the status of a run."""
         return run_statuses([known], self.registry)[0]
+
+    def trust(self, *, trusts_all: bool) -> CodeTrust:
+        """Makes the rule by which the code of runs may run."""
+        return CodeTrust(state=self.state_folder, trusts_all=trusts_all)

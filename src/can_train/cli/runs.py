@@ -1,6 +1,5 @@
 """`can-train runs` and `can-train status RUN`: the states of runs as tables and as JSON, and which is best."""
 
-import hashlib
 import math
 import os
 import sys
@@ -27,7 +26,7 @@ from can_train.cli.output import (
 )
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.config.resolved import config_folder
-from can_train.config.task_settings import key_name, task_names
+from can_train.config.task_settings import key_name
 from can_train.errors import ConfigError, RunError, as_typed, printable, unknown_name
 from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import JobId, is_file
@@ -46,9 +45,7 @@ _UNKNOWN: Final = "unknown data set"  # of a run whose configuration cannot be r
 _SCORES: Final = ("mcc", "best_validation_loss")
 """Metrics, of which the first that a result has is its score in a list."""
 _Run = TypeVar("_Run")
-_Changed = dict[str, dict[str, Any]]  # by setting: its value, and the preset's
 _LISTED_SETTINGS: Final = 6  # changed settings that a list has of a run
-_MOST_REMEMBERED: Final = 1000  # configurations whose changed settings are remembered
 
 
 def runs(  # noqa: PLR0913 - Typer makes an option of each argument
@@ -73,8 +70,7 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         _watch(locator, limit)
     elif as_json:
         newest = _newest(locator, limit)[0]
-        changed = _changed_settings(newest, locator.state_folder)
-        print_json([_listed_json(each, changed[each.known.run_id]) for each in newest])
+        print_json([_listed_json(each) for each in newest])
     else:
         _print_runs(*_newest(locator, limit), locator)
 
@@ -102,10 +98,10 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
         print(f"No run is there yet, neither in {locator.runs_dir} nor in the state folder.")
         print(as_typed("can-train --help shows how to start one."))
         return
-    tables, changed = [], _changed_settings(statuses, locator.state_folder)
+    tables = []
     for name, group in _by_data_set(statuses, [_data_set(each.known.config) for each in statuses]).items():
         scores = [score(_result(each)) for each in group]
-        rows = [_row(each, mine, changed[each.known.run_id]) for each, mine in zip(group, scores, strict=True)]
+        rows = [_row(each, mine) for each, mine in zip(group, scores, strict=True)]
         metrics = dict.fromkeys(mine[0] for mine in scores if mine is not None)
         tables.append(TextTable(name, _COLUMNS, rows, [_meaning(metric) for metric in metrics]))
     print_tables(tables, pipe_columns=COLUMNS)
@@ -131,7 +127,7 @@ def _by_data_set(runs: Iterable[_Run], data_sets: Iterable[tuple[str, str]]) -> 
             for (name, path), group in groups.items()}  # fmt: skip
 
 
-def _row(each: RunStatus, mine: tuple[str, float] | None, changed: _Changed | None) -> tuple[str, ...]:
+def _row(each: RunStatus, mine: tuple[str, float] | None) -> tuple[str, ...]:
     seconds, epoch, epochs = _seconds(each), each.progress.epoch, each.progress.epochs
     done = f" {_done_of(epoch or 0, epochs)}" if each.state.live and epochs else ""
     return (
@@ -141,13 +137,13 @@ def _row(each: RunStatus, mine: tuple[str, float] | None, changed: _Changed | No
         " ".join(duration(seconds).split()[:2]) if seconds is not None else "",
         _device(each),
         f"{mine[1]:.3f}" if mine is not None else "",
-        _trained(each, changed),
+        _trained(each),
     )
 
 
-def _trained(each: RunStatus, changed: _Changed | None) -> str:
+def _trained(each: RunStatus) -> str:
     """Writes what was trained, and below it the settings that are not the presets'."""
-    config = each.known.config
+    config, changed = each.known.config, each.known.folder.changed_settings()
     words = [config.get("model_name"), config.get("size"), _group(config, "mode").get("name")]
     texts = [f"{name.rpartition('.')[2]}={_short(one['value'])}" for name, one in (changed or {}).items()]
     more = f" and {len(texts) - _LISTED_SETTINGS} more" if len(texts) > _LISTED_SETTINGS else ""
@@ -160,49 +156,10 @@ def _short(value: Any) -> str:
     return short_name(value.rpartition("/")[2]) if isinstance(value, str) and "/" in value else str(value)
 
 
-class _Remembered(msgspec.Struct):
-    made_by: str  # the version, and its presets
-    changed: dict[str, _Changed]  # by the digest of a configuration
-
-
-def _changed_settings(statuses: Sequence[RunStatus], state: Path) -> dict[str, _Changed | None]:
-    """Finds the settings of runs that are not the presets', by the runs' ids; None where there are no such presets."""
-    path, made_by = index_folder(state) / "changes", _made_by()
-    earlier = recall(path, _Remembered)
-    known = earlier.changed if earlier is not None and earlier.made_by == made_by else {}
-    found: dict[str, _Changed | None] = {}
-    fresh: dict[str, _Changed] = {}
-    for each in statuses:
-        config = each.known.config
-        digest = hashlib.sha256(repr(config).encode(errors="surrogatepass")).hexdigest()
-        changed = known[digest] if digest in known else _compare_with_presets(config)
-        if changed is not None and digest not in known and _is_of_this_version(config):
-            fresh[digest] = changed
-        found[each.known.run_id] = changed
-    if fresh:
-        latest = [*(known | fresh).items()][-_MOST_REMEMBERED:]
-        remember(path, _Remembered(made_by, dict(latest)))
-    return found
-
-
-def _compare_with_presets(config: Mapping[str, Any]) -> _Changed | None:
-    # Hydra is imported with it, which takes longer than all else of a listing.
-    from can_train.config.compose import changed_settings
-
-    return finite(changed_settings(config))  # type: ignore[no-any-return]
-
-
 def _made_by() -> str:
     # Presets are files that a person edits.
     files = [*Path(__file__).parents[1].rglob("*.py"), *config_folder().rglob("*.yaml")]
     return f"{__version__} {max(path.stat().st_mtime_ns for path in files)}"
-
-
-def _is_of_this_version(config: Mapping[str, Any]) -> bool:
-    """Whether nothing but this version's own files decides what a run's presets are."""
-    paths = _group(config, "paths")
-    elsewhere = (paths.get("code_dir"), paths.get("config_dir"), _group(config, "dataset").get("path"))
-    return config.get("task") in task_names() and not any(elsewhere)
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -228,8 +185,8 @@ def _meaning(metric: str) -> str:
     return f"{metric}{'' if is_of_run else ', the mean over the test sets'}: {better} is better"
 
 
-def _listed_json(each: RunStatus, changed: _Changed | None) -> dict[str, Any]:
-    return {**run_json(each), "changed_settings": changed}
+def _listed_json(each: RunStatus) -> dict[str, Any]:
+    return {**run_json(each), "changed_settings": finite(each.known.folder.changed_settings())}
 
 
 def change_text(change: Mapping[str, Any]) -> str:
@@ -422,16 +379,15 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
     statuses = run_statuses([finished[one.index][0] for one in listed], locator.registry)
     status_of = dict(zip((one.index for one in listed), statuses, strict=True))
     pairs = {name: [(status_of[one.index], one) for one in group] for name, group in best.items()}
-    changed = _changed_settings(statuses, locator.state_folder)
     if as_json:
         print_json([
-            {**_listed_json(each, changed[each.known.run_id]), "metric": metric,
+            {**_listed_json(each), "metric": metric,
              "higher_is_better": higher_is_better(metric), "rank": number, "value": one.value,
              "parts": finite(one.parts)}
             for group in pairs.values() for number, (each, one) in enumerate(group, start=1)
         ])  # fmt: skip
         return
-    tables = [_best_table(name, group, metric, changed) for name, group in pairs.items()]
+    tables = [_best_table(name, group, metric) for name, group in pairs.items()]
     print_tables(tables, pipe_columns=COLUMNS)
 
 
@@ -497,9 +453,7 @@ def _result(each: RunStatus) -> Mapping[str, Any]:
     return each.facts.result or {}
 
 
-def _best_table(
-    name: str, best: Sequence[tuple[RunStatus, RankedResult]], metric: str, changed: Mapping[str, _Changed | None]
-) -> TextTable:
+def _best_table(name: str, best: Sequence[tuple[RunStatus, RankedResult]], metric: str) -> TextTable:
     has_parts = max(len(one.parts) for _, one in best) > 1
     # Of one test set the table's title has the name.
     columns = ("run", metric.rpartition(".")[2], *(("lowest", "highest") if has_parts else ()), "device", "trained")
@@ -507,8 +461,7 @@ def _best_table(
     for each, one in best:
         extremes = (min(one.parts.values()), max(one.parts.values())) if has_parts else ()
         figures = [f"{value:.4g}" for value in (one.value, *extremes)]
-        trained = _trained(each, changed[each.known.run_id])
-        rows.append((short_name(each.known.run_id), *figures, _device(each), trained))
+        rows.append((short_name(each.known.run_id), *figures, _device(each), _trained(each)))
     return TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric)])
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from can_train.cli.output import duration, finite, number_or_none, print_json, print_tables
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import change_text, run_json
-from can_train.errors import CanTrainError, as_typed, command_name, printable
+from can_train.errors import as_typed, command_name, printable
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.reporter import COLUMNS, wrapped
@@ -27,10 +29,10 @@ def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_di
     folder, result = found.known.folder, found.facts.result or {}
     config, commands = folder.config(), next_commands(found)
     print(as_typed("\n".join(f"{name:<8}{text}" for name, text in head_facts(found, config))))
-    print_tables(score_tables(config, result))
+    print_tables(score_tables(result))
     _print_part("Plan", full_plan_lines(read_plan(folder), str(result.get("device") or config.get("device"))))
     _print_part("Memory", memory_lines(memory_facts(folder, result)))
-    _print_part("Settings that differ from the defaults", _settings_lines(changed_settings(config)))
+    _print_part("Settings that differ from the defaults", _settings_lines(folder.changed_settings()))
     # As they are typed: a line that is broken would not work.
     print(printable("".join(["\nTo go on", *(f"\n  {command}" for command in commands)])) if commands else "")
 
@@ -43,7 +45,7 @@ def run_facts(found: RunStatus) -> dict[str, Any]:
         "scores": result.get("judgement"),
         "plan": read_plan(folder) or None,
         "memory": memory_facts(folder, result),
-        "changed_settings": changed_settings(folder.config()),
+        "changed_settings": finite(folder.changed_settings()),
         "next_commands": next_commands(found),
     }
 
@@ -82,20 +84,23 @@ def head_facts(found: RunStatus, config: Mapping[str, Any]) -> list[tuple[str, s
 # What came of it
 
 
-def score_tables(config: Mapping[str, Any], result: Mapping[str, Any], *, summary: bool = False) -> Sequence[Any]:
-    """Returns the tables of a run's scores, in full or in short; none where it has none that this version can show."""
-    from can_train.config.task_settings import load_object, load_task_settings
+class WrittenTable(msgspec.Struct):
+    """A table of a result as `result.json` has it: `can_train.task.Table`."""
 
-    if not isinstance(result.get("judgement"), Mapping):
-        return ()
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+def score_tables(result: Mapping[str, Any], *, summary: bool = False) -> list[WrittenTable]:
+    """Returns the tables of a run's scores that its task wrote, in full or in short; none where there are none."""
     try:
-        task = load_task_settings(str(config.get("task")), config["paths"].get("code_dir", ""))
-        path = task.summary_tables if summary else task.tables
-        tables: Sequence[Any] = load_object(path)(result["judgement"])
-    except (CanTrainError, KeyError, TypeError, ValueError, AttributeError):
-        # Of a task that is not installed here, or of another version.
-        return ()
-    return tables
+        tables = msgspec.convert(result.get("summary_tables" if summary else "tables"), list[WrittenTable])
+    except msgspec.ValidationError:
+        # A person may have edited the file.
+        return []
+    return [one for one in tables if all(len(row) == len(one.columns) for row in one.rows)]
 
 
 # The plan, and what memory did
@@ -166,19 +171,9 @@ def memory_lines(memory: Mapping[str, Any]) -> list[str]:
 # What was set
 
 
-def changed_settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Returns the settings in which a run differs from the presets of its model, mode and data, each with its value and
-    the default; None where this version has no such presets.
-    """
-    # Hydra is imported with it.
-    from can_train.config import compose
-
-    return finite(compose.changed_settings(config))  # type: ignore[no-any-return]
-
-
 def _settings_lines(changed: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
     if changed is None:
-        return ["cannot be told: this version has no presets for its model, mode and data"]
+        return ["not known: the run's changed_settings.json is missing or damaged, or it had no presets"]
     if not changed:
         return ["none"]
     width = max(map(len, changed))

@@ -29,6 +29,7 @@ from can_train.reporter import Reporter
 from can_train.task import Alarm, AlarmRule, Evaluation, Explanation, LiveDetection, LiveEvent, Table, Verdict
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
 from can_train.training.loading import finished_model, load_finished, with_cache
+from can_train.training.trust import CodeTrust
 
 T = TypeVar("T")
 
@@ -98,6 +99,7 @@ class EvaluationRequest:
     explain: bool = False  # whether what drove the scores of all samples is written with them
     device: str = "auto"  # where to score: auto, cpu, cuda[:i], sim:SIZE
     paths: PathSettings = field(default_factory=PathSettings)  # empty ones are the run's, where they are still there
+    trust: CodeTrust = field(default_factory=CodeTrust)  # decides whether the run's code may run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     """Judges a finished run."""
     if request.scores is not None:
         check_score_file(request.scores)
-    finished, meter = load_finished(request.run), open_meter(request.device)
+    finished, meter = load_finished(request.run, request.trust.config), open_meter(request.device)
     run, task = finished.run, finished.run.task_settings
     # Folders that are not given are those of the run that are on this machine.
     known = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
@@ -227,6 +229,7 @@ class DetectionRequest:
     rule: AlarmRule = field(default_factory=AlarmRule)
     explain: bool = False  # whether alarms tell what drove them
     device: str = "cpu"
+    trust: CodeTrust = field(default_factory=CodeTrust)  # decides whether the run's code may run
 
 
 class LiveRun:
@@ -237,7 +240,7 @@ class LiveRun:
     """
 
     def __init__(self, request: DetectionRequest) -> None:
-        finished = load_finished(request.run)
+        finished = load_finished(request.run, request.trust.config)
         run = finished.run
         if not run.task_settings.detector:
             raise ConfigError("This task detects nothing live", value=run.task, remedy="Use can-train evaluate")

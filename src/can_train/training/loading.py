@@ -28,6 +28,7 @@ from can_train.memory.out_of_memory import headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import BatchTask
 from can_train.training.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
+from can_train.training.trust import CodeTrust
 
 _MAX_NAMED: Final = 5  # weights that an error names before it stops
 
@@ -254,8 +255,16 @@ def _passes(check: Callable[[Mapping[str, Any]], None], state: Mapping[str, Any]
     return True
 
 
-def load_finished(path: Path) -> FinishedModel:
+def _trusted_config(folder: RunFolder) -> Mapping[str, Any]:
+    return CodeTrust().config(folder)
+
+
+def load_finished(path: Path, read_config: Callable[[RunFolder], Mapping[str, Any]] = _trusted_config) -> FinishedModel:
     """Reads the model that the run in a folder has trained.
+
+    Args:
+        path: The folder.
+        read_config: Returns the configuration of the run once its code may run.
 
     Raises:
         RunError: There is no run, or its files cannot be read.
@@ -265,7 +274,7 @@ def load_finished(path: Path) -> FinishedModel:
     if not (path / CONFIG).exists():
         raise RunError("A run that is built on stays where it was, or lies beside the run that builds on it",
                        value=f"{path} is gone", remedy="Bring its folder back to either place")  # fmt: skip
-    config, result = folder.config(), folder.result()
+    config, result = read_config(folder), folder.result()
     if result is None:
         raise CheckpointError("Only a finished run has a model", value=str(path),
                               remedy=f"Finish it first: {shlex.join(['can-train', 'resume', str(path)])}")  # fmt: skip
@@ -299,14 +308,24 @@ def finished_model(run: ResolvedRun, role: str) -> FinishedModel:
 
     Raises:
         ConfigError: Its run is not named.
-        RunError: Its run is gone.
+        RunError: Its run is gone, or is of another task.
         CheckpointError: Its run has not finished.
     """
     path = getattr(run.mode, role)
     if not path:
         what = next(needed.what for needed in run.prerequisites if needed.role == role)
         raise ConfigError(f"Mode {run.mode.name} needs {what}", remedy=f"Name its run: --{role.replace('_', '-')}")
-    return load_finished(Path(path))
+
+    def read_config(folder: RunFolder) -> Mapping[str, Any]:
+        config = folder.config()
+        if config.get("task") != run.task:
+            raise RunError("A run builds on runs of its own task", value=f"{folder.path} is of {config.get('task')}",
+                           remedy=f"Name a run of {run.task}")  # fmt: skip
+        # The code is the code of this run, wherever the other one had it.
+        places = {name: getattr(run.paths, name) for name in ("code_dir", "config_dir")}
+        return {**config, "paths": {**dict(config.get("paths") or {}), **places}}
+
+    return load_finished(Path(path), read_config)
 
 
 def start_from(model: nn.Module, run_path: Path) -> None:

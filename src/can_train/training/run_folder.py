@@ -87,6 +87,7 @@ _YEAR_LENGTH: Final = 4
 _TAIL_LENGTH: Final = 4
 
 _CHANGES: Final = "changes.json"  # in a run's folder: what `resume` changed of its configuration
+_CHANGED: Final = "changed_settings.json"  # in a run's folder: its settings that are not the presets'
 _EPOCHS: Final = "training.epochs"
 
 _MESSAGE_LENGTH: Final = 500  # characters of an error that are kept; some of torch's fill pages
@@ -452,7 +453,7 @@ class RunFolder:
                        "processors": os.cpu_count(), "libraries": libraries, "command": sys.argv}  # fmt: skip
         try:
             self.path.mkdir(parents=True)
-            write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
+            self._write_config(config)
             write_json_atomic(self.path / "environment.json", environment)
         except OSError as error:
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
@@ -468,6 +469,23 @@ class RunFolder:
             return plain_from_yaml(read_text(self.path / CONFIG))
         except (OSError, ValueError) as error:
             raise _unreadable("configuration", self.path / CONFIG, error) from error
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        # Hydra is imported with it. Only here: what reads the run later neither composes presets nor imports its task.
+        from can_train.config.compose import changed_settings
+
+        write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
+        write_text_atomic(self.path / _CHANGED, json.dumps(changed_settings(config), indent=2, default=str) + "\n")
+
+    def changed_settings(self) -> dict[str, dict[str, Any]] | None:
+        """Reads the settings in which the run differed from the presets of its model, mode and data when it was
+        configured, each with its `value` and the `default`; None where that is not known.
+        """
+        try:
+            found = msgspec.convert(json.loads(read_text(self.path / _CHANGED)), dict[str, dict[str, Any]])
+        except (OSError, ValueError, RecursionError):
+            return None
+        return found if all({"value", "default"} <= one.keys() for one in found.values()) else None
 
     def changes(self) -> list[dict[str, Any]]:
         """Reads what `resume` changed of the configuration, the first change first: `time`, `step` of the checkpoint
@@ -485,7 +503,7 @@ class RunFolder:
         record = {"time": utc_now(), "step": step, "settings": settings}
         # The record first: a kill in between leaves one of a change that the same line then makes.
         write_json_atomic(self.path / _CHANGES, {"changes": [*self.changes(), record]})
-        write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
+        self._write_config(config)
         if _EPOCHS in settings and is_file(self.result_path):
             self.result_path.replace(self.path / f"result-at-step-{step}.json")
 
@@ -689,7 +707,7 @@ class Registry:
     """The runs of a state folder, which need not exist: one immutable file an entry, so that nothing needs a lock."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._folder = state_dir / _RUNS
+        self.folder = state_dir / _RUNS
         self._index = index_folder(state_dir) / _RUNS
 
     def add(self, record: RunRecord | JobRecord | CancelRecord) -> None:
@@ -703,15 +721,23 @@ class Registry:
             kind = "job" if isinstance(record, JobRecord) else "cancel"
             # Two machines may write in the same microsecond, and process ids repeat between machines.
             name = f"{kind}-{records.time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}"
-        records.write_document(self._folder / record.run_id / f"{name}{records.DOCUMENT_SUFFIX}", record)
+        records.write_document(self.folder / record.run_id / f"{name}{records.DOCUMENT_SUFFIX}", record)
 
     def has(self, run_id: str) -> bool:
         """Returns whether there is an entry of a run."""
-        return (self._folder / run_id).is_dir()
+        return (self.folder / run_id).is_dir()
+
+    def entry(self, run_id: str) -> Path:
+        """Returns the path of the entry of a run."""
+        return self.folder / run_id / f"run{records.DOCUMENT_SUFFIX}"
+
+    def run(self, run_id: str) -> RunRecord | None:
+        """Reads the entry of a run; None: there is none, or it is damaged."""
+        return next((one for one in self._read(run_id, "run", RunRecord, []) if one.run_id == run_id), None)
 
     def runs(self, *, index_from: int = INDEX_FROM) -> list[RunRecord]:
         """Reads all runs, the oldest first; adds those to an index that are at least so many."""
-        index, names = read_folder(self._folder, self._index, _RUN_KIND)
+        index, names = read_folder(self.folder, self._index, _RUN_KIND)
         certain, doubtful = dict[str, RunRecord](), list[RunRecord]()
         for run_id in names:
             aside: list[SetAside] = []
@@ -734,7 +760,7 @@ class Registry:
         return sorted(self._read(run_id, "cancel-", CancelRecord, []), key=lambda record: record.time)
 
     def _read(self, run_id: str, prefix: str, kind: type[_Record], aside: list[SetAside]) -> list[_Record]:
-        folder = self._folder / run_id
+        folder = self.folder / run_id
         if not folder.is_dir():
             return []
         names, end = records.list_names(folder), records.DOCUMENT_SUFFIX

@@ -692,7 +692,14 @@ def _result(session: Session) -> dict[str, Any]:
         "peak_memory_bytes": monitor.peak_bytes or None,
         "peak_memory_pct": monitor.peak_share,
         "judgement": judgement,
+        # As text, since who lists the run later does not import its task.
+        "summary_tables": [_plain_table(table) for table in session.task.summary_tables(judgement)],
+        "tables": [_plain_table(table) for table in session.task.tables(judgement)],
     }
+
+
+def _plain_table(table: Table) -> dict[str, Any]:
+    return {"title": table.title, "columns": table.columns, "rows": table.rows, "notes": table.notes}
 
 
 def _outcome(task: BatchTask, folder: RunFolder, result: Mapping[str, Any]) -> Outcome:

@@ -1,0 +1,90 @@
+"""Who may change a file or a folder, beside the user and root: its owner, its group, everybody."""
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """A user.
+
+    Attributes:
+        uid: Number of the user.
+        private_gid: Number of the group that has no other member; None: there is none.
+    """
+
+    uid: int
+    private_gid: int | None = None
+
+    @classmethod
+    def current(cls) -> "Account":
+        """Returns the user of this process."""
+        uid = os.geteuid()
+        with suppress(KeyError):
+            user = pwd.getpwuid(uid)
+            group = grp.getgrgid(user.pw_gid)
+            if group.gr_name == user.pw_name and not {*group.gr_mem} - {user.pw_name}:
+                return cls(uid=uid, private_gid=group.gr_gid)
+        return cls(uid=uid)
+
+
+def other_writer(status: os.stat_result, account: Account, *, is_passed: bool = False) -> str:
+    """Says which other user may change a file or a folder: `it belongs to eve`; empty: none.
+
+    Args:
+        status: Of the file, the folder or the link itself.
+        account: The user.
+        is_passed: Whether the folder is only on the way to a file. Then a sticky bit is enough, which lets nobody
+            replace what another user owns (/tmp).
+    """
+    mode = status.st_mode
+    if status.st_uid not in (0, account.uid):
+        return f"it belongs to {_user_name(status.st_uid)}"
+    # The mode of a link means nothing.
+    if stat.S_ISLNK(mode) or (is_passed and mode & stat.S_ISVTX):
+        return ""
+    if mode & stat.S_IWOTH:
+        return "every user may write to it"
+    # The members of group 0 are administrators.
+    if mode & stat.S_IWGRP and status.st_gid not in (0, account.private_gid):
+        return f"the group {_group_name(status.st_gid)} may write to it"
+    return ""
+
+
+def is_private_group(status: os.stat_result, account: Account) -> bool:
+    """Returns whether the mode of a file lets a group write that has no member but the user."""
+    return bool(status.st_mode & stat.S_IWGRP) and status.st_gid == account.private_gid
+
+
+def places_on_the_way(path: Path) -> Iterator[Path]:
+    """Lists the folders and the links that lead to a path, where links lead included, but for the path's own end."""
+    end, seen = Path(os.path.realpath(path)), set[Path]()
+    waiting = [Path(os.path.abspath(path)), end]  # noqa: PTH100 - `absolute` keeps `..`
+    while waiting:
+        place = waiting.pop()
+        for one in (place, *place.parents):
+            if one in seen:
+                continue
+            seen.add(one)
+            if one.is_symlink():
+                waiting.append(Path(os.path.abspath(one.parent / one.readlink())))  # noqa: PTH100
+            if one != end:
+                yield one
+
+
+def _user_name(uid: int) -> str:
+    with suppress(KeyError):
+        return pwd.getpwuid(uid).pw_name
+    return f"user {uid}"
+
+
+def _group_name(gid: int) -> str:
+    with suppress(KeyError):
+        return grp.getgrgid(gid).gr_name
+    return str(gid)
