@@ -143,7 +143,7 @@ def _resubmit(flags: Flags) -> None:
     from can_train.cli.train import check_train_flags, start_runs
 
     locator = RunLocator(flags["runs_dir"] or user_file().values.get("runs_dir", "runs"), flags["state_dir"])
-    found = locator.status(locator.find(flags["run"]))
+    found, trust = locator.status(locator.find(flags["run"])), locator.trust(trusts_all=flags.pop("trust_code"))
     is_new_there = flags["submit"] and not found.facts.jobs
     flags["submit"] = flags["submit"] or bool(found.facts.jobs)
     check_train_flags(flags)
@@ -159,7 +159,7 @@ def _resubmit(flags: Flags) -> None:
 
     # Not where it was written down: the registry that was asked is the one that gets the new run.
     values: dict[str, Any] = {**request.values, "paths.state_dir": str(locator.state_folder)}
-    plain = locator.trust(trusts_all=flags["trust_code"]).config(found.known.folder, submits=flags["submit"])
+    plain = trust.config(found.known.folder, submits=flags["submit"])
     new = with_absolute_paths(resolve_again(plain, replace(request, values=values), chosen))
     after = split_names(flags["after"]) if flags["after"] else ()
     # The runs that it builds on may have been changed, or be gone.
