@@ -1,5 +1,6 @@
 """`can-train completion`: what may stand at the cursor, and the three shells that ask for it."""
 
+import json
 import os
 import pty
 import select
@@ -13,7 +14,10 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.settings import CHOICES
+from can_train.factors.observations import write_record
 from fakes.finished_runs import Shelf
+from fakes.own_tasks import write_task
+from fakes.samples import observation
 
 TABLE = [
     ("ev", "evaluate"),
@@ -63,6 +67,45 @@ def test_a_run_is_completed_by_any_part_of_its_id(
     assert answers(capsys, f"show {where} {folder.run_id[5:20]}") == [folder.run_id]
     assert answers(capsys, f"--model gat {where} --start-from la") == ["last"]
     assert answers(capsys, f"show --runs-dir {tmp_path / 'none'} --state-dir {tmp_path / 'no_state'} ") == []
+
+
+HOSTILE = ["y$(touch MARK)", "x$(touch MARK)", "x`touch MARK`", "x;touch MARK", "x|touch MARK", "x y", "x*", "x'y", 'x"y', "x\\y", "~x",
+           "-x", "=x", "x\ny", "x\x1b[31m", "x&", "x{a,b}", "x>MARK", "x!", "x#"]  # fmt: skip
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs, presets and keys of factors with names that a shell reads otherwise; returns the flags that name them."""
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate([*HOSTILE, "x1"]):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("task: can\n")
+        for group in ("dataset", "pipeline", "cluster", "memory"):
+            (tmp_path / "own" / "configs" / group).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "own" / "configs" / group / f"{name}.yaml").write_text("{}")
+        write_record(tmp_path / "state", observation(number, run_id=f"run-{number}", key=name))
+    return f"--runs-dir {tmp_path / 'runs'}"
+
+
+def test_a_name_from_the_disk_that_a_shell_reads_otherwise_is_not_offered(
+    capsys: pytest.CaptureFixture[str], hostile: str, tmp_path: Path
+) -> None:
+    task = write_task(tmp_path / "own")
+    for line in (f"show {hostile} x", f"--model gat {hostile} --start-from x", f"compare {hostile} x",
+                 f"--task {task}:MyTask --dataset x", "factors x"):  # fmt: skip
+        assert answers(capsys, line) == ["x1"], line
+        assert main(("complete-line", "bash", f"can-train {line}")) == 0
+        assert capsys.readouterr().out == "x1\n"
+
+
+def test_a_folder_with_a_name_that_no_run_has_is_no_run(capsys: pytest.CaptureFixture[str], hostile: str) -> None:
+    assert main(("runs", "--json", *hostile.split())) == 0
+    printed = capsys.readouterr()
+    assert [run["run_id"] for run in json.loads(printed.out)] == ["x1"]
+    assert " ".join(printed.err.split()) == (
+        f"note: -x and {len(HOSTILE) - 1} more are not listed: the name of a run has letters, digits and _-.+=@%, alone"
+    )
 
 
 def test_what_cannot_be_read_completes_nothing_and_prints_no_error(
@@ -151,6 +194,33 @@ def test_zsh_completes() -> None:
         read_until(terminal, b"izer=")
         process.kill()
     os.close(terminal)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_command", "hostile")
+@pytest.mark.parametrize(
+    ("shell", "setup"),
+    [("bash --norc --noprofile -i", 'eval "$(can-train completion bash)"'),
+     ("zsh -f -i", 'autoload -Uz compinit; compinit -u -D; eval "$(can-train completion zsh)"'),
+     ("fish --no-config -i", "can-train completion fish | source")],
+)  # fmt: skip
+def test_no_shell_runs_what_a_name_says_after_tab_and_enter(tmp_path: Path, shell: str, setup: str) -> None:
+    name, *flags = shell.split()
+    terminal, inside = pty.openpty()
+    # Fish asks for a terminal that controls its session.
+    command = ["setsid", "--ctty", installed(name), *flags]
+    with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, cwd=tmp_path) as process:
+        os.close(inside)
+        try:
+            os.write(terminal, f"{setup}; echo set''up\r".encode())
+            read_until(terminal, b"setup")
+            for word in ("show x", "show y", "factors y", "--model gat --start-from y"):
+                os.write(terminal, f"can-train {word}\t\recho do''ne\r".encode())
+                read_until(terminal, b"done")
+        finally:
+            process.kill()
+    os.close(terminal)
+    assert not (tmp_path / "MARK").exists()
 
 
 def read_until(terminal: int, text: bytes, *, timeout_s: float = 60.0) -> None:

@@ -6,6 +6,7 @@ At each press of the tab key the script runs the command as it was typed, so tha
 what the word is.
 """
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,8 +34,12 @@ from can_train.factors.policies import POLICIES
 
 _BASH: Final = r"""
 _can_train() {
-    local IFS=$'\n'
-    COMPREPLY=($("${COMP_WORDS[0]}" complete-line bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+    local answer
+    COMPREPLY=()
+    # Not split by the shell, which would expand `*` in an answer; and bash 3 has no mapfile.
+    while IFS= read -r answer; do
+        COMPREPLY+=("$answer")
+    done < <("${COMP_WORDS[0]}" complete-line bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null)
     # More follows a word such as `training.lr=`, so no space does.
     [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=:] ]] && compopt -o nospace
 }
@@ -72,6 +77,12 @@ complete --command can-train --no-files --keep-order --arguments '(__can_train_c
 """
 
 _SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+
+_PLAIN: Final = re.compile(r"\w[\w@%+=:,./-]*")
+"""A value that each shell takes as it is. Names of files and of records may hold anything, and bash inserts an answer
+without quotes: `x$(touch y)` would be a command. A value that needs quotes is not offered.
+"""
 
 
 def completion(
@@ -144,7 +155,7 @@ def _answers(
 def _matching(values: Iterable[str], start: str, typed: str) -> list[tuple[str, str]]:
     """Returns the values that begin with what is typed, else those that contain it. A comma starts the next value."""
     done, comma, word = typed.rpartition(",")
-    known = [*values]
+    known = [each for each in values if _PLAIN.fullmatch(each)]
     found = [each for each in known if each.startswith(word)] or [each for each in known if word in each]
     return [(f"{start}{done}{comma}{each}", "") for each in found]
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from can_train.cli.output import (
     finite,
     local_time,
     print_json,
+    print_note,
     print_tables,
     print_wrapped,
     seconds_between,
@@ -32,7 +34,7 @@ from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import JobId, is_file
 from can_train.reporter import COLUMNS, wrapped
 from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
-from can_train.slurm.status import KnownRun, RunStatus, run_logs, run_statuses
+from can_train.slurm.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
 from can_train.training.run_folder import CONFIG, RESULT, name_to_type, short_name
 
 _LIMIT: Final = 20  # runs that are listed unless more are asked for: what fits a terminal
@@ -64,6 +66,8 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         other = "--json" if as_json else "--best"
         raise ConfigError("--watch shows the table", value=f"--watch {other}", remedy="Give one of them")
     locator = RunLocator(runs_dir, state_dir)
+    if misnamed := misnamed_runs(locator.runs_dir):
+        print_note(_misnamed_text(misnamed))
     if best is not None:
         _print_best(locator, best, limit, as_json=as_json)
     elif watch:
@@ -84,6 +88,11 @@ def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_
         return
     print(as_typed("\n".join(_status_lines(found))))
     print_tables(_history_tables(found))
+
+
+def _misnamed_text(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+    return f"{shlex.quote(names[0])}{more} not listed: the name of a run has letters, digits and _-.+=@%, alone"
 
 
 def _newest(locator: RunLocator, limit: int) -> tuple[list[RunStatus], int]:

@@ -32,6 +32,7 @@ from can_train.training.run_folder import (
     Registry,
     RunFolder,
     RunRecord,
+    is_run_id,
     may_be_called,
     short_name,
     split_run_id,
@@ -265,16 +266,14 @@ def read_tail(log: Path) -> str:
 
 
 def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
-    """Lists the runs of the registry and those in `runs_dir` that it does not contain, the newest first.
+    """Lists the runs of the registry and those in `runs_dir` that it does not contain, the newest first. A folder with
+    a name that no run has (`is_run_id`) is none.
 
     Raises:
         StateError: The registry cannot be read.
     """
-    records = {record.run_id: record for record in registry.runs()}
-    try:
-        names = set(os.listdir(runs_dir))  # noqa: PTH208 - of twenty thousand runs, paths cost more than all else
-    except OSError:
-        names = set()
+    records = {record.run_id: record for record in registry.runs() if is_run_id(record.run_id)}
+    names = {name for name in _names_in(runs_dir) if is_run_id(name)}
     real = os.path.realpath(runs_dir)
     found = [_unregistered(runs_dir / name) for name in names - records.keys() if is_file(runs_dir / name / CONFIG)]
     for run_id, record in records.items():
@@ -285,6 +284,18 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
             path = str(runs_dir / run_id)
         found.append(KnownRun(record=record, path=path))
     return sorted(found, key=lambda known: (known.record.time, known.run_id), reverse=True)
+
+
+def misnamed_runs(runs_dir: Path) -> list[str]:
+    """Lists the folders that look like runs, but for a name that no run has."""
+    return sorted(name for name in _names_in(runs_dir) if not is_run_id(name) and is_file(runs_dir / name / CONFIG))
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - of twenty thousand runs, paths cost more than all else
+    except OSError:
+        return []
 
 
 def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:

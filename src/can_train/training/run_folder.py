@@ -85,6 +85,8 @@ _STAMP: Final = "%Y%m%d-%H%M%S"
 _STAMP_LENGTH: Final = 15
 _YEAR_LENGTH: Final = 4
 _TAIL_LENGTH: Final = 4
+_ID: Final = re.compile(r"\w[\w@%+=,.-]*")  # neither a shell nor a terminal reads anything else into it
+_NOT_IN_ID: Final = re.compile(r"[^\w@%+=,.-]+")
 
 _CHANGES: Final = "changes.json"  # in a run's folder: what `resume` changed of its configuration
 _CHANGED: Final = "changed_settings.json"  # in a run's folder: its settings that are not the presets'
@@ -587,7 +589,12 @@ class RunFolder:
 
 def new_run_id(key: str) -> str:
     """Makes the id of a new run: time, key, and four digits that distinguish it from others of the same second."""
-    return f"{datetime.now():{_STAMP}}-{key}-{secrets.token_hex(_TAIL_LENGTH // 2)}"
+    return f"{datetime.now():{_STAMP}}-{_NOT_IN_ID.sub('_', key)}-{secrets.token_hex(_TAIL_LENGTH // 2)}"
+
+
+def is_run_id(name: str) -> bool:
+    """Returns whether a run may have a name: it needs no quotes in a shell."""
+    return _ID.fullmatch(name) is not None
 
 
 def split_run_id(run_id: str) -> tuple[datetime | None, str]:
