@@ -202,13 +202,15 @@ class LoggedReporter:
         self._lines.write(text)
 
     @contextmanager
-    def writing_to(self, path: Path, head: str) -> Iterator[None]:
+    def writing_to(self, open_file: Callable[[], TextIO], head: str) -> Iterator[None]:
         """Appends to a file inside the block: a heading, what has waited, and what follows. A file that cannot be
-        written stops nothing.
+        written stops nothing, and is told.
         """
         waiting = self._lines.stream
-        with suppress(OSError):
-            self._lines.stream = path.open("a", encoding="utf-8")
+        try:
+            self._lines.stream = open_file()
+        except OSError as error:
+            self._shown.notice(f"What is reported is not written down: {error.filename}: {error.strerror}")
         text = waiting.getvalue() if isinstance(waiting, io.StringIO) else ""
         self._lines.write(f"{head}\n{text}".rstrip())
         try:

@@ -69,7 +69,8 @@ def test_a_run_is_completed_by_any_part_of_its_id(
     assert answers(capsys, f"show --runs-dir {tmp_path / 'none'} --state-dir {tmp_path / 'no_state'} ") == []
 
 
-HOSTILE = ["y$(touch MARK)", "x$(touch MARK)", "x`touch MARK`", "x;touch MARK", "x|touch MARK", "x y", "x*", "x'y", 'x"y', "x\\y", "~x",
+HOSTILE = ["y$(touch MARK)", "x$(touch MARK)",
+           "x`touch MARK`", "x;touch MARK", "x|touch MARK", "x y", "x*", "x'y", 'x"y', "x\\y", "~x",
            "-x", "=x", "x\ny", "x\x1b[31m", "x&", "x{a,b}", "x>MARK", "x!", "x#"]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,11 +18,13 @@ from can_train.cli.doctor import (
     Finding,
     Folder,
     Gpu,
+    OpenPlace,
     check_allocator,
     check_data,
     check_disks,
     check_gpu,
     check_kind,
+    check_permissions,
     check_python,
     check_slurm,
     check_state_folder,
@@ -224,6 +227,63 @@ def test_a_folder_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     assert "Permission denied" in look_at(tmp_path).error
 
 
+STRANGER = 65534  # nobody
+
+
+def permissions(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, str]]:
+    main(("doctor", "--json", *flags))
+    return [one for one in json.loads(capsys.readouterr().out)["checks"] if one["subject"] == "permissions"]
+
+
+def test_places_that_nobody_else_may_change_are_said_to_be_so(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path
+) -> None:
+    (found,) = permissions(capsys)
+    assert (found["status"], found["found"]) == (
+        "ok", "nobody else may change your state, your runs, your settings or can-train's code"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["state", "state/code", "state/runs", "runs", "own.yaml", "cache/can-train", "."])
+def test_a_place_that_every_user_may_write_to_is_a_problem_with_the_line_that_closes_it(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv("CAN_TRAIN_CONFIG", str(tmp_path / "own.yaml"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for folder in ("state/code", "state/runs", "runs", "cache/can-train"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "own.yaml").write_text("tracker: off\n")
+    flags = ("--state-dir", str(tmp_path / "state"), "--runs-dir", str(tmp_path / "runs"))
+    place = (tmp_path / name).resolve()
+    before = place.stat().st_mode
+    place.chmod(before | 0o022)
+    (found,) = permissions(capsys, *flags)
+    assert found["status"] == "problem"
+    assert f": {place}: every user may write to it" in found["found"]
+    subprocess.run(["bash", "-c", found["remedy"]], check=True)
+    assert permissions(capsys, *flags)[0]["status"] == "ok"
+    # Of a folder on the way the sticky bit is enough, since nobody replaces another user's folder there.
+    place.chmod(before | 0o1022)
+    assert permissions(capsys, *flags)[0]["status"] == ("ok" if name == "." else "problem")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user, which needs root")
+def test_a_folder_of_another_user_is_a_problem(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "state").mkdir()
+    os.chown(tmp_path / "state", STRANGER, -1)
+    (found,) = permissions(capsys, "--state-dir", str(tmp_path / "state"))
+    assert found["found"] == f"state folder: {tmp_path / 'state'}: it belongs to nobody"
+    assert found["remedy"] == "Choose another: --state-dir FOLDER"
+
+
+def test_a_group_without_another_member_is_noted_alone() -> None:
+    places = [OpenPlace(what="state folder", path=Path("/s"), is_private=True)]
+    (found,) = check_permissions(places)
+    assert (found.status, found.found) == ("note", "your own group, which has no other member, may write to /s")
+
+
 def test_a_finding_is_a_line_with_its_remedy_below() -> None:
     text = finding_text(Finding("disk", "problem", "too " + "very " * 20 + "full", "rm --recursive /scratch/old"))
     lines = text.splitlines()
@@ -233,7 +293,7 @@ def test_a_finding_is_a_line_with_its_remedy_below() -> None:
 
 
 SUBJECTS = ["Python", "settings", "torch", "GPU", "allocator", "SLURM", "--target-gpu", "data",
-            "state folder", "disk", "versions"]  # fmt: skip
+            "state folder", "permissions", "disk", "versions"]  # fmt: skip
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 import io
+import os
 from pathlib import Path
 
 import pytest
 
 from can_train.cli.output import TerminalReporter, Verbosity, make_reporter
 from can_train.errors import ConfigError
+from can_train.io.records import open_to_append
 from can_train.reporter import LineReporter, LoggedReporter
 
 MARKUP = ("[/x]", "[bold]", "[link=x]", "[/__w/pair.cc:537]", ":warning:")
@@ -100,11 +102,11 @@ def test_a_log_has_what_came_before_it_could_be_written_and_what_follows(tmp_pat
     reporter = LoggedReporter(LineReporter(shown))
     with reporter.stage("reading", total=2, unit="rows") as stage:
         stage.advance(2)
-    with reporter.writing_to(path, "--- first"):
+    with reporter.writing_to(lambda: open_to_append(path), "--- first"):
         reporter.notice("mind the gap")
         reporter.detail("it is wide")
         reporter.write("the file alone has this")
-    with reporter.writing_to(path, "--- second"):
+    with reporter.writing_to(lambda: open_to_append(path), "--- second"):
         reporter.notice("once more")
     head, read, *others = path.read_text().splitlines()
     assert (head, read[:18]) == ("--- first", "reading: 2/2 rows,")
@@ -114,10 +116,18 @@ def test_a_log_has_what_came_before_it_could_be_written_and_what_follows(tmp_pat
     assert shown.getvalue().splitlines() == [read, "note: mind the gap", "note: once more"]
 
 
-@pytest.mark.parametrize("path", ["missing/log.txt", "/dev/full"])
-def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path, path: str) -> None:
-    shown = io.StringIO()
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("missing/log.txt", "No such file or directory"), ("/dev/full", "not a regular file"),
+     ("pipe", "not a regular file"), ("link", "a link, which is not followed")],
+)  # fmt: skip
+def test_a_log_that_cannot_be_written_stops_nothing_and_is_told(tmp_path: Path, name: str, why: str) -> None:
+    shown, path = io.StringIO(), tmp_path / name
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
     reporter = LoggedReporter(LineReporter(shown))
-    with reporter.writing_to(tmp_path / path, "---"):
+    with reporter.writing_to(lambda: open_to_append(path), "---"):
         reporter.notice("still here")
-    assert shown.getvalue() == "note: still here\n"
+    told = " ".join(shown.getvalue().split())
+    assert told == f"note: What is reported is not written down: {path}: {why} note: still here"
+    assert not (tmp_path / "precious").exists()

@@ -10,6 +10,7 @@ import pytest
 
 from can_train.io.records import (
     open_atomic,
+    open_to_append,
     read_text,
     text_or_nothing,
     write_bytes_atomic,
@@ -107,3 +108,27 @@ def test_without_hard_links_a_name_that_another_is_giving_away_is_taken(tmp_path
     with pytest.raises(FileExistsError):
         write_new_atomic(tmp_path / "file.json", b"second", link=no_hard_links)
     assert [entry.name for entry in tmp_path.iterdir()] == [".file.json.claim"]
+
+
+def test_a_file_is_appended_to_and_read(tmp_path: Path) -> None:
+    for text in ("é", "b"):
+        with open_to_append(tmp_path / "a", reads=True) as file:
+            file.write(text)
+            file.seek(0)
+            assert file.read() == {"é": "é", "b": "éb"}[text]
+    with open_to_append(tmp_path / "a") as file:
+        file.write("c")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "ébc"
+
+
+def test_a_link_or_a_pipe_is_not_appended_to(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe")
+    for name, why in (("link", "a link, which is not followed"), ("dangling", "a link, which is not followed"),
+                      ("pipe", "not a regular file"), ("/dev/null", "not a regular file")):  # fmt: skip
+        with pytest.raises(OSError, match=why):
+            open_to_append(tmp_path / name)
+    assert (tmp_path / "precious").read_text() == "kept"
+    assert not (tmp_path / "new").exists()

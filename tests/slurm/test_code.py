@@ -87,6 +87,45 @@ def test_a_copy_is_kept_once_and_mended_where_files_were_cleared_away(checkout: 
     assert (folder / "configs/one.yaml").read_text() == "a: 1\n"
 
 
+def test_a_copy_is_what_was_submitted_whatever_was_put_into_it(checkout: Path, tmp_path: Path) -> None:
+    code = taken(checkout)
+    folder, outside = keep(code, tmp_path / "state"), tmp_path / "outside"
+    (folder / "src/pack/a.py").write_text("x = 2\n")  # of the same size
+    (folder / "src/json.py").write_text("in the way of Python's own")
+    (folder / "src/pack/__pycache__").mkdir()
+    (folder / "src/pack/__pycache__/a.cpython-311.pyc").write_bytes(b"bytecode")
+    outside.mkdir()
+    (outside / "__init__.py").write_text("")
+    (folder / "src/re").symlink_to(outside)
+    (folder / "configs/one.yaml").unlink()
+    (folder / "configs/one.yaml").symlink_to(outside / "__init__.py")
+    assert keep(code, tmp_path / "state") == folder
+    assert {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()} == {
+        **code.files
+    }
+    assert not (folder / "src/re").exists()
+    assert (outside / "__init__.py").read_text() == ""
+
+
+@pytest.mark.parametrize("name", ["src/pack/a.py", "src/json.py", "task/mine.py"])
+def test_a_run_does_not_go_on_with_a_copy_that_was_changed(checkout: Path, tmp_path: Path, name: str) -> None:
+    code, run = taken(checkout), tmp_path / "run-1"
+    run.mkdir()
+    describe(code, tmp_path / "state", run)
+    folder = keep(code, tmp_path / "state")
+    (folder / "src/pack/__pycache__").mkdir()
+    (folder / "src/pack/__pycache__/a.cpython-311.pyc").touch()
+    assert code_of(run) == folder
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("x = 2\n")
+    with pytest.raises(RunError) as caught:
+        code_of(run)
+    assert str(caught.value) == (
+        f"A run goes on with the code that it was submitted with: {folder} was changed since.\n"
+        "Start a new run with today's code: can-train resubmit run-1."
+    )
+
+
 def test_of_several_submissions_at_once_each_has_the_whole_copy(checkout: Path, tmp_path: Path) -> None:
     code = taken(checkout)
     with ThreadPoolExecutor(8) as pool:
@@ -109,6 +148,9 @@ def test_a_run_says_which_code_it_has(checkout: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="was not submitted"):
         code_of(run)
     describe(code, tmp_path / "state", run)
+    with pytest.raises(RunError, match="is gone"):
+        code_of(run)
+    keep(code, tmp_path / "state")
     assert code_of(run) == code.folder(tmp_path / "state")
     said = json.loads((run / "code.json").read_text())
     assert (said["revision"], said["modified"], said["root"]) == (code.revision, True, str(checkout))

@@ -6,13 +6,15 @@ A check is a function of what was found, and returns a `Finding`. The functions 
 import os
 import platform
 import re
+import shlex
 import shutil
+import stat
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +27,7 @@ from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_fl
 from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
 from can_train.config.settings import split_list
 from can_train.errors import CanTrainError, ConfigError, DeviceError, as_typed, first_sentence
+from can_train.io.ownership import Account, is_private_group, other_writer, places_on_the_way
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import CARDS, cards_named, find_card, gpu_key, read_gpu_constants, usable
@@ -45,6 +48,7 @@ _FREE_SHARE: Final = 0.9  # of a GPU's memory; less is free only where another p
 _CLOCK_SLACK_S: Final = 2.0  # between two clocks that are kept in time, by a file system that counts whole seconds
 _MANY_RUNS: Final = 10  # times the disk that one run needs, from which nothing needs to be said
 _NO_CLUSTER: Final = "establish a configuration source"  # what SLURM's programs say where they belong to no cluster
+_IN_STATE: Final = ("runs", "code", "cache", "observations", "events")  # folders in the state folder
 _MAX_NAMED: Final = 6  # packages, data sets or partitions that a line names
 _NETWORK_FILE_SYSTEMS: Final = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|smb2|lustre|gpfs|beegfs|ceph|glusterfs|afs|9p|panfs|wekafs|pvfs2|orangefs|fuse\.\w+"
@@ -189,6 +193,7 @@ def examine(paths: PathSettings, gpu_names: Sequence[str] = ()) -> Iterator[Find
         ("--target-gpu", lambda: _examine_cards(gpu_names, cards, partitions, state_dir(paths))),
         ("data", lambda: [_examine_data(paths)]),
         ("state folder", lambda: [check_state_folder(look_at(state_dir(paths)), on_cluster=bool(partitions))]),
+        ("permissions", lambda: check_permissions([*_open_places(paths)])),
         ("disk", lambda: check_disks([look_at(_runs_dir(paths)), look_at(state_dir(paths))])),
         ("versions", _examine_versions),
         ("trackers", lambda: _examine_trackers(user_file().values.get("tracker", NO_TRACKER))),
@@ -474,6 +479,64 @@ def check_state_folder(folder: Folder, *, on_cluster: bool) -> Finding:
         return Finding("state folder", NOTE, f"{found}: jobs on other nodes may not see it",
                        "Give a folder that all nodes have: export CAN_TRAIN_HOME=FOLDER")  # fmt: skip
     return Finding("state folder", OK, found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenPlace:
+    """A file or a folder that somebody else may change."""
+
+    what: str  # `state folder`
+    path: Path
+    who: str = ""  # may change it: `every user may write to it`
+    remedy: str = ""
+    is_private: bool = False  # whether that is a group without another member
+
+
+def _open_places(paths: PathSettings) -> Iterator[OpenPlace]:
+    """Looks at what decides which code runs and what is learned, and at the folders above."""
+    account, state = Account.current(), state_dir(paths).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "can-train")
+    known = {
+        "settings": ("export CAN_TRAIN_CONFIG=FILE", [user_file().path]),
+        "state folder": ("--state-dir FOLDER", [state, *(state / name for name in _IN_STATE)]),
+        "runs folder": ("--runs-dir FOLDER", [_runs_dir(paths).expanduser()]),
+        "cache": ("export XDG_CACHE_HOME=FOLDER", [cache]),
+        "can-train's code": ("install it in a folder of your own", [Path(__file__).parents[1]]),
+    }
+    seen = set[Path]()
+    for what, (other, ends) in known.items():
+        for place, is_passed in ((one, one != end) for end in ends for one in (end, *places_on_the_way(end))):
+            if place not in seen and place.exists():
+                seen.add(place)
+                yield from _open_place(OpenPlace(what=what, path=place, remedy=other), account, is_passed=is_passed)
+
+
+def _open_place(place: OpenPlace, account: Account, *, is_passed: bool) -> Iterator[OpenPlace]:
+    """Says who may change a place, which has the remedy for one that belongs to another user."""
+    statuses = [place.path.lstat(), place.path.stat()]
+    if not (stat.S_ISDIR(statuses[-1].st_mode) or stat.S_ISREG(statuses[-1].st_mode)):
+        # $CAN_TRAIN_CONFIG may be /dev/null.
+        return
+    for status in statuses:
+        if who := other_writer(status, account, is_passed=is_passed):
+            is_own = status.st_uid == account.uid
+            remedy = shlex.join(["chmod", "go-w", str(place.path)]) if is_own else f"Choose another: {place.remedy}"
+            yield replace(place, who=who, remedy=remedy)
+            return
+    if not is_passed and any(is_private_group(status, account) for status in statuses):
+        yield replace(place, is_private=True)
+
+
+def check_permissions(places: Sequence[OpenPlace]) -> list[Finding]:
+    """Says what other users may change: the code of jobs, records, settings."""
+    findings = [Finding("permissions", PROBLEM, f"{one.what}: {one.path}: {one.who}", one.remedy)
+                for one in places if not one.is_private]  # fmt: skip
+    private = _listed([str(one.path) for one in places if one.is_private])
+    if private:
+        found = f"your own group, which has no other member, may write to {private}"
+        findings.append(Finding("permissions", NOTE, found))
+    nobody = "nobody else may change your state, your runs, your settings or can-train's code"
+    return findings or [Finding("permissions", OK, nobody)]
 
 
 def check_disks(folders: Sequence[Folder]) -> list[Finding]:

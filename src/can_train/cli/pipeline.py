@@ -310,15 +310,17 @@ def _stage_scripts(steps: Sequence[PlannedStage], flags: Flags) -> dict[str, str
 
 
 def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Path) -> JobRecord:
-    """Submits an interrupted run again, with the snapshot of its code if it has one."""
+    """Submits an interrupted run again, with the snapshot of its code if it has one that is the user's own."""
     from can_train.cli.submit import submit_again
     from can_train.cli.train import continue_in_job
     from can_train.slurm.script import Submission
     from can_train.slurm.snapshot import code_of, describe
+    from can_train.training.trust import CodeTrust
 
     ((planned,),) = plan.groups
     folder = RunFolder(folder.path.resolve())
     try:
+        CodeTrust(state=state).config(folder, has_code=True)
         code_of(folder.path)
     except RunError:
         describe(code, state, folder.path)

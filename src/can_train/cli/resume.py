@@ -61,7 +61,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     if in_slurm:
         check_answer(found)
     # Before the code of the run is imported, here or in a job.
-    locator.trust(trusts_all=trust_code).config(found.known.folder, submits=in_slurm)
+    locator.trust(trusts_all=trust_code).config(found.known.folder, has_code=in_slurm)
     if not found.state.certain and not quiet:
         print_note(str(found.state))
     from can_train.training.resume import ResumeRequest, change_run

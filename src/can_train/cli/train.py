@@ -256,7 +256,9 @@ def _continue(
 
 def _log_outcome(outcome: "Outcome") -> None:
     """Writes to the run's log all that can be printed of its result."""
-    with suppress(OSError), outcome.folder.log_path.open("a", encoding="utf-8") as log, redirect_stdout(log):
+    from can_train.io.records import open_to_append
+
+    with suppress(OSError), open_to_append(outcome.folder.log_path) as log, redirect_stdout(log):
         _print_outcome(outcome, Verbosity.VERBOSE)
 
 

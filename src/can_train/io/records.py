@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from io import FileIO, UnsupportedOperation
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TextIO, TypeVar
 
 import msgspec
 
@@ -219,6 +219,37 @@ def open_regular(path: Path | str) -> FileIO:
         file.close()
         raise UnsupportedOperation(errno.EINVAL, "not a regular file", str(path))
     return file
+
+
+def open_to_append(path: Path, *, reads: bool = False) -> TextIO:
+    """Opens a file of UTF-8 text to append to it, which need not exist. In a folder that others may write to, a link of
+    that name could lead to a file of the user's elsewhere, and a pipe would block for ever.
+
+    Args:
+        path: Its path.
+        reads: Whether it is also read.
+
+    Raises:
+        OSError: It cannot be opened, is a link, or is no regular file.
+    """
+
+    def open_itself(name: str, flags: int) -> int:
+        try:
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            # A pipe that nobody reads has no device.
+            why = {errno.ELOOP: "a link, which is not followed", errno.ENXIO: "not a regular file"}.get(
+                error.errno or 0
+            )
+            if why is None:
+                raise
+            raise OSError(errno.EINVAL, why, name) from None
+        if not S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        return descriptor
+
+    return open(path, "a+" if reads else "a", encoding="utf-8", opener=open_itself)
 
 
 def read_bytes(path: Path) -> bytes:

@@ -18,6 +18,8 @@ from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, RunError
 from can_train.io.records import (
+    TEMPORARY_SUFFIX,
+    is_file,
     parse_object,
     read_text,
     text_or_nothing,
@@ -159,17 +161,29 @@ def keep(code: Code, state_dir: Path) -> Path:
     """
     folder = code.folder(state_dir)
     try:
-        if not folder.is_dir():
+        if folder.is_dir():
+            _restore(folder, code.files)
+        else:
             _make(folder, code.files)
-        for name, content in code.files.items():
-            path = folder / name
-            # A file system that clears away what is old may have taken it.
-            if not path.exists() or path.stat().st_size != len(content):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_bytes_atomic(path, content)
     except OSError as error:
         raise unusable("written", folder, error) from error
     return folder
+
+
+def _restore(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Makes a copy equal to the code, whatever became of it: a file system that clears away what is old may have taken
+    a file, and another user who may write there may have put one in the way of Python's own, bytecode included.
+    """
+    for path in sorted(folder.rglob("*")):
+        # What another submission is writing has a name that nothing imports.
+        is_ours = path.relative_to(folder).as_posix() in files or path.name.endswith(TEMPORARY_SUFFIX)
+        if path.is_symlink() or (path.is_file() and not is_ours):
+            path.unlink(missing_ok=True)
+    for name, content in files.items():
+        path = folder / name
+        if not is_file(path) or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomic(path, content)
 
 
 def describe(code: Code, state_dir: Path, run_path: Path) -> None:
@@ -198,14 +212,22 @@ def code_of(run_path: Path) -> Path:
     """Finds the snapshot that a run was submitted with.
 
     Raises:
-        RunError: The run has none.
+        RunError: The run has none, or its files are no longer what was submitted.
     """
     try:
         description: dict[str, Any] = json.loads(read_text(run_path / _DESCRIPTION))
-        return Path(description["folder"])
-    except (OSError, ValueError, KeyError) as error:
+        folder, digest = Path(description["folder"]), description["digest"]
+        files = {name: folder / name for name in _walk(folder) if not name.endswith(TEMPORARY_SUFFIX)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError("The run was not submitted, or the note of its code is damaged",
                        value=str(run_path / _DESCRIPTION)) from error  # fmt: skip
+    of_task = {name: path for name, path in files.items() if name.startswith(f"{_TASK}/")}
+    package = _code(folder, {}, {name: path for name, path in files.items() if name not in of_task})
+    if _code(folder, package.files, of_task).digest != digest:
+        why = "was changed since" if files else "is gone"
+        raise RunError("A run goes on with the code that it was submitted with", value=f"{folder} {why}",
+                       remedy=f"Start a new run with today's code: can-train resubmit {run_path.name}")  # fmt: skip
+    return folder
 
 
 def _code(root: Path, known: Mapping[str, bytes], places: Mapping[str, Path]) -> Code:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.io.arrays import ArrayWriter, discard_folder, read_arrays
-from can_train.io.records import parse_object, text_or_nothing, write_text_atomic
+from can_train.io.records import open_to_append, parse_object, text_or_nothing, write_text_atomic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,7 +156,7 @@ class StepLog:
 
     def _write(self) -> None:
         if self._lines:
-            with self._path.open("a") as file:
+            with open_to_append(self._path) as file:
                 file.write("\n".join(self._lines) + "\n")
             self._lines.clear()
 

@@ -549,7 +549,7 @@ class RunFolder:
         """
         path = self._lock_path if doing == "trained" else self.path / f"{doing}.lock"
         # Not emptied when it is opened: it names the process that has it.
-        with path.open("a+") as file:
+        with records.open_to_append(path, reads=True) as file:
             if not try_lock(file):
                 raise self._in_use(doing, read_holder(path))
             write_holder(file, self.attempts.this_process())
@@ -564,7 +564,7 @@ class RunFolder:
             RunError: Another process trains it.
             EarlierAttemptError: An earlier attempt's process does not end.
         """
-        with self._lock_path.open("a+") as file:
+        with records.open_to_append(self._lock_path, reads=True) as file:
             if not try_lock(file):
                 holder = read_holder(self._lock_path)
                 if holder is None or not self.attempts.supersedes(holder):
@@ -637,7 +637,7 @@ class MetricsLog:
 
     def append(self, **record: Any) -> None:
         """Adds a line."""
-        with self._path.open("a") as handle:
+        with records.open_to_append(self._path) as handle:
             handle.write(json.dumps(record) + "\n")
         self.lines += 1
 

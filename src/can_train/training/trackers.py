@@ -27,7 +27,7 @@ from typing import Any, Final, Protocol
 
 from can_train.config.resolved import flat
 from can_train.errors import ConfigError
-from can_train.io.records import parse_object, text_or_nothing, write_json_atomic
+from can_train.io.records import open_to_append, parse_object, text_or_nothing, write_json_atomic
 from can_train.reporter import Reporter
 
 _MODULES: Final = {
@@ -131,7 +131,7 @@ class Tracker:
         self._log_path = Path(run.folder, "trackers", f"{name}.log")
         self._log_path.parent.mkdir(exist_ok=True)
         command = [sys.executable, "-P", "-m", __name__, name]
-        with self._log_path.open("ab") as log:
+        with open_to_append(self._log_path) as log:
             # A session of its own: what a terminal or a person's Ctrl-C ends, ends after its trackers.
             self._process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                              stderr=log, start_new_session=True)  # fmt: skip

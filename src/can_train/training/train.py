@@ -49,7 +49,7 @@ from can_train.fit.optimizer import Snapshot, seed_rank, step_generator
 from can_train.fit.phases import freeze
 from can_train.fit.planner import Planner, Planners, RunPlan, packed_rows
 from can_train.fit.rescue import describe_out_of_memory
-from can_train.io.records import check_writable, this_host, write_json_atomic
+from can_train.io.records import check_writable, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory, without_others
@@ -160,7 +160,7 @@ def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Itera
     """
     job = SlurmContext.from_environment().job
     process = f"process {os.getpid()} of {this_host()}" + (f", job {job}" if job else "")
-    with log.writing_to(folder.log_path, f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, {process}"):
+    with log.writing_to(lambda: open_to_append(folder.log_path), f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, {process}"):
         try:
             yield
         except CanTrainError as error:

@@ -37,19 +37,20 @@ class CodeTrust:
     state: Path = field(default_factory=state_folder)
     trusts_all: bool = False
 
-    def config(self, folder: RunFolder, *, submits: bool = False) -> dict[str, Any]:
+    def config(self, folder: RunFolder, *, submits: bool = False, has_code: bool = False) -> dict[str, Any]:
         """Reads the configuration of a run whose code is about to run.
 
         Args:
             folder: Of the run.
             submits: Whether the cluster settings of the run are about to be sent to a scheduler.
+            has_code: Whether a file in the folder names can-train's own code, as that of a submitted run does.
 
         Raises:
             UntrustedCodeError: Another user may have decided which code that is.
             RunError: The configuration cannot be read.
         """
         config = folder.config()
-        if not self.trusts_all and _runs_own_code(config, submits=submits):
+        if not self.trusts_all and (has_code or _runs_own_code(config, submits=submits)):
             self._check(folder, config)
         return config
 
