@@ -142,7 +142,7 @@ def _set_up_lock(root: Path) -> Iterator[int]:
     """Keeps two set-ups from running at once. Yields the lock's file descriptor."""
     # A link of that name would have another file of the user's emptied.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(root / ".venv.lock", flags, 0o666), "wb") as file:
+    with os.fdopen(os.open(root / ".venv.lock", flags, 0o666), "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
