@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import yaml
 
 from can_train.errors import RunError
 from can_train.task import BatchTask
-from can_train.training.loading import check_inputs_unchanged, load_finished
+from can_train.training.loading import check_inputs_unchanged, finished_model, load_finished
 from can_train.training.run_folder import RunFolder, relocate_prerequisites, without_missing_prerequisites
 from fakes.finished_runs import Shelf
+from fakes.own_tasks import write_task
 
 
 def task_with(data: str = "", **digests: str) -> BatchTask:
@@ -85,3 +87,21 @@ def test_what_a_run_can_do_without_is_left_out_aloud_where_it_is_gone(distilled:
     assert notices == [f"without teacher: {run.mode.without_teacher} is gone, so the run goes on without"]
     with pytest.raises(RunError, match=r"teacher_normal.* is gone\.\nBring its folder back"):
         load_finished(Path(run.mode.teacher))
+
+
+def test_a_run_does_not_import_the_task_that_a_run_names_on_which_it_builds(
+    distilled: tuple[Shelf, Any, RunFolder], tmp_path: Path
+) -> None:
+    _, run, _ = distilled
+    task, mark = write_task(tmp_path / "code"), tmp_path / "MARK"
+    task.write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n{task.read_text()}")
+    teacher = RunFolder(Path(run.mode.teacher))
+    config = teacher.config() | {"task": "my_file.py:MyTask"}
+    config["paths"] |= {"code_dir": str(task.parent)}
+    (teacher.path / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(RunError) as caught:
+        finished_model(run, "teacher")
+    assert str(caught.value) == (
+        f"A run builds on runs of its own task: {teacher.path} is of my_file.py:MyTask.\nName a run of can."
+    )
+    assert not mark.exists()
