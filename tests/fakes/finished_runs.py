@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from can_train.config.compose import RunRequest, resolve
+from can_train.config.compose import RunRequest, changed_settings, resolve
 from can_train.config.resolved import ResolvedRun, with_absolute_paths
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
 
@@ -37,7 +37,7 @@ class Shelf:
         """Lays a run down; those of higher number are newer."""
         run_id = f"20260101-0000{number:02d}-{run.key}-{number:04x}"
         folder = RunFolder(self.folder / "runs" / run_id)
-        folder.make(run.config)
+        folder.make(run.config, changed_settings(run.config))
         if result is not None:
             folder.result_path.write_text(json.dumps({"run_id": run_id, "key": run.key, **result}))
             folder.checkpoints_path.mkdir()

@@ -12,7 +12,7 @@ from guards.sources import Source, package_sources, parse
 
 MAX_CHAIN = 10
 MAX_LAZY_CHAIN = 12
-MAX_FILES = 108
+MAX_FILES = 109
 MAX_FILES_OF_A_TASK = 50
 MAX_SINGLE_IMPORTERS = 25
 

@@ -182,6 +182,7 @@ def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosit
         RunError: Another process is training a stage already.
         SystemExit: A signal arrived; what was trained is saved.
     """
+    from can_train.config.compose import changed_settings
     from can_train.slurm.past_runs import with_folders
     from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
 
@@ -204,7 +205,7 @@ def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosit
             folders[step.name] = step.known.folder
         else:
             run = with_folders(step.run, {role: folders[name].path for role, name in step.sources.items()})
-            folders[step.name] = make_run(run, make_reporter(verbosity))
+            folders[step.name] = make_run(run, make_reporter(verbosity), changed_settings(run.config))
         if verbosity != Verbosity.QUIET:
             print(f"{title}: {step.what}, run {folders[step.name].run_id}", file=sys.stderr, flush=True)
         if step.what != REUSED and not _train_stage(folders[step.name], step, output, verbosity):
@@ -315,7 +316,7 @@ def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Pa
     from can_train.cli.train import continue_in_job
     from can_train.slurm.script import Submission
     from can_train.slurm.snapshot import code_of, describe
-    from can_train.training.trust import CodeTrust
+    from can_train.training.run_folder import CodeTrust
 
     ((planned,),) = plan.groups
     folder = RunFolder(folder.path.resolve())

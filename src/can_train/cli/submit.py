@@ -151,11 +151,13 @@ def start_group(
     Raises:
         CanTrainError: They cannot be started; nothing half-made is left of what was not accepted.
     """
+    from can_train.config.compose import changed_settings
+
     folders, submission = _new_group(group, plan, state)
     cluster, waiting, jobs = group[0].run.cluster, [*folders], []
     try:
         for one, folder in zip(group, folders, strict=True):
-            folder.make(with_code(one.run, code, state).config)
+            folder.make(with_code(one.run, code, state).config, changed_settings(one.run.config))
             describe(code, state, folder.path)
         if cluster.executor == "slurm":
             jobs = start_jobs(entry, folders, cluster, submission)

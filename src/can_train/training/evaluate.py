@@ -29,7 +29,7 @@ from can_train.reporter import Reporter
 from can_train.task import Alarm, AlarmRule, Evaluation, Explanation, LiveDetection, LiveEvent, Table, Verdict
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
 from can_train.training.loading import finished_model, load_finished, with_cache
-from can_train.training.trust import CodeTrust
+from can_train.training.run_folder import CodeTrust
 
 T = TypeVar("T")
 

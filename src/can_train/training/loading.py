@@ -27,8 +27,7 @@ from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import BatchTask
-from can_train.training.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
-from can_train.training.trust import CodeTrust
+from can_train.training.run_folder import CONFIG, INPUTS, CodeTrust, RunFolder, relocate_prerequisites
 
 _MAX_NAMED: Final = 5  # weights that an error names before it stops
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from can_train.config.compose import from_plain, with_changes
+from can_train.config.compose import changed_settings, from_plain, with_changes
 from can_train.config.resolved import ResolvedRun, data_root
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, DeviceError, MissingDataError, RunError
@@ -75,7 +75,7 @@ def change_run(folder: RunFolder, request: ResumeRequest, reporter: Reporter) ->
         changed = {name: each for name, each in values.items()
                    if each["before"] != each["after"] or (name == _EPOCHS and is_extended)}  # fmt: skip
         if changed:
-            folder.change(run.config, changed, step=step)
+            folder.change(run.config, changed, step=step, changed=changed_settings(run.config))
     return [f"{name} is {each['after']} from here on, in place of {each['before']}" for name, each in changed.items()]
 
 

@@ -1,4 +1,6 @@
-"""The folder of one run with its attempts, the signals that end an attempt, and the registry of all runs."""
+"""The folder of one run with its attempts, the signals that end an attempt, the registry of all runs, and whether the
+code that a run names may run.
+"""
 
 import json
 import os
@@ -21,6 +23,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir, state_folder
+from can_train.config.task_settings import task_names
 from can_train.errors import (
     CanTrainError,
     DoesNotFitError,
@@ -28,10 +31,12 @@ from can_train.errors import (
     RankGoneError,
     RunError,
     StateError,
+    UntrustedCodeError,
     without_positions,
 )
 from can_train.io import records
 from can_train.io.index import INDEX_FROM, Kind, index_folder, read_folder, write_index
+from can_train.io.ownership import Account, other_writer, places_on_the_way
 from can_train.io.records import (
     AttemptStart,
     JobId,
@@ -97,6 +102,7 @@ _LONGEST_NAME: Final = 255  # characters of a file's name, on most file systems
 _RUNS: Final = "runs"  # the registry's folder in the state folder, and its index
 _MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
 T = TypeVar("T")
+Changed = Mapping[str, Mapping[str, Any]] | None  # by setting: its `value` and the `default`; None: not known
 _LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
 """Packages whose versions a run notes, beside those of tasks."""
 
@@ -435,14 +441,18 @@ class RunFolder:
         self._holder: AttemptStart | None = None  # what this process has written into the lock
 
     @classmethod
-    def create(cls, runs_dir: Path, key: str, config: Mapping[str, Any]) -> "RunFolder":
+    def create(cls, runs_dir: Path, key: str, config: Mapping[str, Any], changed: Changed = None) -> "RunFolder":
         """Creates the folder of a new run (see `make`)."""
         folder = cls(runs_dir / new_run_id(key))
-        folder.make(config)
+        folder.make(config, changed)
         return folder
 
-    def make(self, config: Mapping[str, Any]) -> None:
+    def make(self, config: Mapping[str, Any], changed: Changed = None) -> None:
         """Creates the folder and writes the run's configuration and environment.
+
+        Args:
+            config: The resolved configuration.
+            changed: The settings in it that are not the presets' (`compose.changed_settings`); None: not known.
 
         Raises:
             RunError: It cannot be written.
@@ -455,7 +465,7 @@ class RunFolder:
                        "processors": os.cpu_count(), "libraries": libraries, "command": sys.argv}  # fmt: skip
         try:
             self.path.mkdir(parents=True)
-            self._write_config(config)
+            self._write_config(config, changed)
             write_json_atomic(self.path / "environment.json", environment)
         except OSError as error:
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
@@ -472,12 +482,9 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise _unreadable("configuration", self.path / CONFIG, error) from error
 
-    def _write_config(self, config: Mapping[str, Any]) -> None:
-        # Hydra is imported with it. Only here: what reads the run later neither composes presets nor imports its task.
-        from can_train.config.compose import changed_settings
-
+    def _write_config(self, config: Mapping[str, Any], changed: Changed) -> None:
         write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
-        write_text_atomic(self.path / _CHANGED, json.dumps(changed_settings(config), indent=2, default=str) + "\n")
+        write_text_atomic(self.path / _CHANGED, json.dumps(changed, indent=2, default=str) + "\n")
 
     def changed_settings(self) -> dict[str, dict[str, Any]] | None:
         """Reads the settings in which the run differed from the presets of its model, mode and data when it was
@@ -498,14 +505,16 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
 
-    def change(self, config: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], *, step: int) -> None:
+    def change(
+        self, config: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], *, step: int, changed: Changed
+    ) -> None:
         """Replaces the configuration, and records the settings that changed (see `changes`). A result that more epochs
         make out of date is kept under another name.
         """
         record = {"time": utc_now(), "step": step, "settings": settings}
         # The record first: a kill in between leaves one of a change that the same line then makes.
         write_json_atomic(self.path / _CHANGES, {"changes": [*self.changes(), record]})
-        self._write_config(config)
+        self._write_config(config, changed)
         if _EPOCHS in settings and is_file(self.result_path):
             self.result_path.replace(self.path / f"result-at-step-{step}.json")
 
@@ -776,13 +785,121 @@ class Registry:
         return list(records.read_documents(folder, names, kind, aside, most_bytes=_MAX_ENTRY_BYTES).values())
 
 
-def make_run(run: ResolvedRun, reporter: Reporter) -> RunFolder:
+# Whether the code that a run names may run for the user who types a command. It may for the runs in the user's own
+# registry, as long as no other user can change which code that is; else the user must ask for it.
+
+_PLACES: Final = {"code_dir": (".py", ".pyc", ".so"), "config_dir": (".yaml",)}
+"""Settings that name folders of code and of presets, and the endings of the files that are read from there."""
+_REQUESTS: Final = frozenset(
+    ("executor", "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "exclude",
+     "signal_delay_s", "max_restarts", "oom_resubmits", "max_parallel")
+)  # fmt: skip
+"""Cluster settings that name resources and numbers. Any other one may be a command, or an option that has an effect of
+its own.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTrust:
+    """Decides for one user.
+
+    Attributes:
+        state: The user's state folder, with the registry.
+        trusts_all: Whether the user has asked for the code of any run.
+    """
+
+    state: Path = field(default_factory=state_folder)
+    trusts_all: bool = False
+
+    def config(self, folder: RunFolder, *, submits: bool = False, has_code: bool = False) -> dict[str, Any]:
+        """Reads the configuration of a run whose code is about to run.
+
+        Args:
+            folder: Of the run.
+            submits: Whether the cluster settings of the run are about to be sent to a scheduler.
+            has_code: Whether a file in the folder names can-train's own code, as that of a submitted run does.
+
+        Raises:
+            UntrustedCodeError: Another user may have decided which code that is.
+            RunError: The configuration cannot be read.
+        """
+        config = folder.config()
+        if not self.trusts_all and (has_code or _runs_own_code(config, submits=submits)):
+            self._check(folder, config)
+        return config
+
+    def _check(self, folder: RunFolder, config: Mapping[str, Any]) -> None:
+        account, path = Account.current(), Path(os.path.realpath(folder.path))
+        for place in (path, path / CONFIG):
+            _check_place(place, account)
+        registry = Registry(self.state)
+        record = registry.run(path.name)
+        if record is None or not _is_place_of(record, path):
+            raise UntrustedCodeError(f"{path} is not in your list of runs, {registry.folder}")
+        _check_place(registry.entry(path.name), account)
+        for name, endings in _PLACES.items():
+            for place in _named(config, name):
+                for passed in places_on_the_way(place):
+                    _check_place(passed, account, is_passed=True)
+                for file in _read_from(place, endings):
+                    _check_place(file, account)
+
+
+def _runs_own_code(config: Mapping[str, Any], *, submits: bool) -> bool:
+    """Whether the configuration of a run names a task, presets or commands that are not part of can-train."""
+    cluster = config.get("cluster")
+    requests = cluster if submits and isinstance(cluster, Mapping) else {}
+    has_commands = any(value for name, value in requests.items() if name not in _REQUESTS)
+    return config.get("task") not in task_names() or any(_named(config, name) for name in _PLACES) or has_commands
+
+
+def _named(config: Mapping[str, Any], name: str) -> list[Path]:
+    paths = config.get("paths")
+    place = paths.get(name) if isinstance(paths, Mapping) else ""
+    return [Path(str(place))] if place else []
+
+
+def _is_place_of(record: RunRecord, path: Path) -> bool:
+    """Whether a run lies where it was made, or was moved from there."""
+    return os.path.realpath(record.path) == str(path) or not Path(record.path).exists()
+
+
+def _read_from(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
+    """Lists a folder, and below it the files with some endings and the folders that lead to them."""
+    yield folder
+    seen = {str(folder)}
+    for place, folders, files in os.walk(folder):
+        # No import reaches a folder with another name.
+        folders[:] = [name for name in folders if name.isidentifier()]
+        for name in files:
+            if not name.endswith(endings):
+                continue
+            yield Path(place, name)
+            way = place
+            while way not in seen:
+                seen.add(way)
+                yield Path(way)
+                way = os.path.dirname(way)  # noqa: PTH120 - of thousands of files, paths cost more
+
+
+def _check_place(place: Path, account: Account, *, is_passed: bool = False) -> None:
+    """Raises UntrustedCodeError where another user may change a file, a folder, or where a link leads."""
+    try:
+        statuses = [place.lstat(), place.stat()]
+    except FileNotFoundError:
+        return
+    for status in statuses:
+        if who := other_writer(status, account, is_passed=is_passed):
+            raise UntrustedCodeError(f"{place}: {who}")
+
+
+def make_run(run: ResolvedRun, reporter: Reporter, changed: Changed = None) -> RunFolder:
     """Creates the folder of a run that trains here and now, and registers it; without a registry, with a notice.
 
     Raises:
         RunError: The folder cannot be written.
     """
-    folder = RunFolder.create(run.runs_dir, run.key, run.config)
+    folder = RunFolder.create(run.runs_dir, run.key, run.config, changed)
     try:
         register_run(run, folder)
     except StateError as error:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from can_train.config.compose import changed_settings
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
 from can_train.errors import (
     RUN_FAILED,
@@ -98,7 +99,7 @@ def train_new(
         reporter = _with_state(run, reporter, ranks)
         meter, task = _prepare(run, reporter, ranks)
         # After the data has been read: a run whose data are missing leaves no folder behind.
-        folder = RunFolder(ranks.on_rank0(lambda: make_run(run, reporter).path))
+        folder = RunFolder(ranks.on_rank0(lambda: make_run(run, reporter, changed_settings(run.config)).path))
         made(folder)
         reporter.notice(f"This is run {folder.run_id}")
         # Keeps all processes but the run's ranks out of its folder.
