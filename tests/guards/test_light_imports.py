@@ -55,8 +55,7 @@ def packages_imported_by(statement: str, *arguments: str, home: Path) -> set[str
         (COMMAND_LINE, ["factors", "--help"], FRAMEWORKS),
         *((COMMAND_LINE, [command, "--help"], FRAMEWORKS | LIBRARIES) for command in ABOUT_RUNS),
         (COMMAND_LINE, ["doctor", "--help"], FRAMEWORKS | LIBRARIES),
-        # The settings that differ from the presets take a composition, and so Hydra.
-        (COMMAND_LINE, ["runs"], {"torch", "torch_geometric", "submitit"}),
+        (COMMAND_LINE, ["runs"], FRAMEWORKS),
         (COMMAND_LINE, ["status", "made-here"], FRAMEWORKS | LIBRARIES),
         (COMMAND_LINE, ["cancel", "made-here"], FRAMEWORKS | LIBRARIES),
         (COMMAND_LINE, ["after-job", "--state-dir", "state", "--status", "0"], FRAMEWORKS | LIBRARIES),

@@ -101,7 +101,7 @@ def test_a_job_that_starts_without_its_users_variables_gets_those_that_it_needs_
 ) -> None:
     programs = tmp_path / "slurm bin"
     programs.mkdir()
-    for name, line in (("sbatch", "true"), ("srun", 'case "$*" in *--export=ALL*) printenv | sort; esac; exit 7')):
+    for name, line in (("scontrol", "true"), ("srun", 'case "$*" in *--export=ALL*) printenv | sort; esac; exit 7')):
         (programs / name).write_text(f"#!/bin/sh\n{line}\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(programs))

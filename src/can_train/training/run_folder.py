@@ -506,7 +506,12 @@ class RunFolder:
             return []
 
     def change(
-        self, config: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], *, step: int, changed: Changed
+        self,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Mapping[str, Any]],
+        *,
+        step: int,
+        changed: Changed = None,
     ) -> None:
         """Replaces the configuration, and records the settings that changed (see `changes`). A result that more epochs
         make out of date is kept under another name.
