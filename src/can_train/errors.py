@@ -62,7 +62,11 @@ RUN_FAILED: Final = 3
 COMMAND_VARIABLE: Final = "CAN_TRAIN_COMMAND"
 """Variable by which `./can-train` tells how it was called."""
 _COMMAND: Final = re.compile(r"(?<![\w./-])can-train(?= (?:--\w|-h|[a-z]))")
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that change what a terminal shows: control characters, marks that turn the direction of writing or end a
+line, and bytes of a file's name that are no text. Line ends and tabs are not among them.
+"""
+_UNDECODED: Final = 0xDC00  # what Python adds to a byte of a file's name that is no text
 
 
 def as_typed(text: str) -> str:
@@ -70,12 +74,22 @@ def as_typed(text: str) -> str:
     in a checkout, and its control characters as text (`printable`). What is printed passes through here: errors and
     notices by themselves, other lines by their printers.
     """
-    return printable(_COMMAND.sub(lambda _: command_name(), text))
+    return printable(with_command_name(text))
+
+
+def with_command_name(text: str) -> str:
+    """Writes the command lines in a text as they can be typed here, and leaves everything else as it is."""
+    return _COMMAND.sub(lambda _: command_name(), text)
 
 
 def printable(text: str) -> str:
     """Writes control characters, with which a name or a line of a log could change what a terminal shows, as text."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROL.sub(lambda control: _escape(ord(control[0])), text)
+
+
+def _escape(code: int) -> str:
+    byte = code - _UNDECODED if _UNDECODED < code <= _UNDECODED + 0xFF else code
+    return f"\\x{byte:02x}" if byte <= 0xFF else f"\\u{byte:04x}"
 
 
 def command_name() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Final, Protocol, TextIO
 
-from can_train.errors import as_typed, command_name
+from can_train.errors import as_typed, command_name, printable
 
 # Seconds between progress lines: a day's log stays readable.
 _LINE_INTERVAL_S: Final = 10.0
@@ -97,8 +97,8 @@ class LineReporter:
         stage.print(last=True)
 
     def write(self, text: str) -> None:
-        """Prints lines as they are."""
-        print(text, file=self.stream, flush=True)
+        """Prints lines, with their control characters as text."""
+        print(printable(text), file=self.stream, flush=True)
 
 
 class _LineStage:

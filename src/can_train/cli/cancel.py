@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+from can_train.cli.output import print_text
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.io.records import JobId, terminate, this_host, utc_now
@@ -27,7 +28,7 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
     check_answer(status)
     # SLURM may still hold the job of a run that will never start.
     if not status.state.live and live_row(status.facts) is None:
-        print(f"Run {known.run_id} has ended already: {status.state}")
+        print_text(f"Run {known.run_id} has ended already: {status.state}")
         return
     check_own_jobs(status.facts)
     # Recorded first: whoever sees the end must find its reason.
@@ -42,7 +43,7 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
         time.sleep(_STATUS_INTERVAL_S)
         status = locator.status(known)
     what = " was asked to stop and has not ended yet" if status.state.live else ""
-    print(f"Run {known.run_id}{what}: {status.state}")
+    print_text(f"Run {known.run_id}{what}: {status.state}")
 
 
 def check_answer(status: RunStatus) -> None:

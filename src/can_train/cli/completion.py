@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
+from can_train.cli.output import print_text
 from can_train.cli.train_options import named_task
 from can_train.config.resolved import (
     NO_TRACKER,
@@ -96,7 +97,7 @@ def completion(
     """
     if shell not in _SCRIPTS:
         raise unknown_name("shell", shell, _SCRIPTS)
-    print(_SCRIPTS[shell].strip())
+    print_text(_SCRIPTS[shell].strip())
 
 
 def complete_line(words: Sequence[str], commands: Mapping[str, str], load: Callable[[str, Sequence[str]], Any]) -> None:
@@ -116,7 +117,7 @@ def complete_line(words: Sequence[str], commands: Mapping[str, str], load: Calla
     for answer, text in _answers(typed, commands, load):
         # Bash replaces only what follows the last `=` or `:` of the word.
         shown = answer[max(word.rfind("="), word.rfind(":")) + 1 :] if shell == "bash" else answer
-        print(shown if shell == "bash" or not text else f"{shown}\t{text}")
+        print_text(shown if shell == "bash" or not text else f"{shown}\t{text}")
 
 
 def _words(line: str) -> list[str]:

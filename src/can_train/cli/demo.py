@@ -5,12 +5,12 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.output import duration, make_console
+from can_train.cli.output import duration, print_text, working
 from can_train.errors import as_typed
 from can_train.reporter import COLUMNS, SilentReporter, wrapped
 
@@ -58,29 +58,29 @@ def demo() -> None:
     A small network is trained three times in a temporary folder; nothing else is changed.
     """
     started = time.monotonic()
-    print(_INTRODUCTION, flush=True)
+    print_text(_INTRODUCTION)
     with tempfile.TemporaryDirectory(prefix="can-train-demo-") as name, _other_process(Path(name) / "taken") as taken:
-        print(f"1. On a GPU with room ({_size(_ROOMY)})", flush=True)
+        print_text(f"1. On a GPU with room ({_size(_ROOMY)})")
         whole = _train(Path(name), _ROOMY, {"training.use_adaptive_batch_size_factor": False})
         _say(f"Each batch of {_BATCH} samples is computed in one piece: peak {_mib(whole.peak_bytes)}.")
 
-        print(f"\n2. The same training on a GPU of {_size(_SMALL)}, where such a batch does not fit", flush=True)
+        print_text(f"\n2. The same training on a GPU of {_size(_SMALL)}, where such a batch does not fit")
         split = _train(Path(name), _SMALL, {}, taken)
         predicted = _mib(split.result["predicted_peak_bytes"])
         _say(f"As long as it was alone, each batch was computed in {split.parts} micro-batches: "
              f"peak {_mib(split.peak_bytes)}, where {predicted} had been predicted.")  # fmt: skip
 
-        print("\n3. Once more, with what that run has taught", flush=True)
+        print_text("\n3. Once more, with what that run has taught")
         again = _train(Path(name), _SMALL, {})
         _say(f"That run used {split.factor:.1%} of what was found to fit, to be on the safe side. Its peak showed that "
              f"{again.factor:.1%} may be used, so this run does: peak {_mib(again.peak_bytes)}.")  # fmt: skip
-    print("\n4. What the lack of memory has changed in the trained weights")
+    print_text("\n4. What the lack of memory has changed in the trained weights")
     _say(_comparison(whole, split))
-    print(as_typed(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}"))
+    print_text(as_typed(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}"))
 
 
 def _say(text: str) -> None:
-    print(wrapped(f"   {text}", COLUMNS), flush=True)
+    print_text(wrapped(f"   {text}", COLUMNS))
 
 
 def _comparison(whole: "_Trained", split: "_Trained") -> str:
@@ -181,10 +181,7 @@ class _Reporter(SilentReporter):
     @contextmanager
     def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator["Stage"]:
         """Shows the title, and lets the other process come and go between two steps of a training."""
-        from rich.text import Text
-
-        console = make_console(stderr=True)
-        with console.status(Text(f"{title} ...")) if console.is_interactive else nullcontext():
+        with working(title):
             yield _DemoStage(self._taken if title == "training" else None)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -13,6 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
+from can_train.cli.output import print_aside, print_text
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.errors import ConfigError
 
@@ -54,16 +54,16 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
                                    trust=locator.trust(trusts_all=trust_code))  # fmt: skip
         live = LiveRun(request)
         try:
-            print(f"Run {known.run_id} watches {_input_name(input_)}", file=sys.stderr)
+            print_aside(f"Run {known.run_id} watches {_input_name(input_)}")
             for event in live.events():
-                print(json.dumps(event.record, allow_nan=False) if as_json else event.text, flush=True)
+                print_text(json.dumps(event.record, allow_nan=False) if as_json else event.text)
         except BrokenPipeError:
             # Whoever read the alarms has gone. Typer would end with 1.
             raise SystemExit(128 + signal.SIGPIPE) from None
         finally:
             # After a second Ctrl-C nobody waits for it.
             with suppress(BrokenPipeError):
-                print("".join(f"{sentence}.\n" for sentence in live.summary()), end="", file=sys.stderr)
+                print_aside("\n".join(f"{sentence}." for sentence in live.summary()))
             live.close()
 
 

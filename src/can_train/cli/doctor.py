@@ -22,7 +22,7 @@ from typing import Any, Final
 import psutil
 import typer
 
-from can_train.cli.output import make_reporter, print_json, print_wrapped
+from can_train.cli.output import make_reporter, print_json, print_text, print_wrapped
 from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command
 from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
 from can_train.config.settings import split_list
@@ -123,12 +123,12 @@ def _doctor(flags: Flags) -> None:
         findings.append(finding)
         if not flags["json"]:
             # Each at once: a SLURM that does not answer takes half a minute.
-            print(as_typed(finding_text(finding)), flush=True)
+            print_text(as_typed(finding_text(finding)))
     problems = sum(finding.status == PROBLEM for finding in findings)
     if flags["json"]:
         print_json({"problems": problems, "checks": [asdict(finding) for finding in findings]})
     else:
-        print(as_typed(f"\n{summary(problems)}"))
+        print_text(as_typed(f"\n{summary(problems)}"))
     if problems:
         raise typer.Exit(2)
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
-from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_judgement, print_wrapped
+from can_train.cli.output import (
+    Quiet,
+    Verbose,
+    Verbosity,
+    make_reporter,
+    print_json,
+    print_judgement,
+    print_text,
+    print_wrapped,
+)
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.errors import ConfigError, RunError
 from can_train.io.records import expanded
@@ -88,13 +96,13 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     evaluated = evaluate_run(request, make_reporter(verbosity))
     document = evaluated.document
     if as_json:
-        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+        print_json(document)
         return
     if not flagged_only or verbosity == Verbosity.VERBOSE:
         print_judgement(evaluated.summary_tables, evaluated.tables, verbosity)
     if flagged_only or (explain and not scores):
         _print_alarms(evaluated.alarms, most=len(evaluated.alarms) if verbosity == Verbosity.VERBOSE else MOST_ALARMS)
-    print()
+    print_text("")
     for note in evaluated.notes:
         print_wrapped(f"{note}.")
     seconds = document["seconds"]
@@ -105,7 +113,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         f"reading took {seconds['reading']:.1f} s, scoring {seconds['scoring']:.1f} s"
     )
     if document["scores"]:
-        print(f"Scores: {document['scores']}")
+        print_text(f"Scores: {document['scores']}")
 
 
 def _print_alarms(alarms: Sequence[Alarm], most: int) -> None:
@@ -113,13 +121,13 @@ def _print_alarms(alarms: Sequence[Alarm], most: int) -> None:
     highest = sorted(range(len(alarms)), key=lambda index: alarms[index].score, reverse=True)[:most]
     shown = [alarms[index] for index in sorted(highest)]
     if not alarms:
-        print("\nNothing was flagged.")
+        print_text("\nNothing was flagged.")
     for source in dict.fromkeys(alarm.source for alarm in shown):
-        print(f"\n{source}")
+        print_text(f"\n{source}")
         for alarm in shown:
             if alarm.source == source:
                 print_wrapped(f"  {alarm.place}\n    {alarm.reason}")
     if len(shown) < len(alarms):
-        print()
+        print_text("")
         print_wrapped(f"These are the {len(shown)} highest of {len(alarms):,} alarms; "
                       "-v prints all, --scores FILE writes them")  # fmt: skip

@@ -20,7 +20,7 @@ from can_train.cli.factors_tables import (
     runs_tables,
     shown_device,
 )
-from can_train.cli.output import print_json, print_tables
+from can_train.cli.output import confirm, print_aside, print_json, print_tables, print_text
 from can_train.errors import ConfigError, StateError, as_typed, nearest_first, unknown_name
 from can_train.factors.exchange import make_export
 from can_train.factors.figures import read_figures
@@ -28,7 +28,7 @@ from can_train.factors.observations import read_records
 from can_train.factors.policies import POLICIES
 from can_train.factors.store import FactorStore, get_safety_factor_db, replay_runs
 from can_train.factors.summary import find_summaries, full_key, keys_like, policy_of
-from can_train.io.records import json_text, write_text_atomic
+from can_train.io.records import write_json_atomic, write_text_atomic
 
 _STANDARD_OUTPUT: Final = "-"
 _SUGGESTIONS: Final = 3
@@ -113,7 +113,7 @@ def _print_summaries(store: FactorStore, key: str | None, device: str | None, *,
         print_tables(tables + [table for summary in summaries for table in runs_tables(summary)])
     else:
         lines = [f"Nothing has been learned yet in {store.state}.", *record_notes(records), _NEXT]
-        print(as_typed("\n".join(lines)))
+        print_text(as_typed("\n".join(lines)))
 
 
 def _print_replay(store: FactorStore, key: str | None, device: str | None, name: str, *, as_json: bool) -> None:
@@ -126,7 +126,7 @@ def _print_replay(store: FactorStore, key: str | None, device: str | None, name:
     elif replays:
         print_tables([replay_table(one, name) for one in replays])
     else:
-        print("No run is left to replay: all of them began before a reset.")
+        print_text("No run is left to replay: all of them began before a reset.")
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ def _print_result(action: str, result: ActionResult, store: FactorStore, *, as_j
         print_json({"action": action, **result.values, "notices": notices})
         return
     if result.text:
-        print(as_typed(result.text))
+        print_text(as_typed(result.text))
     for notice in notices:
-        print(as_typed(notice), file=sys.stderr)
+        print_aside(as_typed(notice))
 
 
 def _on(device: str | None) -> str:
@@ -170,8 +170,8 @@ def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool
     if not yes and not sys.stdin.isatty():
         raise ConfigError("--reset asks first, and nobody can answer here", value="standard input is no terminal",
                           remedy="Add --yes")  # fmt: skip
-    if not yes and not typer.confirm(f"Shall {what} teach nothing any more? Their history stays.", err=True):
-        typer.echo("Nothing was reset.", err=True)
+    if not yes and not confirm(f"Shall {what} teach nothing any more? Their history stays."):
+        print_aside("Nothing was reset.")
         raise typer.Exit(1)
     path = store.reset(None if key is None else keys[0], device)
     pinned = [one for one in found if one.state == "pinned"]
@@ -215,12 +215,11 @@ def _unpin(store: FactorStore, key: str | None, device: str | None) -> ActionRes
 
 def _export(store: FactorStore, key: str | None, device: str | None, file: str) -> ActionResult:
     export = make_export(store.find(key, device), read_records(store.state).events)
-    text = json_text(export)
     if file == _STANDARD_OUTPUT:
-        sys.stdout.write(text)
+        print_json(export)
         return ActionResult("", {})
     try:
-        write_text_atomic(Path(file), text)
+        write_json_atomic(Path(file), export)
     except OSError as error:
         remedy = "Name a file in a folder that you may write to, or - for standard output"
         raise ConfigError("The export cannot be written", value=f"{file}: {error}", remedy=remedy) from error

@@ -2,13 +2,13 @@
 
 import codecs
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
+from can_train.cli.output import print_aside, print_log
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RUN_FAILED, RunError, as_typed
 from can_train.io.records import open_regular
@@ -18,6 +18,7 @@ from can_train.slurm.status import KnownRun, RunStatus, run_logs
 _READ_INTERVAL_S: Final = 0.5
 _STATUS_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
 _READ_BYTES: Final = 2**20
+_CUT_OFF: Final = re.compile(r"(?:\r|\x1b(?:\[[\d;:]{0,64})?)\Z")
 _RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")  # submitit's names of logs end in the rank
 
 
@@ -52,9 +53,13 @@ class GrowingLog:
         self._position = 0
         # A read may end within a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
 
     def new_text(self) -> str:
-        """Returns what was appended since the last call, at most 1 MiB; empty: nothing."""
+        """Returns what was appended since the last call, at most 1 MiB; empty: nothing.
+
+        A control sequence that a read cuts off comes with its rest, or at the end of the file.
+        """
         try:
             with open_regular(self.path) as handle:
                 handle.seek(self._position)
@@ -62,7 +67,10 @@ class GrowingLog:
         except OSError:
             return ""
         self._position += len(data)
-        return self._decoder.decode(data)
+        text = self._held + self._decoder.decode(data)
+        cut = _CUT_OFF.search(text) if data else None
+        self._held = text[cut.start() :] if cut else ""
+        return text[: cut.start()] if cut and cut.start() else self.new_text() if cut else text
 
 
 def log_paths(facts: RunFacts, known: KnownRun, rank: int) -> list[Path]:
@@ -131,11 +139,11 @@ def _print_for(log: GrowingLog, seconds: float) -> bool:
 def _print_new(log: GrowingLog) -> bool:
     printed = False
     while text := log.new_text():
-        print(text, end="", flush=True)
+        print_log(text)
         printed = True
     return printed
 
 
 def _note(text: str) -> None:
     # Not into standard output, which is the log's.
-    print(as_typed(text), file=sys.stderr, flush=True)
+    print_aside(as_typed(text))

@@ -1,7 +1,6 @@
 """The command line: finds the command, checks how its flags are spelt, turns errors into messages and exit codes."""
 
 import io
-import json
 import os
 import re
 import shlex
@@ -14,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from can_train import __version__
+from can_train.cli.output import print_aside, print_json, print_text
 from can_train.config.resolved import default_task
 from can_train.config.settings import canonical_name
 from can_train.config.task_settings import load_task_settings
@@ -21,11 +21,12 @@ from can_train.errors import (
     CanTrainError,
     ConfigError,
     UntrustedCodeError,
-    as_typed,
     command_name,
     nearest_first,
     of_system,
+    printable,
     unknown_name,
+    with_command_name,
 )
 
 _HELP: Final = """Launches PyTorch training that fits in GPU memory. A command line that starts with an option trains:
@@ -127,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run_command(arguments: Sequence[str]) -> int:
     words = list(arguments) or ["--help"]
     if words[0] == "--version":
-        print(f"can-train {__version__}")
+        print_text(f"can-train {__version__}")
         return 0
     name = "train" if words[0].startswith("-") else words.pop(0)
     if name == _COMPLETE:
@@ -146,7 +147,7 @@ def _parser(name: str, words: Sequence[str] = ()) -> Any:
     training: dict[str, Any] = {}
     if name == "train":
         example = load_task_settings(default_task()).example
-        training = {"help": as_typed(_HELP.format(example=example)), "epilog": _OTHER_COMMANDS}
+        training = {"help": _HELP.format(example=example), "epilog": _OTHER_COMMANDS}
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(cls=Command, **training)(_load_command(name, words))
@@ -228,10 +229,10 @@ def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
 
 
 def _print_error(error: CanTrainError, *, as_json: bool) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print_aside(f"error: {error}")
     try:
         if as_json and not error.in_json:
-            print(json.dumps({"error": error.to_plain()}, indent=2, ensure_ascii=False))
+            print_json({"error": error.to_plain()})
         sys.stdout.flush()
     except OSError:
         _discard_output()
@@ -249,7 +250,9 @@ class Command(TyperCommand):
     def __init__(self, name: str | None, *, context_settings: dict[str, Any] | None = None, **options: Any) -> None:
         settings = {"help_option_names": ["-h", "--help"], **(context_settings or {})}
         settings["token_normalize_func"] = _flag_name
-        super().__init__(name, context_settings=settings, **options)
+        # Before the lines are broken, for which Click needs the control character \b as it is.
+        texts = {key: with_command_name(options[key]) for key in ("help", "epilog") if options.get(key)}
+        super().__init__(name, context_settings=settings, **{**options, **texts})
 
     # Typer's own contexts are of a private class; the public `typer.Context` is a subclass of it.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -305,13 +308,19 @@ class Command(TyperCommand):
         for one in self.get_params(ctx):
             if record := one.get_help_record(ctx):
                 title = "Arguments" if one.param_type_name == "argument" else "Options"
-                groups.setdefault(getattr(one, "rich_help_panel", None) or title, []).append(record)
+                groups.setdefault(getattr(one, "rich_help_panel", None) or title, []).append(
+                    (record[0], with_command_name(record[1]))
+                )
         for title, records in groups.items():
             with formatter.section(title):
                 formatter.write_dl(records)
         if self._hides_options():
             formatter.write_paragraph()
             formatter.write_text("These are the everyday flags; --help-all shows all of them.")
+
+    def get_help(self, ctx: Any) -> str:
+        """Returns the help, in which a task's own texts can change nothing of the terminal."""
+        return printable(super().get_help(ctx))
 
     def _hides_options(self) -> bool:
         return any(getattr(one, "hidden", False) for one in self.params)

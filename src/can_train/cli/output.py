@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.errors import ConfigError, printable
+from can_train.errors import CONTROL, ConfigError, printable
 from can_train.reporter import COLUMNS, NOTE, LineReporter, SilentReporter, amount_text, figure_text, wrapped
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ _NO_BREAK: Final = "\N{NO-BREAK SPACE}"
 _GAP: Final = "  "
 # Columns of a table in a pipe, whose reader wants whole rows.
 _UNBOUNDED: Final = 10_000
+_COLOUR: Final = re.compile(r"(\x1b\[[\d;:]{0,64}m)")
+_RESET: Final = "\x1b[m"
+_CLEAR: Final = "\x1b[H\x1b[2J"  # control sequence that empties a terminal
 # Seconds of each unit, the largest first.
 _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -69,15 +73,55 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the resul
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every baseline, and what a plan rests on.")]
 
 
+def print_text(text: str, *, end: str = "\n") -> None:
+    """Prints to standard output. Names and lines of files come with control characters: they are printed as text."""
+    print(printable(text), end=end, flush=True)
+
+
+def print_log(text: str) -> None:
+    """Prints a piece of a log to standard output. Of its control sequences, colours alone reach a terminal, and none a
+    pipe: others are printed as text. A carriage return, with which a progress bar draws itself anew, ends a line.
+    """
+    parts = _COLOUR.split(text.replace("\r\n", "\n").replace("\r", "\n"))
+    is_coloured = sys.stdout.isatty() and len(parts) > 1
+    # `split` puts the colours between the texts.
+    shown = [part if index % 2 else printable(part) for index, part in enumerate(parts) if is_coloured or not index % 2]
+    # The reset keeps the colours of a log from the shell that follows it.
+    print("".join([*shown, _RESET] if is_coloured else shown), end="", flush=True)
+
+
+def print_aside(text: str) -> None:
+    """Prints to standard error, with control characters as text."""
+    LineReporter(sys.stderr).write(text)
+
+
 def print_note(text: str) -> None:
     """Prints a notice as a line on standard error, as reporters do."""
     LineReporter(sys.stderr).notice(text)
 
 
+def clear_screen() -> None:
+    """Clears the terminal that standard output is."""
+    print(_CLEAR, end="")
+
+
+def confirm(question: str) -> bool:
+    """Asks on standard error for a yes or a no."""
+    return typer.confirm(printable(question), err=True)
+
+
 def print_wrapped(text: str) -> None:
     """Prints a text in as many lines as it needs; words, such as paths, stay whole."""
     columns = get_terminal_size((COLUMNS, 0)).columns if sys.stdout.isatty() else COLUMNS
-    print(wrapped(text, columns, hang=_GAP))
+    print_text(wrapped(text, columns, hang=_GAP))
+
+
+def working(title: str) -> AbstractContextManager[object]:
+    """Shows in a terminal that something is at work for the duration of a block."""
+    from rich.text import Text
+
+    console = make_console(stderr=True)
+    return console.status(Text(printable(f"{title} ..."))) if console.is_interactive else nullcontext()
 
 
 def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
@@ -161,8 +205,10 @@ def _print_paragraphs(table: Table, widths: Sequence[int], console: Console) -> 
 
 
 def print_json(values: Any) -> None:
-    """Prints plain values as JSON."""
-    print(json.dumps(values, indent=2, ensure_ascii=False))
+    """Prints plain values as JSON, in which a number that is not finite is null."""
+    text = json.dumps(finite(values), indent=2, ensure_ascii=False)
+    # JSON escapes most control characters, and `printable` would escape the others in a way that JSON does not have.
+    print(CONTROL.sub(lambda character: f"\\u{ord(character[0]):04x}", text), flush=True)
 
 
 def make_reporter(verbosity: Verbosity = Verbosity.NORMAL) -> Reporter:
@@ -216,7 +262,7 @@ class TerminalReporter:
             TextColumn("{task.fields[figures]}", markup=False),
         )
         with Progress(*columns, console=self._console) as progress:
-            task = progress.add_task(title, total=total, amount="", figures="")
+            task = progress.add_task(printable(title), total=total, amount="", figures="")
 
             class Bar:
                 done = 0

@@ -14,9 +14,11 @@ from can_train.cli.output import (
     duration,
     finite,
     make_reporter,
+    print_aside,
     print_json,
     print_note,
     print_tables,
+    print_text,
     seconds_between,
 )
 from can_train.cli.runs import by_test_set
@@ -100,7 +102,7 @@ def _pipeline(flags: Flags) -> None:
         sent = _submit_stages(steps)
         _print([_sent_json(each) for each in sent], _sent_table(sent), as_json=as_json)
         if not as_json:
-            print(as_typed("Table of what there is: the same line with --show; one stage: can-train status RUN"))
+            print_text(as_typed("Table of what there is: the same line with --show; one stage: can-train status RUN"))
     else:
         # With --json, standard output is for the JSON alone.
         results = _train_stages(steps, sys.stderr if as_json else None, verbosity)
@@ -199,7 +201,7 @@ def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosit
         missing = [name for name in dict.fromkeys(step.sources.values()) if name in failures]
         if missing:
             failures[step.name] = f"not trained: it builds on {' and '.join(missing)}"
-            print(f"{title}: {failures[step.name]}", file=sys.stderr, flush=True)
+            print_aside(f"{title}: {failures[step.name]}")
             continue
         if step.known is not None:
             folders[step.name] = step.known.folder
@@ -207,7 +209,7 @@ def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosit
             run = with_folders(step.run, {role: folders[name].path for role, name in step.sources.items()})
             folders[step.name] = make_run(run, make_reporter(verbosity), changed_settings(run.config))
         if verbosity != Verbosity.QUIET:
-            print(f"{title}: {step.what}, run {folders[step.name].run_id}", file=sys.stderr, flush=True)
+            print_aside(f"{title}: {step.what}, run {folders[step.name].run_id}")
         if step.what != REUSED and not _train_stage(folders[step.name], step, output, verbosity):
             failures[step.name] = "failed"
     return _results(steps, folders, failures)
@@ -226,7 +228,7 @@ def _train_stage(folder: RunFolder, step: PlannedStage, output: TextIO | None, v
     amount = {Verbosity.QUIET: ["--quiet"], Verbosity.VERBOSE: ["--verbose"]}.get(verbosity, [])
     status, was_stopped = run_line(["resume", str(folder.path.resolve()), "--here", *amount, *places], output)
     if was_stopped:
-        print(f"Stopped in stage {step.name}. The same line again goes on from there.", file=sys.stderr, flush=True)
+        print_aside(f"Stopped in stage {step.name}. The same line again goes on from there.")
         raise SystemExit(status)
     return status == 0 and is_whole(folder)
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import typer
 
-from can_train.cli.output import TextTable, print_json, print_tables
+from can_train.cli.output import TextTable, confirm, print_aside, print_json, print_tables, print_text
 from can_train.errors import ConfigError
 from can_train.factors.observations import repeated_starts
 from can_train.io.index import index_folder
@@ -122,15 +122,15 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
         if as_json or not sys.stdin.isatty():
             raise ConfigError("--prune asks before it deletes, and nobody can answer here; nothing was deleted",
                               value=total, remedy="Add --yes")  # fmt: skip
-        if not typer.confirm(f"Delete {total}?", err=True):
-            typer.echo("Nothing was deleted.", err=True)
+        if not confirm(f"Delete {total}?"):
+            print_aside("Nothing was deleted.")
             raise typer.Exit(1)
     left = [one for one in found if not _delete(one.path)]
     if as_json:
         print_json({"older_than": older_than, "deleted": [_json(one) for one in found if one not in left],
                     "left": [_json(one) for one in left]})  # fmt: skip
     elif found:
-        print(f"Deleted {len(found) - len(left)} of {len(found)}.")
+        print_text(f"Deleted {len(found) - len(left)} of {len(found)}.")
     if left and as_json:
         raise typer.Exit(2)
     if left:
@@ -140,7 +140,7 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
 
 def _print_found(found: list[Prunable], state: Path, older_than: str) -> None:
     if not found:
-        print(f"Nothing in {state} has gone unused for {older_than}.")
+        print_text(f"Nothing in {state} has gone unused for {older_than}.")
         return
     rows = []
     for kind, why in _WHY.items():

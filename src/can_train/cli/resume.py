@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from can_train.cli.cancel import check_answer
-from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note
+from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note, print_text
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.cli.train_options import OPTIONS, Flags, make_command, make_request, split_names
 from can_train.config.resolved import user_file
@@ -125,7 +125,7 @@ def _print_job(job: "JobRecord", found: "RunStatus", *, as_json: bool) -> None:
     if as_json:
         print_json({"submitted": [job_json(job, found.known.folder)], "identical": []})
     else:
-        print(f"Run {job.run_id} goes on as job {job.job_id}.")
+        print_text(f"Run {job.run_id} goes on as job {job.job_id}.")
 
 
 def make_resubmit_command() -> Callable[..., None]:

@@ -17,19 +17,21 @@ import typer
 from can_train import __version__
 from can_train.cli.output import (
     TextTable,
+    clear_screen,
     duration,
     finite,
     local_time,
     print_json,
     print_note,
     print_tables,
+    print_text,
     print_wrapped,
     seconds_between,
 )
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.config.resolved import config_folder
 from can_train.config.task_settings import key_name
-from can_train.errors import ConfigError, RunError, as_typed, printable, unknown_name
+from can_train.errors import ConfigError, RunError, as_typed, unknown_name
 from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import JobId, is_file
 from can_train.reporter import COLUMNS, wrapped
@@ -39,7 +41,6 @@ from can_train.training.run_folder import CONFIG, RESULT, name_to_type, short_na
 
 _LIMIT: Final = 20  # runs that are listed unless more are asked for: what fits a terminal
 _WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
-_CLEAR: Final = "\x1b[H\x1b[2J"  # control sequence that empties a terminal
 
 _COLUMNS: Final = ("run", "state", "time", "device", "score", "trained")
 """They fit a terminal of 80 columns; steps and all else are in `status` and in the JSON."""
@@ -86,7 +87,7 @@ def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_
     if as_json:
         print_json(run_json(found))
         return
-    print(as_typed("\n".join(_status_lines(found))))
+    print_text(as_typed("\n".join(_status_lines(found))))
     print_tables(_history_tables(found))
 
 
@@ -104,8 +105,8 @@ def _newest(locator: RunLocator, limit: int) -> tuple[list[RunStatus], int]:
 
 def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) -> None:
     if not statuses:
-        print(f"No run is there yet, neither in {locator.runs_dir} nor in the state folder.")
-        print(as_typed("can-train --help shows how to start one."))
+        print_text(f"No run is there yet, neither in {locator.runs_dir} nor in the state folder.")
+        print_text(as_typed("can-train --help shows how to start one."))
         return
     tables = []
     for name, group in _by_data_set(statuses, [_data_set(each.known.config) for each in statuses]).items():
@@ -213,11 +214,11 @@ def _watch(locator: RunLocator, limit: int) -> None:
             statuses, older = _newest(locator, limit)
             states = {each.known.run_id: str(each.state) for each in statuses}
             if sys.stdout.isatty():
-                print(_CLEAR, end="")
+                clear_screen()
                 _print_runs(statuses, older, locator)
             else:
                 changed = [name for name in reversed(states) if before.get(name) != states[name]]
-                print(printable("".join(f"{name}  {states[name]}\n" for name in changed)), end="", flush=True)
+                print_text("".join(f"{name}  {states[name]}\n" for name in changed), end="")
             before = states
             time.sleep(_WATCH_INTERVAL_S)
 

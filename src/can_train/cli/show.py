@@ -5,10 +5,10 @@ from typing import Any, Final
 
 import msgspec
 
-from can_train.cli.output import duration, finite, number_or_none, print_json, print_tables
+from can_train.cli.output import duration, finite, number_or_none, print_json, print_tables, print_text
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import change_text, run_json
-from can_train.errors import as_typed, command_name, printable
+from can_train.errors import as_typed, command_name
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.reporter import COLUMNS, wrapped
@@ -28,13 +28,13 @@ def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_di
         return
     folder, result = found.known.folder, found.facts.result or {}
     config, commands = folder.config(), next_commands(found)
-    print(as_typed("\n".join(f"{name:<8}{text}" for name, text in head_facts(found, config))))
+    print_text(as_typed("\n".join(f"{name:<8}{text}" for name, text in head_facts(found, config))))
     print_tables(score_tables(result))
     _print_part("Plan", full_plan_lines(read_plan(folder), str(result.get("device") or config.get("device"))))
     _print_part("Memory", memory_lines(memory_facts(folder, result)))
     _print_part("Settings that differ from the defaults", _settings_lines(folder.changed_settings()))
     # As they are typed: a line that is broken would not work.
-    print(printable("".join(["\nTo go on", *(f"\n  {command}" for command in commands)])) if commands else "")
+    print_text("".join(["\nTo go on", *(f"\n  {command}" for command in commands)]) if commands else "")
 
 
 def run_facts(found: RunStatus) -> dict[str, Any]:
@@ -53,9 +53,9 @@ def run_facts(found: RunStatus) -> dict[str, Any]:
 def _print_part(title: str, lines: Sequence[str]) -> None:
     if not lines:
         return
-    print(f"\n{title}")
+    print_text(f"\n{title}")
     for line in lines:
-        print(wrapped(f"  {line.strip()}", COLUMNS, hang="    "))
+        print_text(wrapped(f"  {line.strip()}", COLUMNS, hang="    "))
 
 
 def head_facts(found: RunStatus, config: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from can_train.cli.output import print_json, print_note
+from can_train.cli.output import print_json, print_note, print_text
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, as_typed
@@ -53,10 +53,10 @@ def submit_runs(
     if not as_json:
         for duplicate in plan.duplicate_runs:
             run_id, state_name = duplicate.known.run_id, duplicate.state.state
-            print(f"{run_id}  is the same, and {'has finished' if state_name == FINISHED else f'is {state_name}'}")
-            print(as_typed(f"  its state: can-train status {run_id}"))
+            print_text(f"{run_id}  is the same, and {'has finished' if state_name == FINISHED else f'is {state_name}'}")
+            print_text(as_typed(f"  its state: can-train status {run_id}"))
         if plan.duplicate_runs:
-            print("Not submitted again; --force does so all the same.")
+            print_text("Not submitted again; --force does so all the same.")
     jobs: list[JobRecord] = []
     folders: dict[str, RunFolder] = {}
     for group, expects in zip(plan.groups, expected, strict=True):
@@ -208,9 +208,9 @@ def _print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> No
         return
     kind = "job" if cluster.executor == "slurm" else "process"
     for job in jobs[:_MAX_LISTED]:
-        print(f"{job.run_id}  {kind} {job.job_id}")
+        print_text(f"{job.run_id}  {kind} {job.job_id}")
     if len(jobs) > _MAX_LISTED:
-        print(f"... and {len(jobs) - _MAX_LISTED} more, to {kind} {jobs[-1].job_id}")
+        print_text(f"... and {len(jobs) - _MAX_LISTED} more, to {kind} {jobs[-1].job_id}")
     if cluster.executor == "slurm":
         asked = [
             f"partition {cluster.partition}" if cluster.partition else "",
@@ -220,10 +220,10 @@ def _print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> No
             cluster.mem,
             f"at most {time_text(parse_time_min(cluster.time))}",
         ]
-        print(f"  asked for  {', '.join(filter(None, asked))}")
-    print(f"  expected   {expects}")
-    print(as_typed(f"State: can-train status {jobs[0].run_id}"))
-    print(as_typed(f"Log:   can-train logs {jobs[0].run_id} -f"))
+        print_text(f"  asked for  {', '.join(filter(None, asked))}")
+    print_text(f"  expected   {expects}")
+    print_text(as_typed(f"State: can-train status {jobs[0].run_id}"))
+    print_text(as_typed(f"Log:   can-train logs {jobs[0].run_id} -f"))
 
 
 def _script_path(job: JobRecord) -> str:

@@ -17,10 +17,12 @@ from can_train.cli.output import (
     TextTable,
     Verbosity,
     make_reporter,
+    print_aside,
     print_json,
     print_judgement,
     print_note,
     print_tables,
+    print_text,
     print_wrapped,
 )
 from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request, split_names
@@ -116,13 +118,13 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
     with printer:
         for number, run in enumerate(runs, start=1):
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
-                print(f"run {number} of {len(runs)}: {_title(run, runs)}", file=sys.stderr)
+                print_aside(f"run {number} of {len(runs)}: {_title(run, runs)}")
             try:
                 printer.print(partial(attempt, run, printer))
             except CanTrainError as error:
                 if len(runs) == 1:
                     raise
-                print(f"error: {error}", file=sys.stderr)
+                print_aside(f"error: {error}")
                 failed.append(number)
     if failed:
         some = FailedRunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
@@ -184,7 +186,7 @@ class _Printer:
 
     def _print_next(self, command: str, *, wanted: bool) -> None:
         if wanted and self._verbosity != Verbosity.QUIET and not self._as_json:
-            print(as_typed(f"More:   can-train {command}"))
+            print_text(as_typed(f"More:   can-train {command}"))
 
     def __enter__(self) -> None:
         pass
@@ -226,7 +228,7 @@ def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:
         if outcome is not None:
             _print_outcome(outcome, Verbosity.NORMAL)
     except CanTrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_aside(f"error: {error}")
         raise SystemExit(error.exit_code) from error
 
 
@@ -265,11 +267,11 @@ def _log_outcome(outcome: "Outcome") -> None:
 def _print_outcome(outcome: "Outcome", verbosity: Verbosity) -> None:
     folder = outcome.folder
     print_judgement(outcome.summary_tables, outcome.tables, verbosity)
-    print()
+    print_text("")
     print_wrapped(f"Run {folder.run_id}: {outcome.summary}")
     # From here a path that lies below is short enough for a line.
     result, here = folder.result_path.resolve(), Path.cwd()
-    print(f"Result: {result.relative_to(here) if result.is_relative_to(here) else result}")
+    print_text(f"Result: {result.relative_to(here) if result.is_relative_to(here) else result}")
 
 
 def after_job(
@@ -284,7 +286,7 @@ def after_job(
 
     message = restart_after_job(_resubmit, state_dir, status=status, environment=sys.stdin.buffer.read())
     if message:
-        print(f"can-train: {message}", flush=True)
+        print_text(f"can-train: {message}")
 
 
 def _resubmit(folder: "RunFolder", cluster: "ClusterSettings", submission: "Submission") -> "JobRecord":
@@ -333,11 +335,11 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
 def _print_scripts(runs: Sequence["ResolvedRun"], jobs: Sequence["PlannedJob | None"]) -> None:
     # An array has one script for all of its runs.
     for script in dict.fromkeys(job.script for job in jobs if job is not None and job.script is not None):
-        print(f"\nScript that --submit would send:\n\n{script}")
+        print_text(f"\nScript that --submit would send:\n\n{script}")
     processes = {run.cluster.executor for run, job in zip(runs, jobs, strict=True) if job is not None}
     for executor in sorted(processes - {"slurm"}):
         place = "the background of this machine" if executor == "local" else "this process"
-        print(f"\nNo script: --cluster {executor} trains in {place}.")
+        print_text(f"\nNo script: --cluster {executor} trains in {place}.")
 
 
 def _dry_plans(
@@ -392,7 +394,7 @@ def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"], flags: Flags, v
     # Before anything is printed: a plan that does not fit is an error.
     lines = dry_lines(run.key, plans[0], details=details) if len(plans) == 1 else []
     if flags["show_config"]:
-        print(plain_to_yaml(run.config))
+        print_text(plain_to_yaml(run.config))
     if lines:
         for line in lines:
             print_wrapped(line)
