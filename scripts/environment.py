@@ -230,7 +230,9 @@ def _run(root: Path, lock: int, command: list[str], **variables: str) -> None:
 # The interpreter that a cluster or an image brings
 
 PROBE: Final = """
-import json, sys
+import sys
+sys.path = [folder for folder in sys.path if folder]
+import json
 installed = {}
 if sys.version_info >= (3, 8):
     from importlib.metadata import PackageNotFoundError, version
@@ -241,7 +243,9 @@ if sys.version_info >= (3, 8):
             pass
 print(json.dumps([sys.version_info[:2], installed]))
 """
-"""Prints an interpreter's version, and those of the packages named."""
+"""Prints an interpreter's version, and those of the packages named. Nothing is imported from the current folder, which
+is the empty path; `-P` would do that, which only Python 3.11 has, and an older one is to say that it is too old.
+"""
 
 
 def named_python(root: Path, name: str, *, tools: bool) -> str:

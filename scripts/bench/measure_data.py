@@ -280,7 +280,7 @@ def best_time(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 def run_python(*arguments: str) -> str:
     """Runs this Python and returns its output."""
-    return subprocess.run([sys.executable, *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([sys.executable, "-P", *arguments], check=True, capture_output=True, text=True).stdout
 
 
 def say(text: str) -> None:

@@ -91,7 +91,7 @@ class Cluster:
             RuntimeError: It failed.
         """
         places = ["--runs-dir", str(self.folder / "runs"), "--state-dir", str(self.folder / "state")]
-        command = [sys.executable, "-m", "can_train", *arguments, *places]
+        command = [sys.executable, "-P", "-m", "can_train", *arguments, *places]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{ran.stdout}{ran.stderr}")
@@ -207,7 +207,7 @@ def beyond_imports(cluster: Cluster) -> list[tuple[str, float, float]]:
         whole, imports = [], []
         for _ in range(REPEATS):
             whole.append(_seconds(cluster.can_train, *line))
-            imports.append(_seconds(subprocess.run, [sys.executable, "-c", IMPORTS[name]], check=True))
+            imports.append(_seconds(subprocess.run, [sys.executable, "-P", "-c", IMPORTS[name]], check=True))
         times.append((name, median(whole), median(whole) - median(imports)))
     for run in cluster.runs()[:REPEATS]:
         cluster.can_train("cancel", run["run_id"])

@@ -41,9 +41,9 @@ def _peers_python() -> Path:
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return python
     say(f"installing the peers into {PEERS.name} (with a PyTorch of their own)")
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
+    pip = [str(python), "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
     try:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(PEERS)], check=True)
+        subprocess.run([sys.executable, "-I", "-m", "venv", "--clear", str(PEERS)], check=True)
         subprocess.run(pip, check=True)
     except subprocess.CalledProcessError as error:
         sys.exit(f"scripts/bench: the peers cannot be installed: {error}")

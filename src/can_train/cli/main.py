@@ -86,6 +86,8 @@ def run() -> None:
     # Torch's threads wait actively for each other by default: with two cores and other processes on both, training is
     # five times slower. OpenMP reads the variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # No Python that this process starts imports from the current folder, whichever library starts it.
+    os.environ["PYTHONSAFEPATH"] = "1"
     if isinstance(sys.stdout, io.TextIOWrapper):
         # An encoding without `±` (PYTHONIOENCODING=ascii, a bare C locale) costs a character, not the table.
         sys.stdout.reconfigure(errors="replace")

@@ -251,10 +251,13 @@ def load_class(task: str, code_dir: str) -> type:
         TaskError: The code raised an error.
     """
     where, _, name = _import_path(task).rpartition(":")
-    if code_dir and code_dir not in sys.path:
-        sys.path.insert(0, code_dir)
-    module = _load_file(Path(code_dir, where)) if _is_file(where) else _load_module(where)
+    # With it comes torch: a torch.py beside a task's file is not imported in its place.
     base = load_object(_BASE)
+    if code_dir and code_dir not in sys.path:
+        # Modules beside a task's file come before packages, as they do for a script, and behind the standard library.
+        before = (index for index, folder in enumerate(sys.path) if set(_INSTALLED) & set(Path(folder).parts))
+        sys.path.insert(next(before, len(sys.path)), code_dir)
+    module = _load_file(Path(code_dir, where)) if _is_file(where) else _load_module(where)
     classes = {key: one for key, one in vars(module).items()
                if isinstance(one, type) and issubclass(one, base) and one is not base}  # fmt: skip
     if name not in classes:

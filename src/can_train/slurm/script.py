@@ -428,8 +428,8 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
     source = shlex.quote(str(code / "src"))
     imports = [f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
     # They look at how the training ended while the job still exists, and keep its exit status.
-    after_job = ["-m", "can_train", "after-job", "--state-dir", str(submission.state_dir), "--status"]
-    command = shlex.join([sys.executable, *after_job])
+    after_job = ["after-job", "--state-dir", str(submission.state_dir), "--status"]
+    command = shlex.join([sys.executable, "-P", "-m", "can_train", *after_job])
     own_environment = _RESTRICTS_ENVIRONMENT.isdisjoint(additional)
     teardown = ["status=$?", f'printf %s "$began_with" | {command} "$status"', 'exit "$status"']
     return {

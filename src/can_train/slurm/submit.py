@@ -290,7 +290,7 @@ def run_line(arguments: Sequence[str], output: TextIO | None = None) -> tuple[in
         wished its end.
     """
     sys.stdout.flush()
-    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "can_train", *arguments]
+    command = [sys.executable, "-P", "-m", "can_train", *arguments]
     signals = _Signals()
     # Not those that this process was told to ignore (nohup).
     numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
