@@ -1,5 +1,7 @@
 """What a CUDA GPU would allocate: recorded on tensors without values, and counted against the kernels' formulas."""
 
+import os
+import stat
 import subprocess
 import sys
 import time
@@ -506,6 +508,42 @@ def test_a_compiler_that_fails_leaves_no_library_behind(tmp_path: Path, without_
     with pytest.raises(NoCudaDispatchError, match="out of ideas"):
         compiled_library({"XDG_CACHE_HOME": str(tmp_path), "CXX": str(broken)})
     assert not list(tmp_path.rglob("*.so"))
+
+
+def caching_in(folder: Path) -> dict[str, str]:
+    """Variables of a cache in a folder, with a compiler that takes no time."""
+    compiler = folder / "c++"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf compiled > "$2"\n')
+    compiler.chmod(0o755)
+    return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "CXX": str(compiler)}
+
+
+OPEN_TO_OTHERS = {
+    "the file is writable": lambda file: file.chmod(0o666),
+    "the folder is writable": lambda file: (file.parent.chmod(0o777), file.chmod(0o666)),
+    "a folder above is writable": lambda file: (file.parents[1].chmod(0o777), file.chmod(0o600)),
+    "the file is a link": lambda file: file.symlink_to(file.rename(file.with_name("other"))),
+    "the folder is a link": lambda file: file.parent.symlink_to(file.parent.rename(file.parents[1] / "other")),
+    "the file is another user's": lambda file: os.chown(file, 12345, 12345),
+    "the folder is another user's": lambda file: os.chown(file.parent, 12345, 12345),
+}  # fmt: skip
+"""What lets another user replace a library in the cache."""
+
+
+@pytest.mark.parametrize("way", OPEN_TO_OTHERS)
+def test_a_library_that_another_user_may_have_put_there_is_not_loaded(tmp_path: Path, way: str) -> None:
+    if way.endswith("user's") and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    variables = caching_in(tmp_path)
+    cached = compiled_library(variables)
+    assert cached.parent == tmp_path / "cache" / "can-train"
+    cached.write_text("not compiled here")
+    assert compiled_library(variables).read_text() == "not compiled here"  # which its owner may well have done
+    OPEN_TO_OTHERS[way](cached)
+    library = compiled_library(variables)
+    assert library.read_text() == "compiled"
+    assert (library.stat().st_uid, stat.S_IMODE(library.stat().st_mode)) == (os.geteuid(), 0o700)
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
 
 
 def test_a_process_with_threads_can_record() -> None:

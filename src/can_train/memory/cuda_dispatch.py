@@ -8,6 +8,7 @@ process, which has the model from its parent by `fork` and ends with the recordi
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -15,12 +16,13 @@ import platform
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -47,6 +49,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from can_train.errors import DeviceError
+from can_train.io.ownership import Account, other_writer, places_on_the_way
 from can_train.memory.cuda_operators import (
     CUDNN,
     AttentionCall,
@@ -200,7 +203,9 @@ def record_on_cuda(
 def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
     """Returns the library of cuda_dispatch.cpp, compiled for the installed torch the first time.
 
-    It lies in the user's cache folder. Two processes may compile it at once: each replaces it as a whole.
+    It lies in the user's cache folder, unless another user may change that: whoever can replace the library runs code
+    in this process. Then it is compiled into a private folder, which is removed when the process ends. Two processes
+    may compile it at once: each replaces it as a whole.
 
     Raises:
         NoCudaDispatchError: This is another system, PyTorch sees a GPU, there is no compiler, or the library cannot be
@@ -214,11 +219,45 @@ def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
         raise NoCudaDispatchError("CUDA's dispatch is recorded where PyTorch sees no GPU", value="it sees one",
                                   remedy="Set CUDA_VISIBLE_DEVICES= for a process that predicts")  # fmt: skip
     key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
-    base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    library = base / "can-train" / f"cuda_dispatch-{torch.__version__}-{platform.machine()}-{key}.so"
-    if not library.exists():
+    name = f"cuda_dispatch-{torch.__version__}-{platform.machine()}-{key}.so"
+    library = _cache_folder(environment) / name
+    if not _is_own(library):
         _compile(library, environment)
     return library
+
+
+def _cache_folder(environment: Mapping[str, str]) -> Path:
+    """Returns the folder of compiled libraries, into which nobody else can put one."""
+    base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "can-train"
+    with suppress(OSError):
+        base.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        account, status = Account.current(), folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == account.uid:
+            folder.chmod(0o700)
+        writers = (other_writer(place.lstat(), account, is_passed=True) for place in places_on_the_way(folder))
+        if _is_own(folder) and not any(writers):
+            return folder
+    return _private_folder(tempfile.gettempdir())
+
+
+@cache
+def _private_folder(parent: str) -> Path:
+    folder = tempfile.mkdtemp(prefix="can-train-", dir=parent)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _is_own(path: Path) -> bool:
+    """Returns whether there is a file or a folder, no link, that belongs to the user and that nobody else may write."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    account = Account.current()
+    is_link = stat.S_ISLNK(status.st_mode)
+    return not is_link and status.st_uid == account.uid and not other_writer(status, account)
 
 
 def _compile(library: Path, environment: Mapping[str, str]) -> None:
@@ -234,11 +273,11 @@ def _compile(library: Path, environment: Mapping[str, str]) -> None:
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", strings, f"-I{installed / 'include'}"]
     linked = [f"-L{installed / 'lib'}", "-ltorch_cpu", "-lc10"]
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
             command = [compiler, *options, str(_SOURCE), *linked, "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S)
+            made.chmod(0o700)
             made.replace(library)
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or f"{error}"
