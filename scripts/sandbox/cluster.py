@@ -3,7 +3,6 @@ and with them cgroups and lines of /etc/hosts. So two sandboxes with different f
 """
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Final
 
 FOLDER_VARIABLE: Final = "SLURM_SANDBOX_DIR"
 PORT_VARIABLE: Final = "SLURM_SANDBOX_PORT"
-DEFAULT_FOLDER: Final = "can-train-slurm"
+DEFAULT_FOLDER: Final = Path("/var/lib/can-train-slurm")
+"""In a folder that only root may write to: the daemons run what is in it. Not in /run, whose files may not be executed,
+or in /tmp, where anybody could have made it before."""
 DEFAULT_PORT: Final = 27000
 
 NUM_NODES: Final = 2
@@ -63,7 +64,7 @@ class Cluster:
         Raises:
             SandboxError: The port is not valid, or the folder's path is too long.
         """
-        folder = variables.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir(), DEFAULT_FOLDER)
+        folder = variables.get(FOLDER_VARIABLE) or DEFAULT_FOLDER
         port = variables.get(PORT_VARIABLE) or str(DEFAULT_PORT)
         if not port.isdecimal() or not 0 < int(port) <= HIGHEST_PORT - PORTS:
             raise SandboxError(f"{PORT_VARIABLE}={port} is no port that has {PORTS - 1} more above it")

@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+from base64 import b64encode
 from dataclasses import replace
+from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -127,10 +129,21 @@ def test_a_report_reaches_out_to_nothing(shelf: Shelf) -> None:
     run = shelf.put(1, shelf.resolved("gat", "normal"))
     record(run)
     text = page(run, shelf)
-    assert "http" not in text
+    assert not re.search(r"https?:", text)
     assert not {"script", "img", "iframe", "object"} & {*Elements(text).names}
     assert re.findall(r"(?:src|href)=\"(?!#)(.*?)\"", text) == ["data:,"]
     assert not re.search(r"url\(|@import", text)
+
+
+def test_a_browser_is_told_to_run_and_load_nothing_but_the_style(shelf: Shelf) -> None:
+    text = page(shelf.put(1, shelf.resolved("gat", "normal")), shelf)
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', text)
+    (style,) = re.findall(r"<style>(.*?)</style>", text, flags=re.DOTALL)
+    digest = b64encode(sha256(style.encode()).digest()).decode()
+    assert policy.split("; ") == ["default-src 'none'", f"style-src 'sha256-{digest}'", "img-src data:",
+                                  "base-uri 'none'", "form-action 'none'"]  # fmt: skip
+    assert text.index("Content-Security-Policy") < text.index("<link")
+    assert "style=" not in text
 
 
 def test_several_runs_are_compared_in_the_folder_one_works_in(shelf: Shelf) -> None:

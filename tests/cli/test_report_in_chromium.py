@@ -146,6 +146,18 @@ def test_no_text_of_a_chart_lies_on_another(measured: dict[str, Any], screen: st
     assert measured[screen]["overlapping"] == []
 
 
+def test_a_script_that_got_into_a_report_does_not_run(chromium: str) -> None:
+    with TemporaryDirectory(prefix="reports-") as name:
+        shelf = Shelf(Path(name))
+        path = shelf.folder / "report.html"
+        assert main(("report", record(shelf, 1), "--output", str(path), *shelf.flags)) == 0
+        whole = path.read_text()
+        path.write_text(whole.replace("</main>", "<script>document.title = 'taken'</script></main>"))
+        page, console = opened(chromium, path, shelf.folder)
+        assert "<title>taken</title>" not in page
+        assert "Content Security Policy" in console
+
+
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_browser_asks_nothing_of_a_network(measured: dict[str, Any], screen: str) -> None:
     assert measured[screen]["requests"] == []

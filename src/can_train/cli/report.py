@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from hashlib import sha256
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -193,14 +195,16 @@ def page_html(runs: Sequence[ReportedRun]) -> str:
     parts += [_run_section(one, alone=single) for one in runs]
     links = "" if single else "".join(f'<a href="#{_anchor(one)}">{escape(one.run.name)}</a>' for one in runs)
     written = f"Written by can-train {escape(__version__)} on {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}."
+    style = f"{STYLE}{_PAGE_STYLE}"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_content_policy(style)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
-<style>{STYLE}{_PAGE_STYLE}</style>
+<style>{style}</style>
 </head>
 <body>
 <main>
@@ -212,6 +216,12 @@ def page_html(runs: Sequence[ReportedRun]) -> str:
 </body>
 </html>
 """
+
+
+def _content_policy(style: str) -> str:
+    """Returns what a browser may do with the page: show it with this style. A text in it runs and loads nothing."""
+    digest = b64encode(sha256(style.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def _anchor(one: ReportedRun) -> str:
