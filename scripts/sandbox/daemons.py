@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from sandbox import files, machine
-from sandbox.cluster import GPUS_PER_NODE, Cluster, SandboxError
+from sandbox.cluster import FOLDER_VARIABLE, GPUS_PER_NODE, Cluster, SandboxError
 
 START_LIMIT_S: Final = 60
 """Time limit for a daemon to answer. The slowest, a new database, takes a tenth of it on two busy cores."""
@@ -30,6 +30,7 @@ LOOK_INTERVAL_S: Final = 0.05
 _MARK: Final = "SLURM_SANDBOX_DAEMON_OF"
 """Environment variable of the sandbox's daemons, and of the processes that they start."""
 
+_WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _FOLDERS: Final = ("etc", "log", "run", "state", "spool", "dev", "database")
 
 
@@ -57,6 +58,7 @@ def start(cluster: Cluster) -> None:
 def stop(cluster: Cluster) -> None:
     """Cancels all jobs and stops the daemons. The accounting data stay."""
     if cluster.folder.is_dir():
+        check_folder(cluster.folder)
         with machine.alone(cluster.folder / "lock"):
             _stop(cluster)
 
@@ -121,10 +123,23 @@ _DAEMONS: Final = ("munged", "mariadbd", "slurmdbd", "slurmctld")
 
 def _own_folder(cluster: Cluster) -> None:
     cluster.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    if cluster.folder.is_symlink() or cluster.folder.stat().st_uid != os.getuid():
-        raise SandboxError(f"{cluster.folder} belongs to somebody else")
+    check_folder(cluster.folder)
     for name in (*_FOLDERS, *(f"spool/{node}" for node in cluster.nodes)):
-        (cluster.folder / name).mkdir(exist_ok=True)
+        (cluster.folder / name).mkdir(mode=0o755, exist_ok=True)
+        check_folder(cluster.folder / name)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises SandboxError for a folder that another user may change: the daemons run what is in it, as root."""
+    for place in (folder, *folder.parents):
+        status = place.lstat()
+        is_own = place != folder or (stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid())
+        # A sticky bit (/tmp) lets nobody replace what another user owns.
+        is_shielded = place != folder and status.st_mode & stat.S_ISVTX
+        if not is_own or status.st_uid not in (0, os.geteuid()):
+            raise SandboxError(f"{place} belongs to user {status.st_uid}, or is a link: set {FOLDER_VARIABLE}")
+        if status.st_mode & _WRITABLE_BY_OTHERS and not is_shielded and not stat.S_ISLNK(status.st_mode):
+            raise SandboxError(f"{place} may be written to by other users: chmod go-w {place}")
 
 
 def _write_files(cluster: Cluster) -> bool:

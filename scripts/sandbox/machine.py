@@ -4,13 +4,12 @@ import fcntl
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from sandbox.cluster import Cluster, SandboxError
+from sandbox.cluster import DEFAULT_FOLDER, Cluster, SandboxError
 
 PACKAGES: Final = ("slurmctld", "slurmd", "slurmdbd", "slurm-client", "munge", "mariadb-server")
 
@@ -38,15 +37,20 @@ def install() -> None:
     """
     if shutil.which("apt-get") is None:
         raise SandboxError("only Debian's packages are known here, and there is no apt-get")
-    with alone(Path(tempfile.gettempdir(), "can-train-slurm.install")):
-        _, known = _run("dpkg-query", "-W", "-f", "${db:Status-Status}\n", *PACKAGES)
-        if known.split() == ["installed"] * len(PACKAGES):
-            return
-        if os.geteuid() != 0:
-            raise SandboxError("only root can install the packages: " + " ".join(PACKAGES))
-        with _services_off():
-            _apt("update")
-            _apt("install", "--yes", "--no-install-recommends", *PACKAGES)
+    if _are_installed():
+        return
+    if os.geteuid() != 0:
+        raise SandboxError("only root can install the packages: " + " ".join(PACKAGES))
+    with alone(DEFAULT_FOLDER.with_suffix(".install")):
+        if not _are_installed():  # another process may have done it meanwhile
+            with _services_off():
+                _apt("update")
+                _apt("install", "--yes", "--no-install-recommends", *PACKAGES)
+
+
+def _are_installed() -> bool:
+    _, states = _run("dpkg-query", "-W", "-f", "${db:Status-Status}\n", *PACKAGES)
+    return states.split() == ["installed"] * len(PACKAGES)
 
 
 def _apt(verb: str, *arguments: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox.cluster import FOLDER_VARIABLE, PORT_VARIABLE, PORTS, Cluster, SandboxError
-from sandbox.daemons import running
+from sandbox.daemons import check_folder, running
 from sandbox.files import gres_conf, slurm_conf, slurmdbd_conf
 from sandbox.machine import hosts_with, hosts_without
 
@@ -82,6 +82,32 @@ def process(**variables: str) -> Iterator[int]:
         started.stdout.readline()  # it runs now
         yield started.pid
         started.kill()
+
+
+def test_its_folder_is_one_that_only_root_may_write_to() -> None:
+    assert Cluster.named_by({}).folder == Path("/var/lib/can-train-slurm")
+
+
+OPEN_TO_OTHERS = {
+    "the folder": lambda folder: folder.chmod(0o777),
+    "a folder above": lambda folder: folder.parent.chmod(0o775),
+    "a link": lambda folder: folder.symlink_to(folder.rename(folder.with_name("other"))),
+    "another user's": lambda folder: os.chown(folder, 12345, 12345),
+    "another user's above": lambda folder: os.chown(folder.parent, 12345, 12345),
+}  # fmt: skip
+"""What lets another user change what the daemons run."""
+
+
+@pytest.mark.parametrize("way", OPEN_TO_OTHERS)
+def test_a_folder_that_other_users_may_change_is_refused(tmp_path: Path, way: str) -> None:
+    if "user" in way and os.geteuid() != 0:
+        pytest.skip("only root gives folders away")
+    folder = tmp_path / "above" / "sandbox"
+    folder.mkdir(parents=True, mode=0o755)
+    check_folder(folder)
+    OPEN_TO_OTHERS[way](folder)
+    with pytest.raises(SandboxError, match=r"belongs to user|written to by other users"):
+        check_folder(folder)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -16,7 +15,7 @@ from typing import TypeVar
 import pytest
 
 from sandbox import daemons
-from sandbox.cluster import FOLDER_VARIABLE, PORT_VARIABLE, PORTS, Cluster
+from sandbox.cluster import DEFAULT_FOLDER, FOLDER_VARIABLE, PORT_VARIABLE, PORTS, Cluster
 from slurm.real.on_slurm import Slurm
 
 VARIABLE = "CAN_TRAIN_SLURM_SANDBOX"
@@ -45,7 +44,7 @@ def sandbox(repository: Path) -> Iterator[Cluster]:
 def unused_cluster() -> Iterator[Cluster]:
     """Takes the first of this machine's test sandboxes that no other process has; a process that dies gives it back."""
     for number in count():
-        name = str(Path(tempfile.gettempdir(), f"can-train-slurm-tests-{number}"))
+        name = f"{DEFAULT_FOLDER}-tests-{number}"
         with Path(f"{name}.lock").open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
