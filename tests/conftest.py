@@ -37,6 +37,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if unseen:
         lack = f"{len(unseen)} tests look at reports with Chromium: skipped, since it is not installed"
         terminalreporter.write_line(lack, yellow=True)
+    if any("mpirun" in report.nodeid for report in terminalreporter.getreports("skipped")):
+        terminalreporter.write_line("a test of mpirun: skipped, since openmpi-bin is not installed", yellow=True)
 
 
 @pytest.fixture(autouse=True)

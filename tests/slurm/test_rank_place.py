@@ -1,6 +1,6 @@
 import pytest
 
-from can_train.slurm.job import FIRST_PORT, PORTS, rank_place
+from can_train.slurm.launchers import FIRST_PORT, PORTS, rank_place
 from can_train.training.distributed import RankPlace
 
 STEP = {

@@ -28,6 +28,7 @@ from can_train.errors import (
     unknown_name,
     with_command_name,
 )
+from can_train.slurm.launchers import check_started_once
 
 _HELP: Final = """Launches PyTorch training that fits in GPU memory. A command line that starts with an option trains:
 
@@ -66,6 +67,9 @@ _OTHER_COMMANDS: Final = (
 # Commands of scripts, which no help shows: of jobs, and of shells that complete a line.
 _JOB_COMMAND: Final = "after-job"
 _COMPLETE: Final = "complete-line"
+
+# Commands that several processes of a launcher would each do for themselves. Training forms one run of them.
+_OF_ONE_PROCESS: Final = ("demo", "detect", "evaluate", "pipeline")
 
 _ON: Final = ("true", "yes", "on", "1")
 _OFF: Final = ("false", "no", "off", "0")
@@ -137,6 +141,8 @@ def _run_command(arguments: Sequence[str]) -> int:
         return _complete(words)
     if name not in ("train", *_COMMANDS, _JOB_COMMAND):
         raise unknown_name("command", name, ("train", *_COMMANDS))
+    if name in _OF_ONE_PROCESS:
+        check_started_once(f"`can-train {name}`")
     try:
         _parser(name, words)(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
     except SystemExit as stop:

@@ -93,7 +93,9 @@ def _pipeline(flags: Flags) -> None:
         for step in () if as_json else steps:
             if (script := scripts.get(step.name)) is not None:
                 after = " and ".join(dict.fromkeys(step.sources.values()))
-                print_text(f"\nScript of stage {step.name}{f', whose job waits for {after}' if after else ''}:\n\n{script}")
+                print_text(
+                    f"\nScript of stage {step.name}{f', whose job waits for {after}' if after else ''}:\n\n{script}"
+                )
     elif flags["show"]:
         folders = {step.name: step.known.folder for step in steps if step.known is not None}
         notes = {step.name: str(step.state) if step.state is not None else "not trained yet" for step in steps}

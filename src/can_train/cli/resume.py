@@ -2,7 +2,7 @@
 another device, with a log that has moved. And `can-train resubmit RUN`: a new run like it, with some changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -13,6 +13,7 @@ from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.train_options import OPTIONS, Flags, make_command, make_request, split_names
 from can_train.config.resolved import user_file
 from can_train.errors import ConfigError, RunError
+from can_train.slurm.launchers import check_started_once, find_launch
 from can_train.slurm.run_state import FINISHED, live_row
 
 if TYPE_CHECKING:
@@ -53,12 +54,16 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
         if value == "":
             raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
+    launch = find_launch()
+    # Rank 0 speaks for all.
+    quiet = quiet or (launch is not None and launch.rank > 0)
     locator = RunLocator(runs_dir, state_dir)
     found = locator.status(locator.find(run))
     _check_state(found, run)
     jobs = found.facts.jobs
     in_slurm = not here and bool(jobs) and jobs[-1].executor == "slurm"
     if in_slurm:
+        check_started_once("A submission", "To train in the processes of a launcher, add --here")
         check_answer(found)
     # Before the code of the run is imported, here or in a job.
     locator.trust(trusts_all=trust_code).config(found.known.folder, has_code=in_slurm)
@@ -72,19 +77,27 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
 
         resolve_device(device)
     request = ResumeRequest(epochs=epochs, device=device, dataset=dataset)
-    changed = change_run(folder, request, make_reporter(verbosity))
-    for sentence in () if quiet else changed:
-        print_note(sentence)
-    goes_on = found.facts.result is not None and folder.result() is None
-    if in_slurm and (goes_on or found.state.state != FINISHED):
-        # Of two that resume it at once, the second one finds the first one's job.
-        with folder.locked(doing="submitted"):
-            _check_state(locator.status(found.known), run)
-            _print_job(_submit_again(found, locator), found, as_json=as_json)
-        return
-    from can_train.cli.train import continue_run
+    if in_slurm:
+        _print_changes(change_run(folder, request, make_reporter(verbosity)), quiet=quiet)
+        goes_on = found.facts.result is not None and folder.result() is None
+        if goes_on or found.state.state != FINISHED:
+            # Of two that resume it at once, the second one finds the first one's job.
+            with folder.locked(doing="submitted"):
+                _check_state(locator.status(found.known), run)
+                _print_job(_submit_again(found, locator), found, as_json=as_json)
+            return
+    from can_train.cli.train import continue_run, launched_ranks
 
-    continue_run(folder, verbosity, as_json=as_json)
+    with launched_ranks(device or folder.config()["device"], verbosity) as ranks:
+        if not in_slurm:
+            changed = ranks.on_rank0(lambda: change_run(folder, request, make_reporter(verbosity)))
+            _print_changes(changed, quiet=quiet)
+        continue_run(folder, ranks, verbosity, as_json=as_json)
+
+
+def _print_changes(sentences: Sequence[str], *, quiet: bool) -> None:
+    for sentence in () if quiet else sentences:
+        print_note(sentence)
 
 
 def _check_state(found: "RunStatus", name: str) -> None:

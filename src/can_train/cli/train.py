@@ -4,8 +4,8 @@ a job calls: one attempt of its run, and what follows the job's end.
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,7 +28,8 @@ from can_train.cli.output import (
 from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request, split_names
 from can_train.config.settings import split_list
 from can_train.errors import CanTrainError, ConfigError, FailedRunError, as_typed
-from can_train.reporter import LineReporter
+from can_train.reporter import LineReporter, SilentReporter
+from can_train.slurm.launchers import check_started_once, find_launch, launched_place
 from can_train.training.run_folder import name_to_type, resume_hint
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from can_train.config.settings import ClusterSettings
     from can_train.reporter import Reporter
     from can_train.slurm.script import Submission
+    from can_train.training.distributed import RankPlace, Ranks
     from can_train.training.dry_run import DryPlan
     from can_train.training.run_folder import JobRecord, RunFolder, StopRequests
     from can_train.training.train import Outcome
@@ -70,8 +72,10 @@ def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]
     """Plans, submits or trains new runs, whichever the flags of a training line ask for."""
     verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     if flags["dry_run"]:
+        check_started_once("A plan")
         _print_dry_runs(runs, flags, after, verbosity)
     elif flags["submit"]:
+        check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
         from can_train.cli.submit import submit_runs
 
         submit_runs(continue_in_job, runs, after=after, force=flags["force"], as_json=flags["json"])
@@ -106,11 +110,32 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
 
 
 def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json: bool) -> None:
-    """Trains one run after another; after one that fails, the others are trained all the same."""
+    """Trains one run after another; after one that fails, the others are trained all the same. A single run is trained
+    by all processes that a launcher has started.
+    """
+    if len(runs) > 1:
+        check_started_once(f"A line of {len(runs)} runs", "Each run then trains in one process, or with "
+                                                          "--submit --gpus N on N GPUs")  # fmt: skip
+    with launched_ranks(runs[0].device, verbosity) as ranks:
+        _check_alike(runs[0], ranks)
+        if ranks.is_first:
+            _train_runs(runs, ranks, verbosity, as_json=as_json)
+        else:
+            _train_as_rank(runs[0], ranks)
+
+
+def _train_as_rank(run: "ResolvedRun", ranks: "Ranks") -> None:
+    """Trains as a rank that prints nothing."""
+    from can_train.training.train import train_new
+
+    train_new(run, SilentReporter(), ranks)
+
+
+def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbosity, *, as_json: bool) -> None:
     from can_train.training.train import train_new
 
     def attempt(run: "ResolvedRun", printer: "_Printer") -> "Outcome":
-        outcome = train_new(run, make_reporter(verbosity), made=printer.begin)
+        outcome = train_new(run, make_reporter(verbosity), ranks, made=printer.begin)
         _log_outcome(outcome)
         return outcome
 
@@ -131,6 +156,64 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
                                remedy="Their errors are above")  # fmt: skip
         some.in_json = as_json
         raise some
+
+
+# Several processes that a launcher started
+
+
+@contextmanager
+def launched_ranks(device: str, verbosity: Verbosity) -> "Iterator[Ranks]":
+    """Connects the processes that a launcher has started, which train one run in the block; one that is alone needs no
+    connection. A rank ends silently where another one has failed: that one, and rank 0, say why.
+
+    Raises:
+        ConfigError: The launcher does not tell what ranks need.
+        RunError: They do not find each other.
+    """
+    from can_train.training.distributed import RankFailedError, join_ranks
+
+    ranks = join_ranks(_own_place(verbosity), device)
+    try:
+        yield ranks
+    except RankFailedError as error:
+        if ranks.is_first:
+            raise
+        raise SystemExit(error.exit_code) from error
+    finally:
+        ranks.leave()
+
+
+def _own_place(verbosity: Verbosity) -> "RankPlace | None":
+    launch = find_launch()
+    if launch is None:
+        return None
+    try:
+        place = launched_place(launch)
+    except ConfigError as error:
+        # Rank 0 says it for all.
+        if launch.rank > 0:
+            raise SystemExit(error.exit_code) from error
+        raise
+    if launch.rank == 0 and verbosity != Verbosity.QUIET:
+        print_note(f"{launch}: they train one run together")
+    return place
+
+
+def _check_alike(run: "ResolvedRun", ranks: "Ranks") -> None:
+    """Refuses processes whose lines differ: they were not meant to train one run."""
+    from can_train.config.resolved import differences, flat_settings
+
+    configs = ranks.gather(lambda: run.config)
+    # Where each happens is compared too: all ranks write into the folder of rank 0.
+    differing = differences([{**flat_settings(config), **config["paths"]} for config in configs])
+    if not differing:
+        return
+    if not ranks.is_first:
+        raise SystemExit(ConfigError.exit_code)
+    name, values = next(iter(differing.items()))
+    raise ConfigError("The processes that a launcher starts train one run, with the same settings",
+                      value=f"{name} is {', '.join(map(str, dict.fromkeys(map(str, values))))}",
+                      remedy="Start each run by itself: srun --ntasks 1, or without a launcher")  # fmt: skip
 
 
 def _title(run: "ResolvedRun", runs: Sequence["ResolvedRun"]) -> str:
@@ -212,19 +295,29 @@ def _run_object(folder: "RunFolder | None", error: CanTrainError | None) -> dict
 # One attempt of a run, from a command line or in a job
 
 
-def continue_run(folder: "RunFolder", verbosity: Verbosity = Verbosity.NORMAL, *, as_json: bool = False) -> None:
+def continue_run(
+    folder: "RunFolder", ranks: "Ranks", verbosity: Verbosity = Verbosity.NORMAL, *, as_json: bool = False
+) -> None:
     """Continues a run, or prints the result of one that has finished."""
     from can_train.training.run_folder import StopRequests
 
+    if not ranks.is_first:
+        _continue(folder, SilentReporter(), StopRequests(), lambda device: ranks)
+        return
     printer = _Printer(verbosity, as_json=as_json)
     with printer:
-        printer.print(lambda: _continue(folder, make_reporter(verbosity), StopRequests(), {}), folder)
+        printer.print(lambda: _continue(folder, make_reporter(verbosity), StopRequests(), lambda device: ranks), folder)
 
 
 def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:
     """Starts or continues a run in a job, with plain lines and an exit code for the scheduler."""
+    # A job handles signals by now, and one may arrive during the seconds that these imports take.
+    from can_train.slurm.launchers import rank_place
+    from can_train.training.distributed import join_ranks
+
     try:
-        outcome = _continue(folder, LineReporter(sys.stderr), stops, os.environ)
+        outcome = _continue(folder, LineReporter(sys.stderr), stops,
+                            lambda device: join_ranks(rank_place(os.environ), device))  # fmt: skip
         if outcome is not None:
             _print_outcome(outcome, Verbosity.NORMAL)
     except CanTrainError as error:
@@ -233,20 +326,17 @@ def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:
 
 
 def _continue(
-    folder: "RunFolder", reporter: "Reporter", stops: "StopRequests", environment: Mapping[str, str]
+    folder: "RunFolder", reporter: "Reporter", stops: "StopRequests", join: Callable[[str], "Ranks"]
 ) -> "Outcome | None":
-    """Trains as one of the processes that the environment describes; the first of them returns the outcome."""
-    # A job handles signals by now, and one may arrive during the seconds that these imports take.
+    """Trains as one of the processes that `join` connects, given the run's device; the first returns the outcome."""
     from can_train.config.compose import from_plain
-    from can_train.slurm.job import rank_place
-    from can_train.training.distributed import join_ranks
     from can_train.training.run_folder import relocate_prerequisites, without_missing_prerequisites
     from can_train.training.train import train_on
 
     run, notices = without_missing_prerequisites(relocate_prerequisites(from_plain(folder.config()), folder.path))
     for notice in notices:
         reporter.notice(notice)
-    ranks = join_ranks(rank_place(environment), run.device)
+    ranks = join(run.device)
     had_finished = folder.result_path.exists()
     outcome = train_on(run, folder, reporter, stops, ranks)
     if not ranks.is_first:

@@ -45,11 +45,6 @@ from can_train.training.run_folder import (
 
 if TYPE_CHECKING:
     from can_train.slurm.script import Submission
-    from can_train.training.distributed import RankPlace
-
-FIRST_PORT: Final = 15_000
-PORTS: Final = 17_000
-"""Ports for rank 0, by job id: above those of services, below 32,768, where Linux's ephemeral ports begin."""
 
 Entry = Callable[[RunFolder, StopRequests], None]
 """Trains the run in a folder. It imports what takes long when it is called: by then signals are handled."""
@@ -115,30 +110,6 @@ def _not_put_back(refusal: str) -> str:
 
 def _not_submitted_again(why: str) -> str:
     return f"it could not be submitted again ({why})"
-
-
-def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
-    """Reads this process's place among the ranks of its job step; None where it is the only one.
-
-    MASTER_ADDR and MASTER_PORT decide where rank 0 listens. Without them it is the step's first node, and a port that
-    follows from the job id.
-    """
-    # SLURM_NTASKS is set in the shell of a job of several tasks, too, with a SLURM_PROCID of 0: a process there would
-    # wait for ranks that nobody starts.
-    size = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-    if size == 1:
-        return None
-    # It imports torch, for which a submission does not wait.
-    from can_train.training.distributed import RankPlace
-
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    return RankPlace(
-        rank=int(environment["SLURM_PROCID"]),
-        size=size,
-        local_rank=int(environment["SLURM_LOCALID"]),
-        address=environment.get("MASTER_ADDR") or node_names(nodes)[0],
-        port=int(environment.get("MASTER_PORT") or FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS),
-    )
 
 
 # Whether and how a run starts again

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # no __all__
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]  # no __all__
 
 from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, RankGoneError, RunError, first_sentence
 from can_train.fit.packing import BatchCosts, share_out
@@ -29,6 +29,8 @@ _JOIN_TIMEOUT: Final = timedelta(minutes=10)
 _WAIT_TIMEOUT: Final = timedelta(hours=24)
 # Longest wait for gradients between GPUs, which all ranks begin to exchange at the same moment.
 _REDUCE_TIMEOUT: Final = timedelta(minutes=10)
+# Wait for an exchange that was begun, where a process ends in the middle of it.
+_LEAVE_TIMEOUT_S: Final = 5.0
 
 # Small tensors that are exchanged at once: a network of 10 Gbit/s carries so much in the time of a few exchanges.
 _PACK_BYTES: Final = 2**20
@@ -38,13 +40,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where one process stands among those of its run; rank 0 listens at address and port."""
+    """Where one process stands among those of its run, which meet at address and port."""
 
     rank: int
     size: int  # processes in all
     local_rank: int  # among the processes of its machine
     address: str
     port: int
+    # Where torchrun listens there already: the prefix of what these ranks write into its store. Empty: rank 0 listens.
+    store_prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,9 @@ class Ranks:
     def close(self) -> None:
         """Ends the connections; all ranks call it at the same point."""
 
+    def leave(self) -> None:
+        """Ends what is left of the connections, whatever the others do; to be called before the process ends."""
+
 
 class ConnectedRanks(Ranks):
     """Several processes, connected by `torch.distributed`: NCCL for tensors on GPUs, gloo for everything else."""
@@ -218,6 +225,11 @@ class ConnectedRanks(Ranks):
     def close(self) -> None:  # noqa: D102
         self._exchange(dist.destroy_process_group)
 
+    def leave(self) -> None:  # noqa: D102
+        # Python ends its threads where they stand; in code of C++ that takes the process down with SIGABRT.
+        with suppress(RuntimeError, TimeoutError):
+            self._calls.run(_disconnect, timeout_s=_LEAVE_TIMEOUT_S)
+
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         self._exchange(lambda: dist.all_gather_object(values, value))
@@ -241,11 +253,11 @@ class _Calls:
         # A daemon, so that a process can end while an exchange still waits for a rank that is gone.
         Thread(target=self._work, name="ranks", daemon=True).start()
 
-    def run(self, call: Callable[[], T]) -> T:
-        """Returns what a call returns; raises what it raises."""
+    def run(self, call: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """Returns what a call returns; raises what it raises, and TimeoutError where it takes longer."""
         future: Future[T] = Future()
         self._waiting.put((call, future))
-        return future.result()
+        return future.result(timeout_s)
 
     def _work(self) -> None:
         while True:
@@ -308,12 +320,20 @@ def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, grou
 
 def _connect(place: RankPlace) -> None:
     try:
-        store = TCPStore(place.address, place.port, place.size, place.rank == 0, _JOIN_TIMEOUT)
+        listens = place.rank == 0 and not place.store_prefix
+        store: dist.Store = TCPStore(place.address, place.port, place.size, listens, _JOIN_TIMEOUT)
+        if place.store_prefix:
+            store = PrefixStore(place.store_prefix, store)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=_WAIT_TIMEOUT)
     except RuntimeError as error:
         found = f"rank {place.rank} of {place.size} at {place.address}:{place.port}: {first_sentence(error)}"
         remedy = "MASTER_ADDR and MASTER_PORT name another place; GLOO_SOCKET_IFNAME names the network between nodes"
         raise RunError("The processes of a run must find each other", value=found, remedy=remedy) from error
+
+
+def _disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _tensor_group(device: torch.device) -> ProcessGroup | None:

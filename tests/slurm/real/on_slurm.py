@@ -48,6 +48,10 @@ class Slurm:
             pytest.fail(f"can-train {' '.join(arguments)} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}")
         return ended
 
+    def launched(self, *launcher: str, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Has one of SLURM's launchers call can-train."""
+        return self._run([*launcher, sys.executable, "-P", "-m", "can_train", *words])
+
     def command(self, *words: str) -> str:
         """Runs one of SLURM's commands and returns what it prints."""
         ended = self._run(words)

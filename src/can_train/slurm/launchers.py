@@ -1,0 +1,219 @@
+"""The launcher that has started this process beside others (srun, torchrun, mpirun): the place of the process among the
+ranks of one run, or the error of a command that several processes must not do.
+"""
+
+import os
+import shlex
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from can_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from can_train.training.distributed import RankPlace
+
+FIRST_PORT: Final = 15_000
+PORTS: Final = 17_000
+"""Ports for rank 0: above those of services, below 32,768, where Linux's ephemeral ports begin."""
+_STEP_APART: Final = 1009  # between the ports of two steps of a job, which jobs of neighbouring ids do not have
+_EXAMPLE_PORT: Final = 29_500  # the port that PyTorch's own examples use
+# torchrun, which has a store of its own, sets these beside the variables that every launcher of PyTorch sets.
+_ELASTIC: Final = "TORCHELASTIC_RUN_ID"
+_AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
+_RESTART: Final = "TORCHELASTIC_RESTART_COUNT"
+# Names that the processes of one mpirun share, and those of another have not.
+_NAMESPACES: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The processes that a launcher has started with one line, and the place of this process among them."""
+
+    launcher: str
+    variable: str  # that says how many processes there are
+    rank: int
+    size: int
+    local_rank: int | None  # among the processes of this machine; None: the launcher does not say
+    local_size: int | None  # processes of the launcher on this machine
+
+    def __str__(self) -> str:
+        return f"{self.launcher} started {self.size} processes ({self.variable}={self.size})"
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether the launcher says that all of its processes are on this machine."""
+        return self.local_size == self.size
+
+
+# Variables of each launcher: rank, size, and rank and size on the machine. The innermost launcher first: torchrun may
+# be started by mpirun, and mpirun by srun.
+_TORCH: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MPI: Final[Mapping[str, tuple[str, str, str, str]]] = {
+    prefix: (f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE")
+    for prefix in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD")
+}
+_PMI: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+# SLURM_NTASKS counts the tasks that a job may start; SLURM_STEP_NUM_TASKS those that srun did start.
+_STEP: Final = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+
+
+def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
+    """Finds the launcher that has started this process beside others; None where the process is alone.
+
+    Raises:
+        ConfigError: A variable is not a number, a launcher was itself started several times, or a launcher does not say
+            how many processes there are.
+    """
+    torch = "torchrun" if _ELASTIC in environment else "a launcher of PyTorch"
+    named = [(torch, _TORCH), *(("mpirun", names) for names in _MPI.values()), ("mpiexec", _PMI)]
+    inner = [one for launcher, names in named if (one := _read(launcher, names, environment)) is not None]
+    # srun --pty starts its command once: it ends all tasks but the first.
+    is_interactive = "SLURM_PTY_PORT" in environment and _has_terminal()
+    step = None if is_interactive else _read("srun", _STEP, environment)
+    nested = [*inner, *([step] if step is not None else [])]
+    for index, one in enumerate(nested):
+        _check_nesting(one, [outer for outer in nested[index + 1 :] if outer.size > 1])
+    several = [one for one in nested if one.size > 1]
+    if not nested and "PMIX_RANK" in environment:
+        remedy = _typed_otherwise("the launcher", "torchrun, mpirun and srun tell it")
+        raise ConfigError("A launcher tells how many processes it started", value="PMIX_RANK is set, and no size",
+                          remedy=remedy)  # fmt: skip
+    if step in several and _ELASTIC not in environment:
+        # What srun says of a process, MPI libraries and scripts repeat under names of their own.
+        return next((one for one in several if (one.rank, one.size) != (step.rank, step.size)), step)
+    return next(iter(several), None)
+
+
+def _read(launcher: str, names: tuple[str, str, str, str], environment: Mapping[str, str]) -> Launch | None:
+    # Scripts export WORLD_SIZE alone, for processes that read their ranks elsewhere.
+    if not (environment.get(names[0]) and environment.get(names[1])):
+        return None
+    rank, size, local_rank, local_size = (_count(name, environment) for name in names)
+    if rank is None or size is None or rank >= size:
+        value = f"{names[0]}={environment[names[0]]}, {names[1]}={environment[names[1]]}"
+        remedy = f"Unset both where no launcher is at work: env -u {names[0]} -u {names[1]}"
+        raise ConfigError("A rank is less than the number of processes", value=value, remedy=remedy)
+    # Only launchers know how many processes a machine has; scripts that export the variables mostly do not.
+    is_known = launcher != "a launcher of PyTorch"
+    return Launch(launcher=launcher, variable=names[1], rank=rank, size=size, local_rank=local_rank,
+                  local_size=local_size if is_known else None)  # fmt: skip
+
+
+def _count(name: str, environment: Mapping[str, str]) -> int | None:
+    text = environment.get(name) or ""
+    if text and not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{name} is a whole number", value=repr(text), remedy=f"Unset it: env -u {name}")
+    return int(text) if text else None
+
+
+def _check_nesting(inner: Launch, outer: list[Launch]) -> None:
+    """Refuses a launcher that another one has started several times: each of them would train a run of its own."""
+    if outer and inner.is_on_one_machine:
+        value = f"{outer[0]}, and {inner.launcher} in each of them {inner.size}"
+        raise ConfigError("The processes of a run have one launcher", value=value,
+                          remedy=f"Leave {inner.launcher} out, or {outer[0].launcher}")  # fmt: skip
+
+
+def _has_terminal() -> bool:
+    """Whether the process has a controlling terminal; the tasks of a step have one only under --pty."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
+    """Reads this process's place among the ranks of its job step; None where it is the only one.
+
+    MASTER_ADDR and MASTER_PORT decide where rank 0 listens. Without them it is the step's first node, and a port that
+    follows from the ids of job and step.
+    """
+    # SLURM_NTASKS is set in the shell of a job of several tasks, too, with a SLURM_PROCID of 0: a process there would
+    # wait for ranks that nobody starts.
+    size = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if size == 1:
+        return None
+    # Slow to import, and a line that is refused does not wait for them.
+    from can_train.slurm.client import node_names
+    from can_train.training.distributed import RankPlace
+
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    return RankPlace(
+        rank=int(environment["SLURM_PROCID"]),
+        size=size,
+        local_rank=int(environment["SLURM_LOCALID"]),
+        address=environment.get("MASTER_ADDR") or node_names(nodes)[0],
+        port=int(environment.get("MASTER_PORT") or FIRST_PORT + _meeting_number(environment) % PORTS),
+    )
+
+
+def _meeting_number(environment: Mapping[str, str]) -> int:
+    """Numbers the step: two steps of one job may train at the same time. The step of a job of ours is step 0."""
+    step = environment.get("SLURM_STEP_ID", "0")
+    return int(environment["SLURM_JOB_ID"]) + _STEP_APART * (int(step) if step.isdigit() else 0)
+
+
+def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) -> "RankPlace":
+    """Returns where a process stands among the ranks of its run, and where rank 0 listens.
+
+    Raises:
+        ConfigError: The launcher does not tell where rank 0 is, or which processes share a machine.
+    """
+    if launch.launcher == "srun":
+        place = rank_place(environment)
+        assert place is not None, "a step of several tasks"
+        return place
+    address, port = environment.get("MASTER_ADDR"), _count("MASTER_PORT", environment)
+    namespace = next((environment[name] for name in _NAMESPACES if name in environment), None)
+    if not (address and port) and launch.is_on_one_machine and namespace is not None:
+        address, port = "127.0.0.1", FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS
+    if not (address and port):
+        raise ConfigError("The ranks of a run must know where rank 0 listens",
+                          value=f"{launch}, and MASTER_ADDR and MASTER_PORT are not both set",
+                          remedy=_with_address(launch))  # fmt: skip
+    if launch.local_rank is None:
+        value = f"{launch}, and LOCAL_RANK is not set"
+        raise ConfigError("A rank must know its number on its machine", value=value,
+                          remedy="Set LOCAL_RANK: 0 for the first process of each machine, 1 for the second")  # fmt: skip
+    from can_train.training.distributed import RankPlace
+
+    has_store = environment.get(_AGENT_STORE, "").lower() == "true"
+    prefix = f"can-train/{environment.get(_RESTART, '0')}" if has_store else ""
+    return RankPlace(rank=launch.rank, size=launch.size, local_rank=launch.local_rank, address=address, port=port,
+                     store_prefix=prefix)  # fmt: skip
+
+
+def _with_address(launch: Launch) -> str:
+    line = f"{launch.launcher} -n {launch.size} can-train {shlex.join(sys.argv[1:])}"
+    if launch.is_on_one_machine:
+        return f"Set both:\n  MASTER_ADDR=127.0.0.1 MASTER_PORT={_EXAMPLE_PORT} {line}\nAny free port will do"
+    return ("Set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, for every process; or have "
+            f"SLURM form the ranks: can-train {shlex.join(sys.argv[1:])} --gpus N --nodes M --submit")  # fmt: skip
+
+
+def check_started_once(what: str, more: str = "", environment: Mapping[str, str] = os.environ) -> None:
+    """Refuses what several processes would each do for themselves.
+
+    Args:
+        what: What is done by one process, as the subject of a sentence.
+        more: What else to do about it, as a sentence without its full stop.
+        environment: Environment variables.
+
+    Raises:
+        ConfigError: A launcher has started this process as rank 0 of several.
+        SystemExit: It is another rank: rank 0 says why.
+    """
+    launch = find_launch(environment)
+    if launch is not None and launch.rank > 0:
+        raise SystemExit(ConfigError.exit_code)
+    if launch is not None:
+        remedy = _typed_otherwise(launch.launcher, more or "Several processes are for training one run")
+        raise ConfigError(f"{what} is work for one process", value=str(launch), remedy=remedy)
+
+
+def _typed_otherwise(launcher: str, more: str) -> str:
+    return f"Type it without {launcher}:\n  can-train {shlex.join(sys.argv[1:])}\n{more}"
