@@ -254,7 +254,10 @@ def test_gpu_number_0_is_a_gpu(name: str) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_GPUS": ""}, {"CUDA_VISIBLE_DEVICES": ""}])
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"SLURM_JOB_GPUS": ""}, *({"CUDA_VISIBLE_DEVICES": nothing} for nothing in ("", "NoDevFiles", "none"))],
+)
 def test_a_job_without_gpus_trains_on_the_cpu(environment: dict[str, str]) -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"} | environment
     assert resolve_device("auto", environment=hidden) == torch.device("cpu")

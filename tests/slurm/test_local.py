@@ -1,6 +1,7 @@
 """A submitted run outlives the process that submitted it: real processes, through submitit's local executor."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from can_train.training.run_folder import Registry
+import can_train
+from can_train.slurm.submit import start_process
+from can_train.training.run_folder import Registry, RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +58,26 @@ def test_to_be_looked_at_a_job_runs_in_the_process_that_submits_it(tmp_path: Pat
     _, result = submitted(tmp_path, *SYNTHETIC, "--cluster", "debug")
     assert json.loads(result.read_text())["status"] == "finished"
     assert (result.parent / "code.json").exists()
+
+
+@pytest.mark.parametrize(
+    "visible", ["MIG-5f5d1a3e-7b1f-5c1c-9a3e-4c5b8a6d2f10", "GPU-8932f937,GPU-1b2c", "0,2", "", None]
+)
+def test_a_job_sees_the_gpus_that_its_submitter_sees(
+    visible: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An enclosing job of SLURM, whose GPUs are the process's, too.
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    (folder.path / "code.json").write_text(json.dumps({"folder": str(Path(can_train.__file__).parents[2])}))
+
+    def entry(run: RunFolder, stops: object) -> None:
+        (run.path / "seen").write_text(json.dumps(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+    job = start_process(entry, folder)
+    assert job.executor == "local"
+    assert json.loads(wait_for(folder.path / "seen", "l" if visible is None else '"')) == visible

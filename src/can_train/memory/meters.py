@@ -35,6 +35,7 @@ _FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")  # an example of e
 # SLURM's variables for the GPUs of a job, each with its values for none. "0" in the first two is the GPU with index 0;
 # the last is a count.
 _ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
+_NAMES_GPU: Final = re.compile(r"\s*(\d|GPU-|MIG-)")  # the beginning of a list that names a GPU
 # Variable with the path of a file that stands for other processes on a simulated GPU. The file holds a size, `200MiB`;
 # without a file, or with an empty one, there are none.
 FOREIGN: Final = "CAN_TRAIN_SIM_FOREIGN"
@@ -486,7 +487,8 @@ def _promised_gpu(environment: Mapping[str, str]) -> str:
     for name, none in _ALLOCATED:
         if environment.get(name, "") not in none:
             return f"{name}={environment[name]}"
-    if environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+    # CUDA reads the list up to the first entry that names no GPU: "", "-1" and SLURM's "NoDevFiles" hide all of them.
+    if not _NAMES_GPU.match(environment.get("CUDA_VISIBLE_DEVICES", "0")):
         return ""
     count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     return f"the NVIDIA driver lists {count} GPU(s)" if count else ""

@@ -81,7 +81,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
         remedy = _typed_otherwise("the launcher", "torchrun, mpirun and srun tell it")
         raise ConfigError("A launcher tells how many processes it started", value="PMIX_RANK is set, and no size",
                           remedy=remedy)  # fmt: skip
-    if step in several and _ELASTIC not in environment:
+    if step is not None and step in several and _ELASTIC not in environment:
         # What srun says of a process, MPI libraries and scripts repeat under names of their own.
         return next((one for one in several if (one.rank, one.size) != (step.rank, step.size)), step)
     return next(iter(several), None)
@@ -178,7 +178,7 @@ def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) 
     if launch.local_rank is None:
         value = f"{launch}, and LOCAL_RANK is not set"
         raise ConfigError("A rank must know its number on its machine", value=value,
-                          remedy="Set LOCAL_RANK: 0 for the first process of each machine, 1 for the second")  # fmt: skip
+                          remedy="Set LOCAL_RANK: 0 for the first process of a machine, 1 for the second")  # fmt: skip
     from can_train.training.distributed import RankPlace
 
     has_store = environment.get(_AGENT_STORE, "").lower() == "true"

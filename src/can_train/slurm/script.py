@@ -28,7 +28,7 @@ _FOREIGN_PREFIXES: Final = ("SLURM_", "SLURMD_", "SLURMSTEPD_", "SRUN_", "SBATCH
 """Prefixes of variables that describe an enclosing job, or that silently override what a batch script says."""
 _RANK_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Variables that the processes of an enclosing job use to find each other."""
-_GPU_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
+GPU_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 """SLURM sets these to the GPUs of a job; those of an enclosing job are not the new job's."""
 
 
@@ -73,7 +73,7 @@ def remembered_environment(encoded: bytes) -> dict[str, str]:
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables to submit a job with: none that describe an enclosing job or override the script."""
-    stray = {*_RANK_VARIABLES, *(_GPU_VARIABLES if "SLURM_JOB_ID" in environment else ())}
+    stray = {*_RANK_VARIABLES, *(GPU_VARIABLES if "SLURM_JOB_ID" in environment else ())}
     return {
         name: value
         for name, value in environment.items()

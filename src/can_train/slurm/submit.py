@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from can_train.errors import RunError
 from can_train.io.records import text_or_nothing, utc_now, write_text_atomic
 from can_train.slurm.client import SUBMIT_TIMEOUT_S, NoControllerError, cancel_jobs, find_jobs, limited, local_cluster
 from can_train.slurm.job import Entry, Job
-from can_train.slurm.script import Submission, check_folder, job_environment, parameters, resources
+from can_train.slurm.script import GPU_VARIABLES, Submission, check_folder, job_environment, parameters, resources
 from can_train.slurm.snapshot import code_of
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, SlurmContext
 
@@ -210,6 +211,8 @@ def start_process(entry: Entry, run: RunFolder) -> JobRecord:
         RunError: It could not be started.
     """
     folder = run.path / "submitit"
+    # Before what describes an enclosing job is taken away: the process stays in that job.
+    command = [*_same_gpus(os.environ), sys.executable]
     source = code_of(run.path) / "src"
     reading, writing = os.pipe()
     # submitit starts its controller in our session, where closing the terminal would end it: a child that has left the
@@ -218,7 +221,7 @@ def start_process(entry: Entry, run: RunFolder) -> JobRecord:
     if child == 0:
         os.close(reading)
         with job_environment(source):
-            _start_detached(Job(entry, str(run.path)), folder, writing)
+            _start_detached(Job(entry, str(run.path)), folder, command, writing)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         job_id = pipe.read()
@@ -229,7 +232,7 @@ def start_process(entry: Entry, run: RunFolder) -> JobRecord:
     return _record(run, "local", job_id, str(folder / f"{job_id}_0_log.out"))
 
 
-def _start_detached(job: Job, folder: Path, writing: int) -> NoReturn:
+def _start_detached(job: Job, folder: Path, python: Sequence[str], writing: int) -> NoReturn:
     """Runs in the child: leaves the session, submits, reports the job id through the pipe, and ends."""
     try:
         os.setsid()
@@ -237,24 +240,22 @@ def _start_detached(job: Job, folder: Path, writing: int) -> NoReturn:
         # Also the errors: whoever reads them through a pipe would wait for the run's end.
         for standard_stream in (0, 1, 2):
             os.dup2(null, standard_stream)
-        executor = submitit.LocalExecutor(folder)
-        gpus = _visible_gpus()
-        executor.update_parameters(
-            timeout_min=_TIMEOUT_MIN, stderr_to_stdout=True, gpus_per_node=len(gpus), visible_gpus=gpus
-        )
+        executor = submitit.LocalExecutor(folder, python=shlex.join(python))
+        executor.update_parameters(timeout_min=_TIMEOUT_MIN, stderr_to_stdout=True)
         os.write(writing, executor.submit(job).job_id.encode())
     finally:
         # Not sys.exit: the parent's cleanup must not run twice.
         os._exit(0)
 
 
-def _visible_gpus() -> tuple[int, ...]:
-    """Numbers the GPUs that a job may see: those that this process may."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return tuple(int(number) for number in visible.split(",") if number.strip().isdigit())
-    gpus = Path("/proc/driver/nvidia/gpus")
-    return tuple(range(len(list(gpus.iterdir())))) if gpus.is_dir() else ()
+def _same_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Returns the words before a command that has it see the GPUs that this process sees.
+
+    submitit sets CUDA_VISIBLE_DEVICES to numbers of its own, or to none: ids of GPUs (GPU-…) and of their parts
+    (MIG-…), and GPUs that no driver lists, would be hidden from the job.
+    """
+    hidden = [word for name in GPU_VARIABLES if name not in environment for word in ("-u", name)]
+    return ["env", *hidden, *(f"{name}={environment[name]}" for name in GPU_VARIABLES if name in environment)]
 
 
 def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobRecord:
