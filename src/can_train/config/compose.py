@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, get_origin, get_type_hints
 
 import yaml
@@ -33,6 +34,7 @@ from can_train.config.resolved import (
     check_yaml,
     default_task,
     flat_settings,
+    plain_to_yaml,
     preset_folders,
     presets,
 )
@@ -63,6 +65,9 @@ _SUGGESTIONS: Final = 5
 
 # The switch scheduler_after_batch says yes or no where scheduler_interval names the interval.
 _TRANSLATIONS: Final = {"training.scheduler_interval": {"true": "step", "false": "epoch"}}
+# Groups that every run has once: a preset of another group may have a block of them.
+_SIDE_GROUPS: Final = ("training", "factor", "monitor")
+_PACKAGE: Final = re.compile(r"\s*#\s*@package\s+(\S+)")
 _COMMA_OUTSIDE_BRACKETS: Final = re.compile(r",(?![^\[({]*[\])}])")
 
 
@@ -644,8 +649,7 @@ def _compose(
             raise unknown_name("setting among the task's own defaults of training", name, known)
     always["training"] = _schema(TrainingSettings, **task.training)
     # The first folder that has a preset wins in Hydra.
-    first, *others = reversed(folders)
-    always["hydra"] = {"searchpath": [f"file://{folder}" for folder in others]}
+    always["hydra"] = {"searchpath": [f"file://{folder.absolute()}" for folder in reversed(folders)]}
     # A memory preset changes training settings, so it stands behind them, and there need be none.
     defaults: list[Any] = ["_self_", *({name: "???"} for name in _CHOSEN_GROUPS), {"optional memory": None}]
     values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(_CHOSEN_GROUPS), **always}
@@ -655,8 +659,10 @@ def _compose(
     try:
         for path in (path for folder in folders for path in folder.glob("*/*.yaml") if is_file(path)):
             _check_preset(path)
-        with initialize_config_dir(str(first.absolute()), version_base="1.3"):
-            config = compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
+        with TemporaryDirectory(prefix="can-train-presets-") as rewritten:
+            _rewrite_presets(Path(rewritten), choices, folders, task.aliases)
+            with initialize_config_dir(rewritten, version_base="1.3"):
+                config = compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
         for group in _CHOSEN_GROUPS:
             _fit_schema(config, group, classes[group])
         # What refers to another value, or to the environment, is read now.
@@ -676,6 +682,58 @@ def _check_preset(path: Path) -> None:
         pass  # Hydra says what is wrong, where it reads the preset
     except ValueError as error:
         raise ValueError(f"{path.parent.name}/{path.name}: {error}") from None
+
+
+def _rewrite_presets(
+    into: Path, choices: Mapping[str, str], folders: Sequence[Path], aliases: Mapping[str, str]
+) -> None:
+    """Writes the chosen presets that Hydra would not read as they are meant: with aliases of settings, or with a block
+    of settings of another group, as `training:`, without `# @package _global_`.
+    """
+    for group, name in choices.items():
+        paths = [folder / group / f"{name}.yaml" for folder in folders]
+        path = next((path for path in reversed(paths) if is_file(path)), None)
+        text = "" if path is None else path.read_text()
+        plain = yaml.safe_load(text)
+        if not isinstance(plain, dict):
+            continue
+        package = _PACKAGE.match(text)
+        blocks = _blocks(group, package[1] if package else group, plain, aliases)
+        if blocks is not None:
+            (into / group).mkdir(exist_ok=True)
+            (into / group / f"{name}.yaml").write_text(f"# @package _global_\n{plain_to_yaml(blocks)}")
+
+
+def _blocks(group: str, package: str, plain: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any] | None:
+    """Returns a preset as blocks by group, with canonical names; None where Hydra reads it as it is meant."""
+    defaults, own = plain.get("defaults", []), {name: value for name, value in plain.items() if name != "defaults"}
+    blocks = own
+    if package != "_global_":
+        # A preset of memory changes training.
+        target = "training" if group == "memory" else package
+        others = {name: own[name] for name in _SIDE_GROUPS if isinstance(own.get(name), dict)}
+        blocks = {**others}
+        blocks[target] = {**others.get(target, {}), **{name: own[name] for name in own if name not in others}}
+    training = blocks.get("training")
+    named = _canonical(training, aliases) if isinstance(training, dict) else training
+    if named == training and (package == "_global_" or blocks == {package: own}):
+        return None
+    blocks = blocks if training is None else {**blocks, "training": named}
+    places = [f"{one}@{group}" if isinstance(one, str) and one != "_self_" and package != "_global_" and "@" not in one
+              else one for one in defaults]  # fmt: skip
+    return {"defaults": places or ["_self_"], **blocks}
+
+
+def _canonical(training: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Returns settings by their canonical names; raises ValueError where one has two different values."""
+    found: dict[str, Any] = {}
+    for name, value in training.items():
+        key = aliases.get(canonical_name(str(name)), canonical_name(str(name)))
+        if key != name:
+            value = _TRANSLATIONS.get(f"training.{key}", {}).get(str(value).lower(), value)
+        if found.setdefault(key, value) != value:
+            raise ValueError(f"training.{key} is given twice, as {found[key]} and {value}")
+    return found
 
 
 def _fit_schema(config: DictConfig, group: str, cls: type) -> None:
