@@ -204,10 +204,13 @@ def test_a_file_goes_out_and_in_again(state: Path, tmp_path_factory: pytest.Temp
     assert list(json.loads(run(state, KEY, "--export", "-").stdout)) == [KEY]
     assert len(done(other, "--import", str(file))["config_keys"]) == 2
     records = as_json(other)["factors"]
-    assert [(record["state"], record["num_runs"]) for record in records] == [("imported", 0)] * 3
-    assert [record["safety_factor"] for record in records] == [
-        record["safety_factor"] for record in as_json(state)["factors"]
+    here = as_json(state)["factors"]
+    assert [record["state"] for record in records] == ["imported"] * 3
+    figures = ("num_runs", "avg_memory_pct", "max_memory_pct", "factor_variance", "converged")
+    assert [[record[name] for name in figures] for record in records] == [
+        [record[name] for name in figures] for record in here
     ]
+    assert [record["safety_factor"] for record in records] == [record["safety_factor"] for record in here]
 
 
 def test_what_another_command_writes_is_imported(tmp_path: Path) -> None:
@@ -359,3 +362,17 @@ def test_a_drawing_that_cannot_be_made_is_refused(state: Path, line: tuple[str, 
     assert isinstance(error, ConfigError)
     assert str(error).startswith(rule)
     assert list(state.glob("*.svg")) == []
+
+
+def test_a_listed_key_without_its_size_is_shown_and_reset_under_that_name(tmp_path: Path) -> None:
+    for number, size in enumerate(("student", "teacher"), start=1):
+        write_record(tmp_path, observation(number, key=f"hcrl_ch_gat_{size}_normal", size=size))
+    (tmp_path / "in.json").write_text(json.dumps({"hcrl_ch_gat_normal": {"v100": 0.7, "a100-40gb": 0.6}}))
+    done(tmp_path, "--import", str(tmp_path / "in.json"))
+    listed = {record["config_key"] for record in as_json(tmp_path)["factors"]}
+    assert listed == {f"hcrl_ch_gat_{part}normal" for part in ("", "student_", "teacher_")}
+    shown = as_json(tmp_path, "hcrl_ch_gat_normal", "--show", "--device", "v100")["factors"]
+    assert [(one["device"], one["safety_factor"]) for one in shown] == [("v100-16gb", 0.7), ("v100-32gb", 0.7)]
+    reset = done(tmp_path, "hcrl_ch_gat_normal", "--reset", "--yes")
+    # It is a reset of every size, and says so.
+    assert set(reset["config_keys"]) == listed

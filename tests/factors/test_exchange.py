@@ -168,7 +168,7 @@ def test_importing_ones_own_export_changes_nothing(tmp_path: Path) -> None:
     write_record(tmp_path, out_of_memory(2, device=A100))
     importing(tmp_path, {SHORT: {"v100": 0.5}})
     store = get_safety_factor_db(tmp_path)
-    store.pin("a", 0.4, "nowhere")
+    store.pin("a", 0.4, "rtx-9090-24gb")
     store.refresh_export()
     before, events = store.records(), len(list((tmp_path / "events").iterdir()))
     assert store.import_file(store.db_path) == (None, [])

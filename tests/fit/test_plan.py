@@ -56,7 +56,7 @@ def test_a_room_for_the_whole_data_set_is_named() -> None:
 
 
 def test_max_takes_the_safe_share_of_what_fits() -> None:
-    plan = resolve_plan(request(), uniform(), tuned_limit=101, factor=0.5)
+    plan = resolve_plan(request(preset_batch=32), uniform(), tuned_limit=101, factor=0.5)
     assert (plan.logical_batch, plan.rules.safe_limit, plan.most_parts) == (50, 50.5, 1)
     assert (plan.binding_limit, plan.steps_per_epoch, plan.largest_cost) == ("memory", 200, 50)
 
@@ -74,8 +74,19 @@ def test_ranks_that_share_a_batch_cut_it_less() -> None:
 
 
 def test_max_leaves_enough_steps_in_an_epoch() -> None:
-    plan = resolve_plan(request(min_steps_per_epoch=50), uniform(1_000), tuned_limit=10_000)
+    plan = resolve_plan(request(min_steps_per_epoch=50, preset_batch=16), uniform(1_000), tuned_limit=10_000)
     assert (plan.logical_batch, plan.steps_per_epoch, plan.binding_limit) == (20, 50, "min_steps")
+
+
+def test_max_takes_no_less_than_the_presets_batch_and_says_which_bound_would() -> None:
+    of_steps = resolve_plan(request(preset_batch=32), uniform(1_000), tuned_limit=10_000)
+    assert (of_steps.logical_batch, of_steps.steps_per_epoch, of_steps.binding_limit) == (32, 32, "preset")
+    kept = "find_batch_size=max takes no less than the preset's batch, "
+    assert of_steps.notices == (f"{kept}32 samples: 32 steps an epoch, fewer than min_steps_per_epoch=50",)
+    of_memory = resolve_plan(request(), uniform(), tuned_limit=40, factor=0.5)
+    assert (of_memory.logical_batch, of_memory.most_parts, of_memory.binding_limit) == (64, 4, "preset")
+    assert of_memory.notices == (f"{kept}64 samples, of which 20 fit at once: it is computed in parts",)
+    assert of_memory.lr_factor == 1
 
 
 def test_max_takes_a_small_data_set_whole() -> None:
@@ -84,7 +95,7 @@ def test_max_takes_a_small_data_set_whole() -> None:
 
 
 def test_more_steps_than_samples_leave_one_sample_a_step() -> None:
-    plan = resolve_plan(request(min_steps_per_epoch=50), uniform(7), tuned_limit=100)
+    plan = resolve_plan(request(min_steps_per_epoch=50, preset_batch=1), uniform(7), tuned_limit=100)
     assert (plan.logical_batch, plan.steps_per_epoch) == (1, 7)
 
 
@@ -100,7 +111,7 @@ def test_max_chooses_a_batch_that_nearly_always_fits_whole() -> None:
 
 
 def test_max_ignores_a_batch_size_aloud() -> None:
-    plan = resolve_plan(request(requested_batch=512), uniform(), tuned_limit=100, factor=0.5)
+    plan = resolve_plan(request(requested_batch=512, preset_batch=32), uniform(), tuned_limit=100, factor=0.5)
     assert plan.logical_batch == 50
     assert plan.notices == ("find_batch_size=max chose a batch of 50; the batch size of 512 was ignored",)
 
@@ -180,7 +191,9 @@ def test_every_plan_fits_and_searching_further_would_not_change_it(
     assert plan.largest_cost <= max(factor * limit, *costs) * (1 + 1e-6)
     assert plan.steps_per_epoch == math.ceil(len(costs) / plan.logical_batch)
     if asked.takes_what_fits:
-        assert plan.steps_per_epoch >= min(asked.min_steps_per_epoch, len(costs))
+        assert plan.logical_batch >= asked.least_batch(len(costs))
+        if plan.logical_batch > asked.least_batch(len(costs)):
+            assert plan.steps_per_epoch >= min(asked.min_steps_per_epoch, len(costs))
 
 
 def test_the_costliest_batch_holds_the_costliest_samples() -> None:
@@ -189,7 +202,9 @@ def test_the_costliest_batch_holds_the_costliest_samples() -> None:
 
 def test_of_epochs_that_differ_the_smallest_has_enough_steps() -> None:
     plan = resolve_plan(
-        request(min_steps_per_epoch=50, epoch_shares=(0.2, 0.6, 1.0)), uniform(1_000), tuned_limit=10_000
+        request(min_steps_per_epoch=50, preset_batch=2, epoch_shares=(0.2, 0.6, 1.0)),
+        uniform(1_000),
+        tuned_limit=10_000,
     )
     assert (plan.logical_batch, plan.binding_limit) == (4, "min_steps")
     assert (plan.fewest_steps_per_epoch, plan.mean_steps_per_epoch, plan.steps_per_epoch) == (50, 150, 250)

@@ -90,8 +90,9 @@ def test_a_plan_says_what_there_is_to_know_of_its_device(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("training", "batch", "binding"),
     [
-        ({"find_batch_size": "max", "min_steps_per_epoch": 2}, range(3, 9), "memory"),
-        ({"find_batch_size": "max", "min_steps_per_epoch": 30}, [2], "min_steps"),
+        ({"find_batch_size": "max", "min_steps_per_epoch": 2, "lr_batch_size": 2}, range(3, 9), "memory"),
+        ({"find_batch_size": "max", "min_steps_per_epoch": 30, "lr_batch_size": 1}, [2], "min_steps"),
+        ({"find_batch_size": "max", "min_steps_per_epoch": 30, "lr_batch_size": 3}, [3], "preset"),
         ({"batch_size": 20}, [20], "requested"),
         ({"lr_batch_size": 20}, [20], "preset"),
         ({"batch_size": 10, "gradient_accumulation_steps": 3}, [30], "requested"),

@@ -24,10 +24,10 @@ from can_train.cli.output import confirm, print_aside, print_json, print_tables,
 from can_train.errors import ConfigError, StateError, as_typed, nearest_first, unknown_name
 from can_train.factors.exchange import make_export
 from can_train.factors.figures import read_figures
-from can_train.factors.observations import read_records
+from can_train.factors.observations import ANY_DEVICE, read_records, without_size
 from can_train.factors.policies import POLICIES
 from can_train.factors.store import FactorStore, get_safety_factor_db, replay_runs
-from can_train.factors.summary import find_summaries, full_key, keys_like, policy_of
+from can_train.factors.summary import FactorSummary, find_summaries, full_keys, keys_like, policy_of
 from can_train.io.records import write_json_atomic, write_text_atomic
 
 _STANDARD_OUTPUT: Final = "-"
@@ -158,10 +158,23 @@ def _on(device: str | None) -> str:
     return f" on {device}" if device else ""
 
 
-def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool) -> ActionResult:
+def _affected(store: FactorStore, key: str | None, device: str | None) -> tuple[list[FactorSummary], str | None]:
+    """Finds the configurations that an event of a key is about; returns them with the key as the event has it."""
     found = store.find(key, device)
+    if key is None:
+        return found, None
+    summaries = store.records()
+    # A name in the listing is meant as it is; an event of a key without its size is one of all sizes.
+    name = key if key in {one.key for one in summaries} else found[0].key
+    keys = {one.key for one in summaries if name in (one.key, without_size(one.key, one.size))}
+    devices = {one.device for one in found}
+    return [one for one in summaries if one.key in keys and (device is None or one.device in devices)], name
+
+
+def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool) -> ActionResult:
+    found, key = _affected(store, key, device)
     devices = {summary.device for summary in found}
-    if device is not None and device not in devices:
+    if device is not None and devices == {ANY_DEVICE}:
         # What was imported for any device would serve this one, and nothing was learned on it.
         raise unknown_name("device", device, devices)
     keys = sorted({summary.key for summary in found})
@@ -173,7 +186,7 @@ def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool
     if not yes and not confirm(f"Shall {what} teach nothing any more? Their history stays."):
         print_aside("Nothing was reset.")
         raise typer.Exit(1)
-    path = store.reset(None if key is None else keys[0], device)
+    path = store.reset(key, device)
     pinned = [one for one in found if one.state == "pinned"]
     notices = [f"{one.key} on {shown_device(one.device)} is {one.reason}: --unpin removes that" for one in pinned]
     text = f"{', '.join(keys)}: no run teaches{_on(device)}; the next run is a first one."
@@ -187,8 +200,9 @@ def _pin(store: FactorStore, key: str | None, device: str | None, value: float) 
         raise ConfigError("--pin needs a KEY", remedy="can-train factors lists keys")
     summaries, notices = store.records(), []
     known = {summary.key for summary in summaries}
-    # A key that no run has had is pinned as it was given.
-    key = full_key(summaries, key) if keys_like(summaries, key) else key
+    # A key that no run has had is pinned as it was given, and so is a name in the listing.
+    if key not in known and keys_like(summaries, key):
+        (key,) = full_keys(summaries, key)
     if key not in known:
         nearest = ", ".join(nearest_first(key, known)[:_SUGGESTIONS])
         hint = f" Known keys, nearest first: {nearest}." if nearest else ""
@@ -201,9 +215,8 @@ def _pin(store: FactorStore, key: str | None, device: str | None, value: float) 
 def _unpin(store: FactorStore, key: str | None, device: str | None) -> ActionResult:
     if key is None:
         raise ConfigError("--unpin needs a KEY", remedy="can-train factors lists keys")
-    summaries = store.records()
-    found = find_summaries(summaries, key, device)
-    key = found[0].key
+    found, name = _affected(store, key, device)
+    key, summaries = name or key, store.records()
     if all(summary.state != "pinned" for summary in found):
         pinned = sorted({summary.key for summary in summaries if summary.state == "pinned"})
         remedy = f"Pinned: {', '.join(pinned)}" if pinned else "No key is pinned"
@@ -214,7 +227,7 @@ def _unpin(store: FactorStore, key: str | None, device: str | None) -> ActionRes
 
 
 def _export(store: FactorStore, key: str | None, device: str | None, file: str) -> ActionResult:
-    export = make_export(store.find(key, device), read_records(store.state).events)
+    export = make_export(store.find(key, device))
     if file == _STANDARD_OUTPUT:
         print_json(export)
         return ActionResult("", {})

@@ -22,9 +22,9 @@ _BEFORE_RESET: Final = "before the reset"
 def factors_table(found: Sequence[FactorFigures], notes: Sequence[str] = ()) -> TextTable:
     """Makes the overview: one row for each configuration and kind of device."""
     rows = [
-        (one.key, "any other" if one.device == ANY_DEVICE else one.device, _factor(one), str(one.runs),
-         _percent(one.mean_peak), _percent(one.max_peak), _percent(one.last_peak), str(one.ooms),
-         "yes" if one.converged else "no", "; ".join(_reasons(one)))
+        (one.key, "any other" if one.device == ANY_DEVICE else one.device, _factor(one),
+         str(one.runs + one.imported_runs), _percent(one.mean_peak), _percent(one.max_peak), _percent(one.last_peak),
+         str(one.ooms), "yes" if one.converged else "no", "; ".join(_reasons(one)))
         for one in found
     ]  # fmt: skip
     return TextTable("Safety factors of the next runs", _COLUMNS, rows, notes)
@@ -44,6 +44,8 @@ def _reasons(figures: FactorFigures) -> Iterator[str]:
         yield f"first: {figures.initial_reason}"
     if figures.state == "pinned" and figures.interval is not None:
         yield f"learned: {figures.learned_factor:.3f} ± {figures.interval:.3f}"
+    if figures.imported_runs and figures.runs:
+        yield f"{counted(figures.imported_runs, 'run')} of a file"
     if figures.runs_before_reset:
         yield f"+{counted(figures.runs_before_reset, 'run')} {_BEFORE_RESET}"
     if figures.runs_with_other_settings:
@@ -153,7 +155,7 @@ def _figures_json(figures: FactorFigures) -> dict[str, Any]:
         "aim_reason": figures.aim_reason,
         "reason": figures.reason,
         "initial_factor_reason": figures.initial_reason,
-        "num_runs": figures.runs,
+        "num_runs": figures.runs + figures.imported_runs,
         "runs_before_reset": figures.runs_before_reset,
         "runs_with_other_settings": figures.runs_with_other_settings,
         "avg_memory_pct": figures.mean_peak,

@@ -5,43 +5,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
-from can_train.errors import DataError, nearest_first
-from can_train.factors.observations import ANY_DEVICE, Event, Imported, Observation, active_events
+from can_train.errors import ConfigError, DataError
+from can_train.factors.observations import ANY_DEVICE, Imported, Observation
+from can_train.factors.summary import FactorSummary, devices_named
 from can_train.io.records import read_bytes, utc_text
-from can_train.memory.catalogue import CARDS, cards_named, is_device_key
-
-if TYPE_CHECKING:
-    from can_train.factors.summary import FactorSummary
 
 # Parts that a configuration key has at least: data set, model and mode. A part may contain underscores itself.
 _KEY_PARTS: Final = 3
-_NEAREST: Final = 3  # devices that a message names
 Entries = dict[str, dict[str, Imported]]  # by configuration key, then by kind of device or `ANY_DEVICE`
 
 
-def make_export(summaries: Sequence[FactorSummary], events: Sequence[Event] = ()) -> dict[str, Any]:
+def make_export(summaries: Sequence[FactorSummary]) -> dict[str, Any]:
     """Makes the export: per key the figures of the device seen last, and under `devices` those of every device. What
-    was reset and has not run since has no factor, and is left out.
+    has no factor, since it was reset and has not run since, or no run has had one, is left out. The runs that an import
+    brought along are exported again.
 
     Args:
         summaries: By key.
-        events: By their time; the runs that an import brought along are exported again.
     """
     export: dict[str, Any] = {}
     with_factor = [summary for summary in summaries if summary.factor is not None]
     for key, group in groupby(with_factor, key=lambda summary: summary.key):
         of_key = list(group)
-        devices = {summary.device: _export_entry(summary, events) for summary in of_key}
+        entries = {summary.device: _export_entry(summary) for summary in of_key}
+        # Figures that the runs of a file do not show stand beside each device alone: earlier tools do not know them.
+        devices = {one.device: {**entries[one.device], "factor_variance": one.factor_variance,
+                                "converged": one.converged} for one in of_key}  # fmt: skip
         latest = max(of_key, key=lambda summary: summary.last_seen)
-        export[key] = {"config_key": key, **devices[latest.device], "devices": devices}
+        export[key] = {"config_key": key, **entries[latest.device], "devices": devices}
     return export
 
 
-def _export_entry(summary: FactorSummary, events: Sequence[Event]) -> dict[str, Any]:
+def _export_entry(summary: FactorSummary) -> dict[str, Any]:
     runs = [
         {
             "run_id": run.run_id,
@@ -53,14 +52,11 @@ def _export_entry(summary: FactorSummary, events: Sequence[Event]) -> dict[str, 
         }
         for run in summary.all_runs
     ]
-    own = {(run["run_id"], run["timestamp"]) for run in runs}
-    entry = active_events(events, summary.key, summary.device, summary.size).imported
-    imported = [run for run in entry.runs if (run.get("run_id"), run.get("timestamp")) not in own] if entry else []
     return {
         "safety_factor": summary.factor,
         "initial_factor_reason": summary.initial_reason or summary.reason,
         "last_updated": utc_text(summary.updated),
-        "runs": imported + runs,
+        "runs": [*summary.imported_runs, *runs],
     }
 
 
@@ -74,13 +70,12 @@ def run_notes(run: Observation) -> str:
     return "; ".join(notes)
 
 
-def read_import(file: Path, summaries: Sequence[FactorSummary] = (), events: Sequence[Event] = ()) -> Entries:
+def read_import(file: Path, summaries: Sequence[FactorSummary] = ()) -> Entries:
     """Reads the factors of a file that differ from what this store would export.
 
     Args:
         file: In one of the shapes of `parse_import`, or several of them.
         summaries: What the store knows.
-        events: The store's events.
 
     Raises:
         DataError: It cannot be read, or something in it could never be used; the message names key and value.
@@ -100,7 +95,7 @@ def read_import(file: Path, summaries: Sequence[FactorSummary] = (), events: Seq
             remedy="Give what can-train factors --export writes, or {key: {device: factor}}, or {key: factor}, "
             "factors in (0, 1]",
         ) from error
-    present = {key: parse_import({key: value})[key] for key, value in make_export(summaries, events).items()}
+    present = {key: parse_import({key: value})[key] for key, value in make_export(summaries).items()}
     changed = {
         key: {device: entry for device, entry in devices.items() if present.get(key, {}).get(device) != entry}
         for key, devices in entries.items()
@@ -171,11 +166,12 @@ def resolve_names(entries: Mapping[str, Mapping[str, Imported]], summaries: Sequ
 
 
 def _resolve_devices(key: str, entries: Mapping[str, Imported], known: set[str]) -> dict[str, Imported]:
-    devices = {name: [card.key for card in cards_named(name)] or [name] for name in entries}
-    for name, keys in devices.items():
-        if keys == [name] and name not in known and not is_device_key(name):
-            nearest = nearest_first(name, {card.key for card in CARDS} | known - {ANY_DEVICE})[:_NEAREST]
-            raise ValueError(f"{key}, {name}: unknown device (nearest: {', '.join(nearest)})")
+    devices = {}
+    for name in entries:
+        try:
+            devices[name] = devices_named(name, known)
+        except ConfigError as error:
+            raise ValueError(f"{key}, {name}: unknown device ({error.remedy[:1].lower()}{error.remedy[1:]})") from error
     named_by: dict[str, str] = {}
     # A name for all memory sizes first: one that names a single size then takes its place.
     for name in sorted(entries, key=lambda name: -len(devices[name])):

@@ -174,6 +174,9 @@ class Imported:
     safety_factor: Factor  # of the next run
     initial_factor_reason: str = ""
     runs: list[dict[str, Any]] = field(default_factory=list)  # exported again, never learned from
+    # Figures of these runs, where the file has them; they follow from the runs, and are no difference.
+    factor_variance: float | None = field(default=None, compare=False)
+    converged: bool | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

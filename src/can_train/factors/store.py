@@ -28,13 +28,14 @@ from can_train.factors.summary import (
     LEARNABLE_OUTCOMES,
     FactorFigures,
     FactorSummary,
+    devices_named,
     find_summaries,
     history_of,
     summarize,
     summarize_runs,
     with_settings,
 )
-from can_train.fit.factor_rule import NO_AIM, Aim, EarlierSearch, FactorChoice, FactorRule, OtherDevice
+from can_train.fit.factor_rule import NO_AIM, STATIC, Aim, EarlierSearch, FactorChoice, FactorRule, OtherDevice
 from can_train.io.records import utc_text, write_json_atomic
 from can_train.memory.allocator_settings import allocator_settings
 from can_train.reporter import Reporter
@@ -77,11 +78,8 @@ class FactorStore:
         Raises:
             StateError: The folder cannot be read.
         """
-        return self._summaries_and_events()[0]
-
-    def _summaries_and_events(self) -> tuple[list[FactorSummary], list[Event]]:
         records = read_records(self.state)
-        return summarize(records.finished, records.events, self.policy), records.events
+        return summarize(records.finished, records.events, self.policy)
 
     def find(self, key: str | None, device: str | None = None) -> list[FactorSummary]:
         """Summarizes a configuration on every kind of device; arguments and errors are those of `find_summaries`.
@@ -113,7 +111,7 @@ class FactorStore:
 
         Args:
             key: Configuration key `{dataset}_{model}_{size}_{mode}`; without its size where that is unambiguous.
-            device: Kind of device; None means the one seen last.
+            device: Kind of device, or a name of several, as v100; None, or of several, means the one seen last.
 
         Raises:
             ConfigError: Nothing was learned under that key on that device; the message lists what was. Or it was reset,
@@ -122,20 +120,22 @@ class FactorStore:
         """
         summary = self._seen_last(key, device)
         if summary.factor is None:
-            raise ConfigError("The factor was reset", value=summary.key, remedy="Train: the next run is a first one")
+            rule = "The factor was reset" if summary.state == "reset" else "No run has had a factor yet"
+            raise ConfigError(rule, value=f"{summary.key}: {summary.reason}",
+                              remedy="Train: the next run's plan decides it")  # fmt: skip
         return summary.factor
 
     def _seen_last(self, key: str, device: str | None) -> FactorSummary:
         return max(find_summaries(self.records(), key, device), key=lambda summary: summary.last_seen)
 
     def get_stats(self, key: str, device: str | None = None) -> dict[str, Any]:
-        """Returns figures of past runs: `num_runs`, `avg_memory_pct`, `max_memory_pct` (shares of the capacity, None
-        before any peak was measured), `factor_variance`, `converged`. Arguments and errors are those of `get_factor`,
-        except that a reset is no error.
+        """Returns figures of past runs, those of an import included: `num_runs`, `avg_memory_pct`, `max_memory_pct`
+        (shares of the capacity, None before any peak was measured), `factor_variance`, `converged`. Arguments and
+        errors are those of `get_factor`, except that a reset is no error.
         """
         summary = self._seen_last(key, device)
         return {
-            "num_runs": len(summary.runs),
+            "num_runs": summary.num_runs,
             "avg_memory_pct": summary.mean_peak,
             "max_memory_pct": summary.max_peak,
             "factor_variance": summary.factor_variance,
@@ -186,7 +186,7 @@ class FactorStore:
         Raises:
             StateError: The event cannot be written.
         """
-        return self._write("reset", key=key, device=device)
+        return self._write_each("reset", device, key=key)
 
     def pin(self, key: str, value: float, device: str | None = None) -> Path:
         """Fixes the factor, whatever was learned and will be.
@@ -194,16 +194,17 @@ class FactorStore:
         Args:
             key: Configuration key; no run need have it.
             value: The factor, in (0, 1].
-            device: Kind of device; None means all of them.
+            device: Kind of device, or a name of several, as v100; None means all of them.
 
         Raises:
+            ConfigError: There is no such device.
             ArgumentError: The value is not in (0, 1].
             StateError: The event cannot be written.
         """
         if not 0 < value <= 1:
             remedy = "Give a share of the tuned limit: 0.5 is half of it"
             raise ArgumentError("A factor lies in (0, 1]", value=f"{value:g}", remedy=remedy)
-        return self._write("pin", key=key, device=device, value=value)
+        return self._write_each("pin", device, key=key, value=value)
 
     def unpin(self, key: str, device: str | None = None) -> Path:
         """Removes a pin, so that the learned factor holds again.
@@ -211,7 +212,7 @@ class FactorStore:
         Raises:
             StateError: The event cannot be written.
         """
-        return self._write("unpin", key=key, device=device)
+        return self._write_each("unpin", device, key=key)
 
     def import_file(self, file: Path) -> tuple[Path | None, list[str]]:
         """Imports the factors of a file, all of them or none. For each key and device whose factor the file changes,
@@ -227,7 +228,7 @@ class FactorStore:
             DataError: The file cannot be read as factors.
             StateError: The event cannot be written.
         """
-        entries = read_import(file, *self._summaries_and_events())
+        entries = read_import(file, self.records())
         if not entries:
             return None, []
         source = os.fsencode(file).decode(errors="replace")
@@ -239,7 +240,7 @@ class FactorStore:
         Raises:
             StateError: It cannot be written. No reason to stop a training.
         """
-        export = make_export(*self._summaries_and_events())
+        export = make_export(self.records())
         try:
             write_json_atomic(self.db_path, export)
         except (OSError, ValueError) as error:
@@ -248,6 +249,12 @@ class FactorStore:
                 value=f"{self.db_path}: {error}",
                 remedy="Choose another state folder with --state-dir, or make this one writable",
             ) from error
+
+    def _write_each(self, kind: Literal["reset", "pin", "unpin"], device: str | None, **fields: Any) -> Path:
+        """Writes an event for each kind of device that a name means; returns the last one's file."""
+        known = () if device is None else {summary.device for summary in self.records()}
+        devices = [None] if device is None else devices_named(device, known)
+        return [self._write(kind, device=one, **fields) for one in devices][-1]
 
     def _write(self, kind: Literal["reset", "pin", "unpin", "import"], **fields: Any) -> Path:
         return write_record(self.state, Event(kind=kind, time=next_time(self.state), **fields))
@@ -347,7 +354,7 @@ def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id
 def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> FactorRule:
     """Does what `factor_rule` does, but raises StateError where the store cannot be read."""
     if not run.training.use_adaptive_batch_size_factor:
-        static = FactorChoice(run.training.graph_memory_safety_factor, "static, nothing is learned")
+        static = FactorChoice(run.training.graph_memory_safety_factor, STATIC)
         return FactorRule(known=static, aim=NO_AIM)
     first = _first_rule(run)
     known = store_of(run).known(run.key, device_key, memory_fingerprint(run), size=run.size, run_id=run_id)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from math import fsum
@@ -10,8 +10,18 @@ from typing import Any, Final, Literal, TypeVar
 
 from can_train.config.task_settings import installed_sizes
 from can_train.errors import ConfigError, unknown_name
-from can_train.factors.observations import ANY_DEVICE, ActiveEvents, Event, Observation, active_events, without_size
+from can_train.factors.observations import (
+    ANY_DEVICE,
+    ActiveEvents,
+    Event,
+    Imported,
+    Observation,
+    active_events,
+    without_size,
+)
 from can_train.factors.policies import POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy
+from can_train.fit.factor_rule import UNUSED
+from can_train.memory.catalogue import CARDS, cards_named, is_device_key
 
 # Outcomes whose peak counts. An interrupted attempt has measured real steps; a failed one may have failed at anything.
 LEARNABLE_OUTCOMES: Final = ("ok", "rescued", "interrupted")
@@ -98,6 +108,7 @@ class FactorFigures:
     runs: int
     runs_before_reset: int
     runs_with_other_settings: int
+    imported_runs: int
     mean_peak: float | None
     max_peak: float | None
     last_peak: float | None
@@ -121,7 +132,8 @@ class FactorSummary:
     device: str  # kind of device, or ANY_DEVICE
     fingerprint: Mapping[str, Any]  # the settings that change memory; other settings are summarized apart
     state: State
-    factor: float | None  # of the next run; None after a reset, when the next run is a first one
+    # Of the next run; None where its plan decides: after a reset, or where no run has had one.
+    factor: float | None
     learned_factor: float | None  # the same without the pin
     interval: float | None  # half-width of its 95 % interval; None where nothing was learned
     target: float  # peak that the user wants
@@ -132,7 +144,15 @@ class FactorSummary:
     updated: datetime  # when the last run ended; without runs, when the last event was
     runs: tuple[Observation, ...]  # since the last reset or import, oldest first
     runs_before_reset: tuple[Observation, ...]  # not learned from
+    imported: Imported | None = None  # what a file said of it, which holds until the next reset
     other_settings: tuple["FactorSummary", ...] = ()  # the same configuration and device, oldest first
+
+    @property
+    def imported_runs(self) -> tuple[Mapping[str, Any], ...]:
+        """The runs that an import brought along, without those that happened here."""
+        own = {(run.run_id, run.end_time) for run in self.all_runs}
+        runs = self.imported.runs if self.imported else ()
+        return tuple(run for run in runs if (run.get("run_id"), run.get("timestamp")) not in own)
 
     @property
     def all_runs(self) -> tuple[Observation, ...]:
@@ -156,15 +176,27 @@ class FactorSummary:
             "runs": len(self.runs),
             "runs_before_reset": len(self.runs_before_reset),
             "runs_with_other_settings": sum(len(other.all_runs) for other in self.other_settings),
+            "imported_runs": len(self.imported_runs),
         }
         return FactorFigures(
             **{one.name: getattr(self, one.name) for one in fields(FactorFigures) if one.name not in values}, **values
         )
 
     @property
+    def num_runs(self) -> int:
+        """Number of runs since the last reset, those of an import included."""
+        return len(self.runs) + len(self.imported_runs)
+
+    @property
     def peaks(self) -> tuple[float, ...]:
         """Peaks of the runs that measured one, oldest first."""
-        return tuple(run.peak for run in self.runs if run.peak is not None)
+        own = (run.peak for run in self.runs)
+        return tuple(peak for peak in (*self._imported("peak_memory_pct"), *own) if peak is not None)
+
+    def _imported(self, name: str) -> list[float]:
+        # Other programs write files, too.
+        values = [run.get(name) for run in self.imported_runs]
+        return [float(one) for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
 
     @property
     def mean_peak(self) -> float | None:
@@ -189,14 +221,18 @@ class FactorSummary:
     @property
     def factor_variance(self) -> float:
         """Variance of the last runs' factors."""
+        if not self.runs and self.imported and self.imported.factor_variance is not None:
+            return self.imported.factor_variance
         # Not the statistics module, whose import takes a tenth of the command line's start.
-        last = [run.factor for run in self.runs[-_CONVERGED_RUNS:]]
+        last = [*self._imported("safety_factor"), *(run.factor for run in self.runs)][-_CONVERGED_RUNS:]
         mean = fsum(last) / max(len(last), 1)
         return fsum((factor - mean) ** 2 for factor in last) / max(len(last), 1)
 
     @property
     def converged(self) -> bool:
         """Whether the last peaks lie near the aim, at a factor that hardly moves and is well known."""
+        if not self.runs and self.imported:
+            return self._imported_converged
         if self.learned_factor is None or self.interval is None or len(self.runs) < _CONVERGED_RUNS:
             return False
         in_band = [
@@ -205,6 +241,20 @@ class FactorSummary:
         ]
         is_known = self.interval < _CONVERGED_INTERVAL * self.learned_factor
         return is_known and self.factor_variance < _CONVERGED_VARIANCE and all(in_band)
+
+    @property
+    def _imported_converged(self) -> bool:
+        """Whether the runs of an import had converged: as the file says, else by their peaks and factors."""
+        assert self.imported is not None, "an import"
+        if self.imported.converged is not None:
+            return self.imported.converged
+        last = self.imported_runs[-_IN_BAND_RUNS:]
+        in_band = [
+            run.get("success") is not False and abs(peak - self.target) <= _BAND
+            for run, peak in zip(last, self._imported("peak_memory_pct")[-_IN_BAND_RUNS:], strict=False)
+        ]
+        is_steady = self.factor_variance < _CONVERGED_VARIANCE
+        return self.num_runs >= _CONVERGED_RUNS and is_steady and len(in_band) == _IN_BAND_RUNS and all(in_band)
 
     @property
     def last_seen(self) -> tuple[bool, datetime]:
@@ -258,8 +308,9 @@ def summarize_runs(
     if imported:
         first: float | None = imported.safety_factor
     else:
-        # Learning starts from the first run in which a factor was in use.
-        first = next((run.factor for run in runs if run.tuned_limit is not None), runs[0].factor if runs else None)
+        # Learning starts from the first run in which a factor was in use, else from what one would have been.
+        known = [run.factor for run in runs if run.factor_reason != UNUSED.reason]
+        first = next((run.factor for run in runs if run.tuned_limit is not None), next(iter(known), None))
     # The latest run's predictions are the policy's prior.
     for run in reversed(runs):
         if run.predicted_base_bytes is not None and run.predicted_full_bytes is not None:
@@ -289,6 +340,7 @@ def summarize_runs(
         updated=max(times, default=datetime.fromtimestamp(0, UTC)),
         runs=runs,
         runs_before_reset=tuple(all_runs[: len(all_runs) - len(runs)]),
+        imported=imported,
     )
     if (pin := active.pin) is None:
         return summary
@@ -329,7 +381,7 @@ def find_summaries(summaries: Sequence[_Found], key: str | None, device: str | N
     Args:
         summaries: Where to look.
         key: Configuration key; None means all of them.
-        device: Kind of device; None means all of them.
+        device: Kind of device, or a name of several (`devices_named`); None means all of them.
 
     Raises:
         ConfigError: There is none, or there are several sizes; the message lists those there are.
@@ -340,40 +392,68 @@ def find_summaries(summaries: Sequence[_Found], key: str | None, device: str | N
     if key is not None:
         sizes = {summary.size for summary in summaries if summary.has_runs} | installed_sizes()
         general = {without_size(key, size) for size in sizes} & groups[0] - {key}
-        own = {full_key(summaries, key)} if keys_like(summaries, key) or not general else set()
+        own = keys_like(summaries, key) if general else full_keys(summaries, key)
         groups = [own, general]
     for keys in groups:
         found = [summary for summary in summaries if summary.key in keys]
         known = {summary.device for summary in found}
-        wanted = ANY_DEVICE if device is not None and device not in known and ANY_DEVICE in known else device
-        if found and (wanted is None or wanted in known):
-            return [summary for summary in found if wanted in (None, summary.device)]
+        wanted = known if device is None else _devices_meant(device, known)
+        if wanted:
+            return [summary for summary in found if summary.device in wanted]
         devices |= known
     raise unknown_name("device", device or "", devices)
 
 
-def full_key(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> str:
-    """Completes a key that was given without its size.
+def _devices_meant(name: str, known: Collection[str]) -> set[str]:
+    """Returns the devices of a configuration that a name means; none where it is the name of no device."""
+    try:
+        named = {*known}.intersection(devices_named(name, known))
+    except ConfigError:
+        return set()
+    return named or {*known} & {ANY_DEVICE}
+
+
+def devices_named(name: str, known: Collection[str] = ()) -> list[str]:
+    """Returns the kinds of device that a name means: the one of this name, else the GPUs of a short name (`v100`), one
+    for each memory size.
+
+    Args:
+        name: As a person writes it.
+        known: Kinds of device that are understood whatever they are called.
 
     Raises:
-        ConfigError: Nobody knows it, or there are several sizes; the message lists those there are.
+        ConfigError: It is the name of no device; the message lists the nearest.
+    """
+    if name in known:
+        return [name]
+    if cards := cards_named(name):
+        return [card.key for card in cards]
+    if not is_device_key(name):
+        raise unknown_name("device", name, {card.key for card in CARDS} | {*known} - {ANY_DEVICE})
+    return [name]
+
+
+def full_keys(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> set[str]:
+    """Does what `keys_like` does; raises ConfigError, which lists keys, where nobody knows the key or it may mean
+    several sizes.
     """
     keys = keys_like(summaries, key)
-    if len(keys) > 1:
+    if len(keys) > 1 and key not in keys:
         listed = f"Valid: {', '.join(sorted(keys))}"
         raise ConfigError("Several sizes were trained, so the key must name one", value=key, remedy=listed)
     if not keys:
         raise unknown_name("configuration key", key, {summary.key for summary in summaries})
-    return keys.pop()
+    return keys
 
 
 def keys_like(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> set[str]:
-    """Returns the keys that a key may mean: a trained one of this name, else those that it is without their size."""
-    trained = {summary.key: summary.size for summary in summaries if summary.has_runs}
-    sized = {full for full, size in trained.items() if without_size(full, size) == key}
-    if key in trained or not sized:
-        return {summary.key for summary in summaries if summary.key == key}
-    return sized
+    """Returns the keys that a key may mean: the one of this name, and those that it is without their size. Of a name
+    that is there, several sizes are not meant.
+    """
+    sized = {one.key for one in summaries if one.has_runs and without_size(one.key, one.size) == key}
+    if key not in {summary.key for summary in summaries}:
+        return sized
+    return {key} | (sized if len(sized) == 1 else set())
 
 
 def policy_of(run: Observation, name: str | None = None) -> FactorPolicy:
@@ -400,5 +480,6 @@ def _initial_reason(active: ActiveEvents, runs: Sequence[Observation]) -> str:
         reason = f": {active.imported.initial_factor_reason}" if active.imported.initial_factor_reason else ""
         return f"imported from {active.cutoff.source}{reason}"
     if runs:
-        return runs[0].factor_reason
+        reasons = [run.factor_reason for run in runs]
+        return next((reason for reason in reasons if reason != UNUSED.reason), reasons[0])
     return f"reset on {active.cutoff.moment:%Y-%m-%d}; the next run is a first one" if active.cutoff else ""

@@ -85,6 +85,7 @@ PROVISIONAL: Final = 0.5
 # Bounds of `OtherDevice.ratio`: beyond them it was not measured in the same training.
 _LEAST_RATIO: Final = 0.5
 _LARGEST_RATIO: Final = 2.0
+STATIC: Final = "static, nothing is learned"  # the reason of a factor that learning is switched off for
 UNUSED: Final = FactorChoice(1.0, "not in use: nothing was searched for")
 
 

@@ -29,6 +29,7 @@ class PlanRequest:
     requested_batch: int | None  # Logical batch in samples that the user gave; None where the user gave none
     preset_batch: int  # Logical batch in samples that the learning rate was chosen for
     loader_batch: int = 0  # Samples of one loader batch; several of them make a logical batch
+    batches_per_step: int = 1  # Loader batches that make it
     min_steps_per_epoch: int = 50  # With `max`, an epoch has at least so many optimizer steps where the data set allows
     micro_batch_size: int = 0  # Fixed micro-batch in samples, without a search; 0 searches
     # Learning rate against logical ÷ preset batch; `auto` is `sqrt` under `max`, else `none`.
@@ -53,6 +54,10 @@ class PlanRequest:
     def epoch_sizes(self, dataset_size: int) -> list[int]:
         """Returns the samples of each epoch."""
         return [max(1, round(share * dataset_size)) for share in self.epoch_shares]
+
+    def least_batch(self, dataset_size: int) -> int:
+        """Returns the smallest logical batch that a device may decide: the preset's, no larger than any epoch."""
+        return min(self.preset_batch, *self.epoch_sizes(dataset_size))
 
     def batch_within(self, dataset_size: int) -> int:
         """Returns the given or the preset's logical batch, no larger than the data set."""
@@ -79,6 +84,7 @@ class Plan:
     # only one.
     largest_later_cost: float
     binding_limit: BindingLimit  # What decided the logical batch
+    batches_per_step: int = 1  # Loader batches that make a logical batch, where these decided it
     lr_factor: float  # Multiplier of the learning rate
     safety_factor: float | None  # Share of the tuned limit in use; None without a search
     notices: tuple[str, ...]  # What the user should know, as sentences
@@ -87,7 +93,9 @@ class Plan:
 def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
     """Returns the largest cost that a device's search need try: beyond it memory no longer decides anything."""
     if request.takes_what_fits:
-        needed = min(limit for limit, _ in _limits_beside_memory(request, len(order)))
+        needed = max(
+            min(limit for limit, _ in _limits_beside_memory(request, len(order))), request.least_batch(len(order))
+        )
     else:
         needed = request.batch_within(len(order))
     largest, ranks = float(order.each().max()), request.ranks
@@ -140,10 +148,12 @@ def resolve_plan(
         largest_cost=max(max(parts) for parts in costs),
         largest_later_cost=max(max(parts[1:], default=0.0) for parts in costs),
         binding_limit=binding,
+        batches_per_step=request.batches_per_step if binding in ("requested", "preset") else 1,
         lr_factor=_lr_factor(request, logical),
         safety_factor=None if tuned_limit is None else factor,
         notices=(
             *_batch_notices(request, logical),
+            *_least_batch_notices(request, order, logical, rules.safe_limit),
             *_epoch_notices(request, by_epoch[0], min(counts), logical, num_batches),
             *_divisor_notices(sizes, shares, rules),
         ),
@@ -164,7 +174,11 @@ def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -
         upper = min(limit for limit, _ in limits)
         by_memory = largest_typical_batch(order, safe_limit, upper=upper, shares=request.ranks)
         # Memory comes last: a search that stopped at its upper end ties with the bound there, and did not bind.
-        return min([*limits, (by_memory, "memory")], key=lambda limit: limit[0])
+        largest, binding = min([*limits, (by_memory, "memory")], key=lambda limit: limit[0])
+        least = request.least_batch(len(order))
+        if largest >= least:
+            return largest, binding
+        return least, "preset" if least == request.preset_batch else "dataset"
     logical = request.batch_within(len(order))
     if logical < (request.requested_batch or request.preset_batch):
         return logical, "dataset"
@@ -198,6 +212,23 @@ def _batch_notices(request: PlanRequest, logical_batch: int) -> Iterator[str]:
         yield f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}"
     if logical_batch < wanted:
         yield f"The data set has {logical_batch} samples: a batch of {wanted} is the whole of it"
+
+
+def _least_batch_notices(
+    request: PlanRequest, order: BatchCosts, logical_batch: int, safe_limit: float
+) -> Iterator[str]:
+    """Says where the preset's batch is more than the bounds of `max` would leave."""
+    if not request.takes_what_fits or logical_batch > request.least_batch(len(order)):
+        return
+    smallest, bound = min(request.epoch_sizes(len(order))), request.min_steps_per_epoch
+    kept = f"find_batch_size=max takes no less than the preset's batch, {logical_batch} samples"
+    if smallest // bound < logical_batch:
+        steps = -(-smallest // logical_batch)
+        many = "1 step" if steps == 1 else f"{steps} steps"
+        yield f"{kept}: {many} an epoch, fewer than min_steps_per_epoch={bound}"
+    fits = largest_typical_batch(order, safe_limit, upper=logical_batch, shares=request.ranks)
+    if fits < logical_batch:
+        yield f"{kept}, of which {fits} fit at once: it is computed in parts"
 
 
 def spare_room(request: PlanRequest, logical_batch: int, dataset_size: int, room: int) -> list[str]:

@@ -44,18 +44,31 @@ _PADDED_SHARE: Final = 0.02  # Share of a mean sample's cost below which padded 
 
 
 @dataclass(frozen=True, kw_only=True)
+class FixedSize:
+    """What is predicted of micro-batches whose size was given, so that nothing was searched for."""
+
+    tuned_limit: float  # Largest cost that is predicted to fit, in bytes
+    capped: bool  # Whether more was not looked for
+    base_bytes: float  # Predicted peak without a micro-batch
+    full_bytes: float  # Predicted peak of one at the tuned limit
+    largest_cost: float  # Of the plan's micro-batches, in bytes
+    factor: FactorChoice  # Share of the tuned limit that a search would have allowed
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """The plan of a run with its basis."""
 
     plan: Plan
     limits: DeviceLimits | None  # Limits of the device; None without a search
-    factor_reason: str = ""  # Where the safety factor comes from, in words
+    factor: FactorChoice = UNUSED  # The safety factor in force
     aim: Aim = NO_AIM  # The peak that the run aims for
     skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
     ranks: int = 1  # Processes that share the logical batch
     notices: tuple[str, ...] = ()  # What else the user should know, as sentences
     phase: str = ""  # Name of the phase that it is for; empty where there is one only
     later: tuple[RunPlan, ...] = ()  # The plans of the phases after the first
+    fixed_size: FixedSize | None = None  # What is predicted of micro-batches whose size was given
 
     @property
     def phases(self) -> tuple[RunPlan, ...]:
@@ -75,11 +88,6 @@ class RunPlan:
     def shares_with(self, other: RunPlan) -> bool:
         """Tells whether two ranks' plans are for the same samples and the same logical batch."""
         return self.plan.logical_batch == other.plan.logical_batch and self.skipped == other.skipped
-
-    @property
-    def factor(self) -> FactorChoice:
-        """The safety factor in force."""
-        return FactorChoice(self.plan.safety_factor or UNUSED.factor, self.factor_reason)
 
     def training_costs(self, task: BatchTask, rows: Rows) -> BatchCosts:
         """Prices a batch of training; without a cost model a sample costs its share of the features."""
@@ -137,6 +145,7 @@ def plan_request(training: TrainingSettings, *, ranks: int = 1) -> PlanRequest:
         requested_batch=training.batch_size * steps or None,
         preset_batch=training.lr_batch_size * (1 if training.batch_size else steps),
         loader_batch=training.batch_size or training.lr_batch_size,
+        batches_per_step=steps,
         min_steps_per_epoch=training.min_steps_per_epoch,
         micro_batch_size=training.micro_batch_size,
         # Both are checked against the same names by the settings.
@@ -214,7 +223,8 @@ class Planner:
         # A target for the memory of micro-batches needs costs in bytes too.
         if request.searches or request.rules.target < np.inf:
             limits = self.explore(request, factor.provisional, earlier=factor.earlier)
-            return self.resolve(request, limits, factor)
+            plan = self.resolve(request, limits, factor)
+            return plan if request.searches else replace(plan, fixed_size=_fixed_size(plan.plan, limits, factor))
         plan = self._resolved(request, None, (), factor)
         is_fixed = request.micro_batch_size > 0 or request.rules.floor > 1
         # On a processor memory is the host's: the limit is not a fixed one, and probes cost seconds.
@@ -225,8 +235,9 @@ class Planner:
             limits = replace(self, verify=False).explore(request, factor.provisional)
         except DoesNotFitError as error:
             return replace(plan, notices=(*plan.notices, f"{error.rule}: {error.value}"))
-        too_large = _too_large_notices(self._resolved(request, limits, (), factor).plan, limits, self.training)
-        return replace(plan, notices=(*plan.notices, *too_large))
+        predicted = self._resolved(request, limits, (), factor).plan
+        notices = (*plan.notices, *_too_large_notices(predicted, limits, self.training))
+        return replace(plan, fixed_size=_fixed_size(predicted, limits, factor), notices=notices)
 
     def resolve(self, request: PlanRequest, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
         """Resolves the plan; raises DoesNotFitError where samples do not fit and may not be skipped."""
@@ -275,7 +286,8 @@ class Planner:
 
     def _same_batch(self, frozen: RunPlan) -> PlanRequest:
         batch = frozen.plan.logical_batch
-        return replace(self.request(), mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0)
+        return replace(self.request(), mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0,
+                       batches_per_step=frozen.plan.batches_per_step)  # fmt: skip
 
     def _again(self, frozen: RunPlan, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
         again, before = self._resolved(self._same_batch(frozen), limits, frozen.skipped, factor), frozen.plan
@@ -315,7 +327,7 @@ class Planner:
         return RunPlan(
             plan=plan,
             limits=limits,
-            factor_reason=decided.choice.reason,
+            factor=decided.choice,
             aim=decided.aim,
             skipped=skipped,
             ranks=self.ranks,
@@ -409,6 +421,13 @@ def _price(task: BatchTask, rows: Rows, phase: PhaseLimit | None) -> BatchCosts:
     # In units of the mean sample, so that the solver sees uniform data as uniform. A rank's share may have none.
     means = np.maximum(counts.sum(axis=0) / max(len(counts), 1), 1e-9) * counts.shape[1]
     return BatchCosts(counts, task.memory_features, 1 / means)
+
+
+def _fixed_size(plan: Plan, limits: DeviceLimits, factor: FactorRule) -> FixedSize:
+    training = limits.training
+    return FixedSize(tuned_limit=training.tuned_limit, capped=training.capped, base_bytes=training.model.base_bytes,
+                     full_bytes=training.peak_bytes(training.tuned_limit), largest_cost=plan.largest_cost,
+                     factor=factor.decide(limits).choice)  # fmt: skip
 
 
 def _room(limits: DeviceLimits, plan: Plan, aim: Aim) -> float:

@@ -321,9 +321,8 @@ def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, grou
 def _connect(place: RankPlace) -> None:
     try:
         listens = place.rank == 0 and not place.store_prefix
-        store: dist.Store = TCPStore(place.address, place.port, place.size, listens, _JOIN_TIMEOUT)
-        if place.store_prefix:
-            store = PrefixStore(place.store_prefix, store)
+        opened = TCPStore(place.address, place.port, place.size, listens, _JOIN_TIMEOUT)
+        store = PrefixStore(place.store_prefix, opened) if place.store_prefix else opened
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=_WAIT_TIMEOUT)
     except RuntimeError as error:
         found = f"rank {place.rank} of {place.size} at {place.address}:{place.port}: {first_sentence(error)}"

@@ -252,4 +252,4 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
         planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter)
         plan = Planners.of_phases(planner).make(rule)
     restore_generators(generators)
-    return plan.factor.factor
+    return (plan.fixed_size or plan).factor.factor

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.fit.factor_rule import NO_AIM
+from can_train.fit.factor_rule import NO_AIM, STATIC
 from can_train.io.units import size_text
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel, DeviceLimits
+    from can_train.fit.plan import Plan
     from can_train.fit.planner import RunPlan
     from can_train.training.dry_run import DryPlan
     from can_train.training.reference_models import ReferenceModelPlan
@@ -40,15 +41,24 @@ def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> lis
     plan, peak = run_plan.plan, run_plan.fullest.predicted_peak_bytes
     steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
     unit = "step" if plan.steps_per_epoch == 1 else "steps"
-    batch = f"{_counted(plan.logical_batch, 'sample')} a step ({_REASONS[plan.binding_limit]}), {steps} {unit} an epoch"
-    lines = [f"Plan: {batch}."]
+    lines = [f"Plan: {_batch_text(plan)}, {steps} {unit} an epoch."]
     if plan.lr_factor != 1:
         lines.append(f"The learning rate is the preset's × {plan.lr_factor:.3g}, because the batch is another one.")
     lines += [_parts_text(one) for one in run_plan.phases]
+    if plan.safety_factor is not None and run_plan.factor.reason == STATIC:
+        lines.append(f"The safety factor is {plan.safety_factor:g}, as set: nothing is learned.")
     if peak is not None:
         share = f"{peak / capacity_bytes:.0%} of the {size_text(capacity_bytes)} of {device_key}"
         lines.append(f"Memory is predicted to peak at {size_text(peak)}, {share}.")
     return lines
+
+
+def _batch_text(plan: Plan) -> str:
+    reason = _REASONS[plan.binding_limit]
+    if plan.batches_per_step == 1:
+        return f"{_counted(plan.logical_batch, 'sample')} a step ({reason})"
+    batch = _counted(plan.logical_batch // plan.batches_per_step, "sample")
+    return f"{batch} a batch ({reason}), {plan.batches_per_step} batches a step"
 
 
 def _parts_text(run_plan: RunPlan) -> str:
@@ -80,7 +90,7 @@ def _phase_details(run_plan: RunPlan) -> list[str]:
     lines = [f"  memory         {_cost_model_text(limits.training.model)}"]
     if plan.safety_factor is not None:
         lines.append(f"  tuned limit    {_tuned_limit_text(limits)}")
-        lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor_reason}")
+        lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor.reason}")
         if (aim := run_plan.aim) != NO_AIM:
             reason = f": {aim.reason}" if aim.reason else ""
             lines.append(f"  target         a peak of {aim.share:.1%} of what is usable{reason}")
@@ -204,7 +214,7 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
         },
         "lr_factor": plan.lr_factor,
         "safety_factor": plan.safety_factor,
-        "safety_factor_reason": run_plan.factor_reason if searched else "",
+        "safety_factor_reason": run_plan.factor.reason if searched else "",
         "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != NO_AIM else None,
         "target_reason": run_plan.aim.reason,
     }

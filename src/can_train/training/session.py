@@ -588,7 +588,7 @@ def _split_finer(run_plan: RunPlan, factor: FactorChoice) -> RunPlan:
             return one
         rules = replace(one.plan.rules, safe_limit=factor.factor * one.plan.rules.tuned_limit)
         plan = replace(one.plan, rules=rules, safety_factor=factor.factor)
-        return replace(one, plan=plan, factor_reason=factor.reason)
+        return replace(one, plan=plan, factor=factor)
 
     first, *later = map(finer, run_plan.phases)
     return replace(first, later=tuple(later))

@@ -48,7 +48,7 @@ from can_train.fit.micro_batcher import (
 )
 from can_train.fit.optimizer import Snapshot, seed_rank, step_generator
 from can_train.fit.phases import freeze
-from can_train.fit.planner import Planner, Planners, RunPlan, packed_rows
+from can_train.fit.planner import FixedSize, Planner, Planners, RunPlan, packed_rows
 from can_train.fit.rescue import describe_out_of_memory
 from can_train.io.records import check_writable, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
@@ -776,7 +776,7 @@ def _observation(session: Session, begun: Mapping[str, Any], outcome: AttemptOut
     searched = run_plan.limits.training if run_plan.limits is not None and plan.safety_factor is not None else None
     # A capped search does not know where a share of its limit leads.
     line = None if searched is None or searched.capped else searched
-    return Observation(
+    observed = Observation(
         **begun,
         size=run.size,
         end_time=next_time(state_dir(run.paths)),
@@ -807,6 +807,28 @@ def _observation(session: Session, begun: Mapping[str, Any], outcome: AttemptOut
         fingerprint=memory_fingerprint(run),
         policy={"name": run.factor.policy, "options": policy_options(run)},
     )
+    fixed = run_plan.fixed_size
+    if fixed is None or oom_cost is None:
+        return observed
+    return _with_fixed_size(observed, fixed, oom_cost / plan.largest_cost)
+
+
+def _with_fixed_size(observed: Observation, fixed: FixedSize, oom_share: float) -> Observation:
+    """Adds to the observation of a run without a search what its micro-batches show that ran out of memory.
+
+    Args:
+        observed: The observation.
+        fixed: What was predicted of them.
+        oom_share: Cost of the smallest one that ran out of memory ÷ that of the plan's largest.
+    """
+    largest = fixed.largest_cost / max(fixed.tuned_limit, 1.0)
+    # Limits that were not looked for to their end do not tell of which share the cost is.
+    known: dict[str, Any] = {} if fixed.capped else {"used": largest, "oom_used": oom_share * largest,
+                                     "predicted_base_bytes": round(fixed.base_bytes),
+                                     "predicted_full_bytes": round(fixed.full_bytes)}  # fmt: skip
+    factor = fixed.factor
+    return replace(observed, factor=factor.factor, factor_reason=factor.reason, tuned_limit=round(fixed.tuned_limit),
+                   safe_limit=round(factor.factor * fixed.tuned_limit), **known)  # fmt: skip
 
 
 def _found_limits(session: Session) -> dict[str, KnownLimits]:
