@@ -98,7 +98,7 @@ def test_a_guess_at_the_base_is_told_to_the_person(can_id: str, told: bool) -> N
 
 def test_a_published_header_is_its_own_format_unless_columns_are_named() -> None:
     text = "timestamp,arbitration_id,data_field,attack\n1.5,0C0,00,0"
-    assert [grammar.name for grammar in grammars(text)] == ["can_train_and_test", "columns"]
+    assert [grammar.name for grammar in grammars(text)] == ["can_train_and_test", "can_train_and_test", "columns"]
     assert [grammar.name for grammar in grammars(text, columns=ColumnSettings(data="data_field"))] == ["columns"]
 
 

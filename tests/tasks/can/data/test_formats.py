@@ -3,7 +3,7 @@
 import polars as pl
 import pytest
 
-from can_train.tasks.can.data.grammar import Grammar, parse_rows
+from can_train.tasks.can.data.grammar import NO_MATCH, Grammar, parse_rows
 from can_train.tasks.can.data.line_formats import LINE_GRAMMARS, PUBLISHED_CSV_GRAMMARS, line_grammars
 
 CAR_HACKING = "1478198376.389427,0316,8,05,21,68,09,21,21,00,6f,R"
@@ -18,8 +18,10 @@ def grammar_of(name: str, row: str = "") -> Grammar:
 
 
 def reason(name: str, row: str) -> str:
-    malformed = parse_rows(pl.Series([row], dtype=pl.String), grammar_of(name)).malformed
-    return str(malformed["reason"].item())
+    """Why the grammar refuses the row: of several with this name, the one that the row is most like."""
+    named = [grammar for grammar in (*PUBLISHED_CSV_GRAMMARS, *LINE_GRAMMARS) if grammar.name == name]
+    parsed = [parse_rows(pl.Series([row], dtype=pl.String), grammar).malformed["reason"] for grammar in named]
+    return str(next((why.item() for why in parsed if why.to_list() not in ([], [NO_MATCH])), NO_MATCH))
 
 
 def values(name: str, row: str) -> tuple[int, str]:
@@ -51,6 +53,11 @@ def values(name: str, row: str) -> tuple[int, str]:
         ("candump", "(1.5) can0 12A#R8 R", 0x12A, ""),
         ("candump", " (1.5)  can0  12A   [2]  27 41   ''A'", 0x12A, "2741"),
         ("candump", " (1.5)  can0  TX - -  12A   [2]  27 41", 0x12A, "2741"),
+        ("candump", "(1.5) can0 12A#0001020304050607_E", 0x12A, "0001020304050607"),
+        ("candump", "(1.5) can0 12A#R8_E", 0x12A, ""),
+        ("candump", " (1.5)  can0  12A   {B}  00 01 02 03 04 05 06 07", 0x12A, "0001020304050607"),
+        ("candump", " (1.5)  can0  12A   {E}  remote request", 0x12A, ""),
+        ("candump", "(1.5) can0 12A#AA attack", 0x12A, "aa"),
         ("candump_labelled", "(1.5) can0 12A#AA R 1", 0x12A, "aa"),
         ("trc", "  1)      1059.9  Rx         0300  2  00 F0 ", 0x300, "00f0"),
         ("trc", "  1)      1059 00000300  0", 0x300, ""),
@@ -58,10 +65,21 @@ def values(name: str, row: str) -> tuple[int, str]:
         ("asc", "0.1 CANFD 1 Rx 300  1 0 2 2 00 F0   13 00 00", 0x300, "00f0"),
         ("asc", "0.1 CANFD 1 Rx 300  1 0 2 2 00 F0 13 00 ", 0x300, "00f0"),
         ("asc", "0.1 1  300  Rx   r", 0x300, ""),
+        ("asc", "0.1 1  300  Rx   r D  Length = 0", 0x300, ""),
+        ("asc", "0.1 1  300  Rx   d D 00 01 02 03 04 05 06 07  Length = 0", 0x300, "0001020304050607"),
+        ("asc", "0.1 1  300  Rx   d 9 00 01 02 03 04 05 06 07", 0x300, "0001020304050607"),
+        ("asc", "0.1 CANFD 1 Rx 300  Engine Data 1 0 a 16 " + "AB " * 16 + " 130000", 0x300, "ab" * 16),
+        ("asc", "0.1 CANFD 3 Tx 50005x     0 0 5 0 140000 73 200050 7a60", 0x50005, ""),
         ("candump_labelled", f"{CANDUMP} False\tTrue", 0x12A, "00f0"),
         ("candump_labelled", "(1.5)  can0  12A   [1]  FA  0 1", 0x12A, "fa"),
         ("whitespace", "1483093132.049669  0380  000  2  30 bb", 0x380, "30bb"),
         ("whitespace", "1483093132.049669 380 0", 0x380, ""),
+        ("whitespace", "1.5 0380 000 1 30 bb", 0x380, "30"),
+        ("whitespace", "1.5 0380 000 1 30 false", 0x380, "30"),
+        ("hcrl_text", f"{HCRL_TEXT} 00 00 00", 0x350, "0528"),
+        ("savvycan", "5,0000012A,false,Rx,0,2,01,02,00,00,00,00,00,00,", 0x12A, "0102"),
+        ("savvycan", "5,0000012A,false,Rx,0,0,00,00,00,00,00,00,00,00,", 0x12A, ""),
+        ("car_hacking", "1.5,0316,2,05,21,00,00,00,00,00,00,T", 0x316, "0521"),
         ("can_train_and_test", "1.5,0C0,,0", 0xC0, ""),
         ("hcrl_challenge", "1.5,5A2,2,00 FF,Attack,Spoofing", 0x5A2, "00ff"),
     ],
@@ -105,6 +123,8 @@ def test_a_row_is_read(name: str, row: str, can_id: int, payload: str) -> None:
         ("hcrl_challenge", "1.5,5A2,3,00 FF,Attack,Spoofing", "the DLC disagrees"),
         ("hcrl_challenge", "1.5,5A2,2,00 FF,Attack", "truncated or not of this format"),
         ("whitespace", "1.5 0380 000 3 30 bb", "the DLC disagrees"),
+        ("asc", "0.1 1 12A Rx", "truncated or not of this format"),
+        ("asc", "0.1 1 EngineData Rx d 2 00 01", "the ID is not a number"),
     ],
 )
 def test_a_malformed_row_is_told_why(name: str, row: str, why: str) -> None:
@@ -135,11 +155,26 @@ def test_positions_tell_good_and_malformed_rows_apart() -> None:
         ("trc", "     7)      1060.0  Error  0008  4  00 19 08 08"),
         ("trc", "      7      1060.0 ER 1         Rx -  5    04 00 02 00 00"),
         ("python_can", "1.5,0x0,1,0,1,0,"),
+        ("asc", "   2.501010 1 ErrorFrame ECC: 10100010"),
+        ("asc", "  30.8 CANFD   5 Tx ErrorFrame Not Acknowledge error 44 0 0 f 64 00 00"),
     ],
 )
 def test_an_error_frame_is_counted_and_not_malformed(name: str, row: str) -> None:
     rows = parse_rows(pl.Series([row]), grammar_of(name))
     assert (len(rows.position), len(rows.malformed), rows.error_frames) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("candump", "(1.5) can0 45123#81:00:12345678#11223344556677"),
+        ("candump", " (1.5)  can0  123 [0007] (45|81:00:12345678) 11 22 33 44 55 66 77"),
+        ("asc", "   0.1 CANXL   1 Rx 123 0 0 0 0 4 00 01 02 03"),
+    ],
+)
+def test_a_can_xl_frame_is_counted_and_not_malformed(name: str, row: str) -> None:
+    rows = parse_rows(pl.Series([row]), grammar_of(name))
+    assert (len(rows.position), len(rows.malformed), rows.error_frames, rows.xl_frames) == (0, 0, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +187,18 @@ def test_an_error_frame_is_counted_and_not_malformed(name: str, row: str) -> Non
         ("asc", "   0.000000 Start of measurement"),
         ("asc", "   0.1 CAN 1 Status:chip status error active"),
         ("asc", "   0.1 1  Statistic: D 0 R 0 XD 0 XR 0 E 0 O 0 B 0.00%"),
+        ("asc", "   0.1 1  J1939TP FEE3p        6    0  0   -   Rx   d 23 A0 A0 A0"),
+        ("asc", "   0.1 SV: 2 0 1 ::Gateway::Speed = 3"),
+        ("asc", "   0.1 L1 3C Rx 8 00 01 02 03 04 05 06 07 checksum = 70"),
+        ("asc", "   0.1 Fr RMSG  0 0 1 1 10 0 Rx 0 200004 5 20 a2 name 16 16 0 1"),
+        ("asc", "   0.1 ETH 1 Rx 60:FF01022345670102030405060708"),
+        ("asc", "   0.1 1 OverloadFrame"),
+        ("asc", "   0.1 1 BusOff"),
+        ("asc", "   0.1 GPS-Device: 1 La:48.8 Lo:9.1"),
+        ("asc", "   0.1 SYS: Start"),
+        ("asc", "   0.1 log trigger event"),
+        ("asc", "// version 9.0.0"),
+        ("asc", "Begin Triggerblock Sam Sep 30 15:06:13.191 2017"),
         ("trc", ";   Message   Time    Type    ID"),
         ("trc", "     7)      1060.0  Warng  FFFFFFFF  4  00 00 00 08  BUSHEAVY"),
         ("trc", "      7      1060.0 ST 1         Rx -  4    00 00 00 08"),
@@ -167,6 +214,7 @@ def test_events_and_remarks_are_no_rows(name: str, line: str) -> None:
     [
         ("asc", "   0.100000 1  12A             Rx   d 8 01 02"),
         ("asc", "   0.100000 CANFD   1 Rx   12A  1 0 a 16 01 02"),
+        ("asc", "   0.100000 1  12A             Rx   d D 01 02"),
         ("trc", "     7)      1060.0  Rx     012A  8  01 02"),
         ("savvycan", "1000,0000012A,false,Rx,0,8,01,02,"),
         ("python_can", "1.5,0x12a,0,0,0,8,AAA="),

@@ -196,7 +196,7 @@ class Recognised(NamedTuple):
     """How a log is written."""
 
     grammar: Grammar
-    narrow: Grammar | None  # the same for rows of `channel`, which is faster; None where the rows may have several
+    narrow: Grammar | None  # the same for rows of `channel` without a label, which is faster; None where it is not
     channel: str  # of all of the first rows
 
 
@@ -217,16 +217,29 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
     parsed = [parse_rows(first, grammar) for grammar in grammars]
     num_good = [len(rows.position) for rows in parsed]
     # Another grammar may take an error frame for one without a payload.
-    best = int(np.argmax([good + rows.error_frames for good, rows in zip(num_good, parsed, strict=True)]))
+    left_out = [rows.error_frames + rows.xl_frames for rows in parsed]
+    rarely = [_is_rarely_labelled(grammar, rows, settings) for grammar, rows in zip(grammars, parsed, strict=True)]
+    best = int(np.argmax([good + left - rare / 2 for good, left, rare in zip(num_good, left_out, rarely, strict=True)]))
     num_rows = num_good[best] + len(parsed[best].malformed)
     if num_rows == 0:
         raise DataError("A log must hold frames", value=f"{path} holds no rows", remedy="Give another log")
     if num_good[best] < RECOGNISED_SHARE * num_rows:
         if settings.format == "auto" and not grammars[best].header:
             raise _unrecognised(settings.format, path, *first_row(sample))
-        raise _unrecognised(settings.format, path, *parsed[best].malformed.row(0))
+        raise _unrecognised(settings.format, path, *parsed[best].malformed.row(0)[:3])
     grammar = with_unit(grammars[best], settings.time_unit, parsed[best], first)
     return _narrowed(grammar, parsed[best])
+
+
+def _is_rarely_labelled(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSettings) -> bool:
+    """Returns whether a grammar needs a label in each row although none of the first rows has a benign one: attacks
+    alone may be labelled, and the log may begin with some.
+    """
+    if rows.label is None or grammar.unlabelled_rows:
+        return False
+    benign = {value.casefold() for value in settings.benign_values}
+    words = {word.casefold() for label in rows.label.unique().to_list() for word in (label.split() or [""])}
+    return not words & benign
 
 
 def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series) -> Grammar:
@@ -250,11 +263,14 @@ def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series
 
 
 def _narrowed(grammar: Grammar, rows: ParsedRows) -> Recognised:
-    if rows.channel is None or rows.channel.n_unique() != 1 or rows.channel[0] is None:
-        return Recognised(grammar, None, "")
-    channel: str = rows.channel[0]
-    pattern = _CHANNEL_GROUP.sub(lambda _: re.escape(channel), grammar.pattern)
-    return Recognised(grammar, replace(grammar, pattern=pattern), channel)
+    unlabelled = rows.label is None or rows.label.null_count() == len(rows.label)
+    pattern = grammar.usual if grammar.usual and unlabelled else grammar.pattern
+    channel = ""
+    if rows.channel is not None and rows.channel.n_unique() == 1 and rows.channel[0] is not None:
+        channel = str(rows.channel[0])
+        pattern = _CHANNEL_GROUP.sub(lambda _: re.escape(channel), pattern)
+    narrow = replace(grammar, pattern=pattern) if pattern != grammar.pattern else None
+    return Recognised(grammar, narrow, channel)
 
 
 def _unrecognised(wanted: str, path: Path, position: int, line: str, reason: str = "") -> DataError:

@@ -53,21 +53,27 @@ class Grammar:
         name: The format's name.
         pattern: Regular expression of a whole row. Its groups are `timestamp`, `id`, `data` (or `data_0`, `data_1`, ...
             for one column per byte) and, where the format has them, `dlc`, `label`, `kind` (the attack's name beside
-            the label), `channel` (the interface), `remote` or `request` (present in a remote frame) and `fd` (present
-            in a CAN FD frame).
+            the label), `channel` (the interface), `remote` or `request` (present in a remote frame), `fd` (present in
+            a CAN FD frame) and `code` (the DLC of a classical frame as its code in the IDs' base: 9 to 15 are 8 bytes).
+        usual: Regular expression of the rows without a label, which is matched faster and need not match each of them;
+            empty where there is none.
         separators: Characters that may stand between payload bytes.
         labels: The labels that the format allows; empty where it allows any text.
-        several_labels: Whether the label is a list of words, any of which may mark an attack.
+        unlabelled_rows: Whether a row may lack the label, and is benign then.
+        several_labels: Whether the label is a list of words, any of which may mark an attack. An R or a T before them
+            is the direction.
         id_base: 16 or 10.
         byte_columns: Number of groups `data_0`, ...; 0 where the payload is the one group `data`.
-        payload_code: How the group `data` is written: `hex`, `base64`, or `decimal` numbers between separators.
+        payload_code: How the payload is written: `hex`, `base64`, or `decimal` numbers in columns or between separators.
         cut_to_dlc: Whether other fields that look like bytes may follow the payload.
+        padded: Whether bytes behind the DLC fill the payload up: they are cut off, and the rows counted.
         fd_groups: Groups of which any marks a row whose payload may be that of a CAN FD frame.
         ticks_per_second: Unit of the timestamps.
         unit_known: Whether that is certain, by the format or by the user.
         dated: Whether the timestamps are dates (ISO 8601).
         relative: Whether a timestamp counts from the line before.
         error_frame: Pattern of the rows of error frames, which carry nothing.
+        xl_frame: Pattern of the rows of CAN XL frames, which have a priority in place of an ID.
         no_row: Pattern of other lines that are neither frames nor malformed.
         any_character: Character class of any field's content. With it, a malformed row is searched for its wrong field.
         header: The line above the rows; empty where there is none.
@@ -78,19 +84,23 @@ class Grammar:
     # the payload groups swallow the separators behind each byte.
     name: str
     pattern: str
+    usual: str = ""
     separators: str = ""
     labels: tuple[str, ...] = ()
+    unlabelled_rows: bool = False
     several_labels: bool = False
     id_base: int = 16
     byte_columns: int = 0
     payload_code: str = "hex"
     cut_to_dlc: bool = False
+    padded: bool = False
     fd_groups: tuple[str, ...] = ()
     ticks_per_second: int = 1
     unit_known: bool = False
     dated: bool = False
     relative: bool = False
     error_frame: str = ""
+    xl_frame: str = ""
     no_row: str = ""
     any_character: str = r"[^\s,]"
     header: str = ""
@@ -102,8 +112,8 @@ class Grammar:
 
     def with_dates(self) -> Grammar:
         """Returns the same grammar for rows whose times are dates."""
-        pattern = self.pattern.replace(TIMESTAMP, f"(?P<timestamp>{DATE})")
-        return replace(self, pattern=pattern, dated=True, unit_known=True, ticks_per_second=1)
+        pattern, usual = (one.replace(TIMESTAMP, f"(?P<timestamp>{DATE})") for one in (self.pattern, self.usual))
+        return replace(self, pattern=pattern, usual=usual, dated=True, unit_known=True, ticks_per_second=1)
 
     @property
     def max_ticks(self) -> float:
@@ -120,11 +130,14 @@ class ParsedRows:
     can_id: NDArray[np.uint32]  # [M]
     length: NDArray[np.uint8]  # [M] payload bytes
     payload: NDArray[np.uint8]  # [M, P] bytes
-    label: pl.Series | None  # [M] texts; None where the format has no labels
+    label: pl.Series | None  # [M] texts, null in rows without one; None where the format has no labels
     kind: pl.Series | None  # [M] texts; None where the format does not name attacks beside the label
     channel: pl.Series | None  # [M] texts; None where the grammar does not capture them
-    malformed: pl.DataFrame  # `position`, `line` and `reason`; without blank lines, comments and headers
+    # `position`, `line` and `reason`; `id` and `label` where they can be told. Without blank lines, comments, headers.
+    malformed: pl.DataFrame
     error_frames: int  # rows that are left out too, and are not malformed
+    xl_frames: int = 0  # the same of CAN XL frames
+    cut: int = 0  # well-formed rows whose payload was longer than their DLC, and was cut
 
     def select(self, chosen: NDArray[np.bool_]) -> ParsedRows:
         """Returns the well-formed rows that are marked in `chosen` [M], and all malformed ones."""
@@ -139,10 +152,36 @@ class ParsedRows:
 
 def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
     """Parses lines, of which empty ones are null."""
-    digits = pl.col("digits")
-    padded = digits.str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
-    long = [pl.when(digits.str.len_bytes() > 2 * MAX_PAYLOAD_BYTES).then(digits).alias("long")]
-    rows = (
+    rows, num_cut = _columns(lines, grammar), 0
+    if grammar.padded and grammar.has("dlc") and (rows["length"] > rows["dlc"]).any():
+        rows, num_cut = _cut_to_dlc(_columns(lines, grammar, "digits"), fd=bool(grammar.fd_groups))
+    if grammar.several_labels and grammar.has("label"):
+        rows = rows.with_columns(label=_words(pl.col("label")))
+    rules = _rules(grammar, has_long=bool((rows["length"] > MAX_PAYLOAD_BYTES).any()))
+    holds = rows.select(pl.all_horizontal([rule for rule, _ in rules]).fill_null(False)).to_series()
+    good = rows if holds.all() else rows.filter(holds)
+    bad = rows.filter(~holds)
+    xl_frames = bad["line"].str.contains(grammar.xl_frame).fill_null(False) if grammar.xl_frame else None
+    malformed, error_frames = _malformed(bad if xl_frames is None else bad.filter(~xl_frames), rules, grammar)
+    return ParsedRows(
+        position=good["position"].to_numpy().astype(np.int64),
+        timestamp=good["timestamp"].to_numpy() / grammar.ticks_per_second,
+        can_id=good["id"].to_numpy().astype(np.uint32),
+        length=good["length"].to_numpy().astype(np.uint8),
+        payload=_payload_bytes(good),
+        label=good["label"] if grammar.has("label") else None,
+        kind=good["kind"] if grammar.has("kind") else None,
+        channel=good["channel"] if grammar.has("channel") else None,
+        malformed=malformed,
+        error_frames=error_frames,
+        xl_frames=0 if xl_frames is None else int(xl_frames.sum()),
+        cut=num_cut,
+    )
+
+
+def _columns(lines: pl.Series, grammar: Grammar, *more: str) -> pl.DataFrame:
+    """Matches lines and turns their fields into numbers; `more` names other columns that are kept."""
+    return (
         pl.LazyFrame({"line": lines})
         .with_row_index("position")
         .with_columns(groups=pl.col("line").str.extract_groups(grammar.pattern))
@@ -155,31 +194,13 @@ def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
             pl.col("timestamp").is_not_null().alias("matched"),
             _date_seconds() if grammar.dated else pl.col("timestamp").cast(pl.Float64, strict=False),
             pl.col("id").str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False),
-            (digits.str.len_bytes() // 2).alias("length"),  # in bytes
-            # A big-endian number with zeros behind the payload.
-            padded.str.to_integer(base=16, dtype=pl.UInt64, strict=False).alias("payload"),
-            *(long if grammar.fd_groups else []),
-            *([pl.col("dlc").cast(pl.UInt32, strict=False)] if grammar.has("dlc") else []),
+            *_payload_columns(pl.col("digits"), fd=bool(grammar.fd_groups)),
+            *more,
+            *_dlc(grammar),
             *(pl.col(group) for group in _TEXTS if grammar.has(group)),
         )
         # The in-memory engine matches on one core only.
         .collect(engine="streaming")
-    )
-    rules = _rules(grammar, has_long=bool((rows["length"] > MAX_PAYLOAD_BYTES).any()))
-    holds = rows.select(pl.all_horizontal([rule for rule, _ in rules]).fill_null(False)).to_series()
-    good = rows if holds.all() else rows.filter(holds)
-    malformed, error_frames = _malformed(rows.filter(~holds), rules, grammar)
-    return ParsedRows(
-        position=good["position"].to_numpy().astype(np.int64),
-        timestamp=good["timestamp"].to_numpy() / grammar.ticks_per_second,
-        can_id=good["id"].to_numpy().astype(np.uint32),
-        length=good["length"].to_numpy().astype(np.uint8),
-        payload=_payload_bytes(good),
-        label=good["label"] if grammar.has("label") else None,
-        kind=good["kind"] if grammar.has("kind") else None,
-        channel=good["channel"] if grammar.has("channel") else None,
-        malformed=malformed,
-        error_frames=error_frames,
     )
 
 
@@ -232,9 +253,47 @@ def _payload_digits(grammar: Grammar) -> pl.Expr:
     for separator in grammar.separators:
         digits = digits.str.replace_all(separator, "", literal=True)
     if grammar.cut_to_dlc:
-        digits = digits.str.head(2 * pl.col("dlc").cast(pl.UInt32, strict=False).fill_null(0))
+        digits = digits.str.head(2 * _dlc(grammar)[0].fill_null(0))
     # A remote frame asks for data: its DLC is the length of the answer, and it has no payload of its own.
     return pl.when(pl.col("remote").is_null()).then(digits).otherwise(pl.lit("")) if grammar.has("remote") else digits
+
+
+def _payload_columns(digits: pl.Expr, *, fd: bool) -> list[pl.Expr]:
+    padded = digits.str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
+    long = [pl.when(digits.str.len_bytes() > 2 * MAX_PAYLOAD_BYTES).then(digits).alias("long")]
+    return [
+        (digits.str.len_bytes() // 2).alias("length"),  # in bytes
+        # A big-endian number with zeros behind the payload.
+        padded.str.to_integer(base=16, dtype=pl.UInt64, strict=False).alias("payload"),
+        *(long if fd else []),
+    ]
+
+
+def _dlc(grammar: Grammar) -> list[pl.Expr]:
+    """The payload's length in bytes as the row tells it."""
+    parts = [pl.col("dlc").cast(pl.UInt32, strict=False)] if grammar.has("dlc") else []
+    if grammar.has("code"):
+        code = pl.col("code").str.to_integer(base=grammar.id_base, dtype=pl.UInt32, strict=False)
+        parts.append(code.clip(upper_bound=MAX_PAYLOAD_BYTES))
+    return [pl.coalesce(parts).alias("dlc")] if parts else []
+
+
+def _cut_to_dlc(rows: pl.DataFrame, *, fd: bool) -> tuple[pl.DataFrame, int]:
+    """Cuts payloads that are filled up behind their DLC; returns how many rows these are, too."""
+    dlc, digits = pl.col("dlc"), pl.col("digits")
+    # CAN FD's code for its lengths, or the length itself.
+    coded = dlc.replace_strict(dict(enumerate(FD_LENGTHS)), default=None)
+    is_filled = ((pl.col("length") > dlc) & (pl.col("length") != coded)).fill_null(False)
+    num_cut = int(rows.select(is_filled.sum()).item())
+    length = pl.when(dlc.is_in(FD_LENGTHS)).then(dlc).otherwise(coded)
+    rows = rows.with_columns(digits=pl.when(is_filled).then(digits.str.head(2 * length)).otherwise(digits))
+    return rows.with_columns(_payload_columns(digits, fd=fd)), num_cut
+
+
+def _words(label: pl.Expr) -> pl.Expr:
+    """The words behind a row without the direction; null where no word is left."""
+    words = label.str.strip_chars().str.replace("^[RT]x?(?:[ \\t]+|$)", "")
+    return pl.when(words != "").then(words)
 
 
 def _payload_bytes(rows: pl.DataFrame) -> NDArray[np.uint8]:
@@ -264,20 +323,26 @@ def _rules(grammar: Grammar, *, has_long: bool) -> list[tuple[pl.Expr, str]]:
         (pl.col("id") <= MAX_CAN_ID, "the ID does not fit into 29 bits"),
         *_payload_rules(grammar.fd_groups if has_long else ()),
     ]
-    if grammar.has("dlc"):
+    if grammar.has("dlc") or grammar.has("code"):
         # CAN FD's code for its lengths, or the length itself.
         dlc = pl.col("dlc")
         agrees = dlc.is_null() | (dlc == length)
         if grammar.fd_groups and has_long:
             agrees |= dlc.replace_strict(dict(enumerate(FD_LENGTHS)), default=None) == length
+        if grammar.padded or grammar.has("fd"):
+            # The DLC of a classical frame may be 9 to 15: it has 8 bytes.
+            classical = pl.col("fd").is_null() if grammar.has("fd") else pl.lit(True)
+            agrees |= classical & dlc.is_between(MAX_PAYLOAD_BYTES + 1, 15) & (length == MAX_PAYLOAD_BYTES)
         for group in ("remote", "request"):
             if grammar.has(group):
                 agrees |= pl.col(group).is_not_null()
         rules.append((agrees, "the DLC disagrees with the payload"))
+    label = pl.col("label")
+    may_lack = label.is_null() if grammar.unlabelled_rows else pl.lit(False)
     if grammar.has("label"):
-        rules.append((pl.col("label").is_not_null(), "the label is missing"))
+        rules.append((label.is_not_null() | may_lack, "the label is missing"))
     if grammar.labels:
-        rules.append((pl.col("label").is_in(grammar.labels), "the label is unknown in this format"))
+        rules.append((label.is_in(grammar.labels) | may_lack, "the label is unknown in this format"))
     return rules
 
 
@@ -302,30 +367,51 @@ def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Gr
     """
     line = pl.col("line")
     rows = rows.filter(_is_row(line), line.str.strip_chars() != grammar.header)
-    if grammar.no_row:
-        rows = rows.filter(~line.str.contains(grammar.no_row))
     num_rows = len(rows)
     if grammar.error_frame:
         rows = rows.filter(~line.str.contains(grammar.error_frame))
+    error_frames = num_rows - len(rows)
+    if grammar.no_row:
+        rows = rows.filter(~line.str.contains(grammar.no_row))
     reason = pl.lit(None, dtype=pl.String)
     for rule, sentence in reversed(rules):
         reason = pl.when(rule.fill_null(False)).then(reason).otherwise(pl.lit(sentence))
-    broken = rows.select("position", "line", reason=reason)
-    wrong_field = _wrong_field(broken, grammar)
-    broken = broken.with_columns(reason=pl.when(pl.col("reason") == NO_MATCH).then(wrong_field).otherwise("reason"))
-    return broken, num_rows - len(rows)
+    label = pl.col("label") if grammar.has("label") else pl.lit(None, dtype=pl.String)
+    broken = rows.select("position", "line", reason=reason, id="id", label=label)
+    fields = _fields(broken["line"], grammar)
+    unmatched = pl.col("reason") == NO_MATCH
+    broken = broken.hstack([column.alias(f"other_{column.name}") for column in fields.get_columns()]).select(
+        "position",
+        "line",
+        pl.when(unmatched).then("other_reason").otherwise("reason").alias("reason"),
+        pl.coalesce("id", "other_id").alias("id"),
+        pl.coalesce("label", "other_label").alias("label"),
+    )
+    return broken, error_frames
 
 
-def _wrong_field(broken: pl.DataFrame, grammar: Grammar) -> pl.Series:
-    """Says of rows that do not match which field is wrong."""
+def _fields(lines: pl.Series, grammar: Grammar) -> pl.DataFrame:
+    """Tells of rows that do not match which field is wrong, their `id` and their `label`, null where they cannot be
+    told.
+    """
     # The same pattern with any content of timestamp, ID and payload: where it matches, one of the three is wrong.
     pattern = grammar.pattern.replace(DATE, r"[^,;\t]+?").replace(CELL, f"{grammar.any_character}*")
     for token in (BYTE, HEX, NUMBER, DIGITS):
         pattern = pattern.replace(token, f"{grammar.any_character}+")
-    fields = broken["line"].str.extract_groups(pattern).struct.unnest()
+    fields = lines.str.extract_groups(pattern).struct.unnest()
+    # A row that was cut off has its ID where another field begins behind it.
+    begin = grammar.pattern.index("(?P<id>")
+    prefix = grammar.pattern[: grammar.pattern.index(")", begin) + 1]
+    ids = lines.str.extract_groups(f"{prefix}[^0-9A-Za-z]").struct.field("id")
+    label = pl.col("label") if grammar.has("label") else pl.lit(None, dtype=pl.String)
+    label = _words(label) if grammar.several_labels else label
+    is_id = pl.col("id").str.contains(f"^{HEX if grammar.id_base == 16 else DIGITS}$")
     return fields.select(
         pl.when(pl.col("timestamp").is_null()).then(pl.lit(NO_MATCH))
         .when(~pl.col("timestamp").str.contains(f"^{DATE if grammar.dated else NUMBER}$")).then(pl.lit(BAD_TIMESTAMP))
-        .when(~pl.col("id").str.contains(f"^{HEX if grammar.id_base == 16 else DIGITS}$")).then(pl.lit(BAD_ID))
-        .otherwise(pl.lit(BAD_PAYLOAD))
-    ).to_series()  # fmt: skip
+        .when(~is_id).then(pl.lit(BAD_ID))
+        .otherwise(pl.lit(BAD_PAYLOAD)).alias("reason"),
+        pl.coalesce(pl.when(is_id).then("id"), pl.lit(ids))
+        .str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False).alias("id"),
+        label.alias("label"),
+    )  # fmt: skip

@@ -54,7 +54,7 @@ EDGE_FEATURES: Final = (
 
 # Belongs in the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are
 # then not found.
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 
 # Type and shape of one row of every array on disk.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {

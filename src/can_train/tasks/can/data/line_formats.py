@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Final
 
 import polars as pl
@@ -24,59 +25,92 @@ _WORD: Final = "[0-9A-Za-z_ -]*"
 _REST: Final = r"[^\r\n]*"
 
 
-def _car_hacking(label: str) -> Grammar:
+def _car_hacking(*, unlabelled_rows: bool) -> Grammar:
     # `1478198376.389427,0316,8,05,21,68,09,21,21,00,6f,R`: no header, and as many columns as the DLC says. Copies that
     # went through a spreadsheet are padded with empty cells before the label.
-    payload = f"(?:,(?P<data>,*(?:{BYTE},*)*){label})?"
-    row = f"^{TIMESTAMP},(?P<id>{HEX}),(?P<dlc>{DIGITS}){payload}{BLANKS}{END}"
-    return Grammar(name="car_hacking", pattern=row, separators=",", labels=("R", "T") if label else ())
+    # The label is R (regular) or T (injected). Any letter that is no hexadecimal digit is taken for one, so that a
+    # wrong label is named as such and a row without one is told from a row that was cut off.
+    payload = f"(?:,(?P<data>,*(?:{BYTE},*)*)(?P<label>[G-Zg-z])?)?"
+    return Grammar(
+        name="car_hacking",
+        pattern=f"^{TIMESTAMP},(?P<id>{HEX}),(?P<dlc>{DIGITS}){payload}{BLANKS}{END}",
+        separators=",",
+        labels=("R", "T"),
+        unlabelled_rows=unlabelled_rows,
+        padded=True,
+    )
 
 
 # HCRL's field of three digits behind the ID; the first digit 1 marks a remote transmission request.
 _FLAGS: Final = "(?:(?P<remote>1)|[02-9])[0-9]{2}"
 
+# Bytes between blanks, and the label that some rows have behind them: a word, or a digit that is no half of a byte.
+_WORDED_BYTES: Final = f"(?P<data>(?:{GAP}(?:{BYTE})+)*)"
+_LABEL: Final = "(?:[01G-Zg-z]|[0-9A-Za-z_][0-9A-Za-z_.-]+)"
+_LABELLED_BYTES: Final = f"{_WORDED_BYTES}(?:{GAP}(?P<label>{_LABEL}))?{BLANKS}"
+
 # `(ts) can0 12A#00F0` as `candump -l` writes it, newer ones with R or T for the direction, and
 # `(ts)  can0  12A   [2]  00 F0` as it prints: with `-x` the direction is before the ID, with `-a` characters are behind
-# the payload. `##` is CAN FD.
-_CANDUMP_START: Final = rf"^{BLANKS}\({TIMESTAMP}\){GAP}(?P<channel>[!-~]+){GAP}(?:(?:RX|TX){GAP}[B-]{GAP}[E-]{GAP})?"
-# The blanks are part of the payload, so that each character allows only one way on: an R behind `#` asks for data, one
-# behind a blank is the direction.
-_CANDUMP_FRAME: Final = (
-    rf"{_CANDUMP_START}(?P<id>{HEX})(?:#(?P<fd>#[0-9A-Fa-f])?|{GAP}\[(?P<dlc>{DIGITS})\])"
-    rf"(?:(?P<remote>R[0-9A-F]?)(?:{GAP}(?:[RT]{BLANKS})?)?|"
-    rf"(?:(?P<data>(?:[ \t]|{BYTE})+)(?:[RT]{BLANKS}|(?P<request>remote request){BLANKS}|'[^\r\n]*)?)?)"
+# the payload. `##` is CAN FD. `_E` and `{E}` are the DLC of a frame of 8 bytes.
+_CANDUMP_START: Final = (
+    rf"^{BLANKS}\({TIMESTAMP}\){GAP}(?P<channel>[!-~]+){GAP}(?:(?:RX|TX){GAP}[B-]{GAP}[E-]{GAP})?(?P<id>{HEX})"
+)
+_CANDUMP_WRITTEN: Final = (
+    f"#(?:(?P<remote>R[0-9A-F]?(?:_[9A-F])?)|(?P<fd>#[0-9A-Fa-f])?(?P<data>(?:{BYTE})*)(?:_[9A-F])?)"
+)
+_CANDUMP_PRINTED: Final = (
+    rf"{GAP}(?:\[(?P<dlc>{DIGITS})\]|\{{(?P<code>[0-9A-F])\}})"
+    rf"(?:{GAP}(?P<remote>remote request)|{_WORDED_BYTES}(?:{GAP}'[^\r\n]*')?)"
+)
+_CANDUMP_USUALLY_WRITTEN: Final = rf"{_CANDUMP_WRITTEN}(?:{GAP}(?:[RT]{BLANKS})?)?"
+# The blanks are part of the payload, so that each character allows only one way on.
+_CANDUMP_USUALLY_PRINTED: Final = (
+    rf"{GAP}\[(?P<dlc>{DIGITS})\](?:(?P<data>(?:[ \t]|{BYTE})+)(?:(?P<remote>remote request){BLANKS}|'[^\r\n]*)?)?"
 )
 # Bit 29 of SocketCAN's identifiers. `-e` writes what it means on lines below.
 _CANDUMP_ERROR: Final = (
     rf"^{BLANKS}\([^)]*\){GAP}[!-~]+{GAP}(?:(?:RX|TX){GAP}[B-]{GAP}[E-]{GAP})?[23][0-9A-Fa-f]{{7}}(?:#|{GAP}\[)"
 )
 _CANDUMP_REMARK: Final = r"^\t+[a-z][a-z-]*(?:[{,]|$)|^DROPCOUNT:"
-_TRUTH: Final = "(?i:true|false|[01])"
+# A priority of three digits, behind the two of a virtual network: flags, type and acceptance field follow.
+_CANDUMP_XL: Final = (
+    rf"^{BLANKS}\([^)]*\){GAP}[!-~]+{GAP}(?:(?:RX|TX){GAP}[B-]{GAP}[E-]{GAP})?"
+    r"(?:[0-9A-Fa-f]{5}#[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}:|[0-9A-Fa-f]{3}[ \t]+\[[0-9]{4}\] \()"
+)
 
 
-def _candump(name: str, label: str) -> Grammar:
+def _candump(frame: str, usual: str, *, unlabelled_rows: bool) -> Grammar:
+    # One word for each detector or attack that was running: a frame is an attack if any of them is true.
+    words = rf"(?:{GAP}(?P<label>{_LABEL}(?:{GAP}{_LABEL})*))?"
     return Grammar(
-        name=name,
-        pattern=f"{_CANDUMP_FRAME}{label}{END}",
+        name="candump" if unlabelled_rows else "candump_labelled",
+        pattern=f"{_CANDUMP_START}{frame}{words}{BLANKS}{END}",
+        usual=f"{_CANDUMP_START}{usual}{END}",
         separators=" \t",
-        # One word for each detector or attack that was running: a frame is an attack if any of them is true.
-        several_labels=bool(label),
-        fd_groups=("fd", "dlc"),
+        unlabelled_rows=unlabelled_rows,
+        several_labels=True,
+        fd_groups=("fd",) if "<fd>" in frame else ("dlc",),
         error_frame=_CANDUMP_ERROR,
+        xl_frame=_CANDUMP_XL,
         no_row=_CANDUMP_REMARK,
     )
 
 
 # Vector: `0.001000 1  123  Rx   d 8 01 02 …  Length = 240000 …`, and CAN FD:
 # `0.001000 CANFD   1 Rx        123  name  1 0 8  8 01 02 …   130000  130 …`, whose last fields look like bytes.
-_ASC_ID: Final = f"(?P<id>{HEX})[xX]?{GAP}"
 _ASC_DIRECTION: Final = f"(?:Rx|Tx|TxRq){GAP}"
-_ASC_ERROR: Final = rf"^{BLANKS}[0-9.]+{GAP}(?:CANFD{GAP})?[0-9]+{GAP}(?:(?:Rx|Tx){GAP})?(?i:ErrorFrame)"
-# Its header, triggers, and the other events of a bus: their second word is one, or follows the channel.
+_ASC_TIME: Final = rf"^{BLANKS}[0-9.]+{GAP}"
+_ASC_ERROR: Final = rf"{_ASC_TIME}(?:CANFD{GAP})?[0-9]+{GAP}(?:(?:Rx|Tx){GAP})?(?i:ErrorFrame)"
+# Its header and triggers begin with a letter. Behind the time of an event that is no frame there is a word in place of
+# the channel, or behind the channel a word that is no ID: one that no direction and type of a frame follow.
+_ASC_NO_DIRECTION: Final = r"(?:[^RT\s]|[RT](?:[^x\s]|\s|$)|[RT]x[^R\s])"
+_ASC_NO_ID: Final = r"[0-9A-Fa-f]*(?:[xX][!-~]|[!-/:-@G-WYZ\[-`g-wyz{-~])[!-~]*"
 _ASC_EVENT: Final = (
-    rf"^{BLANKS}(?:[A-Za-z/]|[0-9.]+{GAP}(?:[ABD-Zabd-z/]|[Cc](?:[B-Zb-z]|AN[^F])|"
-    rf"(?:CANFD{GAP})?[0-9]+{GAP}(?:Statistic|OverloadFrame|Status)))"
+    rf"^{BLANKS}(?:[A-Za-z/]|[0-9.]+{GAP}(?:"
+    r"[!-/:-@ABD-Z\[-`abd-z{-~]|[Cc](?:[^A]|A(?:[^N]|N(?:[^FX]|F[^D]|X[^L])))|"
+    rf"CANFD{GAP}[0-9]+{GAP}{_ASC_NO_DIRECTION}|[0-9]+{GAP}{_ASC_NO_ID}(?:{BLANKS}\r?$|{GAP}{_ASC_NO_DIRECTION})))"
 )
+_ASC_XL: Final = rf"{_ASC_TIME}CANXL{GAP}"
 
 
 _ASC_SETTINGS: Final = r"(?i)^base +(?P<base>hex|dec)(?: +timestamps +(?P<timestamps>absolute|relative))?"
@@ -84,14 +118,16 @@ _ASC_SETTINGS: Final = r"(?i)^base +(?P<base>hex|dec)(?: +timestamps +(?P<timest
 
 def _asc(base: int = 16, *, relative: bool = False) -> Grammar:
     number = BYTE if base == 16 else "[0-9]{1,3}"
-    # CAN FD has the direction before the ID, then a name, two flags and the DLC's code.
-    flags = f"(?:[A-Za-z_][!-~]*{GAP})?[01]{GAP}[01]{GAP}[0-9A-Fa-f]{GAP}"
+    code = "[0-9A-Fa-f]" if base == 16 else "[0-9]{1,2}"
+    # CAN FD has the direction before the ID, then a name, two flags and the DLC's code before the length.
+    flags = f"(?:[A-Za-z_][!-~]*{GAP})*[01]{GAP}[01]{GAP}(?:[0-9A-Fa-f]|1[0-5]){GAP}"
     return Grammar(
         name="asc",
         pattern=(
             f"^{BLANKS}{TIMESTAMP}{GAP}(?:(?P<fd>CANFD){GAP})?(?P<channel>[0-9]+){GAP}(?:{_ASC_DIRECTION})?"
-            f"(?P<id>{HEX})[xX]?{GAP}(?:{_ASC_DIRECTION})?(?:[dD]{GAP}|(?P<remote>[rR]){BLANKS}|{flags})"
-            f"(?P<dlc>{DIGITS})?{BLANKS}(?P<data>(?:{number}(?:[ ]|$|\r))*){_REST}{END}"
+            f"(?P<id>{HEX})[xX]?{GAP}(?:{_ASC_DIRECTION})?"
+            rf"(?:(?:[dD]|(?P<remote>[rR]))(?:{GAP}(?P<code>{code}))?|{flags}(?P<dlc>{DIGITS}))(?:{GAP}|\r?$)"
+            f"(?P<data>(?:{number}(?:[ ]|$|\r))*){_REST}{END}"
         ),
         separators=" \r",
         id_base=base,
@@ -101,6 +137,7 @@ def _asc(base: int = 16, *, relative: bool = False) -> Grammar:
         unit_known=True,
         relative=relative,
         error_frame=_ASC_ERROR,
+        xl_frame=_ASC_XL,
         no_row=_ASC_EVENT,
     )
 
@@ -153,29 +190,35 @@ def _are_columns(columns: str) -> bool:
     return {"O", "I"} <= {*cells} and len({*cells}) == len(cells)
 
 
+_HCRL_TEXT: Final = (
+    f"^{BLANKS}Timestamp:{BLANKS}{TIMESTAMP}{GAP}ID:{BLANKS}(?P<id>{HEX}){GAP}{_FLAGS}{GAP}DLC:{BLANKS}(?P<dlc>[0-9])"
+)
+_WHITESPACE: Final = f"^{BLANKS}{TIMESTAMP}{GAP}(?P<id>{HEX}){GAP}(?:{_FLAGS}{GAP})?(?P<dlc>[0-9])"
 _FIXED_GRAMMARS: Final = (
-    # The label is R (regular) or T (injected). Any letter that is no hexadecimal digit is taken for one, so that a
-    # wrong label is named as such and a row without one is told from a row that was cut off.
-    _car_hacking("(?P<label>[G-Zg-z])?"),
-    _car_hacking(""),
+    _car_hacking(unlabelled_rows=False),
+    _car_hacking(unlabelled_rows=True),
     Grammar(
         # `Timestamp: 1479121434.850202  ID: 0350  000  DLC: 8  05 28 84 …`: HCRL's attack-free logs and OTIDS.
         name="hcrl_text",
-        pattern=(
-            f"^{BLANKS}Timestamp:{BLANKS}{TIMESTAMP}{GAP}ID:{BLANKS}(?P<id>{HEX}){GAP}{_FLAGS}{GAP}"
-            f"DLC:{BLANKS}(?P<dlc>[0-9]){BLANKS}{SPACED_BYTES}{END}"
-        ),
+        pattern=f"{_HCRL_TEXT}{_LABELLED_BYTES}{END}",
+        usual=f"{_HCRL_TEXT}{BLANKS}{SPACED_BYTES}{END}",
         separators=" \t",
+        unlabelled_rows=True,
+        padded=True,
     ),
-    _candump("candump", ""),
-    _candump("candump_labelled", f"(?:{GAP}(?P<label>{_TRUTH}(?:{GAP}{_TRUTH})*))?{BLANKS}"),
+    # Those that need a label in each row come first: such a row that was cut off is no benign one.
+    _candump(_CANDUMP_WRITTEN, _CANDUMP_USUALLY_WRITTEN, unlabelled_rows=False),
+    _candump(_CANDUMP_PRINTED, _CANDUMP_USUALLY_PRINTED, unlabelled_rows=False),
+    _candump(_CANDUMP_WRITTEN, _CANDUMP_USUALLY_WRITTEN, unlabelled_rows=True),
+    _candump(_CANDUMP_PRINTED, _CANDUMP_USUALLY_PRINTED, unlabelled_rows=True),
     Grammar(
         # `1483093132.049669  0380  000  2  30 bb`
         name="whitespace",
-        pattern=(
-            f"^{BLANKS}{TIMESTAMP}{GAP}(?P<id>{HEX}){GAP}(?:{_FLAGS}{GAP})?(?P<dlc>[0-9])(?:{GAP}{SPACED_BYTES})?{END}"
-        ),
+        pattern=f"{_WHITESPACE}{_LABELLED_BYTES}{END}",
+        usual=f"{_WHITESPACE}(?:{GAP}{SPACED_BYTES})?{END}",
         separators=" \t",
+        unlabelled_rows=True,
+        padded=True,
     ),
 )
 # The formats without a header.
@@ -196,24 +239,31 @@ def line_grammars(sample: pl.Series) -> list[Grammar]:
     return [*_FIXED_GRAMMARS, _asc(base, relative=relative), _trc(_TRC_1), _trc_2(columns)]
 
 
-# can-train-and-test has no DLC; its payload has 0 to 16 digits without separators.
-_THREE_COLUMNS: Final = f"^{TIMESTAMP},(?P<id>{HEX}),(?P<data>(?:{BYTE})*)"
+def _with_labels(grammar: Grammar, label: str) -> tuple[Grammar, Grammar]:
+    """Makes the grammar with labels behind all rows, and with labels behind some rows."""
+    row = grammar.pattern.removesuffix(END)
+    every = replace(grammar, pattern=f"{row},{label}{END}")
+    return every, replace(grammar, pattern=f"{row}(?:,{label})?{END}", unlabelled_rows=True)
 
-_PYTHON_CAN: Final = "timestamp,arbitration_id,extended,remote,error,dlc,data"
 
-
-def _python_can(label: str) -> Grammar:
-    # The payload is written in base64. A row of an error frame has a 1 before the DLC.
-    row = f"^{TIMESTAMP},0x(?P<id>{HEX}),[01],(?:0|(?P<remote>1)),0,(?P<dlc>{DIGITS}),(?P<data>{BASE64})"
-    return Grammar(
-        name="python_can",
-        pattern=f"{row}{f',(?P<label>{_WORD})' if label else ''}{END}",
-        payload_code="base64",
-        fd_groups=("timestamp",),
-        unit_known=True,
-        error_frame="^[^,]*,[^,]*,[01],[01],1,",
-        header=_PYTHON_CAN + label,
-    )
+_CELL_OF_LABEL: Final = f"(?P<label>{_WORD})"
+# No DLC; the payload has 0 to 16 digits without separators.
+_CAN_TRAIN_AND_TEST: Final = Grammar(
+    name="can_train_and_test",
+    pattern=f"^{TIMESTAMP},(?P<id>{HEX}),(?P<data>(?:{BYTE})*){END}",
+    labels=("0", "1"),
+    header="timestamp,arbitration_id,data_field",
+)
+# The payload is written in base64. A row of an error frame has a 1 before the DLC.
+_PYTHON_CAN: Final = Grammar(
+    name="python_can",
+    pattern=(f"^{TIMESTAMP},0x(?P<id>{HEX}),[01],(?:0|(?P<remote>1)),0,(?P<dlc>{DIGITS}),(?P<data>{BASE64}){END}"),
+    payload_code="base64",
+    fd_groups=("timestamp",),
+    unit_known=True,
+    error_frame="^[^,]*,[^,]*,[01],[01],1,",
+    header="timestamp,arbitration_id,extended,remote,error,dlc,data",
+)
 
 
 def _savvycan(direction: str) -> Grammar:
@@ -224,6 +274,7 @@ def _savvycan(direction: str) -> Grammar:
         pattern=f"{row}(?P<channel>[0-9]*),(?P<dlc>{DIGITS}),?(?P<data>(?:{BYTE}?,*)*){END}",
         separators=",",
         fd_groups=("dlc",),
+        padded=True,
         ticks_per_second=1_000_000,
         unit_known=True,
         header=f"Time Stamp,ID,Extended,{direction}Bus,LEN,D1,D2,D3,D4,D5,D6,D7,D8",
@@ -233,24 +284,21 @@ def _savvycan(direction: str) -> Grammar:
 # The published formats that are recognised by their exact header. Their IDs are hexadecimal even where all look
 # decimal.
 PUBLISHED_CSV_GRAMMARS: Final = (
-    Grammar(
-        name="can_train_and_test",
-        pattern=f"{_THREE_COLUMNS},(?P<label>{_WORD}){END}",
-        labels=("0", "1"),
-        header="timestamp,arbitration_id,data_field,attack",
-    ),
-    Grammar(name="can_train_and_test", pattern=f"{_THREE_COLUMNS}{END}", header="timestamp,arbitration_id,data_field"),
-    Grammar(
-        name="hcrl_challenge",
-        pattern=(
-            f"^{TIMESTAMP},(?P<id>{HEX}),(?P<dlc>{DIGITS}),{SPACED_BYTES},(?P<label>{_WORD}),(?P<kind>{_WORD}){END}"
+    *_with_labels(replace(_CAN_TRAIN_AND_TEST, header=f"{_CAN_TRAIN_AND_TEST.header},attack"), _CELL_OF_LABEL),
+    _with_labels(_CAN_TRAIN_AND_TEST, _CELL_OF_LABEL)[1],
+    *_with_labels(
+        Grammar(
+            name="hcrl_challenge",
+            pattern=f"^{TIMESTAMP},(?P<id>{HEX}),(?P<dlc>{DIGITS}),{SPACED_BYTES}{END}",
+            separators=" ",
+            labels=("Normal", "Attack"),
+            padded=True,
+            header="Timestamp,Arbitration_ID,DLC,Data,Class,SubClass",
         ),
-        separators=" ",
-        labels=("Normal", "Attack"),
-        header="Timestamp,Arbitration_ID,DLC,Data,Class,SubClass",
+        f"{_CELL_OF_LABEL},(?P<kind>{_WORD})",
     ),
-    _python_can(""),
-    _python_can(",label"),
+    _with_labels(_PYTHON_CAN, _CELL_OF_LABEL)[1],
+    *_with_labels(replace(_PYTHON_CAN, header=f"{_PYTHON_CAN.header},label"), _CELL_OF_LABEL),
     _savvycan("Dir,"),
     _savvycan(""),
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -36,6 +36,7 @@ TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S 
 MAX_JITTER_SHARE: Final = 0.5  # of the frames may step back by a clock's jitter; a log with more is in reverse
 _MAX_EXAMPLES: Final = 3
 _MAX_CHANNELS: Final = 4  # that are named
+_MAX_LOST: Final = 6  # CAN IDs, and labels, of malformed rows that are named
 _LINE_OF_RECORDING_BYTES: Final = 40.0  # of a frame in a binary log, with its header, uncompressed
 
 
@@ -78,7 +79,7 @@ class _TextLog:
             rows = parse_rows(lines, self._narrow)
             if not rows.malformed["line"].str.contains(self.grammar.pattern).any():
                 return self._absolute(rows, lines)
-            self._narrow = None  # another channel
+            self._narrow = None  # another channel, or a label
         return self._absolute(parse_rows(lines, self.grammar), lines)
 
     def _absolute(self, rows: ParsedRows, lines: pl.Series) -> ParsedRows:
@@ -121,12 +122,12 @@ class LogReader:
                             remedy="Leave out dataset.channel")  # fmt: skip
         self._encoder = LabelEncoder(settings.benign_values, kind)
         self._max_malformed = settings.max_malformed
-        has_labels = self._grammar is not None and self._grammar.has("label")
-        self._sidecar = None if has_labels else find_sidecar(path)
+        self._has_labels = self._grammar is not None and self._grammar.has("label")
+        self._all_labelled = self._has_labels and not (self._grammar and self._grammar.unlabelled_rows)
+        self._sidecar = None if self._all_labelled else find_sidecar(path)
         self._start_s: float | None = None  # of the log's first frame
         self.report = self._new_report()
         self.format = self._grammar.name if self._grammar else binary  # one of settings.FORMATS, `blf` or `mf4`
-        self.labelled = has_labels or (self._sidecar is not None and self._sidecar.whole)
         self.kinds = self._encoder.names  # by label code, the first is "benign"; grows as kinds are met
         self.line_bytes = _LINE_OF_RECORDING_BYTES if isinstance(self._log, Recording) else self._log.text.line_bytes
 
@@ -144,6 +145,14 @@ class LogReader:
                 previous = block.rows.timestamp[-1]
                 yield self._frames(block.rows)
         self.report.check(self._max_malformed)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether labels say which frames are attacks. Where a log may have labels on some rows only, this is complete
+        once the log was read to its end.
+        """
+        by_sidecar = self._sidecar is not None and self._sidecar.whole
+        return self._all_labelled or by_sidecar or self.report.labelled > 0
 
     @property
     def decimal_ids(self) -> bool:
@@ -215,13 +224,19 @@ class LogReader:
             source = f"{self._sidecar.path.parent.name}/{self._sidecar.path.name}"
             unknown = f"{source} does not say when the log's attacks were, so it counts as unlabelled"
             notes.append(f"its labels come from {source}" if self._sidecar.whole else unknown)
-        return ReadReport(path=self.path, chosen_channel=self._channel, notes=notes)
+        return ReadReport(
+            path=self.path,
+            chosen_channel=self._channel,
+            notes=notes,
+            some_labelled=self._has_labels and not self._all_labelled,
+            decimal_ids=self.decimal_ids,
+        )
 
     def _frames(self, rows: ParsedRows) -> Frames:
         label = np.zeros(len(rows.timestamp), np.uint8)
         if rows.label is not None:
             assert self._grammar is not None
-            label = self._encoder.codes(rows.label, rows.kind, several=self._grammar.several_labels)
+            label = self._encoder.codes(rows.label, rows.kind, several=self._grammar.several_labels).copy()
         frames = Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label)
         if self._start_s is None:
             self._start_s = float(frames.timestamp[0])
@@ -249,7 +264,7 @@ class LabelEncoder:
         """Looks up codes [M], and gives new kinds new ones.
 
         Args:
-            labels: [M] texts.
+            labels: [M] texts, null in rows without a label.
             names: [M] names of attacks, where a second column gives them; it makes no frame an attack.
             several: Whether a label is a list of words, any of which may mark an attack.
 
@@ -261,7 +276,8 @@ class LabelEncoder:
             labels = names.zip_with(~nameless, labels)
         # Sorted, so that codes do not depend on the order in which polars finds the texts.
         texts = labels.unique().sort().to_list()
-        codes = [max(self.code(word) for word in (text.split() if several else [text])) for text in texts]
+        # A row without a label is benign whatever the values are that mean it.
+        codes = [0 if text is None else max(map(self.code, text.split() if several else [text])) for text in texts]
         return labels.replace_strict(texts, codes, return_dtype=pl.UInt8).to_numpy()
 
     def _is_benign(self, texts: pl.Series) -> pl.Series:
@@ -282,6 +298,10 @@ class LabelEncoder:
                 raise too_many_kinds("A log", f"{name!r} would be one more")
             self.names.append(name)
         return self.names.index(name)
+
+
+def _count(counter: Counter[Any], values: pl.Series) -> None:
+    counter.update(dict(values.drop_nulls().value_counts().iter_rows()))
 
 
 def _canonical(text: str) -> str:
@@ -318,6 +338,14 @@ class ReadReport:
     largest_jitter_s: float = 0.0
     examples: list[RowProblem] = field(default_factory=list)  # the first bad rows, in the order of the file
     error_frames: int = 0  # left out; not malformed
+    xl_frames: int = 0  # of CAN XL, left out; not malformed
+    cut: int = 0  # frames whose payload was filled up behind their DLC
+    labelled: int = 0  # frames whose row has a label
+    some_labelled: bool = False  # whether rows may lack a label
+    decimal_ids: bool = False  # whether the log writes IDs as decimal numbers
+    ids: Counter[int] = field(default_factory=Counter)  # frames of each CAN ID
+    lost_ids: Counter[int] = field(default_factory=Counter)  # malformed rows of each ID that can be told
+    lost_labels: Counter[str] = field(default_factory=Counter)  # and of each label
     channels: Counter[str] = field(default_factory=Counter)  # frames of each channel, those left out too
     chosen_channel: str = ""  # the only one that was read; empty: all were
     notes: list[str] = field(default_factory=list)  # other things that the user should know, as sentences
@@ -336,12 +364,18 @@ class ReadReport:
         self.frames += len(rows.timestamp)
         self.malformed += len(rows.malformed)
         self.error_frames += rows.error_frames
-        self.reasons.update(dict(rows.malformed["reason"].value_counts().iter_rows()))
+        self.xl_frames += rows.xl_frames
+        self.cut += rows.cut
+        self.labelled += 0 if rows.label is None else rows.label.len() - rows.label.null_count()
+        _count(self.ids, pl.Series(rows.can_id))
+        _count(self.lost_ids, rows.malformed["id"])
+        _count(self.lost_labels, rows.malformed["label"].str.strip_chars(' "\t'))
+        _count(self.reasons, rows.malformed["reason"])
         self.backwards += len(backwards)
         self.jitter += len(jitter_s)
         self.largest_jitter_s = max(self.largest_jitter_s, jitter_s.max(initial=0.0))
         wanted = _MAX_EXAMPLES - len(self.examples)
-        bad = [*rows.malformed.head(wanted).iter_rows()]
+        bad = [*rows.malformed.select("position", "line", "reason").head(wanted).iter_rows()]
         bad += [(position, lines[position], TIME_RUNS_BACKWARDS) for position in backwards[:wanted].tolist()]
         for position, text, reason in sorted(bad)[:wanted]:
             self.examples.append(RowProblem(first_line + position, reason, shortened(text)))
@@ -355,13 +389,15 @@ class ReadReport:
         if self.bad_share > max_malformed:
             enough = math.ceil(self.bad_share * 100) / 100
             first = self.examples[0]
+            lost = self._lost()
             raise DataError(
                 f"At most {max_malformed:.2%} of a log's rows may be malformed or run backwards in time",
                 value=(
                     f"{self.malformed + self.backwards:,} of {self.frames + self.malformed:,} rows of {self.path} are; "
                     f"{self.path}:{first.line}: {first.reason}, in {first.text!r}"
                 ),
-                remedy=f"Repair the log, or allow more with `--set dataset.max_malformed={enough:g}`",
+                remedy=f"Repair the log, or allow more with `--set dataset.max_malformed={enough:g}`"
+                + (f", which leaves out {lost}" if lost else ""),
             )
         if self.jitter > MAX_JITTER_SHARE * self.frames:
             raise DataError("A log's time must run forwards",
@@ -373,6 +409,23 @@ class ReadReport:
                             remedy=f"Use `--set dataset.channel={self.channels.most_common(1)[0][0]}`")  # fmt: skip
         if not self.frames:
             raise DataError("A log must hold frames", value=f"{self.path} holds none that is well-formed")
+
+    def _lost(self) -> str:
+        """Names the CAN IDs and the labels of malformed rows, as far as they can be told; empty if there are none."""
+        if not self.malformed:
+            return ""
+        rows = [self._lost_rows(can_id, count) for can_id, count in self.lost_ids.most_common(_MAX_LOST)]
+        if more := len(self.lost_ids) - len(rows):
+            rows.append(f"rows of {more:,} other IDs")
+        if unknown := self.malformed - self.lost_ids.total():
+            rows.append(f"{unknown:,} rows without a readable ID")
+        labels = [f"{count:,} × {label!r}" for label, count in self.lost_labels.most_common(_MAX_LOST) if label]
+        return ", ".join(rows) + (f"; the labels of these rows are {', '.join(labels)}" if labels else "")
+
+    def _lost_rows(self, can_id: int, count: int) -> str:
+        total = count + self.ids[can_id]
+        rows = f"all {count:,} rows" if count == total else f"{count:,} of {total:,} rows"
+        return f"{rows} of ID {can_id if self.decimal_ids else f'0x{can_id:X}'}"
 
     def _named_channels(self) -> str:
         named = [f"{channel} ({count:,} frames)" for channel, count in self.channels.most_common(_MAX_CHANNELS)]
@@ -393,10 +446,20 @@ class ReadReport:
             sentences.append(f"{name}: its frames are of {self._named_channels()}: {done}")
         if self.error_frames:
             sentences.append(f"{name}: {self.error_frames:,} error frames were left out")
+        if self.xl_frames:
+            sentences.append(f"{name}: {self.xl_frames:,} CAN XL frames were left out: they have no CAN ID")
+        if self.cut:
+            sentences.append(f"{name}: {self.cut:,} payloads have more bytes than their DLC, and were cut to it")
+        if self.some_labelled and 0 < self.labelled < self.frames:
+            unlabelled = self.frames - self.labelled
+            sentences.append(
+                f"{name}: {self.labelled:,} rows have a label; the {unlabelled:,} rows without a label are benign"
+            )
         if self.malformed:
             reasons = ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.most_common())
             num_rows = self.frames + self.malformed
             sentences.append(f"{name}: {self.malformed:,} of {num_rows:,} rows are malformed and left out: {reasons}")
+            sentences.append(f"{name}: left out are {self._lost()}")
         if self.backwards:
             sentences.append(f"{name}: {TIME_RUNS_BACKWARDS} at {self.backwards:,} rows; their order was kept")
         sentences += [f"{name}, {example}" for example in self.examples]

@@ -163,8 +163,9 @@ def _rows(columns: _Columns, error_frames: int) -> ParsedRows:
     position = np.flatnonzero(is_time)
     untimed = pl.Series(np.flatnonzero(~is_time)).cast(pl.UInt32)
     malformed = pl.DataFrame({"position": untimed}).select(
-        "position", line=pl.format("frame {} of its block", pl.col("position") + 1), reason=pl.lit(LATE_TIMESTAMP)
-    )
+        "position", line=pl.format("frame {} of its block", pl.col("position") + 1), reason=pl.lit(LATE_TIMESTAMP),
+        id=pl.lit(None, dtype=pl.UInt64), label=pl.lit(None, dtype=pl.String),
+    )  # fmt: skip
     columns = _Columns(*(array[is_time] for array in columns))
     is_long = bool((columns.length > MAX_PAYLOAD_BYTES).any())
     return ParsedRows(
