@@ -35,7 +35,7 @@ FORMATS = (
     "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",
     "candump", "candump_labelled", "whitespace", "asc", "trc", "python_can", "savvycan", "columns",
 )  # fmt: skip
-ID_BASES = ("auto", "hex", "dec")
+NUMBER_BASES = ("auto", "hex", "dec")
 BEHAVIOUR_FEATURES = "behaviour"
 FEATURES = (BEHAVIOUR_FEATURES, "classic")
 TIME_UNITS = ("auto", "s", "ms", "us", "ns")
@@ -100,6 +100,8 @@ class CanDatasetSettings:
     """Column names of a CSV file with a header."""
     id_base: str = "auto"
     """Whether IDs of a CSV file with a header are written in hexadecimal or decimal."""
+    byte_base: str = "auto"
+    """Whether payload bytes of a CSV file with a header are written in hexadecimal or decimal."""
     time_unit: str = "auto"
     """Unit of the times: s, ms, us or ns; auto: by the format, by the column's name, or by how often IDs repeat."""
     channel: str = ""
@@ -128,7 +130,8 @@ class CanDatasetSettings:
 
     def __post_init__(self) -> None:
         check_choice("dataset.format", self.format, ("auto", *FORMATS))
-        check_choice("dataset.id_base", self.id_base, ID_BASES)
+        check_choice("dataset.id_base", self.id_base, NUMBER_BASES)
+        check_choice("dataset.byte_base", self.byte_base, NUMBER_BASES)
         check_choice("dataset.features", self.features, FEATURES)
         check_range("dataset.id_dropout", self.id_dropout, low=0.0, high=1.0)
         check_choice("dataset.time_unit", self.time_unit, TIME_UNITS)

@@ -1,6 +1,8 @@
 """Binary logs: what python-can and asammdf write is what is read, and without the packages an error names them."""
 
 import gc
+import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -111,14 +113,71 @@ def test_a_channel_of_a_recording_can_be_chosen(suffix: str, tmp_path: Path) -> 
 
 # asammdf's files complain when they are collected before they were opened: here, and not in a later test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("start", [b"LOGG\x90\0\0\0", b"MDF     4.10    "])
+@pytest.mark.parametrize("start", [b"LOGG\x90\0\0\0", b"MDF     4.10    ", b"UnFinMF 4.10    "])
 def test_a_damaged_recording_is_refused(start: bytes, tmp_path: Path) -> None:
     pytest.importorskip("can")
     pytest.importorskip("asammdf")
     (tmp_path / "drive").write_bytes(start + bytes(range(200)))
-    with pytest.raises(DataError, match=r"must be a whole (BLF|MF4) file"):
+    with pytest.raises(DataError, match=r"must be a whole (BLF|MF4) file|did not finalise.*\n.*mdf2finalized"):
         read(tmp_path / "drive")
     gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_mf4_file_ends_with_an_error_and_no_traceback(tmp_path: Path) -> None:
+    pytest.importorskip("asammdf")
+    (tmp_path / "drive.mf4").write_bytes(b"UnFinMF 4.11    " + bytes(range(200)))
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom can_train.errors import DataError\n"
+        "from can_train.tasks.can.data.reading import LogReader\n"
+        "from can_train.tasks.can.settings import CanDatasetSettings\n"
+        "try:\n    list(LogReader(Path(sys.argv[1]), CanDatasetSettings()).blocks())\n"
+        "except DataError as error:\n    print(error.rule)\n"
+    )
+    ended = subprocess.run([sys.executable, "-P", "-c", program, str(tmp_path / "drive.mf4")], capture_output=True,
+                           text=True, check=True)  # fmt: skip
+    assert (ended.stdout, ended.stderr) == (
+        "An MF4 file that its logger did not finalise must be one that asammdf can read\n", "",
+    )  # fmt: skip
+
+
+def unfinished(path: Path) -> Path:
+    """Makes the copy of an MF4 file that a logger would have left without power: no counter and no length is written."""
+    from asammdf import MDF
+
+    with MDF(str(path)) as mdf:
+        whole = mdf.save(path.with_name("uncompressed.mf4"), compression=0)
+    content = bytearray(Path(whole).read_bytes())
+
+    def links(place: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"<{struct.unpack_from('<Q', content, place + 16)[0]}Q", content, place + 24)
+
+    data_group = links(64)[0]
+    while data_group:
+        following, channel_group, data, *_ = links(data_group)
+        if data:
+            struct.pack_into("<Q", content, channel_group + 24 + 8 * len(links(channel_group)) + 8, 0)
+            struct.pack_into("<Q", content, data + 8, 24)
+        data_group = following
+    content[:8] = b"UnFinMF "
+    struct.pack_into("<H", content, 60, 0b101)  # counters and the last length are to be updated
+    target = path.with_name("unfinished.mf4")
+    target.write_bytes(content)
+    return target
+
+
+def test_an_mf4_file_that_its_logger_did_not_finalise_is_read_like_the_whole_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "drive.mf4", [frame for frame in TRAFFIC if not frame[3]])
+    (_, whole), (reader, rest) = read(path), read(unfinished(path))
+    assert (reader.format, len(rest)) == ("mf4", 190)
+    for name in ("timestamp", "can_id", "length", "payload"):
+        assert getattr(rest, name).tolist() == getattr(whole, name).tolist()
+
+
+def test_a_whole_mf4_file_with_the_mark_of_an_unfinished_one_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "drive.mf4", TRAFFIC)
+    path.write_bytes(b"UnFinMF " + path.read_bytes()[8:])
+    assert len(read(path)[1]) == 190
 
 
 @pytest.mark.parametrize(("start", "package"), [(b"LOGG", "can"), (b"MDF     4.10", "asammdf")])

@@ -20,7 +20,7 @@ from can_train.tasks.can.data.digests import LogDigest, known_windows
 from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split
 from can_train.tasks.can.data.layout import LOG, TEST, HashedLog, LogFile, drop_duplicates, find_logs, hash_logs
 from can_train.tasks.can.data.log_text import changed_log
-from can_train.tasks.can.data.reading import LogReader
+from can_train.tasks.can.data.reading import LogReader, decide_bases
 from can_train.tasks.can.data.sidecars import find_sidecar
 from can_train.tasks.can.settings import CanDatasetSettings
 from can_train.tasks.can.synthetic.writing import synthetic_folder
@@ -224,6 +224,7 @@ def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
         "format": dataset.format,
         "columns": asdict(dataset.columns),
         "id_base": dataset.id_base,
+        "byte_base": dataset.byte_base,
         "time_unit": dataset.time_unit,
         "channel": dataset.channel,
         "benign_values": sorted(dataset.benign_values),
@@ -234,14 +235,15 @@ def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
 
 
 def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path, reporter: Reporter) -> FlatGraphs:
+    bases = decide_bases([hashed.log.path for hashed in logs], dataset)
     with (
         graphs.writing_graphs(folder, dataset.window) as writer,
         reporter.stage("Reading logs", total=sum(log.size for log in logs), unit="bytes") as stage,
     ):
-        num_frames = 0
+        num_frames, notes = 0, [*bases.notes]
         for hashed in logs:
             log = hashed.log
-            reader = LogReader(log.path, dataset, kind=log.kind)
+            reader = LogReader(log.path, bases.settings[log.path], kind=log.kind)
             builder, digest = graphs.GraphBuilder(dataset.window, dataset.stride), LogDigest()
             for frames in reader.blocks():
                 digest.update(frames)
@@ -254,7 +256,8 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
             if builder.frames_seen < dataset.window:
                 raise too_short(f"{log.path} has {builder.frames_seen}, a window {dataset.window}", builder.frames_seen)
             source = source_of(log, reader, frames=builder.frames_seen, sha256=hashed.sha256)
-            writer.end_log(replace(source, frames_digest=digest.hexdigest()), reader.report.summary())
+            writer.end_log(replace(source, frames_digest=digest.hexdigest()), [*notes, *reader.report.summary()])
+            notes = []
             stage.advance(hashed.size)
         return writer.finish()
 

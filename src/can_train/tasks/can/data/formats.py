@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,9 +15,14 @@ import polars as pl
 from can_train.errors import DataError, unknown_name
 from can_train.tasks.can.data.clocks import TICKS_PER_SECOND, guess_unit, plain_name, unit_of_name
 from can_train.tasks.can.data.grammar import (
+    BAD_DECIMALS,
+    BAD_ID,
+    BAD_PAYLOAD,
+    BAD_TIMESTAMP,
     BYTE,
     CELL,
     DATE,
+    DECIMAL_CELL,
     DIGITS,
     HEX,
     MAX_CAN_ID,
@@ -42,7 +47,8 @@ _REQUIRED_ROLES: Final = ("timestamp", "id", "data")
 _COLUMN_NAMES: Final = {
     "timestamp": ("timestamp", "time", "ts", "epoch", "timestampepoch", "datetime", "date"),
     "id": ("canid", "arbitrationid", "arbid", "canidentifier", "identifier", "messageid", "msgid", "id", "aid"),
-    "dlc": ("dlc", "length", "len", "datalength", "datalen"),
+    # The length in bytes goes before CAN FD's code for it, which CANedge loggers write too.
+    "dlc": ("datalength", "datalen", "dlc", "length", "len"),
     "data": ("data", "datafield", "payload", "databytes", "datahex"),
     "label": ("label", "labels", "attack", "class", "flag", "isattack", "anomaly"),
     "channel": ("channel", "iface", "interface", "bus", "canchannel", "caninterface", "canbus", "busid", "buschannel"),
@@ -53,21 +59,51 @@ _DATA_SEPARATORS: Final = " :._-"
 # The content of a column, without the blanks and quotes around it.
 _CONTENT: Final = {
     "timestamp": TIMESTAMP,
-    "dlc": "(?P<dlc>[0-9]*)",
+    "dlc": r"(?P<dlc>[0-9]*)(?:\.0)?",
     "id": f"(?:0[xX])?(?P<id>{HEX})",
     "data": f"(?:0[xX])?(?P<data>(?:{BYTE}[{_DATA_SEPARATORS}]*)*)",
 }
 _DECIMAL_ID: Final = f"(?P<id>{DIGITS})"
-_ID_WITH_PREFIX: Final = f"(?P<id>(?:0[xX])?{HEX})"
-_DECIMAL_ASSUMPTION: Final = (
+DECIMAL_IDS: Final = (
     "CAN IDs were read as decimal numbers, because none has a letter or a leading zero; if they are hexadecimal, use "
     "`--set dataset.id_base=hex`"
 )
+DECIMAL_BYTES: Final = (
+    "payload bytes were read as decimal numbers, because none has a letter or a leading zero; if they are hexadecimal, "
+    "use `--set dataset.byte_base=hex`"
+)
+_HEX, _DEC = "hex", "dec"
+# Different numbers of two digits or more, none of which has a letter, from which on all of them are decimal: of
+# hexadecimal numbers, three in eight digits are letters.
+_MANY: Final = 20
+_MAX_STANDARD_ID: Final = 0x7FF
+_TOKEN_DIGITS: Final = 4  # of a number that are looked at: more than a byte has
+# Columns of a log that CANedge's converter writes: all numbers of it but lengths and times are hexadecimal.
+_CANEDGE_COLUMNS: Final = {"timestampepoch", "buschannel", "databytes"}
+# A label behind the last column of a header that names none.
+_LATE_LABEL: Final = '[ "]*(?P<label>[01]|[A-Za-z_][0-9A-Za-z_ -]*?)?[ "]*'
+_LATE_LABEL_OF_BYTES: Final = '[ "]*(?P<label>[A-Za-z_][0-9A-Za-z_ -]{2,}?)?[ "]*'  # shorter ones may be bytes
 
 
+# What the cells of a column look like that holds a frame's time, ID or payload.
+_LOOKS: Final = {
+    "timestamp": re.compile(f"{NUMBER}|{DATE}"),
+    "id": re.compile("(?:0[xX])?[0-9A-Fa-f]{1,9}[hH]?"),
+    "data": re.compile(f"(?:0[xX])?(?:{BYTE}[{_DATA_SEPARATORS}]*)*|(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*"),
+}
 _MOST: Final = 0.9  # of the times have at most as many digits
 _CHANNEL_GROUP: Final = re.compile(r"\(\?P<channel>[^()]*\)")
 _SHOWN_CHARACTERS: Final = 80  # of a malformed row
+
+
+def _header_of(sample: pl.Series) -> _Header:
+    _, line = first_row(sample)
+    delimiter = max(_DELIMITERS, key=line.count)
+    try:
+        names = next(csv.reader([line], delimiter=delimiter), [])
+    except csv.Error:  # A cell beyond the parser's limit: no header.
+        names = []
+    return _Header(line, delimiter, [name.strip() for name in names])
 
 
 class _Header(NamedTuple):
@@ -87,19 +123,13 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
         ConfigError: The header lacks a column that the user named.
         DataError: The user asked for columns, and one that is needed is neither named nor recognised.
     """
-    _, line = first_row(sample)
-    delimiter = max(_DELIMITERS, key=line.count)
-    try:
-        names = next(csv.reader([line], delimiter=delimiter), [])
-    except csv.Error:  # A cell beyond the parser's limit: no header.
-        names = []
-    header = _Header(line, delimiter, [name.strip() for name in names])
+    header = _header_of(sample)
     asked = any(asdict(settings.columns).values())
     published = [] if asked else [grammar for grammar in PUBLISHED_CSV_GRAMMARS if grammar.header == header.line]
     roles = _find_roles(header.names, settings.columns)
     missing = [role for role in _REQUIRED_ROLES if role not in roles]
     if not missing:
-        return [*published, _columns_grammar(header, roles, sample, settings.id_base)]
+        return [*published, *_columns_grammars(header, roles, sample, settings)]
     if asked or settings.format == "columns":
         raise DataError(f"A CSV file with a header must have a column for each of {', '.join(_REQUIRED_ROLES)}",
                         value=f"no {missing[0]} column among {', '.join(header.names)}",
@@ -107,26 +137,171 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
     return published
 
 
-def _columns_grammar(header: _Header, roles: Mapping[str, list[int]], sample: pl.Series, id_base: str) -> Grammar:
-    any_time = f"(?P<timestamp>{NUMBER}|{DATE})"
-    pattern = _row_pattern(header, roles, _ID_WITH_PREFIX).replace(TIMESTAMP, any_time)
-    ids = sample.str.extract_groups(pattern).struct.field("id").drop_nulls()
+def _columns_grammars(
+    header: _Header, roles: Mapping[str, list[int]], sample: pl.Series, settings: CanDatasetSettings
+) -> list[Grammar]:
+    """Makes the grammar of a CSV file's rows, and the one that lets rows lack the label where it is the last cell."""
+    texts = _texts_of(header, roles).read(sample)
+    id_base = settings.id_base if settings.id_base != "auto" else texts.id_base()
+    byte_base = settings.byte_base if settings.byte_base != "auto" else texts.byte_base()
+    notes = texts.notes(settings)
+    id_content = _CONTENT["id"] if id_base == _HEX else _DECIMAL_ID
+    decimal_bytes = (byte_base or texts.usual_byte_base()) == _DEC
+    cells = _row_cells(header, roles, id_content, _DECIMAL_DATA if decimal_bytes else _HEX_DATA)
     unit = unit_of_name(header.names[roles["timestamp"][0]], _COLUMN_NAMES["timestamp"])
-    decimal = id_base == "dec" or (id_base == "auto" and not looks_hexadecimal(ids))
-    guessed = id_base == "auto" and decimal and not too_large_for_hexadecimal(ids)
-    return Grammar(
+    grammar = Grammar(
         name="columns",
-        pattern=_row_pattern(header, roles, _DECIMAL_ID if decimal else _CONTENT["id"]),
+        pattern=f"^{header.delimiter.join(cells)}[ \\r]*$",
         separators=_DATA_SEPARATORS,
-        id_base=10 if decimal else 16,
+        id_base=16 if id_base == _HEX else 10,
         byte_columns=len(roles["data"]) if len(roles["data"]) > 1 else 0,
+        payload_code="decimal" if decimal_bytes else "hex",
+        padded=True,
         fd_groups=("timestamp",),
         ticks_per_second=TICKS_PER_SECOND.get(unit or "", 1),
         unit_known=bool(unit),
         any_character=f'[^"{header.delimiter}]',
         header=header.line,
-        assumption=_DECIMAL_ASSUMPTION if guessed else "",
+        assumption=". ".join(notes),
     )
+    last = len(cells) - 1
+    if "label" not in roles:
+        late = _LATE_LABEL_OF_BYTES if grammar.byte_columns else _LATE_LABEL
+        return [replace(grammar, pattern=_with_late_cell(header, cells, late), unlabelled_rows=True)]
+    if roles["label"] != [last]:
+        return [grammar]
+    pattern = _with_late_cell(header, cells[:last], cells[last])
+    return [grammar, replace(grammar, pattern=pattern, unlabelled_rows=True)]
+
+
+def _with_late_cell(header: _Header, cells: Sequence[str], late: str) -> str:
+    return f"^{header.delimiter.join(cells)}(?:{header.delimiter}{late})?[ \\r]*$"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberTexts:
+    """The different texts of the CAN IDs and the payload bytes of CSV logs, by which their bases are decided.
+
+    Attributes:
+        header: The line above the rows.
+        pattern: Regular expression of a row with any content.
+        header_base: The base that the header tells; empty where it tells none.
+        ids: Texts of IDs.
+        numbers: Texts of payload bytes; of more digits than a byte has, the first.
+        in_columns: Whether each byte has a column of its own.
+        separated: Whether any payload in one column has several numbers.
+    """
+
+    header: str
+    pattern: str
+    header_base: str
+    ids: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
+    in_columns: bool = False
+    separated: bool = False
+
+    def read(self, lines: pl.Series) -> NumberTexts:
+        """Adds the texts of lines."""
+        rows = lines.filter(lines.str.strip_chars() != self.header)
+        fields = rows.str.extract_groups(self.pattern).struct.unnest()
+        ids = fields["id"].drop_nulls().unique()
+        cells = pl.concat([fields[name] for name in fields.columns if name.startswith("data")]).unique().drop_nulls()
+        numbers = cells.str.extract_all(r"\b[0-9A-Fa-fxX]+(?:\.0)?\b")
+        texts = numbers.explode().drop_nulls().str.head(_TOKEN_DIGITS).unique().to_list()
+        return replace(
+            self,
+            ids=self.ids | {*ids.filter(ids.str.contains("^(?:0[xX])?[0-9A-Fa-f]+$")).to_list()},
+            numbers=self.numbers | {*texts},
+            separated=self.separated or bool((numbers.list.len() > 1).any()),
+        )
+
+    def joined(self, other: NumberTexts) -> NumberTexts:
+        """Adds the texts of another log."""
+        return replace(
+            self,
+            header_base=self.header_base or other.header_base,
+            ids=self.ids | other.ids,
+            numbers=self.numbers | other.numbers,
+            separated=self.separated or other.separated,
+        )
+
+    def decided(self, settings: CanDatasetSettings) -> CanDatasetSettings:
+        """Returns settings that name the bases."""
+        bases = {"id_base": self.id_base() or _DEC, "byte_base": self.byte_base() or self.usual_byte_base()}
+        auto = {name: base for name, base in bases.items() if getattr(settings, name) == "auto"}
+        return replace(settings, **auto)
+
+    def contradicts_itself(self) -> bool:
+        """Returns whether some IDs can only be hexadecimal, and others only decimal."""
+        ids = pl.Series([*self.ids], dtype=pl.String)
+        return bool(ids.str.contains("[A-Za-z]").any()) and too_large_for_hexadecimal(ids)
+
+    def id_base(self) -> str:
+        """Returns the base of CAN IDs; empty where it cannot be told."""
+        ids = pl.Series([*self.ids], dtype=pl.String)
+        if self.header_base or ids.str.contains("[A-Za-z]").any():
+            return self.header_base or _HEX
+        if too_large_for_hexadecimal(ids):
+            return _DEC
+        if looks_hexadecimal(ids):
+            return _HEX
+        several = [text for text in self.ids if len(text) > 1 and text.isdecimal()]
+        # As hexadecimal numbers, standard IDs have three digits.
+        small = any(len(text) > 3 and int(text) <= _MAX_STANDARD_ID for text in several)
+        return _DEC if small or len(several) >= _MANY else ""
+
+    def byte_base(self) -> str:
+        """Returns the base of payload bytes; empty where it cannot be told, or makes no difference."""
+        if self.header_base == _HEX or (not self.in_columns and not self.separated):
+            return _HEX
+        whole = {text.removesuffix(".0") for text in self.numbers}
+        if any(not text.isdecimal() or (len(text) > 3 and not self.in_columns) for text in whole):
+            return _HEX
+        if whole != self.numbers or any(len(text) > 2 for text in whole):
+            return _DEC
+        if any(len(text) == 2 and text.startswith("0") for text in whole):
+            return _HEX
+        return _DEC if len([text for text in whole if len(text) > 1]) >= _MANY else ""
+
+    def usual_byte_base(self) -> str:
+        """Returns the base of payload bytes where it cannot be told: hexadecimal ones are written with two digits."""
+        return _DEC if self.in_columns or any(len(text) == 1 for text in self.numbers) else _HEX
+
+    def notes(self, settings: CanDatasetSettings) -> list[str]:
+        """Says which bases are assumed, in sentences."""
+        ids = [DECIMAL_IDS] if settings.id_base == "auto" and not self.id_base() else []
+        differs = any(len(text) > 1 for text in self.numbers)
+        unclear = settings.byte_base == "auto" and not self.byte_base() and self.usual_byte_base() == _DEC and differs
+        return [*ids, *([DECIMAL_BYTES] if unclear else [])]
+
+
+def number_texts(sample: pl.Series, settings: CanDatasetSettings) -> NumberTexts | None:
+    """Returns how a log's first lines write numbers; None where the log is no CSV file whose base is to be told.
+
+    Raises:
+        ConfigError: The header lacks a column that the user named.
+        DataError: A column that is needed is neither named nor recognised.
+    """
+    grammars = header_grammars(sample, settings)
+    if not grammars or grammars[0].name != "columns":
+        return None
+    header = _header_of(sample)
+    return _texts_of(header, _find_roles(header.names, settings.columns)).read(sample)
+
+
+def _texts_of(header: _Header, roles: Mapping[str, list[int]]) -> NumberTexts:
+    names = [plain_name(header.names[roles[role][0]]) for role in ("id", "data")]
+    in_columns = len(roles["data"]) > 1
+    if {plain_name(name) for name in header.names} >= _CANEDGE_COLUMNS:
+        base = _HEX
+    else:
+        base = next((base for base in (_HEX, _DEC) if names[0].endswith(base)), "")
+    any_number = f'[^"{header.delimiter}]*?'
+    cells = _row_cells(header, roles, f"(?P<id>{any_number})", (f"(?P<data_N>{any_number})", f"(?P<data>{any_number})"))
+    needed = 1 + max(*roles["id"], *roles["data"])  # cells behind these may be missing
+    pattern = f"^{header.delimiter.join(cells[:needed])}(?:{header.delimiter}|[ \\r]*$)"
+    pattern = pattern.replace(TIMESTAMP, f"(?P<timestamp>{any_number})")
+    return NumberTexts(header=header.line, pattern=pattern, header_base=base, in_columns=in_columns)
 
 
 def looks_hexadecimal(ids: pl.Series) -> bool:
@@ -139,7 +314,17 @@ def too_large_for_hexadecimal(ids: pl.Series) -> bool:
     return bool((ids.str.to_integer(base=16, dtype=pl.UInt64, strict=False) > MAX_CAN_ID).any())
 
 
-def _row_pattern(header: _Header, roles: Mapping[str, list[int]], id_content: str) -> str:
+# Of a column with one byte, whose number stands for N, and of one with the payload.
+_HEX_DATA: Final = (f"(?:0[xX])?(?P<data_N>{CELL})", _CONTENT["data"])
+_DECIMAL_DATA: Final = (
+    f"(?P<data_N>{DECIMAL_CELL})(?:\\.0)?",
+    rf"[\[(]?(?P<data>(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*)[\])]?",
+)
+
+
+def _row_cells(
+    header: _Header, roles: Mapping[str, list[int]], id_content: str, data_content: tuple[str, str]
+) -> list[str]:
     # Quotes around the delimiter, doubled quotes inside quotes: both are runs of unquoted and quoted text.
     any_cell = f'(?:[^"{header.delimiter}]|"[^"]*")*'
     cells = [any_cell for _ in header.names]
@@ -150,10 +335,11 @@ def _row_pattern(header: _Header, roles: Mapping[str, list[int]], id_content: st
             elif role == "channel":
                 cells[column] = f'[ "]*(?P<channel>[^"{header.delimiter}]*?)[ "]*'
             elif len(columns) > 1:
-                cells[column] = f'[ "]*(?:0[xX])?(?P<data_{i}>{CELL})[ "]*'
+                cells[column] = f'[ "]*{data_content[0].replace("data_N", f"data_{i}")}[ "]*'
             else:
-                cells[column] = f'[ "]*{id_content if role == "id" else _CONTENT[role]}[ "]*'
-    return f"^{header.delimiter.join(cells)}[ \\r]*$"
+                content = {**_CONTENT, "id": id_content, "data": data_content[1]}[role]
+                cells[column] = f'[ "]*{content}[ "]*'
+    return cells
 
 
 def _find_roles(names: list[str], columns: ColumnSettings) -> dict[str, list[int]]:
@@ -178,8 +364,9 @@ def _find_roles(names: list[str], columns: ColumnSettings) -> dict[str, list[int
 def _recognised_columns(names: list[str], role: str) -> list[int]:
     plain = [plain_name(name) for name in names]
     for synonym in _COLUMN_NAMES[role]:
-        if synonym in plain:
-            return [plain.index(synonym)]
+        for name in (synonym, f"{synonym}hex", f"{synonym}dec"):
+            if name in plain:
+                return [plain.index(name)]
     if role == "timestamp":
         units = [unit_of_name(name, _COLUMN_NAMES[role]) for name in names]
         return [column for column, unit in enumerate(units) if unit is not None][:1]
@@ -225,8 +412,9 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         raise DataError("A log must hold frames", value=f"{path} holds no rows", remedy="Give another log")
     if num_good[best] < RECOGNISED_SHARE * num_rows:
         if settings.format == "auto" and not grammars[best].header:
-            raise _unrecognised(settings.format, path, *first_row(sample))
-        raise _unrecognised(settings.format, path, *parsed[best].malformed.row(0)[:3])
+            raise _missing_column(sample, settings, path) or _unrecognised(settings.format, path, *first_row(sample))
+        bad = parsed[best].malformed.row(0)[:3]
+        raise _wrong_column(sample, settings, path, *bad) or _unrecognised(settings.format, path, *bad)
     grammar = with_unit(grammars[best], settings.time_unit, parsed[best], first)
     return _narrowed(grammar, parsed[best])
 
@@ -271,6 +459,47 @@ def _narrowed(grammar: Grammar, rows: ParsedRows) -> Recognised:
         pattern = _CHANNEL_GROUP.sub(lambda _: re.escape(channel), pattern)
     narrow = replace(grammar, pattern=pattern) if pattern != grammar.pattern else None
     return Recognised(grammar, narrow, channel)
+
+
+def _missing_column(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> DataError | None:
+    """Makes the error for a CSV file whose header names all needed columns but one; None for any other file."""
+    header = _header_of(sample)
+    roles = _find_roles(header.names, settings.columns)
+    missing = [role for role in _REQUIRED_ROLES if role not in roles]
+    if len(missing) != 1:
+        return None
+    has = ", ".join(f"{role} in {header.names[roles[role][0]]!r}" for role in _REQUIRED_ROLES if role in roles)
+    return DataError(f"A CSV log must have a column for each of {', '.join(_REQUIRED_ROLES)}",
+                     value=f"{path} has {has}, and no {missing[0]} among {', '.join(map(repr, header.names))}",
+                     remedy=_name_column(header, roles, missing[0], sample))  # fmt: skip
+
+
+def _wrong_column(
+    sample: pl.Series, settings: CanDatasetSettings, path: Path, position: int, line: str, reason: str
+) -> DataError | None:
+    """Makes the error for a CSV file of which one column does not hold what its name says."""
+    header = _header_of(sample)
+    roles = _find_roles(header.names, settings.columns)
+    role = {BAD_TIMESTAMP: "timestamp", BAD_ID: "id", BAD_PAYLOAD: "data", BAD_DECIMALS: "data"}.get(reason, "")
+    if not role or role not in roles:
+        return None
+    return DataError(f"The column {header.names[roles[role][0]]!r} of a CSV log must hold its {role}",
+                     value=f"{path}:{position + 1}: {shortened(line)!r}: {reason}",
+                     remedy=_name_column(header, roles, role, sample))  # fmt: skip
+
+
+def _name_column(header: _Header, roles: Mapping[str, Sequence[int]], role: str, sample: pl.Series) -> str:
+    """Writes the setting that names the column of a role: of those without a role, the one that looks most like it."""
+    taken = {column for columns in roles.values() for column in columns}
+    rows = list(csv.reader(sample.drop_nulls().head(RECOGNISED_LINES).to_list()[1:], delimiter=header.delimiter))
+    cells = {
+        name: {row[column].strip() for row in rows if column < len(row)}
+        for column, name in enumerate(header.names) if name and column not in taken
+    }  # fmt: skip
+    fitting = [name for name, texts in cells.items() if texts and all(map(_LOOKS[role].fullmatch, texts))]
+    name = max(fitting, key=lambda name: len(cells[name]), default="NAME")
+    setting = f"dataset.columns.{role}={name}" if name.isidentifier() else f"'dataset.columns.{role}=\"{name}\"'"
+    return f"{'Name the column' if fitting else 'Correct the log, or name the column'}: `--set {setting}`"
 
 
 def _unrecognised(wanted: str, path: Path, position: int, line: str, reason: str = "") -> DataError:

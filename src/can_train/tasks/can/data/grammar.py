@@ -27,6 +27,7 @@ DIGITS: Final = "[0-9]+"
 HEX: Final = "[0-9A-Fa-f]+"
 BYTE: Final = "[0-9A-Fa-f]{2}"
 CELL: Final = "[0-9A-Fa-f]{0,2}"
+DECIMAL_CELL: Final = "[0-9]{0,3}"
 BASE64: Final = "[0-9A-Za-z+/]*={0,2}"
 BLANKS: Final = r"[ \t]*"
 GAP: Final = r"[ \t]+"
@@ -42,6 +43,7 @@ NO_MATCH: Final = "the row is truncated or not of this format"
 BAD_TIMESTAMP: Final = "the timestamp is not a number"
 BAD_ID: Final = "the ID is not a number"
 BAD_PAYLOAD: Final = "the payload is not made of whole hexadecimal bytes"
+BAD_DECIMALS: Final = "the payload is not made of decimal numbers up to 255"
 LATE_TIMESTAMP: Final = "the timestamp is beyond any clock"
 
 
@@ -64,7 +66,7 @@ class Grammar:
             is the direction.
         id_base: 16 or 10.
         byte_columns: Number of groups `data_0`, ...; 0 where the payload is the one group `data`.
-        payload_code: How the payload is written: `hex`, `base64`, or `decimal` numbers in columns or between separators.
+        payload_code: How the payload is written: `hex`, `base64`, or `decimal` numbers.
         cut_to_dlc: Whether other fields that look like bytes may follow the payload.
         padded: Whether bytes behind the DLC fill the payload up: they are cut off, and the rows counted.
         fd_groups: Groups of which any marks a row whose payload may be that of a CAN FD frame.
@@ -240,22 +242,28 @@ def _payload_digits(grammar: Grammar) -> pl.Expr:
         cells = [pl.col(f"data_{i}") for i in range(grammar.byte_columns)]
         # Dots stand for an empty cell: those behind the payload are dropped, one inside it makes the number unreadable.
         return pl.concat_str(
-            pl.when(cell == "").then(pl.lit("..")).otherwise(cell.str.zfill(2)) for cell in cells
+            pl.when(cell == "")
+            .then(pl.lit(".."))
+            .otherwise(_decimal_byte(cell) if grammar.payload_code == "decimal" else cell.str.zfill(2))
+            for cell in cells
         ).str.strip_chars_end(".")
     digits = pl.col("data").fill_null("")
     if grammar.payload_code == "base64":
         digits = digits.str.decode("base64", strict=False).bin.encode("hex")
     elif grammar.payload_code == "decimal":
-        byte = pl.element().cast(pl.UInt8, strict=False).cast(pl.Int32)
-        # A number beyond a byte has no place in the table, and makes the payload unreadable.
-        number = byte.replace_strict({value: f"{value:02x}" for value in range(256)}, default="..")
-        digits = digits.str.extract_all(DIGITS).list.eval(number).list.join("")
+        digits = digits.str.extract_all(DIGITS).list.eval(_decimal_byte(pl.element())).list.join("")
     for separator in grammar.separators:
         digits = digits.str.replace_all(separator, "", literal=True)
     if grammar.cut_to_dlc:
         digits = digits.str.head(2 * _dlc(grammar)[0].fill_null(0))
     # A remote frame asks for data: its DLC is the length of the answer, and it has no payload of its own.
     return pl.when(pl.col("remote").is_null()).then(digits).otherwise(pl.lit("")) if grammar.has("remote") else digits
+
+
+def _decimal_byte(text: pl.Expr) -> pl.Expr:
+    byte = text.cast(pl.UInt8, strict=False).cast(pl.Int32)
+    # A number beyond a byte has no place in the table, and makes the payload unreadable.
+    return byte.replace_strict({value: f"{value:02x}" for value in range(256)}, default="xx")
 
 
 def _payload_columns(digits: pl.Expr, *, fd: bool) -> list[pl.Expr]:
@@ -383,10 +391,11 @@ def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Gr
     broken = broken.hstack([column.alias(f"other_{column.name}") for column in fields.get_columns()]).select(
         "position",
         "line",
-        pl.when(unmatched).then("other_reason").otherwise("reason").alias("reason"),
+        pl.when(unmatched).then("other_reason").otherwise("reason")
+        .replace({} if grammar.payload_code != "decimal" else {BAD_PAYLOAD: BAD_DECIMALS}).alias("reason"),
         pl.coalesce("id", "other_id").alias("id"),
         pl.coalesce("label", "other_label").alias("label"),
-    )
+    )  # fmt: skip
     return broken, error_frames
 
 
@@ -395,7 +404,9 @@ def _fields(lines: pl.Series, grammar: Grammar) -> pl.DataFrame:
     told.
     """
     # The same pattern with any content of timestamp, ID and payload: where it matches, one of the three is wrong.
-    pattern = grammar.pattern.replace(DATE, r"[^,;\t]+?").replace(CELL, f"{grammar.any_character}*")
+    pattern = grammar.pattern.replace(DATE, r"[^,;\t]+?")
+    for token in (CELL, DECIMAL_CELL):
+        pattern = pattern.replace(token, f"{grammar.any_character}*")
     for token in (BYTE, HEX, NUMBER, DIGITS):
         pattern = pattern.replace(token, f"{grammar.any_character}+")
     fields = lines.str.extract_groups(pattern).struct.unnest()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,7 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from can_train.errors import DataError
-from can_train.tasks.can.data.formats import recognise, shortened
+from can_train.tasks.can.data.formats import NumberTexts, number_texts, recognise, shortened
 from can_train.tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
 from can_train.tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, too_many_kinds
 from can_train.tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
@@ -97,6 +98,68 @@ class _TextLog:
         return replace(rows, timestamp=times[rows.position])
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecidedBases:
+    """The bases in which the CSV logs of a data set write CAN IDs and payload bytes.
+
+    Attributes:
+        settings: How each log is read, by its path.
+        notes: What was assumed, as sentences for the user.
+    """
+
+    settings: Mapping[Path, CanDatasetSettings]
+    notes: Sequence[str]
+
+
+def decide_bases(paths: Sequence[Path], settings: CanDatasetSettings, *, whole: bool = True) -> DecidedBases:
+    """Decides by all rows of all logs, since the first rows of one log may have numbers of either base.
+
+    Args:
+        paths: The logs of a data set.
+        settings: How they are read; a base that the user chose is taken.
+        whole: Whether more is read than the first lines of each log, where these do not tell.
+
+    Raises:
+        ConfigError: A log lacks a column that the user named.
+    """
+    if "auto" not in (settings.id_base, settings.byte_base):
+        return DecidedBases(settings=dict.fromkeys(paths, settings), notes=())
+    texts = {path: written for path in paths if (written := _first_numbers(path, settings)) is not None}
+    for path in texts if whole else ():
+        texts[path] = _all_numbers(path, texts)
+    joined = reduce(NumberTexts.joined, texts.values()) if texts else None
+    # Logs of different sources decide each for itself.
+    apart = joined is not None and joined.contradicts_itself()
+    decided = {path: (texts[path] if apart else joined or texts[path]).decided(settings) for path in texts}
+    notes = {
+        note: path.name for path, written in reversed(texts.items())
+        for note in (written if apart else joined or written).notes(settings)
+    }  # fmt: skip
+    more = f" and {len(texts) - 1} more logs" if len(texts) > 1 and not apart else ""
+    return DecidedBases(
+        settings={path: decided.get(path, settings) for path in paths},
+        notes=[f"{name}{more}: {note}" for note, name in notes.items()],
+    )
+
+
+def _first_numbers(path: Path, settings: CanDatasetSettings) -> NumberTexts | None:
+    try:
+        return None if recording_format(path) else number_texts(LogText(path).first_lines, settings)
+    except DataError:
+        return None  # whoever reads it raises the error
+
+
+def _all_numbers(path: Path, texts: Mapping[Path, NumberTexts]) -> NumberTexts:
+    """Reads a log until its numbers, together with those of the other logs, tell both bases."""
+    written = texts[path]
+    others = reduce(NumberTexts.joined, texts.values())
+    for _, lines in LogText(path).blocks():
+        if (both := others.joined(written)).id_base() and both.byte_base():
+            break
+        written = written.read(lines)
+    return written
+
+
 class LogReader:
     """One CAN log, streamed; `block_bytes` of text are parsed at once.
 
@@ -113,6 +176,8 @@ class LogReader:
         self, path: Path, settings: CanDatasetSettings, *, kind: str = "attack", block_bytes: int = BLOCK_BYTES
     ) -> None:
         self.path = path
+        bases = decide_bases([path], settings)
+        settings, self._notes = bases.settings[path], bases.notes
         binary = recording_format(path)
         self._log = Recording(path, binary) if binary else _TextLog(path, settings, block_bytes)
         self._grammar = None if isinstance(self._log, Recording) else self._log.grammar
@@ -227,6 +292,7 @@ class LogReader:
         return ReadReport(
             path=self.path,
             chosen_channel=self._channel,
+            base_notes=self._notes,
             notes=notes,
             some_labelled=self._has_labels and not self._all_labelled,
             decimal_ids=self.decimal_ids,
@@ -300,6 +366,10 @@ class LabelEncoder:
         return self.names.index(name)
 
 
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' if count > 1 else ''}"
+
+
 def _count(counter: Counter[Any], values: pl.Series) -> None:
     counter.update(dict(values.drop_nulls().value_counts().iter_rows()))
 
@@ -348,6 +418,7 @@ class ReadReport:
     lost_labels: Counter[str] = field(default_factory=Counter)  # and of each label
     channels: Counter[str] = field(default_factory=Counter)  # frames of each channel, those left out too
     chosen_channel: str = ""  # the only one that was read; empty: all were
+    base_notes: Sequence[str] = ()  # about the bases of numbers, as sentences that name the log
     notes: list[str] = field(default_factory=list)  # other things that the user should know, as sentences
 
     @property
@@ -416,15 +487,17 @@ class ReadReport:
             return ""
         rows = [self._lost_rows(can_id, count) for can_id, count in self.lost_ids.most_common(_MAX_LOST)]
         if more := len(self.lost_ids) - len(rows):
-            rows.append(f"rows of {more:,} other IDs")
+            rows.append(f"rows of {more:,} other IDs" if more > 1 else "rows of another ID")
         if unknown := self.malformed - self.lost_ids.total():
-            rows.append(f"{unknown:,} rows without a readable ID")
+            rows.append(f"{_rows(unknown)} without a readable ID")
         labels = [f"{count:,} × {label!r}" for label, count in self.lost_labels.most_common(_MAX_LOST) if label]
         return ", ".join(rows) + (f"; the labels of these rows are {', '.join(labels)}" if labels else "")
 
     def _lost_rows(self, can_id: int, count: int) -> str:
         total = count + self.ids[can_id]
-        rows = f"all {count:,} rows" if count == total else f"{count:,} of {total:,} rows"
+        rows = (
+            f"{count:,} of {total:,} rows" if count < total else f"all {_rows(count)}" if count > 1 else "the only row"
+        )
         return f"{rows} of ID {can_id if self.decimal_ids else f'0x{can_id:X}'}"
 
     def _named_channels(self) -> str:
@@ -435,7 +508,7 @@ class ReadReport:
     def summary(self) -> list[str]:
         """Describes what was wrong, in sentences for the user; empty if nothing was."""
         name = self.path.name
-        sentences = [f"{name}: {note}" for note in self.notes]
+        sentences = [*self.base_notes, *(f"{name}: {note}" for note in self.notes)]
         if len(self.channels) > 1:
             first = self.channels.most_common(1)[0][0]
             done = (

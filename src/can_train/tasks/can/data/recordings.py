@@ -5,10 +5,15 @@ Shapes: M frames.
 
 from __future__ import annotations
 
+import gc
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
+from io import StringIO
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -23,7 +28,8 @@ from can_train.tasks.can.data.log_text import missing_package
 BLOCK_FRAMES: Final = 2**17
 
 # By their first bytes.
-_MAGIC: Final = {b"LOGG": "blf", b"MDF     4": "mf4"}
+_UNFINISHED: Final = b"UnFinMF 4"  # of an MF4 file that its logger did not finalise, since it lost power
+_MAGIC: Final = {b"LOGG": "blf", b"MDF     4": "mf4", _UNFINISHED: "mf4"}
 _PACKAGES: Final = {"blf": "can", "mf4": "asammdf"}
 
 
@@ -85,8 +91,44 @@ class Recording:
             raise
         # The packages raise errors of many kinds on a damaged file.
         except Exception as error:
-            raise DataError(f"A log must be a whole {self.format.upper()} file", value=f"{self.path}: {error}",
-                            remedy="Copy or download it again") from error  # fmt: skip
+            failure = self._unreadable(error)
+        else:
+            return
+        # asammdf's object of a file that it could not open complains, with a traceback, when it is collected.
+        with redirect_stderr(StringIO()):
+            gc.collect()
+        raise failure
+
+    def _unreadable(self, error: Exception) -> DataError:
+        if self._is_unfinished():
+            return DataError("An MF4 file that its logger did not finalise must be one that asammdf can read",
+                             value=f"{self.path}: {error}",
+                             remedy="Finalise it with the logger's own tool, such as CANedge's mdf2finalized",
+                             )  # fmt: skip
+        return DataError(f"A log must be a whole {self.format.upper()} file", value=f"{self.path}: {error}",
+                         remedy="Copy or download it again")  # fmt: skip
+
+    def _is_unfinished(self) -> bool:
+        with self.path.open("rb") as file:
+            return file.read(len(_UNFINISHED)) == _UNFINISHED
+
+    @contextmanager
+    def _opened_mf4(self) -> Iterator[Any]:
+        if not self._is_unfinished():
+            with self._package.MDF(str(self.path)) as mdf:
+                yield mdf
+            return
+        # asammdf finalises a file in place, and prints its traceback where it cannot.
+        with TemporaryFile() as copy, redirect_stdout(StringIO()), self.path.open("rb") as file:
+            shutil.copyfileobj(file, copy)
+            with self._package.MDF(copy) as mdf:
+                for group in mdf.groups:
+                    # It leaves the counters of groups that have their data for themselves as they are.
+                    counted = group.channel_group
+                    record_bytes = counted.samples_byte_nr + counted.invalidation_bytes_nr
+                    data_bytes = sum(block.original_size for block in group.get_data_blocks())
+                    counted.cycles_nr = data_bytes // max(record_bytes, 1)
+                yield mdf
 
     def _blf_columns(self) -> Iterator[tuple[_Columns, int]]:
         # A reader that is given a path leaves a damaged file open.
@@ -97,7 +139,7 @@ class Recording:
                 yield _blf_frames(frames), len(block) - len(frames)
 
     def _mf4_columns(self) -> Iterator[tuple[_Columns, int]]:
-        with self._package.MDF(str(self.path)) as mdf:
+        with self._opened_mf4() as mdf:
             start_s = mdf.header.start_time.timestamp()
             parts: list[_Columns] = []
             error_frames = 0

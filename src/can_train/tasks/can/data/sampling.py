@@ -17,7 +17,7 @@ from can_train.tasks.can.data.dataset import CanData, DataSample, find_prepared,
 from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder, GraphWriter, Split, writing_graphs
 from can_train.tasks.can.data.layout import LOG, TEST, LogFile, find_logs
 from can_train.tasks.can.data.log_text import COMPRESSIONS
-from can_train.tasks.can.data.reading import LogReader, LogSample
+from can_train.tasks.can.data.reading import LogReader, LogSample, decide_bases
 from can_train.tasks.can.settings import CanDatasetSettings
 from can_train.tasks.can.synthetic.writing import synthetic_folder_name, write_synthetic
 
@@ -91,10 +91,13 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
         reporter.stage("Reading a sample of the logs", total=len(chosen), unit="logs") as stage,
     ):
         samples = {}
+        # The first lines alone: a dry run takes seconds.
+        bases = decide_bases([log.path for log in chosen], dataset, whole=False)
         for log in chosen:
-            samples[log] = _sample_log(dataset, log, len(chosen), writer)
+            samples[log] = _sample_log(bases.settings[log.path], log, len(chosen), writer)
             stage.advance()
         flat = _copy_to_memory(writer.finish())
+    flat = replace(flat, notices=(*bases.notes, *flat.notices))
     for notice in flat.notices:
         reporter.notice(notice)
     if not len(flat):

@@ -30,7 +30,7 @@ from can_train.tasks.can.data.dataset import (
 )
 from can_train.tasks.can.data.graphs import Floats, Ints, Split
 from can_train.tasks.can.data.layout import TEST, find_evaluation_logs, find_logs
-from can_train.tasks.can.data.reading import LogReader
+from can_train.tasks.can.data.reading import LogReader, decide_bases
 from can_train.tasks.can.evaluation import judging
 from can_train.tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, id_text, usual_windows
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines, vocabulary_lookup
@@ -313,7 +313,9 @@ class WindowEvaluation(Evaluation):
                                   usual_rows=usual_windows(rows, flagged))  # fmt: skip
             causes = dict(zip(wanted.tolist(), explainer.causes(rows[wanted]), strict=True))
         first = flat.first_frame[rows]
-        reader = LogReader(Path(flat.sources[flat.source[rows[0]]].path), self._request.dataset)
+        paths = [Path(source.path) for source in flat.sources]
+        path = paths[flat.source[rows[0]]]
+        reader = LogReader(path, decide_bases(paths, self._request.dataset).settings[path])
         lines = reader.line_numbers(np.concatenate([first, first + flat.window - 1])).reshape(2, -1)
         return FlaggedLog(
             flat=flat,
