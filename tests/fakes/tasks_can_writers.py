@@ -96,6 +96,17 @@ def candump(messages: Sequence[Message]) -> str:
     return "".join(_candump_line(m) + "\n" for m in messages)
 
 
+def candump_codes(messages: Sequence[Message]) -> str:
+    """What can-utils write of frames of 8 bytes with a DLC above 8, which classical CAN allows."""
+    return "".join(
+        f"{_candump_line(m)}{f'_{9 + m.microseconds % 7:X}' if len(m.payload) == 8 else ''}\n" for m in messages
+    )
+
+
+def candump_labelled_attacks(messages: Sequence[Message]) -> str:
+    return "".join(f"{_candump_line(m)}{' 1' if m.attack else ''}\n" for m in messages)
+
+
 def candump_spaced(messages: Sequence[Message]) -> str:
     return "".join(
         f" ({m.time})  can0  {m.hex_id}   [{len(m.payload)}]  "
@@ -139,7 +150,7 @@ def asc(messages: Sequence[Message]) -> str:
     return "\n".join([ASC_HEAD, *map(_asc_line, messages), ASC_TAIL])
 
 
-def _asc_line(m: Message) -> str:
+def _asc_line(m: Message, code_of_eight: str = "8") -> str:
     can_id = f"{m.can_id:X}{'x' if m.can_id > 0x7FF else ''}"
     if m.is_fd:
         code = (12, 16, 20, 24, 32, 48, 64).index(len(m.payload)) + 9
@@ -149,9 +160,24 @@ def _asc_line(m: Message) -> str:
         )
     if m.remote:
         return f"{m.time:>13} 1  {can_id:<15} Rx   r 8"
-    return (
-        f"{m.time:>13} 1  {can_id:<15} Rx   d {len(m.payload)} {m.hex_bytes}  Length = 240000 BitCount = 124 ID = 291x"
-    )
+    code = code_of_eight if len(m.payload) == 8 else len(m.payload)
+    return f"{m.time:>13} 1  {can_id:<15} Rx   d {code} {m.hex_bytes}  Length = 240000 BitCount = 124 ID = 291x"
+
+
+def asc_codes(messages: Sequence[Message]) -> str:
+    """ASC with DLCs above 8, which are hexadecimal letters, and with the lines of other events between the frames."""
+    event = "   0.000000 1  J1939TP FEE3p        6    0  0   -   Rx   d 23 A0 A0 A0 A0 A0 A0 A0 A0 A0"
+    rows = [_asc_line(m, "9ABCDEF"[m.microseconds % 7]) for m in messages]
+    return "\n".join([ASC_HEAD, *(line for row in rows for line in (row, event)), ASC_TAIL])
+
+
+def asc_decimal(messages: Sequence[Message]) -> str:
+    rows = [
+        f"{m.time:>13} 1  {m.can_id}{'x' if m.can_id > 0x7FF else ''} Rx   d {len(m.payload)} "
+        + " ".join(f"{byte:3d}".replace(" ", "0") for byte in m.payload)
+        for m in messages
+    ]
+    return "\n".join([ASC_HEAD.replace("base hex", "base dec"), *rows, ASC_TAIL])
 
 
 def trc_1_0(messages: Sequence[Message]) -> str:
@@ -221,6 +247,39 @@ def savvycan(messages: Sequence[Message]) -> str:
     return "\n".join(["Time Stamp,ID,Extended,Dir,Bus,LEN,D1,D2,D3,D4,D5,D6,D7,D8", *rows, ""])
 
 
+def savvycan_padded(messages: Sequence[Message]) -> str:
+    rows = [
+        f"{m.microseconds},{m.can_id:08X},{str(m.can_id > 0x7FF).lower()},Rx,0,{len(m.payload)},"
+        + "".join(f"{byte:02X}," for byte in m.payload.ljust(8, b"\x5a"))
+        for m in messages
+    ]
+    return "\n".join(["Time Stamp,ID,Extended,Dir,Bus,LEN,D1,D2,D3,D4,D5,D6,D7,D8", *rows, ""])
+
+
+def columns_of_decimal_bytes(messages: Sequence[Message]) -> str:
+    rows = [
+        ",".join([m.time, str(m.can_id), str(len(m.payload)), *map(str, m.payload.ljust(8, b"\0")), f"{m.attack:d}"])
+        for m in messages
+    ]
+    return "\n".join([f"timestamp,can_id,dlc,{','.join(f'd{i}' for i in range(8))},label", *rows, ""])
+
+
+def canedge(messages: Sequence[Message]) -> str:
+    codes = (*range(9), 12, 16, 20, 24, 32, 48, 64)
+    rows = [
+        f"{m.time};1;{m.can_id:X};{m.can_id > 0x7FF:d};{codes.index(len(m.payload))};{len(m.payload)};0;"
+        f"{m.is_fd:d};0;0;0;{m.payload.hex().upper()}"
+        for m in messages
+    ]
+    head = "TimestampEpoch;BusChannel;ID;IDE;DLC;DataLength;Dir;EDL;BRS;ESI;RTR;DataBytes"
+    return "\n".join([head, *rows, ""])
+
+
+def columns_labelled_attacks(messages: Sequence[Message]) -> str:
+    rows = [f"{m.time},0x{m.can_id:X},{m.payload.hex()}{',dos' if m.attack else ''}" for m in messages]
+    return "\n".join(["time,id,data,label", *rows, ""])
+
+
 def columns_dated(messages: Sequence[Message]) -> str:
     rows = [f"0x{m.can_id:X};{_ahead(m)};{m.payload.hex()};{'replay' if m.attack else 'normal'}" for m in messages]
     return "\n".join(["id;time;payload;class", *rows, ""])
@@ -285,6 +344,7 @@ class Writer:
         remote: Whether the format has remote frames.
         fd: Whether it has CAN FD frames.
         exact: Whether it holds seconds, so that times are read without rounding.
+        attacks_labelled: Whether attacks alone have a label, so that a log without any is unlabelled.
     """
 
     write: Callable[[Sequence[Message]], str]
@@ -293,6 +353,7 @@ class Writer:
     remote: bool = False
     fd: bool = False
     exact: bool = True
+    attacks_labelled: bool = False
 
     @property
     def labelled(self) -> bool:
@@ -312,11 +373,15 @@ WRITERS = {
         Writer(hcrl_text, "hcrl_text", UNLABELLED, remote=True),
         Writer(hcrl_challenge, "hcrl_challenge", ("benign", "flooding")),
         Writer(candump, "candump", UNLABELLED, remote=True, fd=True),
+        Writer(candump_codes, "candump", UNLABELLED, remote=True, fd=True),
+        Writer(candump_labelled_attacks, "candump", remote=True, fd=True, attacks_labelled=True),
         Writer(candump_spaced, "candump", UNLABELLED, remote=True, fd=True),
         Writer(candump_direction, "candump", UNLABELLED, remote=True, fd=True),
         Writer(candump_extra, "candump", UNLABELLED, remote=True, fd=True),
         Writer(candump_labelled, "candump_labelled", remote=True, fd=True),
         Writer(asc, "asc", UNLABELLED, remote=True, fd=True),
+        Writer(asc_codes, "asc", UNLABELLED, remote=True, fd=True),
+        Writer(asc_decimal, "asc", UNLABELLED),
         Writer(trc_1_0, "trc", UNLABELLED, remote=True, exact=False),
         Writer(trc_1_1, "trc", UNLABELLED, remote=True, exact=False),
         Writer(trc_1_3, "trc", UNLABELLED, remote=True, exact=False),
@@ -324,6 +389,10 @@ WRITERS = {
         Writer(trc_2_1, "trc", UNLABELLED, remote=True, fd=True, exact=False),
         Writer(python_can, "python_can", UNLABELLED, remote=True, fd=True),
         Writer(savvycan, "savvycan", UNLABELLED, fd=True, exact=False),
+        Writer(savvycan_padded, "savvycan", UNLABELLED, exact=False),
+        Writer(columns_of_decimal_bytes, "columns"),
+        Writer(canedge, "columns", UNLABELLED, fd=True),
+        Writer(columns_labelled_attacks, "columns", ("benign", "dos"), attacks_labelled=True),
         Writer(columns_dated, "columns", ("benign", "replay"), fd=True),
         Writer(whitespace, "whitespace", UNLABELLED, remote=True),
         Writer(whitespace_without_flags, "whitespace", UNLABELLED),

@@ -90,6 +90,79 @@ def test_the_base_of_ids_can_be_named(id_base: str, can_id: int) -> None:
     assert first_frame("timestamp,id,data\n1.5,316,", id_base=id_base)[1] == can_id
 
 
+@pytest.mark.parametrize(
+    ("cells", "payload", "told"),
+    [
+        (["0,16", "255,1"], "0010", False),  # three digits
+        (["016,099", "255,001"], "1063", False),
+        (["5.0,16.0", "7.0,"], "0510", False),  # as pandas writes numbers among empty cells
+        (["16,0a", "10,00"], "160a", False),
+        (["16,5", "10,f"], "1605", False),
+        (["16,05", "10,00"], "1605", False),  # decimal numbers have no leading zero
+        (["0x16,0x5", "0x10,0x7"], "1605", False),
+        (["16,5", "10,7"], "1005", True),
+        (["6,5", "1,7"], "0605", False),  # the same in either base
+        ([f"{number},{99 - number}" for number in range(10, 60)], "0a59", False),  # by chance none has a letter
+    ],
+)
+def test_columns_of_bytes_are_read_in_the_base_that_all_rows_tell(cells: list[str], payload: str, told: bool) -> None:
+    text = "\n".join(["timestamp,id,b0,b1", *[f"{number}.5,1024,{row}" for number, row in enumerate(cells)]])
+    assert first_frame(text)[2] == payload
+    assert ("dataset.byte_base=hex" in grammars(text)[0].assumption) == told
+
+
+@pytest.mark.parametrize(
+    ("cells", "payload"),
+    [
+        (["0 16 255", "1 2 3"], "0010ff"),
+        (["5 16 99", "1 2 3"], "051063"),
+        (["05 16", "0a 00"], "0516"),
+        (["0516"], "0516"),
+    ],
+)
+def test_a_payload_of_decimal_numbers_between_separators_is_read(cells: list[str], payload: str) -> None:
+    text = "\n".join(["timestamp,id,data", *[f"{number}.5,1024,{row}" for number, row in enumerate(cells)]])
+    assert first_frame(text)[2] == payload
+
+
+@pytest.mark.parametrize(("byte_base", "payload"), [("dec", "1005"), ("hex", "1605")])
+def test_the_base_of_bytes_can_be_named(byte_base: str, payload: str) -> None:
+    assert first_frame("timestamp,id,b0,b1\n1.5,1024,16,5", byte_base=byte_base)[2] == payload
+
+
+def test_a_decimal_number_beyond_a_byte_is_malformed() -> None:
+    text = "timestamp,id,b0,b1\n1.5,1024,16,5\n1.6,1024,256,5"
+    rows = parse_rows(pl.Series(text.splitlines()), grammars(text)[0])
+    assert rows.malformed["reason"].to_list() == ["the payload is not made of decimal numbers up to 255"]
+
+
+@pytest.mark.parametrize(
+    ("header", "can_id"),
+    [
+        ("TimestampEpoch;BusChannel;ID;IDE;DLC;DataLength;Dir;EDL;BRS;ESI;RTR;DataBytes", 0x110),
+        ("time;can_id_hex;data", 0x110),
+        ("time;can_id_dec;data", 110),
+        ("time;can_id;data", 110),
+    ],
+)
+def test_a_header_may_tell_the_base_of_ids(header: str, can_id: int) -> None:
+    row = "1.5;1;110;0;8;1;0;0;0;0;0;05" if header.startswith("TimestampEpoch") else "1.5;110;05"
+    assert first_frame(f"{header}\n{row}")[1:3] == (can_id, "05")
+
+
+@pytest.mark.parametrize(
+    ("ids", "can_id"),
+    [
+        (["110", "2024"], 110),  # no standard ID has four hexadecimal digits
+        ([str(number) for number in range(110, 131)], 110),  # by chance none of many has a letter
+        (["0110", "419356416"], 110),
+    ],
+)
+def test_ids_without_letters_may_be_surely_decimal(ids: list[str], can_id: int) -> None:
+    text = "\n".join(["timestamp,id,data", *[f"1.5,{one},05" for one in ids]])
+    assert (first_frame(text)[1], grammars(text)[0].assumption) == (can_id, "")
+
+
 @pytest.mark.parametrize(("can_id", "told"), [("316", True), ("419356416", False), ("0316", False)])
 def test_a_guess_at_the_base_is_told_to_the_person(can_id: str, told: bool) -> None:
     grammar = grammars(f"timestamp,id,data\n1.5,{can_id},")[0]

@@ -1,9 +1,11 @@
 """The readers against writers of every format: what was written is what is read, whatever the blocks and line ends."""
 
+import csv
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 
 from can_train.errors import DataError, MissingDataError
 from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import FORMATS, CanDatasetSettings
+from can_train.tasks.can.data.reading import LogReader, decide_bases
+from can_train.tasks.can.settings import FORMATS, CanDatasetSettings, ColumnSettings
 from fakes.tasks_can_writers import COMPRESSORS, WRITERS, Message, Writer, car_hacking, write_log
 
 AUTO = CanDatasetSettings()
@@ -68,7 +70,7 @@ def read_text(text: str, *, name: str = "log", block_bytes: int = 1 << 20) -> Re
 def assert_read_as_written(done: Read, written: Sequence[Message], writer: Writer) -> None:
     frames, any_attack = done.frames, writer.labelled and any(m.attack for m in written)
     assert done.reader.format == writer.format
-    assert done.reader.labelled == writer.labelled
+    assert done.reader.labelled == (writer.labelled and (any_attack or not writer.attacks_labelled))
     assert done.reader.kinds == list(writer.kinds[: 1 + any_attack])
     assert done.reader.report.malformed == done.reader.report.backwards == 0
     assert np.round(frames.timestamp * 1e6).astype(np.int64).tolist() == [m.microseconds for m in written]
@@ -134,6 +136,166 @@ def test_real_logs_read_without_a_malformed_row(name: str, log_format: str, num_
     done = read(SHARED_LOGS / name)
     assert (done.reader.format, len(done.frames), done.reader.kinds) == (log_format, num_frames, kinds)
     assert done.reader.report.malformed == done.reader.report.backwards == 0
+
+
+def frames_of_python_can(path: Path) -> list[tuple[float, int, str, int]]:
+    can = pytest.importorskip("can")
+    reader = can.ASCReader(str(path), relative_timestamp=True)
+    return [(round(m.timestamp, 6), m.arbitration_id, bytes(m.data).hex(), 0) for m in reader]
+
+
+def frames_of_csv(path: Path, delimiter: str = ",") -> list[tuple[float, int, str, int]]:
+    """Frames as the header of a quirk says: by hand, since python-can reads none of these files."""
+    frames = []
+    for row in csv.DictReader(path.read_text().splitlines(), delimiter=delimiter):
+        if "DataBytes" in row:
+            frames.append((float(row["TimestampEpoch"]), int(row["ID"], 16), row["DataBytes"].lower(), 0))
+        elif "LEN" in row:
+            data = "".join(row[f"D{number}"] for number in range(1, int(row["LEN"]) + 1))
+            frames.append((int(row["Time Stamp"]) / 1e6, int(row["ID"], 16), data.lower(), 0))
+        else:
+            payload = bytes(int(row[f"d{number}"]) for number in range(int(row["dlc"])))
+            frames.append((float(row["timestamp"]), int(row["can_id"]), payload.hex(), int(row["label"])))
+    return frames
+
+
+def frames_of_candump(path: Path) -> list[tuple[float, int, str, int]]:
+    words = [line.split() for line in path.read_text().splitlines()]
+    return [
+        (float(time[1:-1]), int(frame.split("#")[0], 16), frame.split("#")[1].lower(), int(bool(label)))
+        for time, _, frame, *label in words
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "num_attacks"),
+    [
+        ("asc_dlc_letter_payload_lost.asc", frames_of_python_can, 0),
+        ("asc_j1939tp_lines.asc", frames_of_python_can, 0),
+        ("canedge_hex_ids_without_letters.csv", partial(frames_of_csv, delimiter=";"), 0),
+        ("csv_decimal_bytes_small.csv", frames_of_csv, 0),
+        ("savvycan_padded_dlc.csv", frames_of_csv, 0),
+        ("labels_only_on_attack_rows.log", frames_of_candump, 5),
+    ],
+)
+def test_logs_as_public_bug_reports_describe_them_are_read_frame_by_frame(
+    name: str, truth: Callable[[Path], list[tuple[float, int, str, int]]], num_attacks: int
+) -> None:
+    path = SHARED_LOGS / "quirks" / name
+    if not path.exists():
+        pytest.skip(f"{name} is not beside this checkout, in shared/data/can/quirks")
+    done = read(path)
+    frames = done.frames
+    payloads = [bytes(row[:size]).hex() for row, size in zip(frames.payload, frames.length, strict=True)]
+    columns = (frames.timestamp.round(6).tolist(), frames.can_id.tolist(), payloads, frames.label.tolist())
+    assert list(zip(*columns, strict=True)) == truth(path)
+    assert (done.reader.report.malformed, int((frames.label > 0).sum())) == (0, num_attacks)
+
+
+def test_labels_that_begin_after_the_first_lines_are_read_and_counted(tmp_path: Path) -> None:
+    rows = [f"({i / 1000:.6f}) can0 123#{i % 256:02X}{' dos' if i >= 4990 else ''}" for i in range(5000)]
+    done = read(write_log(tmp_path / "drive.log", "\n".join(rows) + "\n"), block_bytes=20_000)
+    assert (done.reader.labelled, done.reader.kinds, int(done.frames.label.sum())) == (True, ["benign", "dos"], 10)
+    assert done.reader.report.summary() == [
+        "drive.log: 10 rows have a label; the 4,990 rows without a label are benign"
+    ]
+
+
+def test_a_log_that_begins_with_attacks_may_lack_labels_later(tmp_path: Path) -> None:
+    done = read(
+        write_log(tmp_path / "log", "".join(f"(1.{i:04}) can0 1#{'' if i > 1500 else ' 1'}\n" for i in range(3000)))
+    )
+    assert (len(done.frames), int(done.frames.label.sum())) == (3000, 1501)
+
+
+def test_rows_of_which_each_should_have_a_label_are_no_benign_rows_without_it(tmp_path: Path) -> None:
+    rows = [f"(1.{i:03}) can0 1# {i % 2}\n" for i in range(200)]
+    report = read(write_log(tmp_path / "log", "".join([*rows, "(2.0) can0 1#\n"]))).reader.report
+    assert (report.frames, report.reasons) == (200, {"the label is missing": 1})
+
+
+def test_a_remedy_that_leaves_rows_out_names_their_ids_and_labels(tmp_path: Path) -> None:
+    rows = ["timestamp,arbitration_id,dlc,data,label"]
+    rows += [f"{i / 100},0x{0x100 + i % 4:X},2,{'00' if i % 4 == 1 else '0011'},{'dos' if i % 8 == 1 else 'normal'}"
+             for i in range(40)]  # fmt: skip
+    path = write_log(tmp_path / "drive.csv", "\n".join([*rows, "0.41,0x103,2,001", "rubbish"]))
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert caught.value.remedy == (
+        "Repair the log, or allow more with `--set dataset.max_malformed=0.29`, which leaves out all 10 rows of ID "
+        "0x101, 1 of 11 rows of ID 0x103, 1 row without a readable ID; the labels of these rows are 5 × 'dos', "
+        "5 × 'normal'"
+    )
+    summary = read(path, CanDatasetSettings(max_malformed=0.29)).reader.report.summary()
+    assert summary[1] == (
+        "drive.csv: left out are all 10 rows of ID 0x101, 1 of 11 rows of ID 0x103, 1 row without a readable ID; the "
+        "labels of these rows are 5 × 'dos', 5 × 'normal'"
+    )
+
+
+def test_payloads_that_are_filled_up_are_cut_and_counted(tmp_path: Path) -> None:
+    rows = ["timestamp,arbitration_id,dlc,data", *[f"{i}.5,0x1,{i % 9},{bytes(range(8)).hex()}" for i in range(18)]]
+    done = read(write_log(tmp_path / "drive.csv", "\n".join(rows)))
+    assert done.frames.length.tolist() == [i % 9 for i in range(18)]
+    assert [row[size:].any() for row, size in zip(done.frames.payload, done.frames.length, strict=True)] == [False] * 18
+    assert done.reader.report.summary() == ["drive.csv: 16 payloads have more bytes than their DLC, and were cut to it"]
+
+
+def test_can_xl_frames_are_told(tmp_path: Path) -> None:
+    rows = [*[f"(1.{i:03}) can0 123#00\n" for i in range(9)], "(2.0) can0 45123#81:00:12345678#1122\n"]
+    report = read(write_log(tmp_path / "drive.log", "".join(rows))).reader.report
+    assert report.summary() == ["drive.log: 1 CAN XL frames were left out: they have no CAN ID"]
+
+
+def write_csv(path: Path, ids: Sequence[str], late: str = "", header: str = "timestamp,can_id,dlc,data") -> Path:
+    """Writes more rows than the first lines have by which a format is recognised; the last ones have the ID `late`."""
+    rows = [f"{i / 1000:.3f},{ids[i % len(ids)]},2,{i % 65536:04x}" for i in range(60_000)]
+    last = [f"{60 + i / 1000:.3f},{late or ids[0]},2,00ff" for i in range(5)]
+    return write_log(path, "\n".join([header, *rows, *last]))
+
+
+def test_all_logs_of_a_folder_have_ids_of_one_base(tmp_path: Path) -> None:
+    plain = write_csv(tmp_path / "a.csv", ["110", "220"])
+    telling = write_csv(tmp_path / "b.csv", ["110", "330"], late="7E8")
+    labelled = write_csv(tmp_path / "c.csv", ["110", "220"], header="timestamp,can_id,dlc,data,label")
+    alone, together = decide_bases([plain], AUTO), decide_bases([plain, telling, labelled], AUTO)
+    assert [one.id_base for one in together.settings.values()] == ["hex"] * 3
+    assert (alone.settings[plain].id_base, len(alone.notes), together.notes) == ("dec", 1, [])
+    assert alone.notes[0].startswith("a.csv: CAN IDs were read as decimal numbers")
+
+
+def test_logs_of_different_sources_in_one_folder_decide_each_for_itself(tmp_path: Path) -> None:
+    hexadecimal = write_log(tmp_path / "a.csv", "timestamp,id,data\n1.5,12A,00\n1.6,12B,00\n")
+    decimal = write_log(tmp_path / "b.csv", "time,can_id,data\n1.5,419356416,00\n1.6,419356417,00\n")
+    bases = decide_bases([hexadecimal, decimal], AUTO).settings
+    assert [bases[path].id_base for path in (hexadecimal, decimal)] == ["hex", "dec"]
+
+
+def test_a_base_that_was_chosen_is_taken(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "a.csv", "timestamp,id,data\n1.5,110,00\n")
+    chosen = decide_bases([path], CanDatasetSettings(id_base="hex", byte_base="hex"))
+    assert (chosen.settings[path].id_base, chosen.notes) == ("hex", ())
+    assert read(path, CanDatasetSettings(id_base="hex")).frames.can_id.tolist() == [0x110]
+
+
+def test_a_header_that_lacks_one_column_is_told_which_and_the_setting_that_names_it(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "a.csv", "time,addr,payload,bus\n" + "".join(f"{i},1{i % 3}A,00,0\n" for i in range(9)))
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert caught.value.value == (
+        f"{path} has timestamp in 'time', data in 'payload', and no id among 'time', 'addr', 'payload', 'bus'"
+    )
+    assert caught.value.remedy == "Name the column: `--set dataset.columns.id=addr`"
+    assert read(path, CanDatasetSettings(columns=ColumnSettings(id="addr"))).frames.can_id[0] == 0x10A
+
+
+def test_a_column_that_holds_something_else_is_told_and_the_setting_that_names_another(tmp_path: Path) -> None:
+    path = write_log(tmp_path / "a.csv", "time,id,data,ECU id\n1.5,engine,00,12A\n1.6,brake,00,12B\n")
+    with pytest.raises(
+        DataError, match=r"The column 'id' of a CSV log must hold its id: .*'1.5,engine,00,12A'"
+    ) as caught:
+        read(path)
+    assert caught.value.remedy == "Name the column: `--set 'dataset.columns.id=\"ECU id\"'`"
 
 
 def test_attacks_without_a_name_are_called_as_the_caller_says(tmp_path: Path) -> None:

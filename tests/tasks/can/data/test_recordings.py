@@ -142,7 +142,7 @@ def test_a_damaged_mf4_file_ends_with_an_error_and_no_traceback(tmp_path: Path) 
 
 
 def unfinished(path: Path) -> Path:
-    """Makes the copy of an MF4 file that a logger would have left without power: no counter and no length is written."""
+    """Makes a copy of an MF4 file as a logger leaves it that loses power: no counter and no length is written."""
     from asammdf import MDF
 
     with MDF(str(path)) as mdf:

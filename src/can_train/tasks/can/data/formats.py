@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 RECOGNISED_LINES: Final = 1000  # enough to outvote damaged rows, parsed by all grammars in milliseconds
 RECOGNISED_SHARE: Final = 0.5  # of those rows must be well-formed: with fewer, the grammar matches by accident
 
+_CUT_OFF_SHARE: Final = 0.01  # of the rows may have lost their label
 _DELIMITERS: Final = ",;\t"
 _REQUIRED_ROLES: Final = ("timestamp", "id", "data")
 # Names of columns, the most specific first, in lower case and without anything but letters and digits.
@@ -71,6 +72,10 @@ DECIMAL_IDS: Final = (
 DECIMAL_BYTES: Final = (
     "payload bytes were read as decimal numbers, because none has a letter or a leading zero; if they are hexadecimal, "
     "use `--set dataset.byte_base=hex`"
+)
+HEXADECIMAL_BYTES: Final = (
+    "payload bytes were read as hexadecimal numbers, as CAN IDs are, although none has a letter or a leading zero; if "
+    "they are decimal, use `--set dataset.byte_base=dec`"
 )
 _HEX, _DEC = "hex", "dec"
 # Different numbers of two digits or more, none of which has a letter, from which on all of them are decimal: of
@@ -227,9 +232,12 @@ class NumberTexts:
 
     def decided(self, settings: CanDatasetSettings) -> CanDatasetSettings:
         """Returns settings that name the bases."""
-        bases = {"id_base": self.id_base() or _DEC, "byte_base": self.byte_base() or self.usual_byte_base()}
-        auto = {name: base for name, base in bases.items() if getattr(settings, name) == "auto"}
-        return replace(settings, **auto)
+        id_base, byte_base = self.id_base() or _DEC, self.byte_base() or self.usual_byte_base()
+        return replace(
+            settings,
+            id_base=id_base if settings.id_base == "auto" else settings.id_base,
+            byte_base=byte_base if settings.byte_base == "auto" else settings.byte_base,
+        )
 
     def contradicts_itself(self) -> bool:
         """Returns whether some IDs can only be hexadecimal, and others only decimal."""
@@ -264,15 +272,19 @@ class NumberTexts:
         return _DEC if len([text for text in whole if len(text) > 1]) >= _MANY else ""
 
     def usual_byte_base(self) -> str:
-        """Returns the base of payload bytes where it cannot be told: hexadecimal ones are written with two digits."""
-        return _DEC if self.in_columns or any(len(text) == 1 for text in self.numbers) else _HEX
+        """Returns the base of payload bytes where it cannot be told."""
+        # In one column, hexadecimal numbers have two digits.
+        if not self.in_columns:
+            return _DEC if any(len(text) == 1 for text in self.numbers) else _HEX
+        return _HEX if self.id_base() == _HEX else _DEC
 
     def notes(self, settings: CanDatasetSettings) -> list[str]:
         """Says which bases are assumed, in sentences."""
         ids = [DECIMAL_IDS] if settings.id_base == "auto" and not self.id_base() else []
-        differs = any(len(text) > 1 for text in self.numbers)
-        unclear = settings.byte_base == "auto" and not self.byte_base() and self.usual_byte_base() == _DEC and differs
-        return [*ids, *([DECIMAL_BYTES] if unclear else [])]
+        # Numbers of one digit are the same in either base.
+        unclear = settings.byte_base == "auto" and not self.byte_base() and any(len(text) > 1 for text in self.numbers)
+        sentence = HEXADECIMAL_BYTES if self.usual_byte_base() == _HEX else DECIMAL_BYTES
+        return [*ids, *([sentence] if unclear else [])]
 
 
 def number_texts(sample: pl.Series, settings: CanDatasetSettings) -> NumberTexts | None:
@@ -405,8 +417,8 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
     num_good = [len(rows.position) for rows in parsed]
     # Another grammar may take an error frame for one without a payload.
     left_out = [rows.error_frames + rows.xl_frames for rows in parsed]
-    rarely = [_is_rarely_labelled(grammar, rows, settings) for grammar, rows in zip(grammars, parsed, strict=True)]
-    best = int(np.argmax([good + left - rare / 2 for good, left, rare in zip(num_good, left_out, rarely, strict=True)]))
+    lead = [_lead_of_labels(grammar, rows, settings) for grammar, rows in zip(grammars, parsed, strict=True)]
+    best = int(np.argmax([sum(counts) for counts in zip(num_good, left_out, lead, strict=True)]))
     num_rows = num_good[best] + len(parsed[best].malformed)
     if num_rows == 0:
         raise DataError("A log must hold frames", value=f"{path} holds no rows", remedy="Give another log")
@@ -414,20 +426,22 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         if settings.format == "auto" and not grammars[best].header:
             raise _missing_column(sample, settings, path) or _unrecognised(settings.format, path, *first_row(sample))
         bad = parsed[best].malformed.row(0)[:3]
-        raise _wrong_column(sample, settings, path, *bad) or _unrecognised(settings.format, path, *bad)
+        raise _wrong_column(sample, settings, path, bad) or _unrecognised(settings.format, path, *bad)
     grammar = with_unit(grammars[best], settings.time_unit, parsed[best], first)
     return _narrowed(grammar, parsed[best])
 
 
-def _is_rarely_labelled(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSettings) -> bool:
-    """Returns whether a grammar needs a label in each row although none of the first rows has a benign one: attacks
-    alone may be labelled, and the log may begin with some.
+def _lead_of_labels(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSettings) -> float:
+    """Returns how many rows a grammar that needs a label in each row may read less than one that does not.
+
+    Few rows without a label were cut off. Where no row has a benign label, attacks alone are labelled, and the log may
+    begin with attacks.
     """
     if rows.label is None or grammar.unlabelled_rows:
-        return False
+        return 0.0
     benign = {value.casefold() for value in settings.benign_values}
     words = {word.casefold() for label in rows.label.unique().to_list() for word in (label.split() or [""])}
-    return not words & benign
+    return _CUT_OFF_SHARE * len(rows.position) if words & benign else -0.5
 
 
 def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series) -> Grammar:
@@ -475,9 +489,10 @@ def _missing_column(sample: pl.Series, settings: CanDatasetSettings, path: Path)
 
 
 def _wrong_column(
-    sample: pl.Series, settings: CanDatasetSettings, path: Path, position: int, line: str, reason: str
+    sample: pl.Series, settings: CanDatasetSettings, path: Path, bad: tuple[int, str, str]
 ) -> DataError | None:
-    """Makes the error for a CSV file of which one column does not hold what its name says."""
+    """Makes the error for a CSV file of which one column does not hold what its name says, as in the row `bad`."""
+    position, line, reason = bad
     header = _header_of(sample)
     roles = _find_roles(header.names, settings.columns)
     role = {BAD_TIMESTAMP: "timestamp", BAD_ID: "id", BAD_PAYLOAD: "data", BAD_DECIMALS: "data"}.get(reason, "")

@@ -366,6 +366,11 @@ class LabelEncoder:
         return self.names.index(name)
 
 
+def _largest(counter: Counter[Any]) -> list[tuple[Any, int]]:
+    """Returns the largest counts; equal ones in the order of their keys."""
+    return sorted(counter.items(), key=lambda item: (-item[1], item[0]))[:_MAX_LOST]
+
+
 def _rows(count: int) -> str:
     return f"{count:,} row{'s' if count > 1 else ''}"
 
@@ -485,12 +490,12 @@ class ReadReport:
         """Names the CAN IDs and the labels of malformed rows, as far as they can be told; empty if there are none."""
         if not self.malformed:
             return ""
-        rows = [self._lost_rows(can_id, count) for can_id, count in self.lost_ids.most_common(_MAX_LOST)]
+        rows = [self._lost_rows(can_id, count) for can_id, count in _largest(self.lost_ids)]
         if more := len(self.lost_ids) - len(rows):
             rows.append(f"rows of {more:,} other IDs" if more > 1 else "rows of another ID")
         if unknown := self.malformed - self.lost_ids.total():
             rows.append(f"{_rows(unknown)} without a readable ID")
-        labels = [f"{count:,} × {label!r}" for label, count in self.lost_labels.most_common(_MAX_LOST) if label]
+        labels = [f"{count:,} × {label!r}" for label, count in _largest(self.lost_labels) if label]
         return ", ".join(rows) + (f"; the labels of these rows are {', '.join(labels)}" if labels else "")
 
     def _lost_rows(self, can_id: int, count: int) -> str:

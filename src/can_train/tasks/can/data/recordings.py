@@ -90,7 +90,7 @@ class Recording:
         except CanTrainError:
             raise
         # The packages raise errors of many kinds on a damaged file.
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised below, once asammdf's object is gone
             failure = self._unreadable(error)
         else:
             return
