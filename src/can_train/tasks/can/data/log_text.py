@@ -11,6 +11,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -26,7 +27,16 @@ RECOGNISED_BYTES: Final = 2**20  # beginning of a log by which its format is rec
 MAX_LINE_BYTES: Final = RECOGNISED_BYTES
 
 _SKIP_BYTES: Final = 2**20  # decompressed at once on the way to a later part of a text
-_CONVERTED_BYTES: Final = 2**16  # decompressed or decoded at once
+_CONVERTED_BYTES: Final = 2**16  # read at once to be decompressed or decoded
+# Decompressed at once. A zstd block of four bytes holds up to 128 KiB of text, so that a piece holds up to 32 MiB.
+_PIECE_BYTES: Final = 2**10
+# Text that a compressed file may refer back to, which its decompressor keeps: that of `zstd --long`, and twice that of
+# `xz -9`. A file can ask for gigabytes.
+WINDOW_BYTES: Final = 2**27
+_XZ_BYTES: Final = 2**20  # that a decompressor needs beside
+MAX_NESTED: Final = 2  # compressions of one file, each with a window of its own
+# Lines of a block at most. The shortest rows of a log have about 30 bytes, so that only other text has more of them.
+MAX_BLOCK_LINES: Final = 2**19
 _DAMAGE: Final = (EOFError, zlib.error, lzma.LZMAError)  # what reading a damaged file raises, beside OSError
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _CONTROL_BYTES: Final = bytes(set(range(32)) - set(b"\t\n\v\f\r"))  # no text has them
@@ -54,6 +64,10 @@ def missing_package(what: str, extra: str) -> DataError:
     """Makes the error for a log that a package is needed for."""
     return DataError("What reads a log must be installed", value=f"the package for {what} is missing",
                      remedy=f'Install it: pip install "can-train[{extra}]"')  # fmt: skip
+
+
+class _WindowTooLargeError(Exception):
+    """A compressed text refers back over more than `WINDOW_BYTES`."""
 
 
 class _Converted(ABC):
@@ -101,26 +115,32 @@ class _Utf16AsUtf8(_Converted):
         return b""
 
 
-class _Zstd(_Converted):
-    # The package's own reader takes a truncated file for a whole one.
-    def __init__(self, raw: IO[bytes]) -> None:
+class _Frames(_Converted):
+    """Frames of compressed text, one behind the other; those of zstd, and the streams of xz.
+
+    A piece of some bytes may hold gigabytes of text, and these decompressors return all of it at once.
+    """
+
+    # The own readers of both packages are not used: zstandard's takes a truncated file for a whole one, and lzma's
+    # takes as much memory as the file's header asks for.
+    def __init__(self, raw: Any, new_frame: Callable[[], Any], failure: type[Exception]) -> None:
         super().__init__()
-        try:
-            import zstandard
-        except ImportError as error:
-            raise missing_package("a log compressed by zstd (zstandard)", "can") from error
         self._raw = raw
-        self._error = zstandard.ZstdError
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._frame = self._new_frame()
-        self._unused = b""
+        self._failure = failure
+        self._new_frame = new_frame
+        self._frame = new_frame()
+        self._input = memoryview(b"")
         self._begun = False  # a frame that has not ended
 
     def _more(self) -> bytes:
-        while part := self._unused or self._raw.read(_CONVERTED_BYTES):
-            text = self._decompressed(part)
-            self._unused = self._frame.unused_data
+        while self._input or self._refilled():
+            piece = self._input[:_PIECE_BYTES]
+            if not self._begun and (padding := len(piece) - len(bytes(piece).lstrip(b"\0"))):
+                self._input = self._input[padding:]
+                continue
+            text = self._decompressed(piece)
             self._begun = not self._frame.eof
+            self._input = self._input[len(piece) - len(self._frame.unused_data) :]
             if self._frame.eof:
                 self._frame = self._new_frame()
             if text:
@@ -129,12 +149,31 @@ class _Zstd(_Converted):
             raise EOFError("it ends inside a block")
         return b""
 
-    def _decompressed(self, part: bytes) -> bytes:
+    def _refilled(self) -> bool:
+        self._input = memoryview(self._raw.read(_CONVERTED_BYTES))
+        return bool(self._input)
+
+    def _decompressed(self, piece: memoryview) -> bytes:
         try:
-            text: bytes = self._frame.decompress(part)
-        except self._error as error:
+            text: bytes = self._frame.decompress(piece)
+        except self._failure as error:
+            if "memory" in str(error).lower():  # both packages have no other sign of their limits
+                raise _WindowTooLargeError from error
             raise EOFError(str(error)) from error
         return text
+
+
+def _open_zstd(raw: Any) -> _Frames:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise missing_package("a log compressed by zstd (zstandard)", "can") from error
+    decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES)
+    return _Frames(raw, decompressor.decompressobj, zstandard.ZstdError)
+
+
+def _open_xz(raw: Any) -> _Frames:
+    return _Frames(raw, lambda: lzma.LZMADecompressor(memlimit=WINDOW_BYTES + _XZ_BYTES), lzma.LZMAError)
 
 
 class Compression(NamedTuple):
@@ -143,14 +182,21 @@ class Compression(NamedTuple):
     name: str
     suffix: str
     magic: bytes
-    open: Callable[[IO[bytes]], Any]
+    open: Callable[[Any], Any]  # each unpacks a bounded piece at once, however much text it holds
 
 
 COMPRESSIONS: Final = (
-    Compression("gzip", ".gz", b"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw)),
+    Compression("gzip", ".gz", b"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw, mode="rb")),
     Compression("bzip2", ".bz2", b"BZh", bz2.BZ2File),
-    Compression("xz", ".xz", b"\xfd7zXZ\0", lzma.LZMAFile),
-    Compression("zstd", ".zst", b"\x28\xb5\x2f\xfd", _Zstd),
+    Compression("xz", ".xz", b"\xfd7zXZ\0", _open_xz),
+    Compression("zstd", ".zst", b"\x28\xb5\x2f\xfd", _open_zstd),
+)
+# Files of several files: (offset of a mark, the mark, the program that unpacks them).
+_ARCHIVES: Final = (
+    (0, b"PK\3\4", "unzip"),
+    (0, b"7z\xbc\xaf\x27\x1c", "7z x"),
+    (0, b"Rar!", "unrar x"),
+    (257, b"ustar", "tar -xf"),
 )
 
 
@@ -176,6 +222,10 @@ class LogText:
             start = stream.read(RECOGNISED_BYTES)
         if not start.removeprefix(_BYTE_ORDER_MARK).strip():
             raise DataError("A log must hold frames", value=f"{path} is empty", remedy="Give another log")
+        for offset, mark, program in _ARCHIVES:
+            if start.startswith(mark, offset):
+                raise DataError("A log must be one file, not an archive of files", value=str(path),
+                                remedy=f"Unpack it, and give the folder: {program} {path}")  # fmt: skip
         if len(start) - len(start.translate(None, _CONTROL_BYTES)) > _MAX_CONTROL_SHARE * len(start):
             raise DataError(
                 "A log must be text (UTF-8 or UTF-16, plain or compressed), or a BLF or MF4 file",
@@ -196,8 +246,9 @@ class LogText:
         """
         next_line = 1
         with self._open() as (stream, _, _):
-            for text in self._whole_lines(stream):
-                yield next_line, _split_lines(text)
+            for text in chain.from_iterable(map(_pieces, self._whole_lines(stream))):
+                if not text.isspace():
+                    yield next_line, _split_lines(text)
                 next_line += text.count(b"\n")
             if _file_state(self._path) != self._state:
                 raise changed_log(self._path)
@@ -256,27 +307,44 @@ class LogText:
     @contextmanager
     def _open(self) -> Iterator[_Stream]:
         """Opens the file, decompresses and decodes it where it is necessary, and translates errors."""
-        found = None
+        compression = None
         try:
             with self._path.open("rb") as raw:
-                start = raw.peek(_PEEKED_BYTES)
-                found = next((one for one in COMPRESSIONS if start.startswith(one.magic)), None)
-                stream = found.open(raw) if found else raw
+                stream: Any = raw
+                for _ in range(MAX_NESTED):
+                    if (next_one := _compression_of(stream)) is None:
+                        break
+                    compression = next_one
+                    stream = compression.open(stream)
+                if compression and _compression_of(stream):
+                    raise DataError(f"A log may be compressed {MAX_NESTED} times at most", value=str(self._path),
+                                    remedy="Unpack it, and give the unpacked log")  # fmt: skip
                 is_utf16 = stream.peek(_PEEKED_BYTES).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
                 yield _Stream(_Utf16AsUtf8(stream) if is_utf16 else stream, raw, plain=stream is raw and not is_utf16)
         except FileNotFoundError as error:
             raise MissingDataError("A log must exist", value=str(self._path)) from error
+        except _WindowTooLargeError as error:
+            raise DataError(
+                f"A compressed log may refer back over at most {WINDOW_BYTES >> 20} MiB of its text",
+                value=f"{self._path} was compressed with a larger window",
+                remedy="Unpack it, and give the unpacked log",
+            ) from error
         except (OSError, *_DAMAGE) as error:
-            raise self._unreadable(error, found) from error
+            raise self._unreadable(error, compression) from error
 
-    def _unreadable(self, error: Exception, found: Compression | None) -> DataError:
+    def _unreadable(self, error: Exception, compression: Compression | None) -> DataError:
         # gzip and bz2 raise OSError without a number on damaged files.
-        if found is None or (isinstance(error, OSError) and error.errno):
+        if compression is None or (isinstance(error, OSError) and error.errno):
             reason = error.strerror if isinstance(error, OSError) else error
             return DataError("A log must be a file that can be read", value=f"{self._path}: {reason}",
                              remedy="Check its permissions")  # fmt: skip
-        return DataError(f"A compressed log must be a whole {found.name} file", value=f"{self._path}: {error}",
+        return DataError(f"A compressed log must be a whole {compression.name} file", value=f"{self._path}: {error}",
                          remedy="Copy or download it again")  # fmt: skip
+
+
+def _compression_of(stream: Any) -> Compression | None:
+    start = stream.peek(_PEEKED_BYTES)
+    return next((compression for compression in COMPRESSIONS if start.startswith(compression.magic)), None)
 
 
 def changed_log(path: Path) -> DataError:
@@ -293,6 +361,16 @@ def _file_state(path: Path) -> tuple[int, int, int]:
 
 def _endless_line(path: Path) -> DataError:
     return DataError(f"A line of a log is at most {MAX_LINE_BYTES:,} bytes long", value=str(path))
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """Cuts whole lines into parts of at most `MAX_BLOCK_LINES`."""
+    if text.count(b"\n") <= MAX_BLOCK_LINES:
+        yield text
+        return
+    middle = text.rfind(b"\n", 0, len(text) // 2) + 1 or text.index(b"\n") + 1
+    yield from _pieces(text[:middle])
+    yield from _pieces(text[middle:])
 
 
 def _split_lines(text: bytes) -> pl.Series:
