@@ -4,9 +4,14 @@ import base64
 import bz2
 import gzip
 import lzma
+import sqlite3
+import struct
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -324,6 +329,165 @@ def columns_of_bytes(messages: Sequence[Message]) -> str:
     return "\n".join([f"Time [s];CAN ID;{';'.join(f'DATA[{i}]' for i in range(8))};Attack", *rows, ""])
 
 
+def busmaster(messages: Sequence[Message]) -> str:
+    """Hexadecimal numbers, times since the recording began."""
+    return _busmaster("HEX", "ABSOLUTE", messages, [m.microseconds for m in messages])
+
+
+def busmaster_decimal(messages: Sequence[Message]) -> str:
+    """Decimal numbers, times since the line before."""
+    times = [0, *(m.microseconds for m in messages)]
+    return _busmaster("DEC", "RELATIVE", messages, [after - before for before, after in pairwise(times)])
+
+
+def _busmaster(base: str, mode: str, messages: Sequence[Message], times: Sequence[int]) -> str:
+    rows = [
+        f"{_clock(time, ':')[:-2]} Rx 1 {_busmaster_id(m, base)} {'x' if m.can_id > 0x7FF else 's'}"
+        f"{'r' if m.remote else '-fd' if m.is_fd else ''} {8 if m.remote else len(m.payload)} "
+        + " ".join(f"{byte:03d}" if base == "DEC" else f"{byte:02X}" for byte in m.payload)
+        for m, time in zip(messages, times, strict=True)
+    ]
+    return "\n".join(["***BUSMASTER Ver 3.2.2***", "***PROTOCOL CAN***", "***[START LOGGING SESSION]***",
+                      "***START DATE AND TIME 1:1:1970 0:0:0:0***", f"***{base}***", f"***{mode} MODE***",
+                      "***START DATABASE FILES***", "C:\\databases\\drive.dbf", "***END DATABASE FILES***",
+                      "***<Time><Tx/Rx><Channel><CAN ID><Type><DLC><DataBytes>***", *rows,
+                      "***END DATE AND TIME 1:1:1970 0:0:9:0***", "***[STOP LOGGING SESSION]***", ""])  # fmt: skip
+
+
+def _busmaster_id(m: Message, base: str) -> str:
+    return f"{m.can_id:03d}" if base == "DEC" else f"0x{m.hex_id}"
+
+
+def _clock(microseconds: int, mark: str) -> str:
+    """Hours, minutes, seconds and their fraction behind a mark."""
+    seconds, fraction = divmod(microseconds, 10**6)
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}{mark}{fraction:06d}"
+
+
+def car_hacking_resaved(messages: Sequence[Message]) -> str:
+    """What pandas writes of a Car-Hacking log: the label of a short row stands in the column of a byte."""
+    names = ["", "Timestamp", "CAN ID", "DLC", *(f"DATA[{i}]" for i in range(8)), "Flag"]
+    rows = [
+        ",".join([str(i), *_head(m), *(f"{byte:02x}" for byte in m.payload), "T" if m.attack else "R",
+                  *[""] * (8 - len(m.payload))])
+        for i, m in enumerate(messages)
+    ]  # fmt: skip
+    return "\n".join([",".join(names), *rows, ""])
+
+
+def cabana(messages: Sequence[Message]) -> str:
+    rows = [f"{m.time},0x{m.can_id:x},1,0x{m.payload.hex().upper()}" for m in messages]
+    return "\n".join(["time,addr,bus,data", *rows, ""])
+
+
+def panda(messages: Sequence[Message]) -> str:
+    rows = [f"0,{hex(m.can_id)},0x{m.payload.hex()},{len(m.payload)},{m.time}" for m in messages]
+    return "\n".join(["Bus,MessageID,Message,MessageLength,Time", *rows, ""])
+
+
+def columns_clock(messages: Sequence[Message]) -> str:
+    """Times of day, IDs with an h behind them."""
+    rows = [f"{_clock(m.microseconds, '.')},{m.hex_id}h,{m.payload.hex(' ')}" for m in messages]
+    return "\n".join(["Time,ID,Data", *rows, ""])
+
+
+def columns_comma(messages: Sequence[Message]) -> str:
+    """Decimal commas, IDs with an x behind those of 29 bits."""
+    rows = [
+        f'"{m.time.replace(".", ",")}";0x{m.hex_id}{"x" if m.can_id > 0x7FF else ""};{m.payload.hex(" ")};{m.attack:d}'
+        for m in messages
+    ]
+    return "\n".join(["Time;ID;Data;Attack", *rows, ""])
+
+
+def columns_day_first(messages: Sequence[Message]) -> str:
+    moments = [datetime(1970, 1, 1) + timedelta(microseconds=m.microseconds) for m in messages]
+    rows = [
+        f"{moment:%d.%m.}{moment.year:04d} {moment:%H:%M:%S,%f};0x{m.can_id:X};{m.payload.hex()}"
+        for moment, m in zip(moments, messages, strict=True)
+    ]
+    return "\n".join(["time;id;data", *rows, ""])
+
+
+def _frame(m: Message, order: str = ">") -> bytes:
+    """A frame as SocketCAN has it."""
+    bits = (0x8000_0000 if m.can_id > 0x7FF else 0) | (0x4000_0000 if m.remote else 0)
+    size = 64 if m.is_fd else 8
+    head = struct.pack(f"{order}IBBxx", m.can_id | bits, 8 if m.remote else len(m.payload), 4 if m.is_fd else 0)
+    return head + m.payload.ljust(size, b"\0")
+
+
+def pcap(messages: Sequence[Message]) -> bytes:
+    return pcap_file([(m.microseconds, _frame(m)) for m in messages])
+
+
+def pcap_file(
+    packets: Sequence[tuple[int, bytes]], *, order: str = "<", ticks: int = 10**6, link_type: int = 227
+) -> bytes:
+    """Writes packets, each with its time in microseconds."""
+    magic = 0xA1B2C3D4 if ticks == 10**6 else 0xA1B23C4D
+    records = [
+        struct.pack(f"{order}IIII", us // 10**6, us % 10**6 * ticks // 10**6, len(packet), len(packet)) + packet
+        for us, packet in packets
+    ]
+    return struct.pack(f"{order}IHHiIII", magic, 2, 4, 0, 0, 262144, link_type) + b"".join(records)
+
+
+def pcap_cooked(messages: Sequence[Message]) -> bytes:
+    """As `tcpdump -i any` writes it, on a computer that is big-endian."""
+    packets = [
+        (m.microseconds, struct.pack(">HHH8sH", 1, 280, 0, b"", 0xD if m.is_fd else 0xC) + _frame(m)) for m in messages
+    ]
+    return pcap_file(packets, order=">", link_type=113)
+
+
+def pcapng(messages: Sequence[Message]) -> bytes:
+    """Nanoseconds."""
+    blocks = [pcapng_section(), pcapng_interface("can0")]
+    return b"".join([*blocks, *(pcapng_packet(m.microseconds * 1000, _frame(m)) for m in messages)])
+
+
+def pcapng_section(order: str = "<") -> bytes:
+    return _block(order, 0x0A0D0D0A, struct.pack(f"{order}IHHq", 0x1A2B3C4D, 1, 0, -1))
+
+
+def pcapng_interface(name: str, order: str = "<", resolution: int = 9, link_type: int = 227) -> bytes:
+    options = [(2, name.encode()), (9, bytes([resolution])), (0, b"")]
+    written = [struct.pack(f"{order}HH", code, len(value)) + _to_four(value) for code, value in options]
+    return _block(order, 1, struct.pack(f"{order}HxxI", link_type, 0) + b"".join(written))
+
+
+def pcapng_packet(ticks: int, packet: bytes, order: str = "<", interface: int = 0) -> bytes:
+    head = struct.pack(f"{order}IIIII", interface, ticks >> 32, ticks & 0xFFFF_FFFF, len(packet), len(packet))
+    return _block(order, 6, head + _to_four(packet))
+
+
+def _to_four(value: bytes) -> bytes:
+    return value + bytes(-len(value) % 4)
+
+
+def _block(order: str, kind: int, body: bytes) -> bytes:
+    size = struct.pack(f"{order}I", len(body) + 12)
+    return struct.pack(f"{order}I", kind) + size + body + size
+
+
+def sqlite(messages: Sequence[Message]) -> bytes:
+    """The table that python-can writes."""
+    rows = [
+        (float(m.time), m.can_id, m.can_id > 0x7FF, m.remote, False, 8 if m.remote else len(m.payload), m.payload)
+        for m in messages
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        with closing(sqlite3.connect(Path(folder) / "log.db")) as database:
+            database.execute(
+                "CREATE TABLE messages (ts REAL, arbitration_id INTEGER, extended INTEGER, remote INTEGER, "
+                "error INTEGER, dlc INTEGER, data BLOB)"
+            )
+            database.executemany("INSERT INTO messages VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            database.commit()
+        return (Path(folder) / "log.db").read_bytes()
+
+
 def _head(message: Message) -> list[str]:
     return [message.time, f"{message.can_id:04x}", str(len(message.payload))]
 
@@ -345,15 +509,21 @@ class Writer:
         fd: Whether it has CAN FD frames.
         exact: Whether it holds seconds, so that times are read without rounding.
         attacks_labelled: Whether attacks alone have a label, so that a log without any is unlabelled.
+        text: Whether it is lines of text.
+        last_us: The latest time that it can write, in microseconds.
+        step_us: What its times are multiples of.
     """
 
-    write: Callable[[Sequence[Message]], str]
+    write: Callable[[Sequence[Message]], str | bytes]
     format: str
     kinds: tuple[str, ...] = ("benign", "attack")
     remote: bool = False
     fd: bool = False
     exact: bool = True
     attacks_labelled: bool = False
+    text: bool = True
+    last_us: int = 2_000_000_000_000_000
+    step_us: int = 1
 
     @property
     def labelled(self) -> bool:
@@ -361,6 +531,7 @@ class Writer:
 
 
 UNLABELLED = ("benign",)
+HOUR_US = 3_600_000_000
 
 WRITERS = {
     writer.write.__name__: writer
@@ -398,8 +569,21 @@ WRITERS = {
         Writer(whitespace_without_flags, "whitespace", UNLABELLED),
         Writer(columns_decimal, "columns", ("benign", "dos"), fd=True),
         Writer(columns_of_bytes, "columns"),
+        Writer(car_hacking_resaved, "car_hacking"),
+        Writer(cabana, "columns", UNLABELLED, fd=True),
+        Writer(panda, "columns", UNLABELLED, fd=True),
+        Writer(columns_clock, "columns", UNLABELLED, fd=True, last_us=24 * HOUR_US - 1),
+        Writer(columns_comma, "columns", fd=True),
+        Writer(columns_day_first, "columns", UNLABELLED, fd=True),
+        Writer(busmaster, "busmaster", UNLABELLED, remote=True, fd=True, last_us=999 * HOUR_US, step_us=100),
+        Writer(busmaster_decimal, "busmaster", UNLABELLED, remote=True, fd=True, exact=False, last_us=999 * HOUR_US,
+               step_us=100),
+        Writer(pcap, "pcap", UNLABELLED, remote=True, fd=True, text=False),
+        Writer(pcap_cooked, "pcap", UNLABELLED, remote=True, fd=True, text=False),
+        Writer(pcapng, "pcap", UNLABELLED, remote=True, fd=True, exact=False, text=False),
+        Writer(sqlite, "sqlite", UNLABELLED, remote=True, fd=True, text=False),
     )
-}
+}  # fmt: skip
 
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
@@ -409,8 +593,8 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def write_log(path: Path, text: str, encoding: str = "utf-8") -> Path:
+def write_log(path: Path, log: str | bytes, encoding: str = "utf-8") -> Path:
     """Writes a log, compressed as its suffix says."""
-    data = text.encode(encoding)
+    data = log if isinstance(log, bytes) else log.encode(encoding)
     path.write_bytes(COMPRESSORS[path.suffix](data) if path.suffix in COMPRESSORS else data)
     return path

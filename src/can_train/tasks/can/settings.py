@@ -30,8 +30,10 @@ def experience(dataset: str, mode: str) -> tuple[float, str, list[tuple[float, s
     return base, reason, [_MODES[mode]] if mode in _MODES else []
 
 
-# Formats of text logs; `auto` recognises them by the content. BLF and MF4 files are always recognised.
+# Formats of text logs, and of binary ones; `auto` recognises them by the content.
+RECORDINGS = ("blf", "mf4", "pcap", "sqlite")
 FORMATS = (
+    "busmaster",
     "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",
     "candump", "candump_labelled", "whitespace", "asc", "trc", "python_can", "savvycan", "columns",
 )  # fmt: skip
@@ -95,7 +97,7 @@ class CanDatasetSettings:
     path: str = ""
     """A log, or a folder of logs; empty: the published layout of `name` under the data root."""
     format: str = "auto"
-    """A name of `FORMATS`, or `auto`."""
+    """A name of `FORMATS` or `RECORDINGS`, or `auto`."""
     columns: ColumnSettings = field(default_factory=ColumnSettings)
     """Column names of a CSV file with a header."""
     id_base: str = "auto"
@@ -129,7 +131,7 @@ class CanDatasetSettings:
     """Size and seed of the simulated bus; used by `synthetic` only."""
 
     def __post_init__(self) -> None:
-        check_choice("dataset.format", self.format, ("auto", *FORMATS))
+        check_choice("dataset.format", self.format, ("auto", *FORMATS, *RECORDINGS))
         check_choice("dataset.id_base", self.id_base, NUMBER_BASES)
         check_choice("dataset.byte_base", self.byte_base, NUMBER_BASES)
         check_choice("dataset.features", self.features, FEATURES)

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ NEWER = (
     "test_06_masquerade/speed-masquerade-1.csv",
 )
 OLDER = ("train_01/attack-free-1.csv", "train_01/DoS-1.csv", "test_01_known_vehicle_known_attack/DoS-2.csv")
+
+FIXTURES = Path(__file__).parents[3] / "fixtures" / "can"
 
 
 def lay_out(folder: Path, files: tuple[str, ...]) -> Path:
@@ -105,16 +108,27 @@ def test_another_folder_gives_every_log_below_it_a_group_of_its_own(tmp_path: Pa
 def test_hidden_files_documents_and_other_suffixes_are_no_logs(tmp_path: Path) -> None:
     lay_out(
         tmp_path,
-        ("a.csv", ".b.csv", ".cache/c.csv", "README.txt", "LICENSE.txt", "d.pcap", "e.csv.zip", "deep/er/f.txt"),
+        (
+            "a.csv",
+            ".b.csv",
+            ".cache/c.csv",
+            "README.txt",
+            "LICENSE.txt",
+            "d.dat",
+            "thumbs.db",
+            "e.csv.zip",
+            "deep/er/f.txt",
+        ),
     )
     (tmp_path / "folder.csv").mkdir()
     assert [log.group for log in by_path(tmp_path)] == ["a.csv", "deep/er/f.txt"]
 
 
 def test_logs_of_every_format_and_compression_are_found(tmp_path: Path) -> None:
-    names = ("a.asc", "b.TRC.gz", "c.csv.bz2", "d.log.xz", "e.txt.zst", "f.blf", "g.mf4")
-    lay_out(tmp_path, (*names, "h.zst", "i.blf.gz", "capture_metadata.json"))
-    assert [log.group for log in by_path(tmp_path)] == list(names)
+    names = ("a.asc", "b.TRC.gz", "c.csv.bz2", "d.log.xz", "e.txt.zst", "f.blf", "g.mf4", "h.pcap.gz", "i.pcapng")
+    lay_out(tmp_path, (*names, "k.zst", "l.blf.gz", "capture_metadata.json"))
+    shutil.copy(FIXTURES / "sqlite.db", tmp_path / "j.db")
+    assert [log.group for log in by_path(tmp_path)] == [*names, "j.db"]
 
 
 def test_logs_in_a_hidden_place_are_found_when_it_is_asked_for(tmp_path: Path) -> None:

@@ -71,6 +71,15 @@ def test_what_candump_prints_is_read_whatever_its_options(style: str, tmp_path: 
     assert any("candump -td" in note for note in source.notes) == (style == "-td")
 
 
+def test_times_of_day_run_on_over_midnight_and_those_from_line_to_line_add_up(tmp_path: Path) -> None:
+    clock = "".join(f"{at} 110 1 30\n" for at in ("23:59:59.9", "23:59:59.95", "00:00:00.1", "00:00:00.2"))
+    found, _ = read(clock, tmp_path)
+    assert found.timestamp.tolist() == [86399.9, 86399.95, 86400.1, 86400.2]
+    steps = "***HEX***\n***RELATIVE MODE***\n" + "00:00:00:5000 Rx 1 0x110 s 1 30\n" * 3
+    found, _ = read(steps, tmp_path)
+    assert found.timestamp.tolist() == [0.5, 1.0, 1.5]
+
+
 def test_lines_without_times_get_those_of_their_arrival(tmp_path: Path) -> None:
     before = time.time()
     found, source = read(candump(FRAMES, ""), tmp_path)

@@ -1,13 +1,30 @@
-"""Units of the times in logs: by the name of a column, or by how often a CAN ID repeats."""
+"""The times in logs: their unit, by the name of a column or by how often a CAN ID repeats; and those that count from a
+line before, from midnight or from the beginning of a recording.
+
+Shapes: M frames.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
+from can_train.tasks.can.data.grammar import (
+    CLOCK_CODE,
+    MAX_TIME_S,
+    SECONDS_A_DAY,
+    Grammar,
+    ParsedRows,
+    moment_parts,
+    moment_seconds,
+)
 from can_train.tasks.can.data.graphs import Floats
 
 # By unit, as settings name it.
@@ -23,6 +40,8 @@ _SLOW_PERIOD_S: Final = 1.0  # from here on, an ID of a few milliseconds is no l
 _MIN_FRAMES: Final = 50  # by which a unit is guessed
 # Seconds since 1970 have ten digits until the year 2286.
 _LARGEST_EPOCH_S: Final = 1e11
+
+_MIDNIGHT_JITTER_S: Final = 1.0  # by which a clock that jitters at midnight steps forth less than a day
 
 _NAMES: Final = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 _UNIT_WORDS: Final = {
@@ -98,3 +117,95 @@ def _median_period(ticks: Floats, can_id: NDArray[np.uint32]) -> float:
     order = np.argsort(can_id, kind="stable")
     steps, same = np.diff(ticks[order]), np.diff(can_id[order]) == 0
     return float(np.median(np.abs(steps[same]))) if same.any() else 0.0
+
+
+class LogClock:
+    """Makes the times of a log's blocks, in their order, run on: over midnight, from line to line, and from one
+    recording in the log to the next.
+
+    Attributes:
+        elapsed_s: Sum of the times that count from the line before.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self.elapsed_s = 0.0
+        self._is_of_day = grammar.from_midnight or not grammar.session
+        self._start_s = 0.0
+        self._last_s = np.nan
+        self._days = 0
+
+    def of(self, rows: ParsedRows, lines: pl.Series) -> ParsedRows:
+        """Returns the rows of a block of lines with times that run on."""
+        if not self._grammar.relative and self._grammar.time_code != CLOCK_CODE:
+            return rows
+        steps = self._steps(lines)
+        times = np.array(rows.timestamp)
+        for (first, start_s), (end, _) in pairwise([*self._recordings(lines), (len(lines), None)]):
+            if start_s is not None:
+                self._start_s, self.elapsed_s, self._last_s, self._days = start_s, 0.0, np.nan, 0
+            part = slice(*np.searchsorted(rows.position, [first, end]))
+            if self._grammar.relative:
+                elapsed_s = self.elapsed_s + np.cumsum(steps[first:end])
+                self.elapsed_s = float(elapsed_s[-1]) if len(elapsed_s) else self.elapsed_s
+                times[part] = elapsed_s[rows.position[part] - first]
+            else:
+                times[part] = self._over_midnight(times[part]) if self._is_of_day else times[part]
+            times[part] += self._start_s
+        return replace(rows, timestamp=times)
+
+    def _steps(self, lines: pl.Series) -> Floats:
+        """Returns the times of all lines that have one: events that are no frames have times, too."""
+        if not self._grammar.relative:
+            return np.zeros(0)
+        text = lines.str.extract(r"^[ \t]*([0-9.,:]+)[ \t]")
+        if self._grammar.time_code == CLOCK_CODE:
+            steps = text.to_frame("text").select(moment_parts(pl.col("text"))).select(moment_seconds()).to_series()
+        else:
+            steps = text.str.replace(",", ".", literal=True).cast(pl.Float64, strict=False)
+        # One beyond any clock makes its row malformed, and must not move all those after it.
+        known = steps.fill_null(0.0)
+        return known.set(known > MAX_TIME_S, 0.0).to_numpy()
+
+    def _over_midnight(self, times: Floats) -> Floats:
+        if not len(times):
+            return times
+        steps = np.diff(times, prepend=self._last_s)
+        self._last_s = float(times[-1])
+        # Clocks jitter at midnight, too: back to the evening before, and forth again.
+        turns = np.flatnonzero((steps < -SECONDS_A_DAY / 2) | (steps > SECONDS_A_DAY - _MIDNIGHT_JITTER_S))
+        days = [self._days]
+        for is_midnight in (steps[turns] < 0).tolist():
+            days.append(days[-1] + 1 if is_midnight else max(0, days[-1] - 1))
+        self._days = days[-1]
+        return times + np.repeat(days, np.diff([0, *turns, len(times)])) * float(SECONDS_A_DAY)
+
+    def _recordings(self, lines: pl.Series) -> list[tuple[int, float | None]]:
+        """Returns where recordings begin in a block of lines, each with the time from which its times count; None: that
+        of the block before.
+        """
+        begun: list[tuple[int, float | None]] = [(0, None)]
+        if not self._grammar.session:
+            return begun
+        marked = (
+            pl.DataFrame({"line": lines}).with_row_index().filter(pl.col("line").str.contains(self._grammar.session))
+        )
+        for position, line in marked.iter_rows():
+            match = re.search(self._grammar.session, line)
+            assert match is not None
+            if (start_s := _moment(match["date"], match["clock"])) is not None:
+                begun.append((position, start_s - start_s % SECONDS_A_DAY if self._grammar.from_midnight else start_s))
+        return begun
+
+
+def _moment(date: str, clock: str) -> float | None:
+    """Returns the seconds since 1970 of `31:1:2026` and `9:5:7:65`, whose last number is milliseconds; None where there
+    is no such day.
+    """
+    day, month, year = map(int, date.split(":"))
+    hour, minute, second, millisecond = map(int, clock.split(":"))
+    try:
+        midnight = datetime(year, month, day, tzinfo=UTC)
+    except ValueError:
+        return None
+    return (midnight + timedelta(0, second, 0, millisecond, minute, hour)).timestamp()

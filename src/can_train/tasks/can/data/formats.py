@@ -21,6 +21,7 @@ from can_train.tasks.can.data.grammar import (
     BAD_TIMESTAMP,
     BYTE,
     CELL,
+    CLOCK,
     DATE,
     DECIMAL_CELL,
     DIGITS,
@@ -33,7 +34,14 @@ from can_train.tasks.can.data.grammar import (
     first_row,
     parse_rows,
 )
-from can_train.tasks.can.data.line_formats import LINE_GRAMMARS, PUBLISHED_CSV_GRAMMARS, dated, line_grammars
+from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES
+from can_train.tasks.can.data.line_formats import (
+    LINE_GRAMMARS,
+    PUBLISHED_CSV_GRAMMARS,
+    RESAVED_CAR_HACKING,
+    line_grammars,
+    variants,
+)
 
 if TYPE_CHECKING:
     from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
@@ -47,10 +55,22 @@ _REQUIRED_ROLES: Final = ("timestamp", "id", "data")
 # Names of columns, the most specific first, in lower case and without anything but letters and digits.
 _COLUMN_NAMES: Final = {
     "timestamp": ("timestamp", "time", "ts", "epoch", "timestampepoch", "datetime", "date"),
-    "id": ("canid", "arbitrationid", "arbid", "canidentifier", "identifier", "messageid", "msgid", "id", "aid"),
+    "id": (
+        "canid",
+        "arbitrationid",
+        "arbid",
+        "canidentifier",
+        "identifier",
+        "messageid",
+        "msgid",
+        "id",
+        "aid",
+        "address",
+        "addr",
+    ),
     # The length in bytes goes before CAN FD's code for it, which CANedge loggers write too.
-    "dlc": ("datalength", "datalen", "dlc", "length", "len"),
-    "data": ("data", "datafield", "payload", "databytes", "datahex"),
+    "dlc": ("datalength", "datalen", "dlc", "length", "len", "messagelength"),
+    "data": ("data", "datafield", "payload", "databytes", "datahex", "message"),
     "label": ("label", "labels", "attack", "class", "flag", "isattack", "anomaly"),
     "channel": ("channel", "iface", "interface", "bus", "canchannel", "caninterface", "canbus", "busid", "buschannel"),
 }
@@ -61,7 +81,7 @@ _DATA_SEPARATORS: Final = " :._-"
 _CONTENT: Final = {
     "timestamp": TIMESTAMP,
     "dlc": r"(?P<dlc>[0-9]*)(?:\.0)?",
-    "id": f"(?:0[xX])?(?P<id>{HEX})",
+    "id": f"(?:0[xX])?(?P<id>{HEX})[xXhH]?",
     "data": f"(?:0[xX])?(?P<data>(?:{BYTE}[{_DATA_SEPARATORS}]*)*)",
 }
 _DECIMAL_ID: Final = f"(?P<id>{DIGITS})"
@@ -92,10 +112,11 @@ _LATE_LABEL_OF_BYTES: Final = '[ "]*(?P<label>[A-Za-z_][0-9A-Za-z_ -]{2,}?)?[ "]
 
 # What the cells of a column look like that holds a frame's time, ID or payload.
 _LOOKS: Final = {
-    "timestamp": re.compile(f"{NUMBER}|{DATE}"),
-    "id": re.compile("(?:0[xX])?[0-9A-Fa-f]{1,9}[hH]?"),
+    "timestamp": re.compile(f"{NUMBER}|{DATE}|{CLOCK}|[0-9]+,[0-9]+"),
+    "id": re.compile("(?:0[xX])?[0-9A-Fa-f]{1,9}[xXhH]?"),
     "data": re.compile(f"(?:0[xX])?(?:{BYTE}[{_DATA_SEPARATORS}]*)*|(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*"),
 }
+_CAR_HACKING_COLUMNS: Final = 3 + MAX_PAYLOAD_BYTES  # time, ID, DLC and bytes; most logs have a label, too
 _MOST: Final = 0.9  # of the times have at most as many digits
 _CHANNEL_GROUP: Final = re.compile(r"\(\?P<channel>[^()]*\)")
 _SHOWN_CHARACTERS: Final = 80  # of a malformed row
@@ -131,6 +152,8 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
     header = _header_of(sample)
     asked = any(asdict(settings.columns).values())
     published = [] if asked else [grammar for grammar in PUBLISHED_CSV_GRAMMARS if grammar.header == header.line]
+    if not asked and _is_car_hacking(header):
+        published += [replace(grammar, header=header.line) for grammar in RESAVED_CAR_HACKING]
     roles = _find_roles(header.names, settings.columns)
     missing = [role for role in _REQUIRED_ROLES if role not in roles]
     if not missing:
@@ -140,6 +163,20 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
                         value=f"no {missing[0]} column among {', '.join(header.names)}",
                         remedy=f"Name it with `--set dataset.columns.{missing[0]}=NAME`")  # fmt: skip
     return published
+
+
+def _is_car_hacking(header: _Header) -> bool:
+    """Returns whether columns are those of a Car-Hacking log that pandas wrote, numbered or named, perhaps behind the
+    number of the row.
+    """
+    plain = [plain_name(name) for name in header.names]
+    plain = plain[1:] if plain[:1] in ([""], ["index"], ["unnamed0"]) else plain
+    if header.delimiter != "," or len(plain) < _CAR_HACKING_COLUMNS:
+        return False
+    roles = zip(plain, ("timestamp", "id", "dlc"), strict=False)
+    is_named = all(name in _COLUMN_NAMES[role] for name, role in roles)
+    is_bytes = all(map(_BYTE_COLUMN.fullmatch, plain[3:_CAR_HACKING_COLUMNS]))
+    return (is_named and is_bytes) or plain == [str(i) for i in range(len(plain))]
 
 
 def _columns_grammars(
@@ -215,7 +252,7 @@ class NumberTexts:
         texts = numbers.explode().drop_nulls().str.head(_TOKEN_DIGITS).unique().to_list()
         return replace(
             self,
-            ids=self.ids | {*ids.filter(ids.str.contains("^(?:0[xX])?[0-9A-Fa-f]+$")).to_list()},
+            ids=self.ids | {*ids.filter(ids.str.contains("^(?:0[xX])?[0-9A-Fa-f]+[xXhH]?$")).to_list()},
             numbers=self.numbers | {*texts},
             separated=self.separated or bool((numbers.list.len() > 1).any()),
         )
@@ -312,7 +349,9 @@ def _texts_of(header: _Header, roles: Mapping[str, list[int]]) -> NumberTexts:
     cells = _row_cells(header, roles, f"(?P<id>{any_number})", (f"(?P<data_N>{any_number})", f"(?P<data>{any_number})"))
     needed = 1 + max(*roles["id"], *roles["data"])  # cells behind these may be missing
     pattern = f"^{header.delimiter.join(cells[:needed])}(?:{header.delimiter}|[ \\r]*$)"
-    pattern = pattern.replace(TIMESTAMP, f"(?P<timestamp>{any_number})")
+    # Between commas, a decimal comma stands inside quotes.
+    any_time = f'(?: *"[-+0-9]+,[0-9]+"|[ "]*{any_number}[ "]*)'
+    pattern = pattern.replace(f'[ "]*{TIMESTAMP}[ "]*', any_time)
     return NumberTexts(header=header.line, pattern=pattern, header_base=base, in_columns=in_columns)
 
 
@@ -406,7 +445,7 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         ConfigError: The log lacks a column that the user named.
         DataError: The log is of no known format, or has no rows.
     """
-    known = dated([*header_grammars(sample, settings), *line_grammars(sample)], sample)
+    known = variants([*header_grammars(sample, settings), *line_grammars(sample)], sample)
     grammars = [grammar for grammar in known if settings.format in ("auto", grammar.name)]
     if not grammars:
         raise _unrecognised(settings.format, path, *first_row(sample))

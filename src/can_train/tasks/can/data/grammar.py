@@ -22,7 +22,14 @@ MAX_TICKS_PER_SECOND: Final = 10**9
 
 # Building blocks of the patterns, in Rust's dialect of regular expressions (polars).
 NUMBER: Final = "[-+.0-9eE]+"  # wider than a number: the cast to float64 refuses what is none
-DATE: Final = "[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})?(?:Z|[-+][0-9]{2}:?[0-9]{2})?"
+CLOCK: Final = "[0-9]{1,3}:[0-9]{1,2}:[0-9]{1,2}(?:[.,:][0-9]{1,9})?"
+_DAY: Final = r"(?:[0-9]{4}[-/.][0-9]{1,2}[-/.][0-9]{1,2}|[0-9]{1,2}\.[0-9]{1,2}\.[0-9]{4})"
+DATE: Final = f"{_DAY}[T ]+{CLOCK}(?:Z|[-+][0-9]{{2}}:?[0-9]{{2}})?"
+# How times are written, as `Grammar.time_code` names it.
+NUMBER_CODE: Final = "number"
+COMMA_CODE: Final = "comma"
+DATE_CODE: Final = "date"
+CLOCK_CODE: Final = "clock"
 DIGITS: Final = "[0-9]+"
 HEX: Final = "[0-9A-Fa-f]+"
 BYTE: Final = "[0-9A-Fa-f]{2}"
@@ -34,10 +41,21 @@ GAP: Final = r"[ \t]+"
 END: Final = r"\r?$"  # files written on Windows
 SPACED_BYTES: Final = f"(?P<data>(?:{BYTE}{BLANKS})*)"
 TIMESTAMP: Final = f"(?P<timestamp>{NUMBER})"
+_TIMES: Final = {NUMBER_CODE: NUMBER, COMMA_CODE: "[-+]?[0-9]+,[0-9]+", DATE_CODE: DATE, CLOCK_CODE: CLOCK}
+_FRACTION: Final = "[.,:]"  # in front of the fraction of a second
+_ID: Final = f"(?P<id>{HEX})"
+_MARKED_ID: Final = f"(?:0[xX])?{_ID}[xXhH]?"
+_PARTS: Final = "parts of the time"
+_MOMENT: Final = (
+    r"^(?:(?P<year>[0-9]{4})[-/.](?P<month>[0-9]+)[-/.](?P<day>[0-9]+)[T ]+|"
+    r"(?P<day_first>[0-9]+)\.(?P<then_month>[0-9]+)\.(?P<then_year>[0-9]{4})[T ]+)?"
+    r"(?P<hour>[0-9]+):(?P<minute>[0-9]+):(?P<second>[0-9]+)(?:[.,:](?P<fraction>[0-9]+))?"
+    r"(?P<offset>[-+][0-9]{2}:?[0-9]{2})?"
+)
 
 _TEXTS: Final = ("label", "kind", "channel", "remote", "request", "fd")  # groups that are used as they are
 
-_SECONDS_A_DAY: Final = 86_400
+SECONDS_A_DAY: Final = 86_400
 
 NO_MATCH: Final = "the row is truncated or not of this format"
 BAD_TIMESTAMP: Final = "the timestamp is not a number"
@@ -72,8 +90,12 @@ class Grammar:
         fd_groups: Groups of which any marks a row whose payload may be that of a CAN FD frame.
         ticks_per_second: Unit of the timestamps.
         unit_known: Whether that is certain, by the format or by the user.
-        dated: Whether the timestamps are dates (ISO 8601).
+        time_code: How the timestamps are written: `number`, `comma` (a number with a decimal comma), `date` (ISO 8601,
+            or the day first and points between), or `clock` (the time of day, which begins anew at midnight).
         relative: Whether a timestamp counts from the line before.
+        session: Pattern of a line that begins a recording inside the log, with its date and time in the groups `date`
+            (day, month and year between colons) and `clock`; empty where there is none.
+        from_midnight: Whether times count from the midnight before a recording begins, and not from its beginning.
         error_frame: Pattern of the rows of error frames, which carry nothing.
         xl_frame: Pattern of the rows of CAN XL frames, which have a priority in place of an ID.
         no_row: Pattern of other lines that are neither frames nor malformed.
@@ -99,8 +121,10 @@ class Grammar:
     fd_groups: tuple[str, ...] = ()
     ticks_per_second: int = 1
     unit_known: bool = False
-    dated: bool = False
+    time_code: str = NUMBER_CODE
     relative: bool = False
+    session: str = ""
+    from_midnight: bool = False
     error_frame: str = ""
     xl_frame: str = ""
     no_row: str = ""
@@ -112,10 +136,26 @@ class Grammar:
         """Returns whether the pattern has a group of this name."""
         return f"(?P<{group}>" in self.pattern
 
-    def with_dates(self) -> Grammar:
-        """Returns the same grammar for rows whose times are dates."""
-        pattern, usual = (one.replace(TIMESTAMP, f"(?P<timestamp>{DATE})") for one in (self.pattern, self.usual))
-        return replace(self, pattern=pattern, usual=usual, dated=True, unit_known=True, ticks_per_second=1)
+    @property
+    def dated(self) -> bool:
+        """Whether the timestamps are dates or times of day, which have no unit."""
+        return self.time_code in (DATE_CODE, CLOCK_CODE)
+
+    def with_times(self, code: str) -> Grammar:
+        """Returns the same grammar for rows whose times are written in another way (see `time_code`)."""
+        token = f"(?P<timestamp>{_TIMES[code]})"
+        _, _, behind = self.pattern.partition(TIMESTAMP)
+        if behind.removeprefix('[ "]*').startswith(","):
+            # Between commas, a decimal comma stands inside quotes.
+            token = f'"{token}"' if code == COMMA_CODE else token.replace(_FRACTION, "[.:]")
+        pattern, usual = (one.replace(TIMESTAMP, token) for one in (self.pattern, self.usual))
+        changed = replace(self, pattern=pattern, usual=usual, time_code=code)
+        return replace(changed, unit_known=True, ticks_per_second=1) if changed.dated else changed
+
+    def with_marked_ids(self) -> Grammar:
+        """Returns the same grammar for rows whose IDs may be marked as hexadecimal: `0x110`, `110h` or `18FEF100x`."""
+        pattern, usual = (one.replace(_ID, _MARKED_ID) for one in (self.pattern, self.usual))
+        return replace(self, pattern=pattern, usual=usual)
 
     @property
     def max_ticks(self) -> float:
@@ -189,12 +229,12 @@ def _columns(lines: pl.Series, grammar: Grammar, *more: str) -> pl.DataFrame:
         .with_columns(groups=pl.col("line").str.extract_groups(grammar.pattern))
         .unnest("groups")
         # A column of their own: polars would strip the separators once for each expression that uses the digits.
-        .with_columns(digits=_payload_digits(grammar))
+        .with_columns(moment_parts(pl.col("timestamp")) if grammar.dated else [], digits=_payload_digits(grammar))
         .select(
             "position",
             "line",
             pl.col("timestamp").is_not_null().alias("matched"),
-            _date_seconds() if grammar.dated else pl.col("timestamp").cast(pl.Float64, strict=False),
+            _seconds(grammar).alias("timestamp"),
             pl.col("id").str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False),
             *_payload_columns(pl.col("digits"), fd=bool(grammar.fd_groups)),
             *more,
@@ -217,24 +257,46 @@ def _is_row(line: pl.Expr) -> pl.Expr:
     return (text != "") & ~text.str.starts_with("#")
 
 
-def _date_seconds() -> pl.Expr:
-    """The seconds since 1970 of dates like `2026-01-31T12:00:00.5+01:00`; without an offset, as if it were UTC."""
+def _seconds(grammar: Grammar) -> pl.Expr:
     text = pl.col("timestamp")
+    if grammar.dated:
+        return moment_seconds()
+    return (text.str.replace(",", ".", literal=True) if grammar.time_code == COMMA_CODE else text).cast(
+        pl.Float64, strict=False
+    )
 
-    def number(start: int) -> pl.Expr:
-        return text.str.slice(start, 2).cast(pl.Int64, strict=False)
 
-    hour, minute, second = number(11), number(14), number(17)
-    offset = text.str.slice(19).str.extract_groups(r"(?P<sign>[-+])(?P<h>[0-9]{2}):?(?P<m>[0-9]{2})$").struct
-    offset_s = offset.field("h").cast(pl.Int64) * 3600 + offset.field("m").cast(pl.Int64) * 60
-    ahead_s = pl.when(offset.field("sign") == "-").then(-offset_s).otherwise(offset_s).fill_null(0)
-    day = text.str.slice(0, 10).str.to_date("%Y-%m-%d", strict=False).cast(pl.Int32).cast(pl.Int64)
-    whole_s = day * _SECONDS_A_DAY + hour * 3600 + minute * 60 + second - ahead_s
-    fraction = text.str.slice(19).str.extract(r"^[.,]([0-9]+)").fill_null("0")
+def moment_parts(text: pl.Expr) -> pl.Expr:
+    """Splits dates and times of day into the column from which `moment_seconds` computes. In an expression of its own:
+    polars would match once for each part.
+    """
+    return text.str.extract_groups(_MOMENT).alias(_PARTS)
+
+
+def moment_seconds() -> pl.Expr:
+    """Computes the seconds since 1970 of dates like `2026-01-31T12:00:00.5+01:00` and `31.01.2026 12:00:00,5`, which
+    are UTC without an offset; and the seconds since midnight of `12:00:00.5` and `12:00:00:5`.
+    """
+    parts = pl.col(_PARTS).struct
+
+    def number(name: str) -> pl.Expr:
+        return parts.field(name).cast(pl.Int64, strict=False)
+
+    hour, minute, second = number("hour"), number("minute"), number("second")
+    offset = parts.field("offset")
+    offset_s = offset.str.slice(1, 2).cast(pl.Int64) * 3600 + offset.str.tail(2).cast(pl.Int64) * 60
+    ahead_s = pl.when(offset.str.starts_with("-")).then(-offset_s).otherwise(offset_s).fill_null(0)
+    days = [("year", "month", "day"), ("then_year", "then_month", "day_first")]
+    day = pl.coalesce(pl.concat_str([parts.field(name) for name in names], separator="-") for names in days)
+    whole_days = day.str.to_date("%Y-%m-%d", strict=False).cast(pl.Int32).cast(pl.Int64)
+    has_day = parts.field("year").is_not_null() | parts.field("then_year").is_not_null()
+    midnight_s = pl.when(has_day).then(whole_days * SECONDS_A_DAY).otherwise(0)
+    whole_s = midnight_s + hour * 3600 + minute * 60 + second - ahead_s
     # As text, so that the sum is rounded once, as it is in logs that hold seconds.
-    seconds = pl.concat_str(whole_s.cast(pl.String), pl.lit("."), fraction).cast(pl.Float64, strict=False)
-    is_time = (hour < 24) & (minute < 60) & (second <= 60) & (whole_s >= 0)
-    return pl.when(is_time).then(seconds).alias("timestamp")
+    seconds = pl.concat_str(whole_s.cast(pl.String), pl.lit("."), parts.field("fraction").fill_null("0"))
+    # A recording that counts from its beginning may be longer than a day.
+    is_time = ((hour < 24) | ~has_day) & (minute < 60) & (second <= 60) & (whole_s >= 0)
+    return pl.when(is_time).then(seconds.cast(pl.Float64, strict=False))
 
 
 def _payload_digits(grammar: Grammar) -> pl.Expr:
@@ -404,7 +466,10 @@ def _fields(lines: pl.Series, grammar: Grammar) -> pl.DataFrame:
     told.
     """
     # The same pattern with any content of timestamp, ID and payload: where it matches, one of the three is wrong.
-    pattern = grammar.pattern.replace(DATE, r"[^,;\t]+?")
+    pattern, time = grammar.pattern, _TIMES[grammar.time_code]
+    if grammar.time_code != NUMBER_CODE:
+        for token in (time, time.replace(_FRACTION, "[.:]")):
+            pattern = pattern.replace(token, r"[^,;\t]+?")
     for token in (CELL, DECIMAL_CELL):
         pattern = pattern.replace(token, f"{grammar.any_character}*")
     for token in (BYTE, HEX, NUMBER, DIGITS):
@@ -419,7 +484,7 @@ def _fields(lines: pl.Series, grammar: Grammar) -> pl.DataFrame:
     is_id = pl.col("id").str.contains(f"^{HEX if grammar.id_base == 16 else DIGITS}$")
     return fields.select(
         pl.when(pl.col("timestamp").is_null()).then(pl.lit(NO_MATCH))
-        .when(~pl.col("timestamp").str.contains(f"^{DATE if grammar.dated else NUMBER}$")).then(pl.lit(BAD_TIMESTAMP))
+        .when(~pl.col("timestamp").str.contains(f"^{time}$")).then(pl.lit(BAD_TIMESTAMP))
         .when(~is_id).then(pl.lit(BAD_ID))
         .otherwise(pl.lit(BAD_PAYLOAD)).alias("reason"),
         pl.coalesce(pl.when(is_id).then("id"), pl.lit(ids))

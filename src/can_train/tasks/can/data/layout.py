@@ -29,8 +29,9 @@ UNNAMED_ATTACK: Final = "attack"  # the kind where a log's name gives none
 # Below the data root: nothing, or the clone of either release's repository.
 _COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
 _LOG_NAME: Final = re.compile(
-    r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4)", re.IGNORECASE
+    r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc|pcap|pcapng)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4|db)", re.IGNORECASE
 )
+_SCHEMA_BYTES: Final = 2**16  # of a database, at its beginning, that has the names of its columns
 _DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)  # .txt files beside the logs
 # can-train-and-test: DoS-1, force-neutral-2, fuzzing-train.
 _NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
@@ -142,16 +143,26 @@ def _logs_below(folder: Path) -> list[Path]:
     logs = []
     for path in folder.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name) and path.is_file():
+        named = not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name)
+        if named and path.is_file() and (path.suffix.lower() != ".db" or _is_log_database(path)):
             logs.append(path)
     if not logs:
         raise MissingDataError(
-            "A folder of logs must hold files named *.csv, *.txt, *.log, *.asc or *.trc, or these with .gz, .bz2, .xz "
-            "or .zst, or *.blf or *.mf4",
+            "A folder of logs must hold files named *.csv, *.txt, *.log, *.asc, *.trc, *.pcap or *.pcapng, or these "
+            "with .gz, .bz2, .xz or .zst, or *.blf, *.mf4 or *.db",
             value=f"none in {folder}",
             remedy="Put the logs there, or give --dataset the path of another folder or of one file",
         )
     return sorted(logs, key=lambda log: log.relative_to(folder).as_posix())
+
+
+def _is_log_database(path: Path) -> bool:
+    """Returns whether a database has python-can's table: other programs leave databases in folders, too."""
+    try:
+        with path.open("rb") as file:
+            return b"arbitration_id" in file.read(_SCHEMA_BYTES)
+    except OSError:
+        return True  # whoever reads it raises the error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
@@ -12,6 +13,10 @@ from can_train.tasks.can.data.grammar import (
     BASE64,
     BLANKS,
     BYTE,
+    CLOCK,
+    CLOCK_CODE,
+    COMMA_CODE,
+    DATE_CODE,
     DIGITS,
     END,
     GAP,
@@ -40,6 +45,22 @@ def _car_hacking(*, unlabelled_rows: bool) -> Grammar:
         padded=True,
     )
 
+
+def _resaved_car_hacking(*, unlabelled_rows: bool) -> Grammar:
+    # As pandas writes what it read of such a log: behind the number of the row, and filled up with empty cells, behind
+    # the label where the row is short.
+    empty = "(?:(?i:nan)?,)*"
+    payload = f"(?:,{empty}(?P<data>(?:{BYTE},*)*){empty}(?P<label>[G-Zg-z])?(?:,(?i:nan)?)*)?"
+    return replace(
+        _car_hacking(unlabelled_rows=unlabelled_rows),
+        pattern=rf"^(?:[0-9]+,)?{TIMESTAMP},(?P<id>{HEX}),(?P<dlc>{DIGITS})(?:\.0)?{payload}{BLANKS}{END}",
+    )
+
+
+RESAVED_CAR_HACKING: Final = (
+    _resaved_car_hacking(unlabelled_rows=False),
+    _resaved_car_hacking(unlabelled_rows=True),
+)
 
 # HCRL's field of three digits behind the ID; the first digit 1 marks a remote transmission request.
 _FLAGS: Final = "(?:(?P<remote>1)|[02-9])[0-9]{2}"
@@ -190,6 +211,41 @@ def _are_columns(columns: str) -> bool:
     return {"O", "I"} <= {*cells} and len({*cells}) == len(cells)
 
 
+# `11:49:12:9420 Rx 1 0x023 s 1 40`: the last number of a time is the fraction of a second. Types are s and x for IDs of
+# 11 and 29 bits, with an r for remote frames and -fd for CAN FD. IDs and bytes are decimal under `***DEC***`.
+_BUSMASTER_MARK: Final = r"^[^*]?\*\*\*"
+_BUSMASTER_SETTINGS: Final = rf"{_BUSMASTER_MARK}(DEC|RELATIVE MODE|SYSTEM MODE)\*\*\*"
+_BUSMASTER_SESSION: Final = (
+    rf"{_BUSMASTER_MARK}START DATE AND TIME (?P<date>[0-9]+:[0-9]+:[0-9]+) (?P<clock>[0-9]+:[0-9]+:[0-9]+:[0-9]+)\*"
+)
+_BUSMASTER_HEAD: Final = f"{GAP}(?i:[RT]x){GAP}(?P<channel>[0-9]+){GAP}"
+
+
+def _busmaster(settings: Collection[str] = ()) -> Grammar:
+    base = 10 if "DEC" in settings else 16
+    can_id = f"(?P<id>{DIGITS})" if base == 10 else f"(?:0[xX])?(?P<id>{HEX})"
+    number = "[0-9]{1,3}" if base == 10 else BYTE
+    return Grammar(
+        name="busmaster",
+        pattern=(
+            f"^{BLANKS}(?P<timestamp>{CLOCK}){_BUSMASTER_HEAD}{can_id}{GAP}(?i:[sx](?:(?P<remote>r)|(?P<fd>-fd))?)"
+            f"{GAP}(?P<dlc>{DIGITS})(?P<data>(?:{GAP}{number})*){BLANKS}{END}"
+        ),
+        separators=" \t",
+        id_base=base,
+        payload_code="hex" if base == 16 else "decimal",
+        fd_groups=("fd",),
+        unit_known=True,
+        time_code=CLOCK_CODE,
+        relative="RELATIVE MODE" in settings,
+        session=_BUSMASTER_SESSION,
+        from_midnight="SYSTEM MODE" in settings,
+        error_frame=f"^{BLANKS}{CLOCK}{_BUSMASTER_HEAD}(?:[0-9A-Fa-fxX]+{GAP})?ERR",
+        # The header, the footer, and databases between two lines of it.
+        no_row=rf"{_BUSMASTER_MARK}|^[A-Za-z]:[\\/]",
+    )
+
+
 _HCRL_TEXT: Final = (
     f"^{BLANKS}Timestamp:{BLANKS}{TIMESTAMP}{GAP}ID:{BLANKS}(?P<id>{HEX}){GAP}{_FLAGS}{GAP}DLC:{BLANKS}(?P<dlc>[0-9])"
 )
@@ -220,9 +276,10 @@ _FIXED_GRAMMARS: Final = (
         unlabelled_rows=True,
         padded=True,
     ),
+    *RESAVED_CAR_HACKING,
 )
 # The formats without a header.
-LINE_GRAMMARS: Final = (*_FIXED_GRAMMARS, _asc(), _trc(_TRC_1), _trc_2(_TRC_2_COLUMNS))
+LINE_GRAMMARS: Final = (*_FIXED_GRAMMARS, _asc(), _trc(_TRC_1), _trc_2(_TRC_2_COLUMNS), _busmaster())
 
 
 def line_grammars(sample: pl.Series) -> list[Grammar]:
@@ -236,7 +293,8 @@ def line_grammars(sample: pl.Series) -> list[Grammar]:
     assert asc is not None
     base = 10 if asc["base"].lower() == "dec" else 16
     relative = (asc["timestamps"] or "").lower() == "relative"
-    return [*_FIXED_GRAMMARS, _asc(base, relative=relative), _trc(_TRC_1), _trc_2(columns)]
+    busmaster = lines.str.extract(_BUSMASTER_SETTINGS).drop_nulls().to_list()
+    return [*_FIXED_GRAMMARS, _asc(base, relative=relative), _trc(_TRC_1), _trc_2(columns), _busmaster(busmaster)]
 
 
 def _with_labels(grammar: Grammar, label: str) -> tuple[Grammar, Grammar]:
@@ -304,7 +362,19 @@ PUBLISHED_CSV_GRAMMARS: Final = (
 )
 
 
-def dated(grammars: list[Grammar], sample: pl.Series) -> list[Grammar]:
-    """Adds grammars for dates in place of seconds if there are any in the first lines of a log."""
-    has_dates = sample.str.contains("[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}").any()
-    return [*grammars, *(grammar.with_dates() for grammar in grammars)] if has_dates else grammars
+_MARKED_IDS: Final = r"(?i)(?:^|[^0-9a-z])(?:0x[0-9a-f]+|[0-9a-f]+h|[0-9a-f]+x)(?:[^0-9a-z]|$)"
+# By what the times of a log's rows, that are no plain numbers, are recognised.
+_TIME_MARKS: Final = {
+    DATE_CODE: r"[0-9][-/.][0-9]{1,2}[-/.][0-9]{1,4}[T ]+[0-9]{1,2}:[0-9]{1,2}:[0-9]",
+    CLOCK_CODE: r"[0-9]{1,3}:[0-9]{1,2}:[0-9]",
+    COMMA_CODE: r"(?:^|[;\t\"(])[ \t]*[-+]?[0-9]+,[0-9]+",
+}
+
+
+def variants(grammars: list[Grammar], sample: pl.Series) -> list[Grammar]:
+    """Adds grammars for marked IDs, dates, times of day and decimal commas, if the first lines of a log have any."""
+    if sample.str.contains(_MARKED_IDS).any():
+        grammars = [*grammars, *(grammar.with_marked_ids() for grammar in grammars)]
+    codes = [code for code, mark in _TIME_MARKS.items() if sample.str.contains(mark).any()]
+    timed = [grammar for grammar in grammars if TIMESTAMP in grammar.pattern]
+    return [*grammars, *(grammar.with_times(code) for code in codes for grammar in timed)]

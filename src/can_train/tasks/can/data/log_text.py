@@ -306,40 +306,52 @@ class LogText:
 
     @contextmanager
     def _open(self) -> Iterator[_Stream]:
-        """Opens the file, decompresses and decodes it where it is necessary, and translates errors."""
-        compression = None
-        try:
-            with self._path.open("rb") as raw:
-                stream: Any = raw
-                for _ in range(MAX_NESTED):
-                    if (next_one := _compression_of(stream)) is None:
-                        break
-                    compression = next_one
-                    stream = compression.open(stream)
-                if compression and _compression_of(stream):
-                    raise DataError(f"A log may be compressed {MAX_NESTED} times at most", value=str(self._path),
-                                    remedy="Unpack it, and give the unpacked log")  # fmt: skip
-                is_utf16 = stream.peek(_PEEKED_BYTES).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-                yield _Stream(_Utf16AsUtf8(stream) if is_utf16 else stream, raw, plain=stream is raw and not is_utf16)
-        except FileNotFoundError as error:
-            raise MissingDataError("A log must exist", value=str(self._path)) from error
-        except _WindowTooLargeError as error:
-            raise DataError(
-                f"A compressed log may refer back over at most {WINDOW_BYTES >> 20} MiB of its text",
-                value=f"{self._path} was compressed with a larger window",
-                remedy="Unpack it, and give the unpacked log",
-            ) from error
-        except (OSError, *_DAMAGE) as error:
-            raise self._unreadable(error, compression) from error
+        with unpacked(self._path) as (stream, raw):
+            is_utf16 = stream.peek(_PEEKED_BYTES).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            yield _Stream(_Utf16AsUtf8(stream) if is_utf16 else stream, raw, plain=stream is raw and not is_utf16)
 
-    def _unreadable(self, error: Exception, compression: Compression | None) -> DataError:
-        # gzip and bz2 raise OSError without a number on damaged files.
-        if compression is None or (isinstance(error, OSError) and error.errno):
-            reason = error.strerror if isinstance(error, OSError) else error
-            return DataError("A log must be a file that can be read", value=f"{self._path}: {reason}",
-                             remedy="Check its permissions")  # fmt: skip
-        return DataError(f"A compressed log must be a whole {compression.name} file", value=f"{self._path}: {error}",
-                         remedy="Copy or download it again")  # fmt: skip
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
+    """Opens a file and decompresses it where that is necessary; yields the stream, and the file that it comes from.
+
+    Raises:
+        MissingDataError: There is no such file.
+        DataError: It cannot be read, is damaged, or was compressed too often or with too large a window.
+    """
+    compression = None
+    try:
+        with path.open("rb") as raw:
+            stream: Any = raw
+            for _ in range(MAX_NESTED):
+                if (next_one := _compression_of(stream)) is None:
+                    break
+                compression = next_one
+                stream = compression.open(stream)
+            if compression and _compression_of(stream):
+                raise DataError(f"A log may be compressed {MAX_NESTED} times at most", value=str(path),
+                                remedy="Unpack it, and give the unpacked log")  # fmt: skip
+            yield stream, raw
+    except FileNotFoundError as error:
+        raise MissingDataError("A log must exist", value=str(path)) from error
+    except _WindowTooLargeError as error:
+        raise DataError(
+            f"A compressed log may refer back over at most {WINDOW_BYTES >> 20} MiB of its text",
+            value=f"{path} was compressed with a larger window",
+            remedy="Unpack it, and give the unpacked log",
+        ) from error
+    except (OSError, *_DAMAGE) as error:
+        raise _unreadable(path, error, compression) from error
+
+
+def _unreadable(path: Path, error: Exception, compression: Compression | None) -> DataError:
+    # gzip and bz2 raise OSError without a number on damaged files.
+    if compression is None or (isinstance(error, OSError) and error.errno):
+        reason = error.strerror if isinstance(error, OSError) else error
+        return DataError("A log must be a file that can be read", value=f"{path}: {reason}",
+                         remedy="Check its permissions")  # fmt: skip
+    return DataError(f"A compressed log must be a whole {compression.name} file", value=f"{path}: {error}",
+                     remedy="Copy or download it again")  # fmt: skip
 
 
 def _compression_of(stream: Any) -> Compression | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice
 from pathlib import Path
@@ -19,13 +19,14 @@ import polars as pl
 from numpy.typing import NDArray
 
 from can_train.errors import DataError
+from can_train.tasks.can.data.clocks import LogClock
 from can_train.tasks.can.data.formats import NumberTexts, number_texts, recognise, shortened
 from can_train.tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
 from can_train.tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, too_many_kinds
 from can_train.tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train.tasks.can.data.recordings import BLOCK_FRAMES, Recording, recording_format
 from can_train.tasks.can.data.sidecars import find_sidecar
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train.tasks.can.settings import RECORDINGS, CanDatasetSettings
 
 # Labels that mark an attack without naming it.
 ATTACK_WORDS: Final = frozenset(
@@ -64,10 +65,10 @@ class _TextLog:
         self.grammar, self._narrow, self.channel = recognise(self.text.first_lines, settings, path)
         if settings.channel:
             self._narrow = None
-        self._time_s = 0.0  # where times count from the line before
+        self._clock = LogClock(self.grammar)
 
     def blocks(self) -> Iterator[_Block]:
-        self._time_s = 0.0
+        self._clock = LogClock(self.grammar)
         for first_line, lines in self.text.blocks():
             yield _Block(first_line, lines, self._parse(lines))
 
@@ -84,18 +85,12 @@ class _TextLog:
         return self._absolute(parse_rows(lines, self.grammar), lines)
 
     def _absolute(self, rows: ParsedRows, lines: pl.Series) -> ParsedRows:
-        if not self.grammar.relative:
-            return rows
-        # Events that are no frames have times, too.
-        steps = lines.str.extract(r"^[ \t]*([0-9.]+)[ \t]").cast(pl.Float64, strict=False).fill_null(0.0)
-        # One beyond any clock makes its row malformed, and must not move all those after it.
-        times = self._time_s + steps.set(steps > MAX_TIME_S, 0.0).cum_sum().to_numpy()
-        self._time_s = float(times[-1])
-        if self._time_s > MAX_TIME_S:
+        rows = self._clock.of(rows, lines)
+        if self._clock.elapsed_s > MAX_TIME_S:
             raise DataError("The times of a log's lines must add up to one of a clock",
-                            value=f"{self._path}: {self._time_s:.3g} s after its beginning",
+                            value=f"{self._path}: {self._clock.elapsed_s:.3g} s after its beginning",
                             remedy="Correct the log's times, or its line `timestamps relative`")  # fmt: skip
-        return replace(rows, timestamp=times[rows.position])
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +174,10 @@ class LogReader:
         bases = decide_bases([path], settings)
         settings, self._notes = bases.settings[path], bases.notes
         binary = recording_format(path)
+        if settings.format not in ("auto", binary) and (binary or settings.format in RECORDINGS):
+            raise DataError(f"A log must be in the format {settings.format}, as was asked for",
+                            value=f"{path} is {binary or 'text'}",
+                            remedy="Leave out dataset.format: the format is recognised")  # fmt: skip
         self._log = Recording(path, binary) if binary else _TextLog(path, settings, block_bytes)
         self._grammar = None if isinstance(self._log, Recording) else self._log.grammar
         self._channel = settings.channel
@@ -192,7 +191,7 @@ class LogReader:
         self._sidecar = None if self._all_labelled else find_sidecar(path)
         self._start_s: float | None = None  # of the log's first frame
         self.report = self._new_report()
-        self.format = self._grammar.name if self._grammar else binary  # one of settings.FORMATS, `blf` or `mf4`
+        self.format = self._grammar.name if self._grammar else binary  # one of settings.FORMATS or settings.RECORDINGS
         self.kinds = self._encoder.names  # by label code, the first is "benign"; grows as kinds are met
         self.line_bytes = _LINE_OF_RECORDING_BYTES if isinstance(self._log, Recording) else self._log.text.line_bytes
 

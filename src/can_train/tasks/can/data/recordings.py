@@ -1,4 +1,4 @@
-"""Binary logs, which packages of others read: BLF (python-can) and MF4 (asammdf).
+"""Binary logs: BLF (which python-can reads) and MF4 (asammdf), captures (pcap), and python-can's databases (SQLite).
 
 Shapes: M frames.
 """
@@ -7,30 +7,58 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from importlib import import_module
 from io import StringIO
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from can_train.errors import CanTrainError, DataError
+from can_train.tasks.can.data.captures import (
+    CAPTURE_MAGIC,
+    GOOD,
+    LARGE_ID,
+    MISSING,
+    NO_LENGTH,
+    OTHER_LENGTH,
+    WRONG,
+    Recorded,
+    read_capture,
+)
 from can_train.tasks.can.data.grammar import FD_LENGTHS, LATE_TIMESTAMP, MAX_CAN_ID, MAX_TIME_S, ParsedRows
 from can_train.tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
-from can_train.tasks.can.data.log_text import missing_package
+from can_train.tasks.can.data.log_text import missing_package, unpacked
 
 BLOCK_FRAMES: Final = 2**17
 
 # By their first bytes.
 _UNFINISHED: Final = b"UnFinMF 4"  # of an MF4 file that its logger did not finalise, since it lost power
-_MAGIC: Final = {b"LOGG": "blf", b"MDF     4": "mf4", _UNFINISHED: "mf4"}
+_MAGIC: Final = {
+    b"LOGG": "blf",
+    b"MDF     4": "mf4",
+    _UNFINISHED: "mf4",
+    b"SQLite format 3\0": "sqlite",
+    **dict.fromkeys(CAPTURE_MAGIC, "pcap"),
+}
 _PACKAGES: Final = {"blf": "can", "mf4": "asammdf"}
+_SQLITE_TABLE: Final = "messages"
+# With the types of their values, as SQLite and as polars name them.
+_SQLITE_COLUMNS: Final = {
+    "ts": ("'real', 'integer'", pl.Float64),
+    "arbitration_id": ("'integer'", pl.Int64),
+    "remote": ("'integer'", pl.Int64),
+    "error": ("'integer'", pl.Int64),
+    "dlc": ("'integer'", pl.Int64),
+    "data": ("'blob'", pl.Binary),
+}
 
 
 class FrameNames(Sequence[str]):
@@ -46,20 +74,12 @@ class FrameNames(Sequence[str]):
         return f"frame {self._first + position}"
 
 
-class _Columns(NamedTuple):
-    timestamp: NDArray[Any]  # [M] seconds
-    can_id: NDArray[Any]  # [M]
-    length: NDArray[Any]  # [M]
-    payload: NDArray[Any]  # [M, 64] bytes
-    channel: NDArray[Any]  # [M]
-
-
 def recording_format(path: Path) -> str:
-    """Returns `blf` or `mf4` where a file begins like one; empty for any other."""
+    """Returns the name of a binary format (one of `settings.RECORDINGS`) by a file's first bytes; empty: none."""
     try:
-        with path.open("rb") as file:
-            start = file.read(max(map(len, _MAGIC)))
-    except OSError:
+        with unpacked(path) as (stream, _):
+            start = stream.peek(max(map(len, _MAGIC)))
+    except CanTrainError:
         return ""  # whoever reads it raises the error
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), "")
 
@@ -74,6 +94,14 @@ class Recording:
     def __init__(self, path: Path, log_format: str) -> None:
         self.path = path
         self.format = log_format
+        with path.open("rb") as file:
+            is_packed = not file.read(max(map(len, _MAGIC))).startswith(tuple(_MAGIC))
+        if is_packed and log_format != "pcap":
+            raise DataError("Only logs of text and captures may be compressed",
+                            value=f"{path} is a {log_format.upper()} file that was compressed",
+                            remedy="Unpack it, and give the unpacked log")  # fmt: skip
+        if log_format not in _PACKAGES:
+            return
         try:
             self._package = import_module(_PACKAGES[log_format])
         except ImportError as error:
@@ -81,12 +109,12 @@ class Recording:
 
     def blocks(self) -> Iterator[tuple[int, FrameNames, ParsedRows]]:
         """Yields the number of a block's first frame, counted from 1, stand-ins for its lines, and the block."""
-        read = self._blf_columns if self.format == "blf" else self._mf4_columns
+        readers = {"blf": self._blf_columns, "mf4": self._mf4_columns, "pcap": self._pcap, "sqlite": self._sqlite}
         first = 1
         try:
-            for columns, error_frames in read():
-                yield first, FrameNames(first), _rows(columns, error_frames)
-                first += len(columns.timestamp)
+            for recorded in readers[self.format]():
+                yield first, FrameNames(first), _rows(recorded)
+                first += len(recorded.timestamp)
         except CanTrainError:
             raise
         # The packages raise errors of many kinds on a damaged file.
@@ -130,18 +158,18 @@ class Recording:
                     counted.cycles_nr = data_bytes // max(record_bytes, 1)
                 yield mdf
 
-    def _blf_columns(self) -> Iterator[tuple[_Columns, int]]:
+    def _blf_columns(self) -> Iterator[Recorded]:
         # A reader that is given a path leaves a damaged file open.
         with self.path.open("rb") as file:
             messages = iter(self._package.BLFReader(file))
             while block := list(islice(messages, BLOCK_FRAMES)):
                 frames = [message for message in block if not message.is_error_frame]
-                yield _blf_frames(frames), len(block) - len(frames)
+                yield replace(_blf_frames(frames), error_frames=len(block) - len(frames))
 
-    def _mf4_columns(self) -> Iterator[tuple[_Columns, int]]:
+    def _mf4_columns(self) -> Iterator[Recorded]:
         with self._opened_mf4() as mdf:
             start_s = mdf.header.start_time.timestamp()
-            parts: list[_Columns] = []
+            parts: list[Recorded] = []
             error_frames = 0
             for group, content in enumerate(mdf.groups):
                 names = {channel.name for channel in content.channels}
@@ -155,23 +183,50 @@ class Recording:
                 ]
         if not parts:
             return
-        whole = _Columns(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        whole = Recorded.concatenate(parts)
         # Each group is in the order of time; a bus has one for data and one for remote frames.
         order = np.argsort(whole.timestamp, kind="stable")
         for begin in range(0, len(order), BLOCK_FRAMES):
-            part = order[begin : begin + BLOCK_FRAMES]
-            yield _Columns(*(array[part] for array in whole)), error_frames if begin == 0 else 0
+            part = whole.select(order[begin : begin + BLOCK_FRAMES])
+            yield part if begin else replace(part, error_frames=error_frames)
+
+    def _pcap(self) -> Iterator[Recorded]:
+        with unpacked(self.path) as (stream, _):
+            yield from read_capture(stream, self.path)
+
+    def _sqlite(self) -> Iterator[Recorded]:
+        # Read only: a database beside which nothing may be written can be read, too.
+        with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            columns = {row[1] for row in database.execute(f"PRAGMA table_info({_SQLITE_TABLE})")}
+            if missing := [name for name in _SQLITE_COLUMNS if name not in columns]:
+                held = (
+                    f"a table {_SQLITE_TABLE} without {missing[0]}"
+                    if columns
+                    else f"the tables {', '.join(tables) or 'none'}"
+                )
+                wanted = f"{_SQLITE_TABLE} ({', '.join(_SQLITE_COLUMNS)})"
+                raise DataError(f"A database must have python-can's table {wanted}",
+                                value=f"{self.path} has {held}", remedy="Give another log")  # fmt: skip
+            # Columns of SQLite hold values of any type: those of another one become null.
+            cells = [
+                f"CASE WHEN typeof({name}) IN ({kinds}) THEN {name} END" for name, (kinds, _) in _SQLITE_COLUMNS.items()
+            ]
+            cursor = database.execute(f"SELECT {', '.join(cells)} FROM {_SQLITE_TABLE} ORDER BY rowid")
+            while rows := cursor.fetchmany(BLOCK_FRAMES):
+                yield _sqlite_frames(rows)
 
 
-def _blf_frames(frames: list[Any]) -> _Columns:
+def _blf_frames(frames: list[Any]) -> Recorded:
     data = [b"" if frame.is_remote_frame else bytes(frame.data) for frame in frames]
     payload = b"".join(one.ljust(FD_PAYLOAD_BYTES, b"\0") for one in data)
-    return _Columns(
+    return Recorded(
         timestamp=np.array([frame.timestamp for frame in frames], np.float64),
         can_id=np.array([frame.arbitration_id for frame in frames], np.uint32),
         length=np.array(list(map(len, data)), np.uint8),
         payload=np.frombuffer(payload, np.uint8).reshape(-1, FD_PAYLOAD_BYTES),
         channel=np.array([_number(frame.channel) for frame in frames], np.int64),
+        wrong=np.full(len(frames), GOOD),
     )
 
 
@@ -179,7 +234,7 @@ def _number(channel: Any) -> int:
     return channel if isinstance(channel, int) else 0
 
 
-def _mf4_group(signal: Any, name: str, start_s: float) -> _Columns:
+def _mf4_group(signal: Any, name: str, start_s: float) -> Recorded:
     samples = signal.samples
     fields = {field.removeprefix(f"{name}."): samples[field] for field in samples.dtype.names}
     size = len(samples)
@@ -191,34 +246,69 @@ def _mf4_group(signal: Any, name: str, start_s: float) -> _Columns:
         length = np.asarray(fields["DataLength"] if "DataLength" in fields else codes[fields["DLC"] & 15], np.uint8)
         payload[:, : data.shape[1]] = data
         payload[np.arange(FD_PAYLOAD_BYTES) >= length[:, None]] = 0
-    return _Columns(
+    return Recorded(
         timestamp=np.asarray(signal.timestamps, np.float64) + start_s,
         can_id=np.asarray(fields["ID"], np.uint32) & np.uint32(MAX_CAN_ID),
         length=length,
         payload=payload,
         channel=np.asarray(fields.get("BusChannel", np.zeros(size)), np.int64),
+        wrong=np.full(size, GOOD),
     )
 
 
-def _rows(columns: _Columns, error_frames: int) -> ParsedRows:
-    is_time = np.abs(columns.timestamp) <= MAX_TIME_S  # false for NaN
-    position = np.flatnonzero(is_time)
-    untimed = pl.Series(np.flatnonzero(~is_time)).cast(pl.UInt32)
-    malformed = pl.DataFrame({"position": untimed}).select(
-        "position", line=pl.format("frame {} of its block", pl.col("position") + 1), reason=pl.lit(LATE_TIMESTAMP),
-        id=pl.lit(None, dtype=pl.UInt64), label=pl.lit(None, dtype=pl.String),
+def _sqlite_frames(rows: list[tuple[Any, ...]]) -> Recorded:
+    table = pl.DataFrame(rows, schema={name: kind for name, (_, kind) in _SQLITE_COLUMNS.items()}, orient="row")
+    remote, can_id, size = pl.col("remote").fill_null(0) != 0, pl.col("arbitration_id"), pl.col("data").bin.size()
+    frames = table.filter(pl.col("error").fill_null(0) == 0).with_columns(
+        data=pl.when(remote).then(pl.lit(b"")).otherwise("data")
+    )
+    frames = frames.select(
+        "ts",
+        can_id.fill_null(0).clip(0),
+        pl.col("data").fill_null(b"").bin.head(FD_PAYLOAD_BYTES + 1),
+        wrong=pl.when(pl.any_horizontal(pl.col("ts", "arbitration_id", "data").is_null())).then(MISSING)
+        .when(~can_id.is_between(0, MAX_CAN_ID)).then(LARGE_ID)
+        .when(~remote & (pl.col("dlc") != size)).then(OTHER_LENGTH)
+        .otherwise(GOOD),
     )  # fmt: skip
-    columns = _Columns(*(array[is_time] for array in columns))
-    is_long = bool((columns.length > MAX_PAYLOAD_BYTES).any())
+    payload = b"".join(data[:FD_PAYLOAD_BYTES].ljust(FD_PAYLOAD_BYTES, b"\0") for data in frames["data"])
+    return Recorded(
+        timestamp=frames["ts"].fill_null(0.0).to_numpy(),
+        can_id=frames["arbitration_id"].to_numpy(),
+        length=frames["data"].bin.size().to_numpy().astype(np.int64),
+        payload=np.frombuffer(payload, np.uint8).reshape(-1, FD_PAYLOAD_BYTES),
+        channel=np.zeros(len(frames), np.int64),
+        wrong=frames["wrong"].to_numpy(),
+        error_frames=len(table) - len(frames),
+    )
+
+
+def _rows(recorded: Recorded) -> ParsedRows:
+    length = recorded.length.astype(np.int64)
+    wrong = np.where((recorded.wrong == GOOD) & ~np.isin(length, FD_LENGTHS), NO_LENGTH, recorded.wrong)
+    is_time = np.abs(recorded.timestamp) <= MAX_TIME_S  # false for NaN
+    is_good = is_time & (wrong == GOOD)
+    bad = np.flatnonzero(~is_good)
+    reasons = [WRONG[code] if code else LATE_TIMESTAMP for code in wrong[bad].tolist()]
+    malformed = pl.DataFrame(
+        {"position": pl.Series(bad).cast(pl.UInt32), "reason": pl.Series(reasons, dtype=pl.String)}
+    )
+    malformed = malformed.select(
+        "position", pl.format("frame {} of its block", pl.col("position") + 1).alias("line"), "reason",
+        id=pl.Series(recorded.can_id[bad].astype(np.uint64)), label=pl.lit(None, dtype=pl.String),
+    )  # fmt: skip
+    is_long = bool((length[is_good] > MAX_PAYLOAD_BYTES).any())
+    payload = recorded.payload if is_long else recorded.payload[:, :MAX_PAYLOAD_BYTES]
     return ParsedRows(
-        position=position,
-        timestamp=columns.timestamp,
-        can_id=columns.can_id,
-        length=columns.length,
-        payload=columns.payload if is_long else np.ascontiguousarray(columns.payload[:, :MAX_PAYLOAD_BYTES]),
+        position=np.flatnonzero(is_good),
+        timestamp=recorded.timestamp[is_good].astype(np.float64),
+        can_id=recorded.can_id[is_good].astype(np.uint32),
+        length=length[is_good].astype(np.uint8),
+        payload=np.ascontiguousarray(payload[is_good]),
         label=None,
         kind=None,
-        channel=pl.Series(columns.channel).cast(pl.String),
+        channel=pl.Series(recorded.channel[is_good].astype(str).tolist(), dtype=pl.String),
         malformed=malformed,
-        error_frames=error_frames,
+        error_frames=recorded.error_frames,
+        xl_frames=recorded.xl_frames,
     )

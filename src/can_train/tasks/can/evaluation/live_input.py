@@ -19,11 +19,11 @@ import numpy as np
 import polars as pl
 
 from can_train.errors import ConfigError, DataError
-from can_train.tasks.can.data.clocks import TICKS_PER_SECOND
+from can_train.tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
 from can_train.tasks.can.data.formats import header_grammars, with_unit
 from can_train.tasks.can.data.grammar import Grammar, parse_rows
 from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames
-from can_train.tasks.can.data.line_formats import dated, line_grammars
+from can_train.tasks.can.data.line_formats import line_grammars, variants
 from can_train.tasks.can.settings import CanDatasetSettings
 
 STANDARD_INPUT: Final = "-"
@@ -110,6 +110,7 @@ class TextInput(FrameInput):
         self._descriptor = descriptor
         self._settings = dataset
         self._grammar: Grammar | None = None
+        self._log_clock: LogClock | None = None  # once the grammar is known
         self._unknown: list[str | None] = []  # the first lines, as long as no format reads one of them
         self._untimed = False  # whether the lines have no times, and get those of their arrival
         self._deltas: bool | None = None  # whether the times are differences; None: not known yet
@@ -199,7 +200,9 @@ class TextInput(FrameInput):
         if self._untimed:
             lines = _with_times(lines, self._arrived_s, now_s)
         self._arrived_s = now_s
-        rows = parse_rows(pl.Series("line", lines, dtype=pl.String), grammar)
+        series = pl.Series("line", lines, dtype=pl.String)
+        self._log_clock = self._log_clock or LogClock(grammar)
+        rows = self._log_clock.of(parse_rows(series, grammar), series)
         self.malformed.update(rows.malformed["reason"].to_list())
         if len(rows.timestamp):
             label = np.zeros(len(rows.timestamp), np.uint8)
@@ -216,7 +219,7 @@ class TextInput(FrameInput):
             now_s = time.time()
             sample = _with_times(sample, now_s, now_s)
         series = pl.Series("line", sample, dtype=pl.String)
-        known = dated([*header_grammars(series, self._settings), *line_grammars(series)], series)
+        known = variants([*header_grammars(series, self._settings), *line_grammars(series)], series)
         parsed = [parse_rows(series, grammar) for grammar in known]
         counts = [len(rows.position) for rows in parsed]
         if not any(counts):
