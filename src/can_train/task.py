@@ -319,6 +319,16 @@ class AlarmRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LiveSource:
+    """Where samples arrive: the name of an input, `-` for standard input; and which of its channels is watched, empty
+    for all of them.
+    """
+
+    name: str
+    channel: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LiveEvent:
     """Something that live detection tells."""
 
@@ -334,6 +344,10 @@ class LiveDetection(ABC):
         self, score: Callable[..., NDArray[np.float64]], contribute: Callable[..., NDArray[np.float64]]
     ) -> Iterator[LiveEvent]:
         """Yields what happens, soon after it did, until the input ends. The arguments are as in `Evaluation`."""
+
+    def finish(self) -> Sequence[LiveEvent]:
+        """Ends what goes on, such as an alarm, where `events` was interrupted; tells nothing twice."""
+        return ()
 
     @abstractmethod
     def summary(self) -> Sequence[str]:

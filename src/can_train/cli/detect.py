@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -15,6 +15,9 @@ from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Th
 from can_train.cli.output import print_aside, print_text
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from can_train.task import LiveEvent
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -33,6 +36,10 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
     explain: Annotated[
         bool, typer.Option("--explain", help="Name the CAN IDs that drove each alarm, and their properties.")
     ] = False,
+    channel: Annotated[
+        str | None,
+        typer.Option(help="Watch one interface of an input that has several: can0. [each by itself]", metavar="NAME"),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "cpu",
     trust_code: TrustCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each event.")] = False,
@@ -41,7 +48,7 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
 ) -> None:
     """Watch a bus with a finished run, and print alarms as they are raised, until the input ends or Ctrl-C."""
     with _stopping_at_signals():
-        for name, value in {"input": input_, "device": device}.items():
+        for name, value in {"input": input_, "device": device, "channel": channel}.items():
             if value == "":
                 raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
         rule = alarm_rule(threshold=threshold, calibrate=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
@@ -50,13 +57,17 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
         # Hydra and torch: a line that is wrong does not wait for them.
         from can_train.training.evaluate import DetectionRequest, LiveRun
 
-        request = DetectionRequest(run=known.folder.path, source=input_, rule=rule, explain=explain, device=device,
+        request = DetectionRequest(run=known.folder.path, source=input_, channel=channel or "", rule=rule,
+                                   explain=explain, device=device,
                                    trust=locator.trust(trusts_all=trust_code))  # fmt: skip
         live = LiveRun(request)
         try:
             print_aside(f"Run {known.run_id} watches {_input_name(input_)}")
-            for event in live.events():
-                print_text(json.dumps(event.record, allow_nan=False) if as_json else event.text)
+            try:
+                _print_events(live.events(), as_json=as_json)
+            finally:
+                # Ctrl-C may come while an alarm is raised.
+                _print_events(live.finish(), as_json=as_json)
         except BrokenPipeError:
             # Whoever read the alarms has gone. Typer would end with 1.
             raise SystemExit(128 + signal.SIGPIPE) from None
@@ -65,6 +76,11 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
             with suppress(BrokenPipeError):
                 print_aside("\n".join(f"{sentence}." for sentence in live.summary()))
             live.close()
+
+
+def _print_events(events: Iterable[LiveEvent], *, as_json: bool) -> None:
+    for event in events:
+        print_text(json.dumps(event.record, allow_nan=False) if as_json else event.text)
 
 
 def _input_name(name: str) -> str:

@@ -26,7 +26,17 @@ from can_train.fit.optimizer import Precision
 from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter
-from can_train.task import Alarm, AlarmRule, Evaluation, Explanation, LiveDetection, LiveEvent, Table, Verdict
+from can_train.task import (
+    Alarm,
+    AlarmRule,
+    Evaluation,
+    Explanation,
+    LiveDetection,
+    LiveEvent,
+    LiveSource,
+    Table,
+    Verdict,
+)
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
 from can_train.training.loading import finished_model, load_finished, with_cache
 from can_train.training.run_folder import CodeTrust
@@ -226,6 +236,7 @@ class DetectionRequest:
 
     run: Path  # folder of the finished run
     source: str  # `-` for standard input, or what else the task reads
+    channel: str = ""  # the one that is watched, of an input that has several; empty: all of them
     rule: AlarmRule = field(default_factory=AlarmRule)
     explain: bool = False  # whether alarms tell what drove them
     device: str = "cpu"
@@ -249,7 +260,8 @@ class LiveRun:
         self._scorer = Scorer(run.training, device)
         make: Callable[..., LiveDetection] = load_object(run.task_settings.detector)
         models = partial(finished_model, run)
-        self._detection = make(finished, models, request.source, request.rule, explain=request.explain)
+        source = LiveSource(name=request.source, channel=request.channel)
+        self._detection = make(finished, models, source, request.rule, explain=request.explain)
 
     def events(self) -> Iterator[LiveEvent]:
         """Yields what happens until the input ends."""
@@ -261,6 +273,10 @@ class LiveRun:
                 yield from self._detection.events(self._scorer, self._scorer.contributions)
         finally:
             torch.set_num_threads(threads)
+
+    def finish(self) -> Sequence[LiveEvent]:
+        """Ends what goes on, where the events were interrupted."""
+        return self._detection.finish()
 
     def summary(self) -> Sequence[str]:
         """Tells what was seen so far, in sentences."""

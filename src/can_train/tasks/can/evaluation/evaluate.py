@@ -35,7 +35,7 @@ from can_train.tasks.can.evaluation import judging
 from can_train.tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, id_text, usual_windows
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines, vocabulary_lookup
 from can_train.tasks.can.evaluation.bursts import USUAL_HOLD, Hold
-from can_train.tasks.can.evaluation.calibration import BenignScores, calibrate_logs
+from can_train.tasks.can.evaluation.calibration import BenignScores, Calibration, calibrate_logs, calibration_notes
 from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.fusion.agent import FinishedFusion
 from can_train.tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
@@ -224,7 +224,7 @@ class WindowEvaluation(Evaluation):
         }
         split, notes = data.split, list[str]()
         if rule.calibrate_s is not None:
-            split, detectors, raw, notes = self._calibrate(rule.calibrate_s, detectors, raw)
+            split, detectors, raw, notes = self._calibrate(rule.calibrate_s, detectors, raw, timed)
         if self.own_split:
             options = judging.JudgingOptions.of(self._run, supervised=not isinstance(self._run.model, VgaeSettings))
             baselines = judging.own_baselines(data.flat, data.split, options)
@@ -253,34 +253,29 @@ class WindowEvaluation(Evaluation):
         return BenignScores.from_result(self._result, self._model.finished.run_id).threshold(rule.alarms_per_hour, hold)
 
     def _calibrate(
-        self, seconds: float, detectors: Mapping[str, judging.Detector], raw: FolderScores
+        self, seconds: float, detectors: Mapping[str, judging.Detector], raw: FolderScores, timed: judging.TimedScore
     ) -> tuple[Split, dict[str, judging.Detector], FolderScores, list[str]]:
         """Adapts the model's scores to the beginning of each log, and leaves those windows out of what is judged.
 
         What it is compared with is left out, too: of that, no run's result tells how benign windows score.
         """
-        model = detectors[judging.TRAINED]
-        validation = BenignScores.from_result(self._result, self._model.finished.run_id).scale
+        model, flat, split = detectors[judging.TRAINED], self._data.flat, self._data.split
+        benign = BenignScores.from_result(self._result, self._model.finished.run_id)
+        make = partial(Calibration, seconds, benign, threshold=model.threshold.value, vocabulary=self._model.vocabulary)
         calibrated = {
-            folder: calibrate_logs(self._data.flat, rows, model.scores.test[folder], validation, seconds)
-            for folder, rows in self._data.split.test.items()
+            folder: calibrate_logs(
+                flat, rows, model.scores.test[folder], make, lambda own: self._model.combine(timed(own))
+            )
+            for folder, rows in split.test.items()
         }
-        judged = {folder: one.judged for folder, one in calibrated.items()}
-        test = {folder: rows[judged[folder]] for folder, rows in self._data.split.test.items()}
+        test = {folder: rows[calibrated[folder].judged] for folder, rows in split.test.items()}
         scores = replace(model.scores, test={folder: one.score[one.judged] for folder, one in calibrated.items()})
         self._absent |= dict.fromkeys((name for name in detectors if name != judging.TRAINED), _NOT_CALIBRATED)
-        split = replace(self._data.split, test=test)
+        notes = calibration_notes(flat, [*calibrated.values()], tested=self._rows, threshold=model.threshold.value)
         self._rows = np.concatenate([*test.values()])
         self.counted = self._count()
-        windows = sum(one.windows for one in calibrated.values())
-        above = sum(one.count_above(model.threshold.value) for one in calibrated.values())
-        attacks = sum(one.attacks for one in calibrated.values())
-        taken = f"The first {seconds:g} s of each log are taken for benign: {windows:,} windows"
-        notes = [f"{taken}, which tell where its scores lie and are not judged; {above:,} of them are flagged"]
-        if attacks:
-            notes.append(f"By their labels {attacks:,} of these windows are attacks, so the calibration is wrong")
-        kept = {folder: columns[judged[folder]] for folder, columns in raw.items()}
-        return split, {judging.TRAINED: replace(model, scores=scores)}, kept, notes
+        kept = {folder: columns[calibrated[folder].judged] for folder, columns in raw.items()}
+        return replace(split, test=test), {judging.TRAINED: replace(model, scores=scores)}, kept, notes
 
     def explain(self, contribute: Contribute, verdict: Verdict, *, every: bool) -> Explanation:
         """Names the CAN IDs, and their properties, that drove the scores; adds the numbers of the windows' lines."""

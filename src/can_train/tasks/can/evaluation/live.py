@@ -7,17 +7,18 @@ Shapes: R windows of a block, N their nodes, E edges.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
 from can_train.config.resolved import FinishedModel
-from can_train.errors import CheckpointError, RunError
+from can_train.errors import CheckpointError, DataError, RunError
 from can_train.fit.packing import members
-from can_train.task import AlarmRule, LiveDetection, LiveEvent
+from can_train.task import AlarmRule, LiveDetection, LiveEvent, LiveSource
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import (
     BENIGN,
@@ -25,6 +26,7 @@ from can_train.tasks.can.data.graphs import (
     NODE_FEATURES,
     FlatGraphs,
     Floats,
+    Frames,
     GraphBlock,
     GraphBuilder,
     Ints,
@@ -35,10 +37,15 @@ from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, Hold
 from can_train.tasks.can.evaluation.calibration import (
     LEAST_CALIBRATION_WINDOWS,
     BenignScores,
-    ScoreScale,
-    calibrated_scale,
+    Calibration,
+    Suspicion,
 )
-from can_train.tasks.can.evaluation.live_input import SILENCE_S, FrameInput, open_input
+from can_train.tasks.can.evaluation.live_input import (
+    SILENCE_S,
+    BusErrors,
+    FrameInput,
+    open_input,
+)
 from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.fusion.agent import FinishedFusion
 from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
@@ -50,6 +57,8 @@ USUAL_EVERY: Final = 16  # calm windows of which one is kept, so that they span 
 # take half as long again); with fewer, a student's calls take longer than what they compute.
 SCORED_WINDOWS: Final = 32
 TOLD_IDS: Final = 2  # of an alarm, in words
+MOST_BUSES: Final = 64  # that are watched, each with windows and an alarm of its own: more are no interfaces' names
+ERRORS_S: Final = 1.0  # seconds of a bus between two events that tell of its error frames, which come by thousands
 LIVE: Final = "live"  # name of the input where a log's would stand
 
 # Computes raw scores, and contributions, as `Evaluation` has them.
@@ -57,8 +66,9 @@ Compute = Callable[[WindowModel, Ints], Floats]
 
 
 def make_live_detection(
-    finished: FinishedModel, load_model: Callable[[str], FinishedModel], source: str, rule: AlarmRule, *, explain: bool
-) -> LiveDetector:
+    finished: FinishedModel, load_model: Callable[[str], FinishedModel], source: LiveSource, rule: AlarmRule, *,
+    explain: bool,
+) -> LiveDetector:  # fmt: skip
     """Opens an input for a finished run; `load_model` loads the models that it builds on.
 
     Raises:
@@ -74,9 +84,7 @@ def make_live_detection(
         threshold = Threshold(value=rule.threshold, rule="as given")
     elif rule.alarms_per_hour is not None:
         threshold = BenignScores.from_result(judgement, finished.run_id).threshold(rule.alarms_per_hour, hold)
-    calibration = None
-    if rule.calibrate_s is not None:
-        calibration = Calibration(rule.calibrate_s, BenignScores.from_result(judgement, finished.run_id).scale)
+    benign = None if rule.calibrate_s is None else BenignScores.from_result(judgement, finished.run_id)
     nothing = _flat_of(_empty_block(), finished.run.dataset.window)
     model: WindowModel
     if isinstance(finished.run.model, FusionAgentSettings):
@@ -84,53 +92,35 @@ def make_live_detection(
     else:
         model = FinishedNetwork(finished, nothing)
     # How the training log was written says nothing about what is piped in.
-    dataset = replace(finished.run.dataset, format="auto", id_base="auto", columns=ColumnSettings())
-    alarms = AlarmState(hold=hold, threshold=threshold)
-    return LiveDetector(model, open_input(source, dataset), alarms, calibration, explain=explain)
+    dataset = replace(finished.run.dataset, format="auto", id_base="auto", columns=ColumnSettings(),
+                      channel=source.channel)  # fmt: skip
+    watch = Watch(hold=hold, threshold=threshold, calibrate_s=rule.calibrate_s, benign=benign, explain=explain)
+    return LiveDetector(model, open_input(source.name, dataset), watch)
 
 
-class Calibration:
-    """The first windows, which are taken for benign: they tell where the scores of this bus lie."""
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """How a bus is watched.
 
-    def __init__(self, seconds: float, validation: ScoreScale) -> None:
-        self._seconds = seconds
-        self._validation = validation
-        self._scores: list[float] = []
-        self._until_s: float | None = None
-        self._scale: ScoreScale | None = None
-        self.last_frame = -1  # of the windows that were calibrated on
+    Attributes:
+        hold: When flagged windows raise an alarm.
+        threshold: Score above which a window is flagged.
+        calibrate_s: Seconds at its beginning that are taken for benign; None: none are.
+        benign: What validation taught about scores, where a bus is calibrated on.
+        explain: Whether an alarm names what drove it.
+    """
 
-    def take(self, block: GraphBlock, score: Floats) -> int:
-        """Takes those of a block's windows that are still to be calibrated on; returns how many."""
-        if self._scale is not None:
-            return 0
-        if self._until_s is None:
-            self._until_s = float(block.start_time[0]) + self._seconds
-        within = block.end_time <= self._until_s
-        count = len(within) if within.all() else int(np.argmin(within))
-        # A slow bus takes longer to show enough windows.
-        count = min(len(within), max(count, LEAST_CALIBRATION_WINDOWS - len(self._scores)))
-        self._scores += score[:count].tolist()
-        if count:
-            self.last_frame = int(block.first_frame[count - 1])
-        if count < len(within):
-            self._scale = calibrated_scale(np.array(self._scores), self._validation, where="the input")
-        return count
+    hold: Hold
+    threshold: Threshold
+    calibrate_s: float | None
+    benign: BenignScores | None
+    explain: bool
 
-    @property
-    def windows(self) -> int:
-        """Windows that were taken so far."""
-        return len(self._scores)
-
-    @property
-    def done(self) -> bool:
-        """Whether all windows that it needs have arrived."""
-        return self._scale is not None
-
-    def adapt(self, score: Floats) -> Floats:
-        """Returns scores [R] as if this bus were like validation."""
-        assert self._scale is not None, "windows are judged after the calibration"
-        return self._scale.to(self._validation, score)
+    def calibration(self, vocabulary: Ints) -> Calibration | None:
+        """Begins the calibration of a bus, if it is calibrated on."""
+        if self.calibrate_s is None or self.benign is None:
+            return None
+        return Calibration(self.calibrate_s, self.benign, threshold=self.threshold.value, vocabulary=vocabulary)
 
 
 class _Flagged(NamedTuple):
@@ -209,115 +199,142 @@ class AlarmState:
         return ended
 
 
-class LiveDetector(LiveDetection):
-    """A finished model on frames as they arrive."""
+class LiveBus:
+    """What is watched of one bus: its windows, its alarm, and whether it is silent.
 
-    def __init__(
-        self, model: WindowModel, source: FrameInput, alarms: AlarmState, calibration: Calibration | None, *,
-        explain: bool,
-    ) -> None:  # fmt: skip
+    Attributes:
+        name: The interface; empty where the input names none.
+        windows: How many were scored.
+        flagged: How many of them were flagged.
+        alarms: The alarm that is raised, and how many were.
+        arrived_s: When a frame came last, by the clock that stands still for nobody (`time.monotonic`).
+        is_silent: Whether none has come for so long that it was told.
+    """
+
+    def __init__(self, name: str, model: WindowModel, watch: Watch) -> None:
         dataset = model.finished.run.dataset
+        self.name = name
         self._model = model
-        self._input = source
-        self._alarms = alarms
-        self._calibration = calibration
-        self._explain = explain
+        self._watch = watch
+        self._calibration = watch.calibration(model.vocabulary)
         self._window, self._stride = int(dataset.window), int(dataset.stride)
         self._builder = GraphBuilder(dataset.window, dataset.stride)
         self._usual: deque[GraphBlock] = deque(maxlen=USUAL_WINDOWS)
-        self._windows = self._flagged = 0
+        self.alarms = AlarmState(hold=watch.hold, threshold=watch.threshold)
+        self.windows = self.flagged = 0
+        self.arrived_s = time.monotonic()
+        self.is_silent = False
         self._first_s: float | None = None
         self._last_s = 0.0
-        self._is_silent = False
+        self._errors = self._bus_offs = 0  # that came
+        self._told_s: dict[str, float] = {}  # by kind of event, when error frames were told of last
+        self._untold = 0  # error frames since then
 
-    def events(self, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
-        """Yields alarms when they are raised and when they have ended, and when the bus falls silent and speaks again.
+    def see(self, frames: Frames, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
+        """Takes the next frames; yields what happens by them."""
+        if self.is_silent:
+            yield LiveEvent(text=f"{frames.timestamp[0]:.6f} s: frames arrive again",
+                            record={"event": "resumed", "time": float(frames.timestamp[0])})  # fmt: skip
+        self.is_silent, self.arrived_s = False, time.monotonic()
+        self._first_s = float(frames.timestamp[0]) if self._first_s is None else self._first_s
+        self._last_s = float(frames.timestamp[-1])
+        for block in self._builder.feed(frames):
+            yield from self._judge(block, score, contribute)
 
-        Raises:
-            RunError: A score is not a finite number.
-            DataError: The input fails.
-        """
-        told = 0
-        for frames in self._input.batches():
-            if frames is None:
-                if not self._is_silent:
-                    yield _silence(None if self._first_s is None else self._last_s)
-                self._is_silent = True
-                continue
-            if not len(frames):
-                continue
-            for note in self._input.notes[told:]:
-                yield LiveEvent(text=f"note: {note}", record={"event": "note", "text": note})
-            told = len(self._input.notes)
-            if self._is_silent:
-                yield LiveEvent(text=f"{frames.timestamp[0]:.6f} s: frames arrive again",
-                                record={"event": "resumed", "time": float(frames.timestamp[0])})  # fmt: skip
-            self._is_silent = False
-            self._first_s = float(frames.timestamp[0]) if self._first_s is None else self._first_s
-            self._last_s = float(frames.timestamp[-1])
-            for block in self._builder.feed(frames):
-                yield from self._judge(block, score, contribute)
-        if (alarm := self._alarms.finish()) is not None:
-            yield _ended(alarm)
+    def silence(self) -> LiveEvent:
+        """Tells that no frame has come."""
+        self.is_silent = True
+        return _silence(None if self._first_s is None else self._last_s)
 
-    def summary(self) -> Sequence[str]:
-        """Tells what was seen: frames, windows, alarms, and what was left out."""
-        left = self._builder.frames_seen - self._windows_end()
-        seconds = self._last_s - (self._first_s or 0.0) if self._first_s is not None else 0.0
-        counted = f"{self._input.frames:,} frames in {seconds:,.1f} s, {self._windows:,} windows"
-        alarms = "1 alarm" if self._alarms.alarms == 1 else f"{self._alarms.alarms:,} alarms"
-        sentences = [f"{counted}, {self._flagged:,} of them flagged, {alarms}"]
-        threshold = self._alarms.threshold
-        sentences.append(f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}")
+    def fail(self, errors: BusErrors) -> Iterator[LiveEvent]:
+        """Takes error frames; yields an event for the first ones, and then for those of each `ERRORS_S`."""
+        self._errors += errors.error_frames
+        self._bus_offs += errors.bus_offs
+        self._untold += errors.error_frames
+        time_s = self._last_s if errors.time_s is None else errors.time_s
+        if errors.bus_offs and self._is_new("bus_off", time_s):
+            yield LiveEvent(text=f"{time_s:.6f} s: BUS OFF, the controller takes no part in the bus",
+                            record={"event": "bus_off", "time": time_s})  # fmt: skip
+        if self._is_new("error_frames", time_s):
+            count, self._untold = self._untold, 0
+            what = "1 error frame" if count == 1 else f"{count:,} error frames"
+            why = f" ({errors.text()})" if errors.text() else ""
+            yield LiveEvent(text=f"{time_s:.6f} s: {what}{why}",
+                            record={"event": "error_frames", "time": time_s, "count": count, "text": errors.text()}
+                            )  # fmt: skip
+
+    def _is_new(self, kind: str, time_s: float) -> bool:
+        """Returns whether an event of a kind is to be told, and remembers it."""
+        if abs(time_s - self._told_s.get(kind, -np.inf)) < ERRORS_S:
+            return False
+        self._told_s[kind] = time_s
+        return True
+
+    def finish(self) -> LiveEvent | None:
+        """Ends the alarm that is raised, if one is."""
+        ended = self.alarms.finish()
+        return None if ended is None else _ended(ended)
+
+    def summary(self) -> list[str]:
+        """Tells what was seen, in sentences."""
+        frames = self._builder.frames_seen
+        seconds = self._last_s - self._first_s if self._first_s is not None else 0.0
+        counted = f"{frames:,} frames in {seconds:,.1f} s, {self.windows:,} windows"
+        alarms = "1 alarm" if self.alarms.alarms == 1 else f"{self.alarms.alarms:,} alarms"
+        sentences = [f"{counted}, {self.flagged:,} of them flagged, {alarms}"]
+        if self._errors:
+            off = f", {self._bus_offs:,} of them bus off" if self._bus_offs else ""
+            sentences.append(f"{self._errors:,} error frame{'s' * (self._errors != 1)}{off}")
         if self._calibration is not None:
-            state = "were taken for benign" if self._calibration.done else "were too few to calibrate on"
-            sentences.append(f"The first {self._calibration.windows:,} windows {state} and are not judged")
-        if left:
+            sentences += _calibration_summary(self._calibration)
+        left = frames - ((self.windows - 1) * self._stride + self._window if self.windows else 0)
+        if left > 0:
             sentences.append(f"The last {left:,} frames fill no window and were not judged")
-        return [*sentences, *filter(None, [self._input.malformed_text()])]
-
-    def close(self) -> None:
-        """Closes the input."""
-        self._input.close()
-
-    def _windows_end(self) -> int:
-        """Returns how many of the frames lie in windows that were scored."""
-        if not self._windows:
-            return 0
-        return (self._windows - 1) * self._stride + self._window
+        return sentences
 
     def _judge(self, block: GraphBlock, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
         if not len(block):
             return
-        model = self._model.on(_flat_of(block, self._window))
+        flat = _flat_of(block, self._window)
+        model = self._model.on(flat)
         parts = np.split(np.arange(len(block)), range(SCORED_WINDOWS, len(block), SCORED_WINDOWS))
         scores = model.combine(np.concatenate([score(model, rows) for rows in parts]))
         if not np.isfinite(scores).all():
             raise RunError("Every window's score must be a finite number", value=f"that of {model.describe(0)} is not",
                            remedy="The model has diverged: train it anew with a lower learning rate")  # fmt: skip
-        self._windows += len(block)
+        self.windows += len(block)
         first = 0
         if self._calibration is not None:
-            first = self._calibration.take(block, scores)
+            first = yield from self._calibrate(self._calibration, flat, scores)
             if first == len(block):
                 return
-            if first:
-                yield _calibrated(self._calibration.windows, float(block.start_time[first]))
             scores = self._calibration.adapt(scores)
         for row in range(first, len(block)):
             start_s, end_s = float(block.start_time[row]), float(block.end_time[row])
             # It shares frames with those that are taken for benign.
             if self._calibration is not None and block.first_frame[row] < self._calibration.last_frame + self._window:
                 continue
-            self._flagged += bool(scores[row] > self._alarms.threshold.value)
-            ended, raised = self._alarms.see(start_s, end_s, float(scores[row]))
+            self.flagged += bool(scores[row] > self.alarms.threshold.value)
+            ended, raised = self.alarms.see(start_s, end_s, float(scores[row]))
             if ended is not None:
                 yield _ended(ended)
             if raised is not None:
-                causes = self._causes(block, row, contribute) if self._explain else []
-                yield _raised(raised, end_s, self._alarms.threshold.value, causes)
-            elif self._explain and scores[row] <= self._alarms.threshold.value and row % USUAL_EVERY == 0:
+                causes = self._causes(block, row, contribute) if self._watch.explain else []
+                yield _raised(raised, end_s, self.alarms.threshold.value, causes)
+            elif self._watch.explain and scores[row] <= self.alarms.threshold.value and row % USUAL_EVERY == 0:
                 self._usual.append(_select(block, row))
+
+    def _calibrate(self, calibration: Calibration, flat: FlatGraphs, scores: Floats) -> Generator[LiveEvent, None, int]:
+        """Calibrates on those of the next windows that are to be; returns how many, and tells when it is done."""
+        rows = np.arange(len(flat))
+        count = calibration.wanted(flat, rows)
+        calibration.add(flat, rows[:count], scores[:count])
+        if count < len(rows) and not calibration.done:
+            calibration.finish(where="the input")
+            suspicions = calibration.suspicions()
+            yield _calibrated(calibration.windows, float(flat.start_time[count]), suspicions)
+            yield from map(_suspected, suspicions)
+        return count
 
     def _causes(self, block: GraphBlock, row: int, contribute: Compute) -> Sequence[Cause]:
         """Names the CAN IDs that drove the score of a window, beside what is usual in the calm ones before it."""
@@ -327,6 +344,107 @@ class LiveDetector(LiveDetection):
         explainer = Explainer(flat=flat, contribute=lambda rows: contribute(model, rows), vocabulary=model.vocabulary,
                               usual_rows=np.arange(len(usual)))  # fmt: skip
         return next(explainer.causes(np.array([len(usual)])))
+
+
+class LiveDetector(LiveDetection):
+    """A finished model on frames as they arrive, each bus by itself."""
+
+    def __init__(self, model: WindowModel, source: FrameInput, watch: Watch) -> None:
+        self._model = model
+        self._input = source
+        self._watch = watch
+        self._buses: dict[str, LiveBus] = {}
+        self._told = 0  # notes of the input
+        self._is_silent = False  # whether nothing has come yet, for so long that it was told
+
+    def events(self, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
+        """Yields alarms when they are raised and when they have ended, error frames, and when a bus falls silent and
+        speaks again.
+
+        Raises:
+            RunError: A score is not a finite number.
+            DataError: The input fails, or nothing in it is a frame.
+        """
+        for batch in self._input.batches():
+            yield from self._notes()
+            if batch is None:
+                yield from self._silences(0.0)
+            elif isinstance(batch, BusErrors):
+                bus = yield from self._bus(batch.channel)
+                yield from self._named(bus, bus.fail(batch))
+            elif len(batch.frames):
+                bus = yield from self._bus(batch.channel)
+                yield from self._named(bus, bus.see(batch.frames, score, contribute))
+                yield from self._silences(SILENCE_S)
+        yield from self._notes()
+        yield from self.finish()
+
+    def finish(self) -> Sequence[LiveEvent]:
+        """Ends the alarms that are raised."""
+        ended = [(bus, event) for bus in self._buses.values() if (event := bus.finish()) is not None]
+        return [told for bus, event in ended for told in self._named(bus, [event])]
+
+    def summary(self) -> Sequence[str]:
+        """Tells what was seen: frames, windows, alarms, and what was left out."""
+        if not self._buses:
+            return ["0 frames in 0.0 s, 0 windows", *filter(None, [self._input.malformed_text()])]
+        several = len(self._buses) > 1
+        sentences = [f"{bus.name}: {sentence}" if several else sentence
+                     for bus in self._buses.values() for sentence in bus.summary()]  # fmt: skip
+        threshold = self._watch.threshold
+        sentences.append(f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}")
+        return [*sentences, *filter(None, [self._input.malformed_text()])]
+
+    def close(self) -> None:
+        """Closes the input."""
+        self._input.close()
+
+    def _notes(self) -> Iterator[LiveEvent]:
+        for note in self._input.notes[self._told :]:
+            yield LiveEvent(text=f"note: {note}", record={"event": "note", "text": note})
+        self._told = len(self._input.notes)
+
+    def _bus(self, name: str) -> Generator[LiveEvent, None, LiveBus]:
+        """Returns the bus of a name; tells when there are several."""
+        if name not in self._buses:
+            if len(self._buses) == MOST_BUSES:
+                raise DataError(f"An input has at most {MOST_BUSES} interfaces", value=f"{name} is one more",
+                                remedy="Name the one to watch with --channel")  # fmt: skip
+            self._buses[name] = LiveBus(name, self._model, self._watch)
+            if len(self._buses) > 1:
+                first = next(iter(self._buses))
+                note = f"The input has several buses, each watched by itself: {', '.join(self._buses)}"
+                more = f"{note}; --channel {first or name} watches one"
+                yield LiveEvent(text=f"note: {more}", record={"event": "note", "text": more})
+        return self._buses[name]
+
+    def _named(self, bus: LiveBus, events: Iterable[LiveEvent]) -> Iterator[LiveEvent]:
+        """Adds to events of which bus they are."""
+        for event in events:
+            prefix = f"{bus.name}: " if len(self._buses) > 1 else ""
+            yield LiveEvent(text=prefix + event.text, record={**event.record, "bus": bus.name or None})
+
+    def _silences(self, least_s: float) -> Iterator[LiveEvent]:
+        """Tells of buses that have sent nothing for so long."""
+        if not self._buses and not self._is_silent:
+            self._is_silent = True
+            yield _silence(None)
+        now_s = time.monotonic()
+        for bus in self._buses.values():
+            if not bus.is_silent and now_s - bus.arrived_s >= least_s:
+                yield from self._named(bus, [bus.silence()])
+
+
+def _calibration_summary(calibration: Calibration) -> list[str]:
+    count, seconds = calibration.windows, calibration.seconds
+    if calibration.done:
+        told = [f"The first {count:,} windows were taken for benign and are not judged"]
+        return [*told, *(f"Warning: {suspicion.text()}" for suspicion in calibration.suspicions())]
+    if count < LEAST_CALIBRATION_WINDOWS:
+        return [f"The first {count:,} windows were too few to calibrate on, so none was judged"]
+    return [
+        f"The input ended within the {seconds:g} s that it was calibrated on: none of its {count:,} windows was judged"
+    ]
 
 
 def _raised(alarm: LiveAlarm, end_s: float, threshold: float, causes: Sequence[Cause]) -> LiveEvent:
@@ -354,9 +472,15 @@ def _silence(last_s: float | None) -> LiveEvent:
                      record={"event": "silence", "time": last_s})  # fmt: skip
 
 
-def _calibrated(windows: int, at_s: float) -> LiveEvent:
+def _calibrated(windows: int, at_s: float, suspicions: Sequence[Suspicion]) -> LiveEvent:
     return LiveEvent(text=f"{at_s:.6f} s: calibrated on {windows:,} windows, taken for benign; alarms from here on",
-                     record={"event": "calibrated", "time": at_s, "windows": windows})  # fmt: skip
+                     record={"event": "calibrated", "time": at_s, "windows": windows,
+                             "suspicions": [vars(one) for one in suspicions]})  # fmt: skip
+
+
+def _suspected(suspicion: Suspicion) -> LiveEvent:
+    return LiveEvent(text=f"warning: {suspicion.text()}",
+                     record={"event": "warning", "text": suspicion.text(), **vars(suspicion)})  # fmt: skip
 
 
 # Blocks: [N] fields of nodes, [E] of edges, [A] of absences; the others are [R].

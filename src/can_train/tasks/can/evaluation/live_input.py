@@ -1,4 +1,4 @@
-"""Frames as they arrive: text on a pipe, as candump prints it, or messages of a CAN interface.
+"""Frames as they arrive, bus by bus: text on a pipe, as candump prints it, or messages of CAN interfaces.
 
 Shapes: M frames.
 """
@@ -8,22 +8,26 @@ from __future__ import annotations
 import os
 import re
 import select
+import shlex
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DataError
 from can_train.tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
-from can_train.tasks.can.data.formats import header_grammars, with_unit
+from can_train.tasks.can.data.formats import header_grammars, shortened, with_unit
 from can_train.tasks.can.data.grammar import Grammar, parse_rows
 from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames
 from can_train.tasks.can.data.line_formats import line_grammars, variants
+from can_train.tasks.can.data.recordings import recording_format
 from can_train.tasks.can.settings import CanDatasetSettings
 
 STANDARD_INPUT: Final = "-"
@@ -36,9 +40,9 @@ SILENCE_S: Final = (
 PAUSE_S: Final = 0.005
 READ_BYTES: Final = 2**20  # of text that are parsed together at most, a tenth of a second of work
 MAX_LINE_BYTES: Final = 2**16  # a longer line is no frame, and is not kept in memory
-RECOGNISED_LINES: Final = 1000  # first lines that are kept until a format reads one of them
+UNREADABLE_LINES: Final = 100  # lines, or bytes, of which none is a frame: the input is no log. Headers are shorter
+UNREADABLE_BYTES: Final = 2**17
 UNIT_LINES: Final = 200  # first lines of a CSV log by which the unit of its times is guessed where no name tells it
-UNKNOWN_FORMAT: Final = "of no known format"
 MESSAGES: Final = 4096  # of an interface that are taken together at most
 # Rows from which it is told whether times are differences (candump -td), and the share of steps back that tells it:
 # differences go up and down like noise, and clocks step back rarely.
@@ -46,28 +50,72 @@ DELTA_ROWS: Final = 20
 DELTA_SHARE: Final = 0.25
 LONGEST_DELTA_S: Final = 100.0  # no clock's time is so small, but for one that begins at zero and runs forwards
 _EXAMPLES: Final = 3  # reasons for malformed lines that are told
+_NAMED_CHANNELS: Final = 4  # that are told
+UNWATCHED_FRAMES: Final = 1000  # without one of the interface that is watched, after which a note says so
+_COMMENTS: Final = ("#", ";", "//")  # begin lines above the frames of a log, which may be many
+
+# What SocketCAN's error frames tell, by the bit of their identifier (linux/can/error.h).
+ERROR_CLASSES: Final = {
+    0x1: "transmission timed out", 0x2: "arbitration lost", 0x4: "controller problem", 0x8: "protocol violation",
+    0x10: "transceiver problem", 0x20: "no acknowledgement", 0x40: "bus off", 0x80: "bus error",
+    0x100: "controller restarted",
+}  # fmt: skip
+BUS_OFF: Final = 0x40
+_SOCKETCAN_LENGTH: Final = 8  # bytes of its error frames; the identifiers of other interfaces' mean something else
+_ERROR_LINE: Final = re.compile(
+    r"[ \t]*\((?P<time>[^)]*)\)[ \t]+(?P<channel>[!-~]+)[ \t]+(?:(?:RX|TX)[ \t]+[B-][ \t]+[E-][ \t]+)?"
+    r"(?P<id>[23][0-9A-Fa-f]{7})(?:#|[ \t]+\[)"
+)
 
 # `  can0  12A   [2]  00 F0`: candump's screen format without -t, whose lines have no time.
 _WITHOUT_TIME: Final = re.compile(r"[ \t]*[A-Za-z][!-~]*[ \t]+[0-9A-Fa-f]{3,8}[ \t]+(?:(?:TX|RX)[ \t-]+)?\[\d+\]")
+
+
+class BusFrames(NamedTuple):
+    """Frames of one bus, which arrived together."""
+
+    channel: str  # the interface, as the input names it; empty where it names none
+    frames: Frames
+
+
+class BusErrors(NamedTuple):
+    """Error frames of one bus, which arrived together."""
+
+    channel: str
+    time_s: float | None  # of the first one; None where the input does not tell
+    error_frames: int
+    bus_offs: int  # of these, those that tell that the controller left the bus
+    classes: int  # bits of `ERROR_CLASSES`
+
+    def text(self) -> str:
+        """Names the classes; empty where the input does not tell them."""
+        return ", ".join(name for bit, name in ERROR_CLASSES.items() if self.classes & bit)
 
 
 class FrameInput(ABC):
     """Where frames arrive.
 
     Attributes:
-        frames: How many arrived.
+        channel: The one interface that is watched; empty: every one.
+        frames: How many frames of watched interfaces arrived.
+        channels: How many frames arrived of each interface, those that are not watched too.
+        errors: How many error frames arrived.
+        bus_offs: How many of them tell that a controller left its bus.
         malformed: How many lines or messages were none, and were left out, by reason.
         notes: What a person should know about the input, in sentences.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, channel: str = "") -> None:
+        self.channel = channel
         self.frames = 0
+        self.channels: Counter[str] = Counter()
+        self.errors = self.bus_offs = 0
         self.malformed: Counter[str] = Counter()
         self.notes: list[str] = []
 
     @abstractmethod
-    def batches(self) -> Iterator[Frames | None]:
-        """Yields frames soon after they arrive, until the input ends; None where none arrives for `SILENCE_S`."""
+    def batches(self) -> Iterator[BusFrames | BusErrors | None]:
+        """Yields frames soon after they arrive, until the input ends; None where nothing arrives for `SILENCE_S`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -81,9 +129,58 @@ class FrameInput(ABC):
         found = [f"{number:,} × {reason}" for reason, number in self.malformed.most_common(_EXAMPLES) if number]
         return f"{count:,} {'line is' if count == 1 else 'lines are'} malformed and left out: {', '.join(found)}"
 
+    def _by_bus(self, frames: Frames, channels: NDArray[Any]) -> Iterator[BusFrames]:
+        """Yields [M] frames bus by bus; `channels` [M] names the interface of each.
+
+        Raises:
+            DataError: One is to be watched, and the input names none.
+        """
+        for channel in dict.fromkeys(channels.tolist()):
+            if self.channel and not channel:
+                raise DataError("Only an input that names interfaces has some to choose from",
+                                value=f"--channel {self.channel}", remedy="Leave out --channel")  # fmt: skip
+            own = channels == channel
+            count = int(np.count_nonzero(own))
+            self.channels[channel] += count
+            if self.channel not in ("", channel):
+                continue
+            self.frames += count
+            yield BusFrames(channel, frames if count == len(frames) else _chosen(frames, own))
+        if not self.frames and not self.notes and self.channels.total() >= UNWATCHED_FRAMES:
+            self.notes.append(f"No frame of {self.channel} so far: the input has {self._named_channels()}")
+
+    def _counted(self, errors: BusErrors) -> Iterator[BusErrors]:
+        if self.channel in ("", errors.channel):
+            self.errors += errors.error_frames
+            self.bus_offs += errors.bus_offs
+            yield errors
+
+    def _check(self) -> None:
+        """Refuses an input that has ended without a frame that is watched.
+
+        Raises:
+            DataError: It has.
+        """
+        if self.frames or self.errors:
+            return
+        if self.channels:
+            raise DataError("--channel is an interface of the input",
+                            value=f"{self.channel}; the input has {self._named_channels()}",
+                            remedy=f"Use --channel {self.channels.most_common(1)[0][0]}")  # fmt: skip
+        raise DataError("An input has at least one frame before it ends", value="it ended without one",
+                        remedy="Check what is piped: candump -L can0 | can-train detect RUN")  # fmt: skip
+
+    def _named_channels(self) -> str:
+        return ", ".join(f"{name} ({count:,} frames)" for name, count in self.channels.most_common(_NAMED_CHANNELS))
+
+
+def _chosen(frames: Frames, chosen: NDArray[np.bool_]) -> Frames:
+    return Frames(**{field.name: getattr(frames, field.name)[chosen] for field in fields(frames)})
+
 
 def open_input(name: str, dataset: CanDatasetSettings) -> FrameInput:
-    """Opens standard input (`-`), a file, or a CAN interface (`can0`, or `INTERFACE:CHANNEL` as python-can has them).
+    """Opens standard input (`-`), a file, or a CAN interface (`can0`, or `INTERFACE:CHANNEL` as python-can has them);
+    `dataset.channel` is the one interface that is watched.
 
     Raises:
         ConfigError: It cannot be opened, or python-can is not installed.
@@ -93,37 +190,48 @@ def open_input(name: str, dataset: CanDatasetSettings) -> FrameInput:
             os.fstat(_STANDARD_INPUT_DESCRIPTOR)  # it may be closed
             return TextInput(_STANDARD_INPUT_DESCRIPTOR, dataset)
         if Path(name).exists() and not Path(name).is_dir():
+            if binary := recording_format(Path(name)):
+                raise ConfigError("Live detection reads text", value=f"{name} is {binary.upper()}, which is binary",
+                                  remedy=f"Use can-train evaluate RUN --dataset {shlex.quote(name)}")  # fmt: skip
             return TextInput(os.open(name, os.O_RDONLY), dataset)
     except OSError as error:
         what = "standard input" if name == STANDARD_INPUT else name
         raise ConfigError("The input must be readable", value=f"{what}: {error.strerror}",
                           remedy="Check its permissions, or pipe: candump -L can0 | can-train detect RUN"
                           ) from error  # fmt: skip
-    return BusInput(_open_bus(name))
+    return BusInput(_open_bus(name), dataset.channel)
 
 
 class TextInput(FrameInput):
     """Lines of text from a file descriptor, in any of the formats that logs have."""
 
     def __init__(self, descriptor: int, dataset: CanDatasetSettings) -> None:
-        super().__init__()
+        super().__init__(dataset.channel)
         self._descriptor = descriptor
         self._settings = dataset
         self._grammar: Grammar | None = None
         self._log_clock: LogClock | None = None  # once the grammar is known
         self._unknown: list[str | None] = []  # the first lines, as long as no format reads one of them
+        self._unknown_bytes = 0
+        self._awaits_unit = False  # whether a format reads them, and more of them are to tell the unit of its times
         self._untimed = False  # whether the lines have no times, and get those of their arrival
         self._deltas: bool | None = None  # whether the times are differences; None: not known yet
-        self._undecided: list[Frames] = []
+        self._undecided: list[tuple[Frames, NDArray[Any]]] = []  # with the interface of each frame
         self._clock_s = 0.0  # sum of the differences
         self._arrived_s = time.time()
 
-    def batches(self) -> Iterator[Frames | None]:
-        """Yields the frames of whole lines."""
+    def batches(self) -> Iterator[BusFrames | BusErrors | None]:
+        """Yields the frames of whole lines.
+
+        Raises:
+            DataError: None of the first lines is a frame, or the input ends without one.
+        """
         rest, skipping = b"", False
         for text in self._chunks():
             if text is None:
                 yield from self._recognised(final=True)
+                if self._unknown_rows() and not self.notes:
+                    self.notes.append(f"No line is a frame so far: {self._unknown_text()}")
                 yield None
                 continue
             whole, newline, rest = (rest + text).rpartition(b"\n")
@@ -135,11 +243,14 @@ class TextInput(FrameInput):
                 rest, skipping = b"", True
             if newline:
                 yield from self._frames(whole)
+            self._refuse_unreadable(len(text))
         if rest and not skipping:
             yield from self._frames(rest)
         yield from self._recognised(final=True)
         yield from self._decided(final=True)
-        self.malformed[UNKNOWN_FORMAT] += sum(1 for line in self._unknown if line and line.strip())
+        if self._unknown_rows():
+            raise self._unreadable()
+        self._check()
 
     def close(self) -> None:
         """Closes the file; standard input is left to the process."""
@@ -171,7 +282,29 @@ class TextInput(FrameInput):
             if parts:
                 yield b"".join(parts)
 
-    def _frames(self, text: bytes) -> Iterator[Frames]:
+    def _unknown_rows(self) -> list[str]:
+        return [line for line in self._unknown if line and line.strip() and not line.lstrip().startswith(_COMMENTS)]
+
+    def _unknown_text(self) -> str:
+        rows = self._unknown_rows()
+        if not rows:
+            return "it has no lines, as binary data have none"
+        return f"none of the first {len(rows):,} lines is; the first is {shortened(rows[0])!r}"
+
+    def _refuse_unreadable(self, size: int) -> None:
+        """Refuses the input if what it has sent so far, with the latest `size` bytes, shows that it is no log."""
+        if self._grammar is not None or self._awaits_unit:
+            return
+        self._unknown_bytes += size
+        if self._unknown_bytes > UNREADABLE_BYTES or len(self._unknown_rows()) >= UNREADABLE_LINES:
+            raise self._unreadable()
+
+    def _unreadable(self) -> DataError:
+        return DataError("An input has lines of a CAN log, each with time, ID and data", value=self._unknown_text(),
+                         remedy="Pipe candump -L can0, or text as `zcat` prints it; can-train evaluate reads other logs"
+                         )  # fmt: skip
+
+    def _frames(self, text: bytes) -> Iterator[BusFrames | BusErrors]:
         lines = [line or None for line in text.decode(errors="replace").split("\n")]
         if self._grammar is None:
             self._unknown += lines
@@ -179,7 +312,7 @@ class TextInput(FrameInput):
         else:
             yield from self._parsed(lines, self._grammar)
 
-    def _recognised(self, *, final: bool = False) -> Iterator[Frames]:
+    def _recognised(self, *, final: bool = False) -> Iterator[BusFrames | BusErrors]:
         """Yields the frames of the first lines, once their format is known; with `final` no other lines are waited for
         that tell more of it.
         """
@@ -190,12 +323,9 @@ class TextInput(FrameInput):
         if self._grammar is not None:
             yield from self._parsed(lines, self._grammar)
             return
-        # A header may come long before the first row.
-        forgotten = max(0, len(lines) - RECOGNISED_LINES)
-        self.malformed[UNKNOWN_FORMAT] += forgotten
-        self._unknown = lines[forgotten:]
+        self._unknown = lines
 
-    def _parsed(self, lines: list[str | None], grammar: Grammar) -> Iterator[Frames]:
+    def _parsed(self, lines: list[str | None], grammar: Grammar) -> Iterator[BusFrames | BusErrors]:
         now_s = time.time()
         if self._untimed:
             lines = _with_times(lines, self._arrived_s, now_s)
@@ -206,8 +336,27 @@ class TextInput(FrameInput):
         self.malformed.update(rows.malformed["reason"].to_list())
         if len(rows.timestamp):
             label = np.zeros(len(rows.timestamp), np.uint8)
-            self._undecided.append(Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label))
+            channels = (
+                np.full(len(label), "", object) if rows.channel is None else rows.channel.fill_null("").to_numpy()
+            )
+            self._undecided.append((Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label), channels))
             yield from self._decided()
+        if rows.error_frames:
+            for errors in self._errors(lines, rows.error_frames, grammar):
+                yield from self._counted(errors)
+
+    def _errors(self, lines: list[str | None], count: int, grammar: Grammar) -> Iterator[BusErrors]:
+        """Yields the `count` error frames among lines, bus by bus as far as the lines tell."""
+        found = [match for line in lines if line and (match := _ERROR_LINE.match(line))]
+        if not grammar.name.startswith("candump") or len(found) != count:
+            yield BusErrors("", None, count, 0, 0)
+            return
+        for channel in dict.fromkeys(match["channel"] for match in found):
+            own = [match for match in found if match["channel"] == channel]
+            kinds = [int(match["id"], 16) for match in own]
+            # A difference is no time.
+            time_s = None if self._deltas or grammar.dated else _number(own[0]["time"])
+            yield BusErrors(channel, time_s, len(own), sum(1 for kind in kinds if kind & BUS_OFF), _union(kinds))
 
     def _recognise(self, lines: Sequence[str | None], *, final: bool) -> Grammar | None:
         """Finds the grammar that reads most of the first lines, if any reads one; None also where more of them are to
@@ -221,13 +370,15 @@ class TextInput(FrameInput):
         series = pl.Series("line", sample, dtype=pl.String)
         known = variants([*header_grammars(series, self._settings), *line_grammars(series)], series)
         parsed = [parse_rows(series, grammar) for grammar in known]
-        counts = [len(rows.position) for rows in parsed]
-        if not any(counts):
+        # A bus in trouble may send nothing but errors.
+        counts = [(len(rows.position), rows.error_frames) for rows in parsed]
+        best = max(range(len(counts)), key=counts.__getitem__)
+        if not any(counts[best]):
             return None
-        best = int(np.argmax(counts))
         grammar, wanted = known[best], self._settings.time_unit
         if grammar.header and not (grammar.dated or (wanted == "auto" and grammar.unit_known)):
-            if wanted == "auto" and len(lines) < UNIT_LINES and not final:
+            self._awaits_unit = wanted == "auto" and len(lines) < UNIT_LINES and not final
+            if self._awaits_unit:
                 return None
             grammar = with_unit(grammar, wanted, parsed[best], series)
             if grammar.assumption != known[best].assumption:
@@ -239,11 +390,12 @@ class TextInput(FrameInput):
                               "candump -ta or -L prints times")  # fmt: skip
         return grammar
 
-    def _decided(self, *, final: bool = False) -> Iterator[Frames]:
+    def _decided(self, *, final: bool = False) -> Iterator[BusFrames]:
         """Yields the frames that wait, once it is known what their times are."""
         if not self._undecided:
             return
-        frames = Frames.concatenate(self._undecided)
+        frames = Frames.concatenate([waiting for waiting, _ in self._undecided])
+        channels = np.concatenate([names for _, names in self._undecided])
         if self._deltas is None and (len(frames) >= DELTA_ROWS or final):
             steps = np.diff(frames.timestamp)
             backwards = np.count_nonzero(steps < 0) > DELTA_SHARE * max(len(steps), 1)
@@ -257,8 +409,19 @@ class TextInput(FrameInput):
             times = self._clock_s + np.cumsum(frames.timestamp)
             self._clock_s = float(times[-1])
             frames = Frames(times, frames.can_id, frames.length, frames.payload, frames.label)
-        self.frames += len(frames)
-        yield frames
+        yield from self._by_bus(frames, channels)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _union(kinds: Sequence[int]) -> int:
+    """Joins the bits of identifiers."""
+    return int(np.bitwise_or.reduce(np.array(kinds, np.int64)))
 
 
 def _with_times(lines: Sequence[str | None], since_s: float, now_s: float) -> list[str | None]:
@@ -268,13 +431,13 @@ def _with_times(lines: Sequence[str | None], since_s: float, now_s: float) -> li
 
 
 class BusInput(FrameInput):
-    """Messages of a CAN interface, by python-can."""
+    """Messages of CAN interfaces, by python-can."""
 
-    def __init__(self, bus: Any) -> None:
-        super().__init__()
+    def __init__(self, bus: Any, channel: str = "") -> None:
+        super().__init__(channel)
         self._bus = bus
 
-    def batches(self) -> Iterator[Frames | None]:
+    def batches(self) -> Iterator[BusFrames | BusErrors | None]:
         """Yields the frames that arrive within `PAUSE_S` together.
 
         Raises:
@@ -289,7 +452,11 @@ class BusInput(FrameInput):
             except (CanError, OSError) as error:
                 raise DataError("A CAN interface must stay up", value=str(error),
                                 remedy="Bring it up: ip link set can0 up") from error  # fmt: skip
-            yield self._frames(messages) if messages else None
+            if not messages:
+                yield None
+                continue
+            yield from self._frames([one for one in messages if not one.is_error_frame])
+            yield from self._errors([one for one in messages if one.is_error_frame])
 
     def close(self) -> None:
         """Shuts the bus down."""
@@ -303,18 +470,19 @@ class BusInput(FrameInput):
                 return
             yield message
 
-    def _frames(self, messages: Sequence[Any]) -> Frames:
-        good = []
-        for one in messages:
-            if one.is_error_frame:
-                self.malformed["an error frame"] += 1
-            elif len(one.data) > MAX_PAYLOAD_BYTES:
-                self.malformed[f"more than {MAX_PAYLOAD_BYTES} bytes"] += 1
-            else:
-                good.append(one)
+    def _errors(self, messages: Sequence[Any]) -> Iterator[BusErrors]:
+        for channel in dict.fromkeys(map(_channel, messages)):
+            own = [one for one in messages if _channel(one) == channel]
+            kinds = [one.arbitration_id if one.dlc == _SOCKETCAN_LENGTH else 0 for one in own]
+            bus_offs = sum(1 for kind in kinds if kind & BUS_OFF)
+            yield from self._counted(BusErrors(channel, own[0].timestamp, len(own), bus_offs, _union(kinds)))
+
+    def _frames(self, messages: Sequence[Any]) -> Iterator[BusFrames]:
+        good = [one for one in messages if len(one.data) <= MAX_PAYLOAD_BYTES]
+        if len(good) < len(messages):
+            self.malformed[f"more than {MAX_PAYLOAD_BYTES} bytes"] += len(messages) - len(good)
         payload = b"".join(bytes(one.data).ljust(MAX_PAYLOAD_BYTES, b"\0") for one in good)
-        self.frames += len(good)
-        return Frames(
+        frames = Frames(
             timestamp=np.array([one.timestamp for one in good], np.float64),
             can_id=np.array([one.arbitration_id for one in good], np.uint32),
             # A remote frame asks for data, and has none.
@@ -322,6 +490,11 @@ class BusInput(FrameInput):
             payload=np.frombuffer(payload, np.uint8).reshape(-1, MAX_PAYLOAD_BYTES),
             label=np.zeros(len(good), np.uint8),
         )
+        yield from self._by_bus(frames, np.array([_channel(one) for one in good], object))
+
+
+def _channel(message: Any) -> str:
+    return "" if message.channel is None else str(message.channel)
 
 
 def _open_bus(name: str) -> Any:
