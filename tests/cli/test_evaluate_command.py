@@ -137,7 +137,6 @@ def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
         (("--calibrate", "soon"), "Write it like --calibrate 10s"),
         (("--calibrate", "0s"), "--calibrate is more than 0"),
         (("--calibrate", "9s"), "A log is longer than what it is calibrated on"),
-        (("--calibrate", "0.01s"), "A calibration needs at least 20 windows"),
         (("--hold", "2"), "Write it like --hold 2/3"),
         (("--hold", "3/2"), "with M ≤ N"),
         (("--alarms-per-hour", "nan"), "--alarms-per-hour is more than 0"),

@@ -58,10 +58,10 @@ _INJECTED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def injected_run(kind: str) -> Path:
+def injected_run(kind: str, **more: object) -> Path:
     """The folder of a `gat`, `vgae` or `fusion` run on `injected_log`, trained until it finds the injected ID."""
     if kind != "fusion":
-        return finished_run(kind, **_INJECTED)
+        return finished_run(kind, **{**_INJECTED, **more})
     models = {"mode__autoencoder": str(injected_run("vgae")), "mode__classifier": str(injected_run("gat"))}
     return finished_run("fusion", **{**_INJECTED, "training__epochs": 3}, **models)
 

@@ -6,7 +6,7 @@ Vocabulary and scale are fitted on training windows and saved with the weights: 
 Shapes: B graphs, N nodes, E edges, A absences, V known CAN IDs, C columns of `BEHAVIOUR`, D of `deviations`.
 """
 
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,9 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch_geometric.utils import scatter
 
+from can_train.fit.packing import members
 from can_train.tasks.can.data.batches import GraphBatch
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
-from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES, NODE_FEATURES, FlatGraphs, Floats, Ints
+from can_train.tasks.can.data.graphs import (
+    EDGE_FEATURES,
+    MAX_PAYLOAD_BYTES,
+    NODE_FEATURES,
+    Bools,
+    FlatGraphs,
+    Floats,
+    Ints,
+)
 from can_train.tasks.can.settings import BEHAVIOUR_FEATURES, CanDatasetSettings
 
 UNKNOWN_ID: Final = 0  # vocabulary index of an ID that training did not see, or that is hidden
@@ -45,8 +54,13 @@ ENDLESS: Final = 100.0  # binary logarithm of a silence that none exceeds
 # rises. On other drives of six simulated vehicles, 0.2 % of the benign windows lack an ID for 1.7 times as long, and
 # none for twice as long.
 OVERDUE: Final = (1.0, 1.5)
+# Gaps between an ID's frames in benign training windows, from which its timing is known. With fewer, a longer gap than
+# any of them is nothing odd.
+LEAST_GAPS: Final = 3
+SAME_FRAME_S: Final = 0.001  # two frames of so rare an ID lie further apart; times are rounded by less
 LEAST_SILENCE: Final = -3.0  # binary logarithm of silence ÷ period: when exactly in a period a window ends says nothing
-_GAP_MEAN, _SILENCE = BEHAVIOUR.index("gap_mean"), BEHAVIOUR.index("silence")
+_GAP_MIN, _GAP_MEAN, _SILENCE = (BEHAVIOUR.index(name) for name in ("gap_min", "gap_mean", "silence"))
+_TIMING: Final = [BEHAVIOUR.index(name) for name in ("gap_min", "gap_mean", "gap_spread", "silence")]
 
 
 class InputStatistics(NamedTuple):
@@ -61,7 +75,9 @@ class InputStatistics(NamedTuple):
     edge_std: Floats  # [11]
     behaviour_mean: Floats  # [C] over all IDs of benign windows
     behaviour_std: Floats  # [C]
-    id_mean: Floats  # [V + 1, C] of each ID in benign windows; row `UNKNOWN_ID` is not used
+    # [V + 1, C] of each ID in benign windows; `ENDLESS` where that is not known of its timing. The mean gap in row
+    # `UNKNOWN_ID` is the length of the longest benign log: an ID that comes less often may well be new.
+    id_mean: Floats
     id_std: Floats  # [V + 1, C]
     past_std: Floats  # [C] of the difference between an ID in a benign window and its past
     # [V + 1] longest silence of each ID at the end of a benign window, binary logarithm of seconds; `ENDLESS` where
@@ -75,7 +91,13 @@ class InputStatistics(NamedTuple):
         edge = _mean_and_std(flat.edge_features, flat.edge_ptr, rows)
         vocabulary = known_ids(flat, rows)
         usual = _usual_behaviour(flat, rows, vocabulary)
-        return cls(vocabulary, *node, *edge, *usual, _longest_silences(flat, rows, vocabulary, usual[2]))
+        silences = _longest_silences(flat, rows, vocabulary, usual[2])
+        few = 1 + np.flatnonzero(~has_timing(flat, rows)[np.searchsorted(flat.ids, vocabulary)])
+        usual[2][np.ix_(few, _TIMING)] = ENDLESS
+        silences[few] = ENDLESS
+        log_s = longest_log_s(flat, rows)
+        usual[2][UNKNOWN_ID, _GAP_MEAN] = np.log2(log_s) if log_s > 0 else ENDLESS
+        return cls(vocabulary, *node, *edge, *usual, silences)
 
     @classmethod
     def empty(cls, vocabulary_size: int) -> Self:
@@ -103,6 +125,69 @@ def known_ids(flat: FlatGraphs, rows: Ints) -> Ints:
     for start, stop in _contiguous(rows[flat.label[rows] == 0]):
         known[flat.node_code[flat.node_ptr[start] : flat.node_ptr[stop]]] = True
     return flat.ids[known]
+
+
+def longest_log_s(flat: FlatGraphs, rows: Ints) -> float:
+    """Returns for how many seconds the benign ones of the windows `rows` observe a log, at most."""
+    benign = rows[flat.label[rows] == 0]
+    begin, end = np.full(len(flat.sources), np.inf), np.full(len(flat.sources), -np.inf)
+    np.minimum.at(begin, flat.source[benign], flat.start_time[benign])
+    np.maximum.at(end, flat.source[benign], flat.end_time[benign])
+    return float(np.max(end - begin, where=end > begin, initial=0.0))
+
+
+def rare_ids(flat: FlatGraphs, rows: Ints) -> dict[str, Any]:
+    """Returns, as strict JSON, of which IDs the windows `rows` are too short to tell the timing, with the frames of
+    each; and for how many seconds they observe a benign log, at most: they may lack an ID that comes less often.
+    """
+    frames, logs = count_frames(flat, rows)
+    few = np.flatnonzero((logs > 0) & (frames - logs < LEAST_GAPS))
+    return {"log_s": longest_log_s(flat, rows), "frames": {str(flat.ids[code]): int(frames[code]) for code in few}}
+
+
+def slow_ids(flat: FlatGraphs, rows: Ints, vocabulary: Ints, log_s: float) -> Ints:
+    """Returns the IDs of the windows `rows`, none of them in the vocabulary, that come less often than once in `log_s`
+    seconds.
+    """
+    nodes = members(flat.node_ptr, rows).positions
+    shortest = np.full(len(flat.ids), np.inf)
+    np.fmin.at(shortest, flat.node_code[nodes], np.exp2(flat.behaviour[nodes, _GAP_MIN].astype(np.float64)))
+    present = np.zeros(len(flat.ids), np.bool_)
+    present[flat.node_code[nodes]] = True
+    return flat.ids[present & (shortest >= log_s) & ~np.isin(flat.ids, vocabulary)]
+
+
+def has_timing(flat: FlatGraphs, rows: Ints) -> Bools:
+    """Returns [K] whether each ID has `LEAST_GAPS` gaps in the benign ones of the windows `rows`."""
+    frames, logs = count_frames(flat, rows)
+    return frames - logs >= LEAST_GAPS
+
+
+def count_frames(flat: FlatGraphs, rows: Ints) -> tuple[Ints, Ints]:
+    """Counts [K] the frames of each ID, and the logs that have it, in the benign ones of the windows `rows`; exactly
+    where they are few, however much windows overlap.
+    """
+    benign = rows[flat.label[rows] == 0]
+    nodes = members(flat.node_ptr, benign)
+    code, row = flat.node_code[nodes.positions], np.repeat(benign, nodes.sizes)
+    in_window = flat.node_features[nodes.positions, NODE_FEATURES.index("count")].astype(np.int64)
+    windows, most = np.bincount(code, minlength=len(flat.ids)), np.zeros(len(flat.ids), np.int64)
+    np.maximum.at(most, code, in_window)
+    # A window that has an ID tells when it was seen last.
+    steps = np.diff(flat.first_frame)
+    overlap = int(np.ceil(flat.window / steps[steps > 0].min(initial=flat.window)))
+    few = np.flatnonzero((windows <= overlap * (LEAST_GAPS + 1))[code])
+    code, source = code[few], flat.source[row[few]]
+    seen_s = flat.end_time[row[few]] - np.exp2(flat.behaviour[nodes.positions[few], _SILENCE].astype(np.float64))
+    order = np.lexsort((seen_s, source, code))
+    code, source, seen_s = code[order], source[order], seen_s[order]
+    other_log = np.ones(len(code), np.bool_)
+    other_log[1:] = (np.diff(code) != 0) | (np.diff(source) != 0)
+    other_frame = other_log.copy()
+    other_frame[1:] |= np.diff(seen_s) > SAME_FRAME_S
+    frames = np.where(windows > overlap * (LEAST_GAPS + 1), windows // overlap, 0)
+    frames += np.bincount(code, weights=other_frame, minlength=len(frames)).astype(np.int64) + np.maximum(most - 1, 0)
+    return frames, np.bincount(code, weights=other_log, minlength=len(frames)).astype(np.int64)
 
 
 class InputEncoder(nn.Module):
@@ -200,11 +285,13 @@ class InputEncoder(nn.Module):
         return torch.cat([*(torch.asinh(view) for view in views), strange], dim=1)
 
     def strangeness(self, batch: GraphBatch, index: Tensor) -> Tensor:
-        """Returns [N] how much of a stranger each ID is, from 0 (known, or on a bus that is not) to nearly 1 (the only
-        unknown one of many).
+        """Returns [N] how much of a stranger each ID is, from 0 (known, on a bus that is not, or so rare that training
+        may have missed it) to nearly 1 (the only unknown one of many).
         """
         known = index != UNKNOWN_ID
-        return torch.where(known, 0.0, _familiarity(batch, known)[batch.batch])
+        # Training was too short to see an ID that comes less often than it is long.
+        expected = batch.behaviour[:, _GAP_MEAN] >= self.id_mean[UNKNOWN_ID, _GAP_MEAN]
+        return torch.where(known | expected, 0.0, _familiarity(batch, known)[batch.batch])
 
     def overdue(self, batch: GraphBatch) -> Tensor:
         """Returns [A] how suspicious it is that each regular ID is missing: from 0 (it was silent for as long in benign
@@ -219,7 +306,7 @@ class InputEncoder(nn.Module):
 
     def _difference(self, batch: GraphBatch, usual: Tensor, std: Tensor) -> Tensor:
         """Returns [N, C] differences from what is usual, in units of `std`; 0 where there is nothing to compare."""
-        difference = (batch.behaviour - usual) / std
+        difference = torch.where(usual < ENDLESS, (batch.behaviour - usual) / std, 0.0)
         # Silence is measured in periods: all that is usual of it is that it ends before the next frame is due.
         overdue = (batch.behaviour[:, _SILENCE] - usual[:, _GAP_MEAN]).clamp(min=LEAST_SILENCE)
         columns = [difference[:, :_SILENCE], overdue[:, None], difference[:, _SILENCE + 1 :]]

@@ -1,20 +1,22 @@
 """Live detection finds, window by window, what evaluating a log of the same frames finds."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
 from can_train.errors import CheckpointError
 from can_train.reporter import SilentReporter
-from can_train.task import AlarmRule, LiveEvent
+from can_train.task import AlarmRule, LiveEvent, LiveSource
 from can_train.tasks.can.data.graphs import Frames
 from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, Hold
 from can_train.tasks.can.evaluation.live import AlarmState
+from can_train.tasks.can.evaluation.live_input import BusFrames
 from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.training.evaluate import DetectionRequest, EvaluationRequest, LiveRun, evaluate
 from fakes.candump import candump
@@ -26,6 +28,10 @@ def drive(size: int = 4_000, pause_s: float = 1.5) -> Frames:
     """A bus with bursts of attacks, with a pause after each, so that each is an alarm of its own."""
     frames = injected_frames(size, seed=1)
     return replace(frames, timestamp=frames.timestamp + np.arange(size) // 320 * pause_s)
+
+
+def bus(frames: Frames, name: str = "can0") -> BusFrames:
+    return BusFrames(name, frames)
 
 
 class Watched:
@@ -63,6 +69,54 @@ def test_alarms_are_those_of_the_same_frames_in_a_log(kind: str, rule: AlarmRule
     assert scores == pytest.approx([alarm["score"] for alarm in expected], rel=1e-5)
 
 
+COPIED_S = 1.0  # the copy in `copied_drive` is shorter
+RULES = [
+    AlarmRule(),
+    AlarmRule(threshold=2.0),
+    AlarmRule(alarms_per_hour=60.0, hold=(2, 3)),
+    AlarmRule(calibrate_s=COPIED_S),
+    AlarmRule(calibrate_s=0.001, alarms_per_hour=60.0),
+]
+
+
+def copied_drive(size: int = 1_200) -> Frames:
+    """A drive that begins with a copy of what `injected_run` was trained on, and later has several new IDs."""
+    own, fresh = injected_frames(4_000)[:size], injected_frames(size, seed=1)
+    can_id = fresh.can_id.copy()
+    can_id[size // 2 :: 50] = 0x600 + np.arange(len(can_id[size // 2 :: 50])) % 5
+    later = replace(fresh, timestamp=fresh.timestamp + own.timestamp[-1] + 5e-4, can_id=can_id)
+    return Frames.concatenate([own, later])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(("make", "stride"), [(drive, WINDOW), (drive, 50), (copied_drive, WINDOW), (copied_drive, 7)])
+def test_windows_scores_and_flags_are_those_of_the_same_frames_in_a_log(
+    make: Callable[[int], Frames], stride: int, rule: AlarmRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, frames = injected_run("vgae", dataset__stride=stride), make(1_200)
+    request = EvaluationRequest(run=run, dataset=str(write_log(tmp_path / "other.csv", frames)), rule=rule,
+                                scores=tmp_path / "scores.csv", device="cpu")  # fmt: skip
+    document = evaluate(request, SilentReporter()).document
+    offline = pl.read_csv(tmp_path / "scores.csv")
+    live: dict[float, float] = {}
+    see = AlarmState.see
+    monkeypatch.setattr(
+        AlarmState, "see", lambda self, start, end, score: live.update({start: score}) or see(self, start, end, score)
+    )
+    watched = Watched(run, candump(frames), tmp_path, rule)
+    assert f"scores more than {document['threshold']:.6g}: " in watched.summary
+    if make is drive:
+        assert [*live] == offline["start_time"].to_list()
+    scores = np.array([live[start] for start in offline["start_time"]])
+    np.testing.assert_allclose(scores, offline["score"], rtol=1e-5, atol=1e-6)
+    assert (scores > document["threshold"]).tolist() == offline["flagged"].to_list()
+    assert offline["flagged"].any() or rule.calibrate_s is not None
+    # Live, nobody knows which windows the run was trained on.
+    copied = [start for start in live if start not in {*offline["start_time"]}]
+    assert all(start < frames.timestamp[1_200] for start in copied)
+    assert bool(copied) == (make is copied_drive and rule.calibrate_s != COPIED_S)
+
+
 def test_an_alarm_is_told_with_the_window_that_raises_it(tmp_path: Path) -> None:
     frames = drive()
     watched = Watched(injected_run("gat"), candump(frames), tmp_path)
@@ -94,13 +148,6 @@ def test_the_summary_counts_frames_windows_and_what_was_left_out(tmp_path: Path)
     assert "1 line is malformed and left out" in watched.summary
 
 
-@pytest.mark.parametrize("text", ["", "nonsense\n"])
-def test_an_input_without_frames_ends_without_an_event(text: str, tmp_path: Path) -> None:
-    watched = Watched(injected_run("gat"), text, tmp_path)
-    assert watched.events == []
-    assert "0 frames in 0.0 s, 0 windows" in watched.summary
-
-
 def test_a_calibration_takes_the_beginning_for_benign_and_says_so(tmp_path: Path) -> None:
     frames = drive()
     watched = Watched(injected_run("vgae"), candump(frames), tmp_path, AlarmRule(calibrate_s=2.0))
@@ -126,12 +173,59 @@ def test_alarms_an_hour_choose_the_threshold(tmp_path: Path) -> None:
     assert "6 false events an hour expected with --hold 2/3" in watched.summary
 
 
+def two_buses(frames: Frames) -> str:
+    """The drive on can0; on can1 its beginning, which is calm."""
+    other = [line.replace("can0", "can1") for line in candump(frames[:200]).splitlines(keepends=True)]
+    lines = candump(frames).splitlines(keepends=True)
+    return "".join(line + (other[number] if number < len(other) else "") for number, line in enumerate(lines))
+
+
+def test_two_buses_on_one_pipe_have_windows_and_alarms_of_their_own(tmp_path: Path) -> None:
+    frames = drive()
+    alone = Watched(injected_run("gat"), candump(frames), tmp_path)
+    watched = Watched(injected_run("gat"), two_buses(frames), tmp_path)
+    assert [event for event in watched.of("alarm_end") if event["bus"] == "can0"] == alone.of("alarm_end")
+    assert [event for event in watched.of("alarm") if event["bus"] == "can0"] == alone.of("alarm")
+    assert "each watched by itself: can0, can1; --channel can0 watches one" in watched.of("note")[0]["text"]
+    assert all(event.text.startswith("can0: ") for event in watched.events if event.record["event"] == "alarm")
+    assert "can0: 4,000 frames in" in watched.summary
+    assert "can1: 200 frames in" in watched.summary
+    chosen = Watched(injected_run("gat"), two_buses(frames), tmp_path, channel="can0")
+    assert [event.text for event in chosen.events] == [event.text for event in alone.events]
+
+
+def test_error_frames_and_a_bus_that_is_off_raise_events(tmp_path: Path) -> None:
+    frames = drive(1_000)
+    error = "({:.6f}) can0 {:08X}#0000000000000000\n"
+    burst = "".join(error.format(2.0 + number / 1000, 0x20000008) for number in range(500))
+    text = candump(frames) + burst + error.format(3.5, 0x20000040) + error.format(3.6, 0x20000100)
+    watched = Watched(injected_run("gat"), text, tmp_path, AlarmRule(threshold=1e9))
+    assert [event.text for event in watched.events] == [
+        "2.000000 s: BUS OFF, the controller takes no part in the bus",
+        "2.000000 s: 502 error frames (protocol violation, bus off, controller restarted)",
+    ]
+    assert watched.of("bus_off") == [{"event": "bus_off", "time": 2.0, "bus": "can0"}]
+    assert "502 error frames, 1 of them bus off" in watched.summary
+    assert "malformed" not in watched.summary
+
+
+def test_an_alarm_ends_where_the_watching_is_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text(candump(drive()))
+    live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(tmp_path / "input.txt")))
+    raised = next(live.events()).record
+    assert raised["event"] == "alarm"
+    (ended,) = live.finish()
+    assert (ended.record["event"], ended.record["start_time"]) == ("alarm_end", raised["start_time"])
+    assert live.finish() == []
+    live.close()
+
+
 def test_silence_and_its_end_are_told_and_leave_the_windows_as_they_are(tmp_path: Path) -> None:
     frames = drive(1_000)
     (tmp_path / "input.txt").write_text(candump(frames))
     live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(tmp_path / "input.txt")))
     detector: Any = live._detection
-    detector._input.batches = lambda: iter([None, frames[:50], None, None, frames[50:], None])
+    detector._input.batches = lambda: iter([None, bus(frames[:50]), None, None, bus(frames[50:]), None])
     kinds = [(event.record["event"], event.text) for event in live.events() if "alarm" not in event.record["event"]]
     assert [kind for kind, _ in kinds] == ["silence", "resumed", "silence", "resumed", "silence"]
     assert kinds[0][1] == "the bus is silent, no frame for 2 s"
@@ -162,8 +256,11 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     frames = drive(40_000, pause_s=0.0)
     live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(Path(__file__)), explain=True))
     detector: Any = live._detection
-    detector._input.batches = lambda: (frames[start : start + 333] for start in range(0, 40_000, 333))
-    held = [(len(detector._usual), len(detector._builder._pending)) for _ in live.events()]
+    detector._input.batches = lambda: (bus(frames[start : start + 333]) for start in range(0, 40_000, 333))
+    events = live.events()
+    next(events)
+    watched = detector._buses["can0"]
+    held = [(len(watched._usual), len(watched._builder._pending)) for _ in events]
     assert max(pending for _, pending in held) < WINDOW
     assert max(usual for usual, _ in held) <= 64
     live.close()
@@ -178,7 +275,7 @@ def test_a_run_without_a_record_of_benign_scores_is_refused(rule: AlarmRule) -> 
     judgement = {name: value for name, value in finished.result["judgement"].items() if name != "benign"}
     bare = replace(finished, result={"judgement": judgement})
     with pytest.raises(CheckpointError, match="how benign windows score"):
-        make_live_detection(bare, {}.__getitem__, "-", rule, explain=False)
+        make_live_detection(bare, {}.__getitem__, LiveSource(name="-"), rule, explain=False)
 
 
 def states(hold: Hold, flags: str, *, seconds: float) -> list[str]:

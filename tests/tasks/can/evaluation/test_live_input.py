@@ -1,6 +1,7 @@
 """Frames that arrive on a pipe, from a file or on a bus."""
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, DataError
 from can_train.tasks.can.data.graphs import Frames
 from can_train.tasks.can.evaluation import live_input
-from can_train.tasks.can.evaluation.live_input import BusInput, FrameInput, TextInput, open_input
+from can_train.tasks.can.evaluation.live_input import BusErrors, BusFrames, BusInput, FrameInput, TextInput, open_input
 from can_train.tasks.can.settings import CanDatasetSettings
 from fakes.candump import candump
 from fakes.random_bus import injected_frames, random_frames, write_log
@@ -48,9 +49,13 @@ def read(text: str | bytes, tmp_path: Path) -> tuple[Frames, FrameInput]:
     path = tmp_path / "input"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     source = open_input(str(path), SETTINGS)
-    found = [frames for frames in source.batches() if frames is not None]
+    found = frames_of(source)
     source.close()
-    return (Frames.concatenate(found) if found else random_frames(0)), source
+    return found, source
+
+
+def frames_of(source: FrameInput) -> Frames:
+    return Frames.concatenate([batch.frames for batch in source.batches() if isinstance(batch, BusFrames)])
 
 
 def same(found: Frames, expected: Frames = FRAMES) -> None:
@@ -105,8 +110,7 @@ def test_the_unit_of_times_is_that_of_a_file_and_is_said_where_it_is_guessed(
                    zip(frames.timestamp, frames.can_id, frames.payload, strict=True)).encode()  # fmt: skip
     parts = [f"{heading},arbitration_id,data_field\n".encode(), 0.02, text[:700], 0.02, text[700:]]
     source = TextInput(Pipe(parts).reading, replace(SETTINGS, time_unit=setting))
-    found = [batch for batch in source.batches() if batch is not None]
-    same(Frames.concatenate(found), frames)
+    same(frames_of(source), frames)
     assert any("taken for ms" in note for note in source.notes) == (heading == "timestamp" and setting == "auto")
     source.close()
 
@@ -117,17 +121,17 @@ def test_a_slow_pipe_is_not_waited_for_to_guess_the_unit(monkeypatch: pytest.Mon
     header, goes_on = b"timestamp,arbitration_id,data_field\n", threading.Event()
     source = TextInput(Pipe([header + rows, goes_on, rows]).reading, SETTINGS)
     batches = source.batches()
-    counts = [batch and len(batch) for batch in islice(batches, 2)]
+    counts = [batch and len(batch.frames) for batch in islice(batches, 2)]
     assert counts == [60, None]
     goes_on.set()
-    assert sum(len(batch) for batch in batches if batch) == 60
+    assert sum(len(batch.frames) for batch in batches if batch) == 60
     source.close()
 
 
 def test_lines_may_arrive_in_pieces_and_the_last_one_may_lack_its_end() -> None:
     text = candump(FRAMES).encode().rstrip(b"\n")
     source = TextInput(Pipe([text[:1], 0.02, text[1:70], 0.02, text[70:5000], 0.02, text[5000:]]).reading, SETTINGS)
-    found = [frames for frames in source.batches() if frames is not None]
+    found = [batch.frames for batch in source.batches() if batch is not None]
     assert len(found) > 1
     same(Frames.concatenate(found))
     source.close()
@@ -136,7 +140,7 @@ def test_lines_may_arrive_in_pieces_and_the_last_one_may_lack_its_end() -> None:
 def test_a_header_may_arrive_long_before_the_first_row() -> None:
     header, _, rows = b"timestamp,arbitration_id,data_field,attack\n", 0, b"1.5,123,00FF,0\n1.6,124,00FF,0\n"
     source = TextInput(Pipe([header, 0.05, rows]).reading, SETTINGS)
-    assert sum(len(frames) for frames in source.batches() if frames is not None) == 2
+    assert len(frames_of(source)) == 2
     assert source.malformed_text() == ""
 
 
@@ -150,7 +154,7 @@ def test_silence_is_told_and_loses_no_frame(monkeypatch: pytest.MonkeyPatch) -> 
         if batch is None:
             goes_on.set()
     assert None in found[1:-1]
-    same(Frames.concatenate([frames for frames in found if frames is not None]))
+    same(Frames.concatenate([batch.frames for batch in found if batch is not None]))
 
 
 def test_malformed_lines_are_counted_with_their_reasons(tmp_path: Path) -> None:
@@ -161,10 +165,102 @@ def test_malformed_lines_are_counted_with_their_reasons(tmp_path: Path) -> None:
     assert source.malformed_text().startswith("4 lines are malformed and left out: ")
 
 
-def test_text_that_is_no_log_is_malformed_and_ends(tmp_path: Path) -> None:
-    found, source = read("hello\nworld\n\n", tmp_path)
-    assert len(found) == 0
-    assert source.malformed_text() == "2 lines are malformed and left out: 2 × of no known format"
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "at least one frame before it ends: it ended without one"),
+        (b"# a comment\n\n", "it ended without one"),
+        (b"hello\nworld\n\n", "none of the first 2 lines is; the first is 'hello'"),
+        (b"\0" * 300_000, "binary data have none"),
+    ],
+)
+def test_an_input_that_ends_without_a_frame_is_refused(text: bytes, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(said)):
+        read(text, tmp_path)
+
+
+def test_an_input_of_which_nothing_is_a_frame_is_refused_before_it_ends() -> None:
+    goes_on = threading.Event()
+    source = TextInput(Pipe([b"% a comment of another tool\n" * 100, goes_on]).reading, SETTINGS)
+    with pytest.raises(DataError, match="none of the first 100 lines is; the first is '% a comment"):
+        next(source.batches())
+    goes_on.set()
+    source.close()
+
+
+def test_a_few_lines_that_are_no_frames_are_told_of_while_more_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_input, "SILENCE_S", 0.05)
+    goes_on = threading.Event()
+    source = TextInput(Pipe([b"usage: candump\n", goes_on, candump(FRAMES).encode()]).reading, SETTINGS)
+    batches = source.batches()
+    assert next(batches) is None
+    assert source.notes == ["No line is a frame so far: none of the first 1 lines is; the first is 'usage: candump'"]
+    goes_on.set()
+    assert sum(len(batch.frames) for batch in batches if isinstance(batch, BusFrames)) == 300
+    source.close()
+
+
+@pytest.mark.parametrize("magic", [b"LOGG", b"MDF     4.10    "])
+def test_a_binary_log_is_refused_with_the_command_that_reads_it(magic: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can-train evaluate RUN --dataset "):
+        read(magic + b"\0" * 100, tmp_path)
+
+
+def two_buses(style: str) -> str:
+    """The frames of FRAMES on can0, and every third one on can1 too."""
+    lines = candump(FRAMES, style).splitlines(keepends=True)
+    return "".join(
+        line + (line.replace("can0", "can1") if number % 3 == 0 else "") for number, line in enumerate(lines)
+    )
+
+
+@pytest.mark.parametrize("style", ["-L", "-ta"])
+@pytest.mark.parametrize(("channel", "counts"), [("", {"can0": 300, "can1": 100}), ("can1", {"can1": 100})])
+def test_interfaces_on_one_pipe_are_buses_of_their_own(
+    style: str, channel: str, counts: dict[str, int], tmp_path: Path
+) -> None:
+    (tmp_path / "input").write_text(two_buses(style))
+    source = open_input(str(tmp_path / "input"), replace(SETTINGS, channel=channel))
+    found: dict[str, list[Frames]] = {}
+    for batch in source.batches():
+        assert isinstance(batch, BusFrames)
+        found.setdefault(batch.channel, []).append(batch.frames)
+    assert {name: sum(map(len, parts)) for name, parts in found.items()} == counts
+    assert (Frames.concatenate(found["can1"]).payload == FRAMES.payload[::3]).all()
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (two_buses("-L"), "can7; the input has can0 (300 frames), can1 (100 frames).\nUse --channel can0"),
+        ("1.5,123,2,00,FF,R\n" * 30, "Only an input that names interfaces has some to choose from: --channel can7"),
+    ],
+)
+def test_an_interface_that_is_not_there_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "input").write_text(text)
+    source = open_input(str(tmp_path / "input"), replace(SETTINGS, channel="can7"))
+    with pytest.raises(DataError, match=re.escape(said)):
+        list(source.batches())
+    source.close()
+
+
+def test_error_frames_are_told_with_their_bus_and_what_they_mean(tmp_path: Path) -> None:
+    errors = (
+        "  can1  20000004   [8]  00 04 00 00 00 00 00 00   ERRORFRAME\n\tcontroller-problem{rx-error-warning}\n"
+        "  can1  20000040   [8]  00 00 00 00 00 00 00 00   ERRORFRAME\n\tbus-off\n"
+    )
+    log = candump(FRAMES, "-ta")
+    timed = "".join(f" (1.{number})" + line if line.startswith("  can") else line
+                    for number, line in enumerate(errors.splitlines(keepends=True)))  # fmt: skip
+    for text in (timed, log + timed):
+        (tmp_path / "input").write_text(text)
+        source = open_input(str(tmp_path / "input"), SETTINGS)
+        (found,) = (batch for batch in source.batches() if isinstance(batch, BusErrors))
+        assert found == BusErrors("can1", 1.0, 2, 1, 0x44)
+        assert found.text() == "controller problem, bus off"
+        assert (source.errors, source.bus_offs, source.malformed.total()) == (2, 1, 0)
+        source.close()
 
 
 def test_a_line_without_end_is_not_kept_in_memory(tmp_path: Path) -> None:
@@ -174,8 +270,9 @@ def test_a_line_without_end_is_not_kept_in_memory(tmp_path: Path) -> None:
     assert source.malformed.total() == 1
 
 
-def test_random_bytes_raise_nothing(tmp_path: Path) -> None:
-    read(np.random.default_rng(0).bytes(100_000), tmp_path)
+def test_random_bytes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="lines of a CAN log"):
+        read(np.random.default_rng(0).bytes(100_000), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["no_such_interface", "nonsense:channel", "/"])
@@ -201,14 +298,16 @@ def test_messages_of_a_bus_are_frames(buses, monkeypatch: pytest.MonkeyPatch) ->
     sender, source = buses
     assert isinstance(source, BusInput)
     sender.send(can.Message(arbitration_id=0x12A, data=[1, 2, 3], is_extended_id=False))
-    sender.send(can.Message(is_error_frame=True))
+    sender.send(can.Message(is_error_frame=True, arbitration_id=0x40, data=bytes(8)))
     sender.send(can.Message(arbitration_id=0x18FEF100, is_remote_frame=True, dlc=8))
     sender.send(can.Message(arbitration_id=0x7FF, data=range(8), is_extended_id=False))
     batches = source.batches()
-    found = next(batches)
+    channel, found = next(batches)
+    assert channel == "test-live-input"
+    assert next(batches)[2:] == (1, 1, 0x40)
     assert next(batches) is None
     assert found.can_id.tolist() == [0x12A, 0x18FEF100, 0x7FF]
     assert found.length.tolist() == [3, 0, 8]
     assert found.payload[0].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
     assert (np.diff(found.timestamp) >= 0).all()
-    assert source.malformed == {"an error frame": 1}
+    assert (source.errors, source.bus_offs, source.malformed.total()) == (1, 1, 0)

@@ -21,7 +21,7 @@ from can_train.tasks.can.data.batches import Gatherer
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train.tasks.can.evaluation.metrics import Threshold, choose_threshold
-from can_train.tasks.can.inputs import SETTLED_WINDOWS, InputEncoder, InputStatistics
+from can_train.tasks.can.inputs import SETTLED_WINDOWS, InputEncoder, InputStatistics, has_timing
 from can_train.tasks.can.settings import BEHAVIOUR_FEATURES, CanDatasetSettings
 
 # Frames whose windows are expanded at a time. A window has no more nodes or edges than frames, so the temporary arrays
@@ -209,6 +209,7 @@ class SilenceLookup:
         benign = rows[flat.label[rows] == 0]
         nodes = members(flat.node_ptr, benign).positions
         nodes = nodes[~np.isnan(flat.behaviour[nodes, _GAP_MEAN])]
+        nodes = nodes[has_timing(flat, benign)[flat.node_code[nodes]]]
         codes, index = np.unique(flat.node_code[nodes], return_inverse=True)
         gap = np.bincount(index, weights=flat.behaviour[nodes, _GAP_MEAN]) / np.maximum(np.bincount(index), 1)
         of_id = np.full(len(flat.ids), -1, dtype=np.int64)

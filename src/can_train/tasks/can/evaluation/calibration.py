@@ -224,6 +224,11 @@ class Calibration:
         return len(self._windows)
 
     @property
+    def end_s(self) -> float:
+        """When the last of them ended, in seconds after the bus's first frame."""
+        return self._windows[-1].end_s - (self._start_s or 0.0)
+
+    @property
     def done(self) -> bool:
         """Whether all windows that it needs have come."""
         return self._scale is not None
@@ -253,7 +258,9 @@ class Calibration:
         found = []
         if flood:
             fastest = max(one.rate for one in flood)
-            found.append(self._suspicion(RATE, flood, f"up to {fastest:,.0f} frames a second, where {whose} {usual:,.0f}"))
+            found.append(
+                self._suspicion(RATE, flood, f"up to {fastest:,.0f} frames a second, where {whose} {usual:,.0f}")
+            )
         if fresh:
             new = np.setdiff1d(np.concatenate([one.ids for one in fresh]), self._vocabulary)
             names = ", ".join(map(id_text, new[:NAMED_IDS].tolist())) + (", …" if len(new) > NAMED_IDS else "")
@@ -367,7 +374,7 @@ def calibrate_logs(
         scores[own] = calibration.adapt(score[own])
         judged[own] = flat.first_frame[rows[own]] >= calibration.last_frame + flat.window
         if not judged[own].any():
-            raise DataError("A log has windows to judge after those that it is calibrated on",
+            raise DataError("A log is longer than what it is calibrated on",
                             value=f"{where} hold {calibration.windows:,} windows, and none to judge follows",
                             remedy="Calibrate on fewer seconds, or leave --calibrate out")  # fmt: skip
         calibrations[source] = calibration
@@ -388,6 +395,11 @@ def calibration_notes(
     seconds = next(iter(logs.values())).seconds
     taken = f"The first {seconds:g} s of each log are taken for benign: {len(rows):,} windows"
     notes = [f"{taken}, which tell where its scores lie and are not judged; {flagged:,} of them are flagged"]
+    longest_s = max(one.end_s for one in logs.values())
+    if longest_s > seconds:
+        least = LEAST_CALIBRATION_WINDOWS
+        notes.append(f"A log with fewer than {least} windows in that time is calibrated on its first {least}: "
+                     f"up to {longest_s:.3g} s")  # fmt: skip
     for path, one in logs.items():
         named = f"{path}: " if len(logs) > 1 else ""
         notes += [f"Warning: {named}{suspicion.text()}" for suspicion in one.suspicions()]

@@ -40,6 +40,7 @@ from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.fusion.agent import FinishedFusion
 from can_train.tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
 from can_train.tasks.can.fusion.mixing import WEIGHT, WindowScores
+from can_train.tasks.can.inputs import slow_ids
 from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train.tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
 from can_train.tasks.can.synthetic.writing import synthetic_folder_name
@@ -233,8 +234,9 @@ class WindowEvaluation(Evaluation):
             baselines = Baselines((*constant_baselines(), lookup), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
         judgement = judging.judge_at(data.flat, split, detectors, baselines, hold)
         judgement["absent"] |= self._absent
-        if self.own_split and "benign" in self._result:
-            judgement["benign"] = self._result["benign"]
+        for name in ("benign", "rare_ids"):
+            if self.own_split and name in self._result:
+                judgement[name] = self._result[name]  # type: ignore[literal-required]
         samples, rows = self._samples(split, detectors[judging.TRAINED].scores.test, chosen.value)
         return EvaluatedWindows(
             judgement=self._complete(judgement, raw, timed),
@@ -242,7 +244,7 @@ class WindowEvaluation(Evaluation):
             rows=rows,
             threshold=chosen.value,
             hold=None if rule.hold is None else hold,
-            notes=[*notes, *self._unknown_ids(), *_notes(chosen, judgement["absent"])],
+            notes=[*notes, *self._unknown_ids(), *self._slow_ids(), *_notes(chosen, judgement["absent"])],
         )
 
     def _threshold(self, rule: AlarmRule, hold: Hold) -> Threshold:
@@ -395,6 +397,18 @@ class WindowEvaluation(Evaluation):
         known = len(flat.ids) - len(unknown)
         alternative = "a model that is trained with dataset.identity=false needs to know none"
         return [f"The model knows {known} of the {len(flat.ids)} CAN IDs, not {names}; {alternative}"]
+
+    def _slow_ids(self) -> list[str]:
+        """Names the new CAN IDs that training was too short to see."""
+        if self.own_split or "rare_ids" not in self._result:
+            return []
+        log_s = self._result["rare_ids"]["log_s"]
+        slow = slow_ids(self._data.flat, self._rows, self._model.vocabulary, log_s)
+        if not len(slow):
+            return []
+        names = ", ".join(map(id_text, slow[:_MAX_NAMED_IDS])) + (", …" if len(slow) > _MAX_NAMED_IDS else "")
+        return [f"{names}: new, and less often than once in the {log_s:.3g} s of the longest benign training log, so it "
+                "is expected that training did not see it"]  # fmt: skip
 
     def _samples(
         self, split: Split, scores: FolderScores, threshold: float

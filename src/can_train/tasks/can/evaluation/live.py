@@ -33,13 +33,14 @@ from can_train.tasks.can.data.graphs import (
     SourceFile,
 )
 from can_train.tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
-from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, Hold
+from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD, Hold
 from can_train.tasks.can.evaluation.calibration import (
     LEAST_CALIBRATION_WINDOWS,
     BenignScores,
     Calibration,
     Suspicion,
 )
+from can_train.tasks.can.evaluation.judging import rare_id_notes
 from can_train.tasks.can.evaluation.live_input import (
     SILENCE_S,
     BusErrors,
@@ -78,7 +79,8 @@ def make_live_detection(
     judgement = finished.result.get("judgement", {})
     if "threshold" not in judgement:
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
-    hold = Hold(*(rule.hold or EACH_WINDOW))
+    # False events are counted as `evaluate` counts them; without a number of them, the first flagged window is told.
+    hold = Hold(*(rule.hold or (EACH_WINDOW if rule.alarms_per_hour is None else USUAL_HOLD)))
     threshold = Threshold(value=judgement["threshold"], rule=f"{judgement['threshold_rule']}")
     if rule.threshold is not None:
         threshold = Threshold(value=rule.threshold, rule="as given")
@@ -370,10 +372,10 @@ class LiveDetector(LiveDetection):
             if batch is None:
                 yield from self._silences(0.0)
             elif isinstance(batch, BusErrors):
-                bus = yield from self._bus(batch.channel)
+                bus = self._bus(batch.channel)
                 yield from self._named(bus, bus.fail(batch))
             elif len(batch.frames):
-                bus = yield from self._bus(batch.channel)
+                bus = self._bus(batch.channel)
                 yield from self._named(bus, bus.see(batch.frames, score, contribute))
                 yield from self._silences(SILENCE_S)
         yield from self._notes()
@@ -393,6 +395,7 @@ class LiveDetector(LiveDetection):
                      for bus in self._buses.values() for sentence in bus.summary()]  # fmt: skip
         threshold = self._watch.threshold
         sentences.append(f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}")
+        sentences += rare_id_notes(self._model.finished.result.get("judgement", {}))
         return [*sentences, *filter(None, [self._input.malformed_text()])]
 
     def close(self) -> None:
@@ -404,24 +407,21 @@ class LiveDetector(LiveDetection):
             yield LiveEvent(text=f"note: {note}", record={"event": "note", "text": note})
         self._told = len(self._input.notes)
 
-    def _bus(self, name: str) -> Generator[LiveEvent, None, LiveBus]:
-        """Returns the bus of a name; tells when there are several."""
+    def _bus(self, name: str) -> LiveBus:
         if name not in self._buses:
             if len(self._buses) == MOST_BUSES:
                 raise DataError(f"An input has at most {MOST_BUSES} interfaces", value=f"{name} is one more",
                                 remedy="Name the one to watch with --channel")  # fmt: skip
-            self._buses[name] = LiveBus(name, self._model, self._watch)
-            if len(self._buses) > 1:
-                first = next(iter(self._buses))
-                note = f"The input has several buses, each watched by itself: {', '.join(self._buses)}"
-                more = f"{note}; --channel {first or name} watches one"
-                yield LiveEvent(text=f"note: {more}", record={"event": "note", "text": more})
+            bus = LiveBus(name, self._model, self._watch)
+            bus.is_silent = self._is_silent and not self._buses
+            self._buses[name] = bus
         return self._buses[name]
 
     def _named(self, bus: LiveBus, events: Iterable[LiveEvent]) -> Iterator[LiveEvent]:
         """Adds to events of which bus they are."""
+        several = len(self._input.channels) > 1 and not self._input.channel
         for event in events:
-            prefix = f"{bus.name}: " if len(self._buses) > 1 else ""
+            prefix = f"{bus.name}: " if several else ""
             yield LiveEvent(text=prefix + event.text, record={**event.record, "bus": bus.name or None})
 
     def _silences(self, least_s: float) -> Iterator[LiveEvent]:

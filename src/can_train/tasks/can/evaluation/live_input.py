@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from can_train.errors import ConfigError, DataError
 from can_train.tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
 from can_train.tasks.can.data.formats import header_grammars, shortened, with_unit
-from can_train.tasks.can.data.grammar import Grammar, parse_rows
+from can_train.tasks.can.data.grammar import MAX_CAN_ID, Grammar, parse_rows
 from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames
 from can_train.tasks.can.data.line_formats import line_grammars, variants
 from can_train.tasks.can.data.recordings import recording_format
@@ -135,21 +135,34 @@ class FrameInput(ABC):
         Raises:
             DataError: One is to be watched, and the input names none.
         """
-        for channel in dict.fromkeys(channels.tolist()):
-            if self.channel and not channel:
-                raise DataError("Only an input that names interfaces has some to choose from",
-                                value=f"--channel {self.channel}", remedy="Leave out --channel")  # fmt: skip
-            own = channels == channel
+        names = list(dict.fromkeys(channels.tolist()))
+        if self.channel and "" in names:
+            raise DataError("Only an input that names interfaces has some to choose from",
+                            value=f"--channel {self.channel}", remedy="Leave out --channel")  # fmt: skip
+        for name in names:
+            self._meet(name)
+        for name in names:
+            own = channels == name
             count = int(np.count_nonzero(own))
-            self.channels[channel] += count
-            if self.channel not in ("", channel):
-                continue
-            self.frames += count
-            yield BusFrames(channel, frames if count == len(frames) else _chosen(frames, own))
+            self.channels[name] += count
+            if self.channel in ("", name):
+                self.frames += count
+                yield BusFrames(name, frames if count == len(frames) else _chosen(frames, own))
         if not self.frames and not self.notes and self.channels.total() >= UNWATCHED_FRAMES:
             self.notes.append(f"No frame of {self.channel} so far: the input has {self._named_channels()}")
 
+    def _meet(self, name: str) -> None:
+        """Tells when an input has more than one interface."""
+        if name in self.channels:
+            return
+        self.channels[name] = 0
+        if len(self.channels) > 1 and not self.channel:
+            first = next(iter(self.channels)) or name
+            self.notes.append(f"The input has several buses, each watched by itself: {', '.join(self.channels)}; "
+                              f"--channel {first} watches one")  # fmt: skip
+
     def _counted(self, errors: BusErrors) -> Iterator[BusErrors]:
+        self._meet(errors.channel)
         if self.channel in ("", errors.channel):
             self.errors += errors.error_frames
             self.bus_offs += errors.bus_offs
@@ -353,7 +366,7 @@ class TextInput(FrameInput):
             return
         for channel in dict.fromkeys(match["channel"] for match in found):
             own = [match for match in found if match["channel"] == channel]
-            kinds = [int(match["id"], 16) for match in own]
+            kinds = [int(match["id"], 16) & MAX_CAN_ID for match in own]
             # A difference is no time.
             time_s = None if self._deltas or grammar.dated else _number(own[0]["time"])
             yield BusErrors(channel, time_s, len(own), sum(1 for kind in kinds if kind & BUS_OFF), _union(kinds))
