@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
-from can_train.cli.output import print_aside, print_text
+from can_train.cli.output import print_aside, print_text, print_wrapped
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, as_typed
+from can_train.reporter import COLUMNS, wrapped
 
 if TYPE_CHECKING:
     from can_train.task import LiveEvent
@@ -74,13 +76,20 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
         finally:
             # After a second Ctrl-C nobody waits for it.
             with suppress(BrokenPipeError):
-                print_aside("\n".join(f"{sentence}." for sentence in live.summary()))
+                for sentence in live.summary():
+                    print_aside(wrapped(f"{sentence}.", COLUMNS, hang="  "))
             live.close()
 
 
 def _print_events(events: Iterable[LiveEvent], *, as_json: bool) -> None:
     for event in events:
-        print_text(json.dumps(event.record, allow_nan=False) if as_json else event.text)
+        if as_json:
+            print_text(json.dumps(event.record, allow_nan=False))
+        elif sys.stdout.isatty():
+            print_wrapped(event.text)
+        else:
+            # A program that reads the events gets each in a line of its own.
+            print_text(as_typed(event.text))
 
 
 def _input_name(name: str) -> str:

@@ -49,6 +49,10 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     scores: Annotated[
         str | None, typer.Option(help="Write each sample's score to a .csv or .parquet file.", metavar="FILE")
     ] = None,
+    channel: Annotated[
+        str | None,
+        typer.Option(help="Read one interface of logs that have several: can0. [all, as one bus]", metavar="NAME"),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, or a simulated GPU: sim:2GiB.")] = "auto",
     set_: Annotated[
         list[str] | None,
@@ -66,7 +70,8 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
 ) -> None:
     """Judge a finished run once more: on its own test data, or on other data."""
     # An unset variable of a script leaves a flag empty.
-    for name, value in {"dataset": dataset, "device": device, "scores": scores, "data-root": data_root}.items():
+    given = {"dataset": dataset, "device": device, "scores": scores, "data-root": data_root, "channel": channel}
+    for name, value in given.items():
         if value == "":
             raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
     rule = alarm_rule(threshold=threshold, calibrate=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
@@ -84,7 +89,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     request = EvaluationRequest(
         run=known.folder.path,
         dataset=dataset,
-        sets=tuple(set_ or ()),
+        sets=(*(set_ or ()), *([f"dataset.channel='{channel}'"] if channel else [])),
         rule=rule,
         flagged_only=flagged_only,
         explain=explain,

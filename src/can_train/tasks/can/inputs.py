@@ -93,7 +93,7 @@ class InputStatistics(NamedTuple):
         usual = _usual_behaviour(flat, rows, vocabulary)
         silences = _longest_silences(flat, rows, vocabulary, usual[2])
         few = 1 + np.flatnonzero(~has_timing(flat, rows)[np.searchsorted(flat.ids, vocabulary)])
-        usual[2][np.ix_(few, _TIMING)] = ENDLESS
+        usual[2][few[:, None], _TIMING] = ENDLESS
         silences[few] = ENDLESS
         log_s = longest_log_s(flat, rows)
         usual[2][UNKNOWN_ID, _GAP_MEAN] = np.log2(log_s) if log_s > 0 else ENDLESS

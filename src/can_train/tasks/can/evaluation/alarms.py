@@ -36,6 +36,7 @@ LEAST_USUAL_WINDOWS: Final = 20
 WINDOWS_AT_A_TIME: Final = 2048  # whose contributions are in memory at the same time, a few megabytes
 KNOWN_SHARE: Final = 0.5  # of a log's IDs, from which it is of a bus that the model knows
 NAMED_IDS: Final = 3  # of a window
+MOST_RARE_IDS: Final = 10  # that are named
 TOLD_IDS: Final = 2  # of an alarm, in words
 TOLD_SHARE: Final = 0.2  # of the reason, from which a second ID is told of
 NAMED_PROPERTIES: Final = 2  # of an ID
@@ -126,6 +127,18 @@ class Cause:
 def id_text(can_id: int) -> str:
     """Writes a CAN ID as logs do."""
     return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
+
+
+def rare_id_notes(judgement: Mapping[str, Any]) -> list[str]:
+    """Tells of which CAN IDs training was too short to tell the timing, as a sentence; none if there is none."""
+    rare = judgement.get("rare_ids")
+    if not rare or not rare["frames"]:
+        return []
+    told = [f"{id_text(int(can_id))} ({count})" for can_id, count in rare["frames"].items()]
+    more = f" and {len(told) - MOST_RARE_IDS:,} more" if len(told) > MOST_RARE_IDS else ""
+    log = f"The longest benign training log is {rare['log_s']:.3g} s long"
+    why = "too short to tell how often these CAN IDs come, whose gaps raise no alarm"
+    return [f"{log}, {why} (frames in brackets): {', '.join(told[:MOST_RARE_IDS])}{more}"]
 
 
 # Returns [I, P] what raises the scores of windows [R].

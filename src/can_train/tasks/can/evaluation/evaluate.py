@@ -236,7 +236,7 @@ class WindowEvaluation(Evaluation):
         judgement["absent"] |= self._absent
         for name in ("benign", "rare_ids"):
             if self.own_split and name in self._result:
-                judgement[name] = self._result[name]  # type: ignore[literal-required]
+                judgement[name] = self._result[name]
         samples, rows = self._samples(split, detectors[judging.TRAINED].scores.test, chosen.value)
         return EvaluatedWindows(
             judgement=self._complete(judgement, raw, timed),
@@ -407,8 +407,8 @@ class WindowEvaluation(Evaluation):
         if not len(slow):
             return []
         names = ", ".join(map(id_text, slow[:_MAX_NAMED_IDS])) + (", …" if len(slow) > _MAX_NAMED_IDS else "")
-        return [f"{names}: new, and less often than once in the {log_s:.3g} s of the longest benign training log, so it "
-                "is expected that training did not see it"]  # fmt: skip
+        log = f"the {log_s:.3g} s of the longest benign training log"
+        return [f"New, but expected to be, since they come less often than once in {log}: {names}"]
 
     def _samples(
         self, split: Split, scores: FolderScores, threshold: float

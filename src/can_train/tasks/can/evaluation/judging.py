@@ -19,7 +19,7 @@ from can_train.errors import RunError
 from can_train.io.units import shortened
 from can_train.tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train.tasks.can.evaluation import metrics
-from can_train.tasks.can.evaluation.alarms import id_text
+from can_train.tasks.can.evaluation.alarms import rare_id_notes
 from can_train.tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
 from can_train.tasks.can.evaluation.bursts import (
     SECONDS_PER_HOUR,
@@ -65,7 +65,6 @@ BURST_SUMMARY_COLUMNS: Final = ("folder", "bursts found", "latency s", "false ev
 # The same for the summary, which has a row for each test folder.
 _SUMMARY_RATES: Final = {"MCC": "mcc", "PR-AUC": "pr_auc", "recall@1%": "recall_at_fpr_1pct"}
 SUMMARY_COLUMNS: Final = ("folder", *_SUMMARY_RATES, "alarms/h", "best baseline", "its MCC", "beaten")
-_NAMED_IDS: Final = 10  # in a note
 _LONGEST_NAME: Final = 15  # characters; longer ones are cut at their beginning
 _SUMMARY_LEGEND: Final = (
     "MCC: 1 is perfect, 0 no better than chance",
@@ -166,7 +165,7 @@ class Judgement(ThresholdRecord):
 
     `references` are the models and mixes that the model is compared with; `absent` has the reason for each missing
     detector. Data that no run was trained on have no validation part. `benign` is what benign validation windows teach
-    about the model's scores (see `BenignScores`), `rare_ids` of which CAN IDs training was too short to tell the timing.
+    about the model's scores (see `BenignScores`), `rare_ids` the CAN IDs whose timing training was too short to tell.
     """
 
     validation: NotRequired[metrics.Metrics]
@@ -481,18 +480,6 @@ def summary_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
         notes.append(", ".join(folders))
     title = "How well the model finds attacks in each test folder"
     return [JudgementTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))]
-
-
-def rare_id_notes(judgement: Mapping[str, Any]) -> list[str]:
-    """Tells of which CAN IDs training was too short to tell the timing, as a sentence; none if there is none."""
-    rare = judgement.get("rare_ids")
-    if not rare or not rare["frames"]:
-        return []
-    told = [f"{id_text(int(can_id))} ({count})" for can_id, count in rare["frames"].items()]
-    more = f" and {len(told) - _NAMED_IDS:,} more" if len(told) > _NAMED_IDS else ""
-    return [f"Benign training logs, of at most {rare['log_s']:.3g} s, are too short to tell how often {len(told):,} CAN "
-            f"IDs come, so gaps between their frames raise no alarm: {', '.join(told[:_NAMED_IDS])}{more} (with frames)"
-            ]  # fmt: skip
 
 
 def _short_names(folders: Sequence[str]) -> dict[str, str]:

@@ -32,7 +32,7 @@ from can_train.tasks.can.data.graphs import (
     Ints,
     SourceFile,
 )
-from can_train.tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
+from can_train.tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer, rare_id_notes
 from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD, Hold
 from can_train.tasks.can.evaluation.calibration import (
     LEAST_CALIBRATION_WINDOWS,
@@ -40,7 +40,6 @@ from can_train.tasks.can.evaluation.calibration import (
     Calibration,
     Suspicion,
 )
-from can_train.tasks.can.evaluation.judging import rare_id_notes
 from can_train.tasks.can.evaluation.live_input import (
     SILENCE_S,
     BusErrors,
