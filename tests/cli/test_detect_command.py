@@ -76,6 +76,8 @@ def test_a_run_is_found_as_everywhere(line: Line, tmp_path: Path) -> None:
     [
         (("--input", "no_such_interface"), "CAN interface"),
         (("--input", ""), "--input is empty"),
+        (("--channel", ""), "--channel is empty"),
+        (("--channel", "can7"), "can7; the input has can0 (4,000 frames)"),
         (("--threshold", "nan"), "--threshold is a finite number"),
         (("--threshold", "1", "--calibrate", "10s"), "both choose the threshold"),
         (("--calibrate", "ten"), "Write it like --calibrate 10s"),
@@ -137,6 +139,38 @@ def test_a_signal_ends_it_with_a_summary(number: signal.Signals, tmp_path: Path)
     assert code == 128 + number
     assert "4,000 frames in " in err
     assert "200 windows" in err
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_an_alarm_tells_its_end(tmp_path: Path) -> None:
+    # All windows are flagged, so that the alarm goes on until somebody stops watching.
+    process = started(tmp_path, "--threshold", "-1000")
+    assert process.stdin is not None
+    process.stdin.write(text())
+    process.stdin.flush()
+    raised = next_event(process)
+    assert raised["event"] == "alarm"
+    while next_event(process)["event"] != "silence":
+        pass
+    process.send_signal(signal.SIGINT)
+    code, out, err = ended(process)
+    assert code == 130
+    (last,) = map(json.loads, out.splitlines())
+    assert last["event"] == "alarm_end"
+    assert "200 of them flagged" in err
+
+
+@pytest.mark.slow
+def test_a_pipe_of_which_nothing_is_a_frame_is_refused_while_it_is_open(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.write("hello\n" * 200)
+    process.stdin.flush()
+    assert process.wait(timeout=120) == 2
+    err = process.stderr.read()
+    assert "none of the first 100 lines is; the first is 'hello'" in err
+    process.stdin.close()
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
         (("--threshold", "nan"), "--threshold is a finite number"),
         (("--treshold", "3"), "--threshold"),
         (("--dataset", ""), "--dataset is empty"),
+        (("--channel", "can7"), "Leave out dataset.channel"),
         (("--dataset", "hcrl_chh"), "Nearest of 8: hcrl_ch"),
         (("--dataset", "/no/such.csv"), "must name a file or folder that exists"),
         (("--scores", "scores.xlsx"), "CSV or Parquet"),

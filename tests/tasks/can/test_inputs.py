@@ -1,5 +1,6 @@
 """What the networks see of an ID: the comparison with training, with its own past, and nothing where it is hidden."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,17 @@ import torch
 
 from can_train.tasks.can.data.batches import Gatherer, GraphBatch
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
-from can_train.tasks.can.data.graphs import FlatGraphs
-from can_train.tasks.can.inputs import ENDLESS, LEAST_STD, PUNCTUAL_LOGS, UNKNOWN_ID, InputEncoder, InputStatistics
+from can_train.tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder
+from can_train.tasks.can.inputs import (
+    ENDLESS,
+    LEAST_STD,
+    PUNCTUAL_LOGS,
+    UNKNOWN_ID,
+    InputEncoder,
+    InputStatistics,
+    rare_ids,
+    slow_ids,
+)
 from can_train.tasks.can.settings import CanDatasetSettings
 from fakes.random_bus import cached_graphs, random_blocks
 from fakes.silenced_bus import BUS, SILENCED, silenced_graphs
@@ -160,3 +170,65 @@ def test_the_longest_silence_of_an_id_may_end_in_a_later_window(
     statistics = InputStatistics.fit(flat, np.arange(len(flat)))
     absent = flat.absent_silence[flat.ids[flat.absent_code] == SILENCED]
     assert statistics.id_silence[1 + BUS.index(SILENCED)] == pytest.approx(absent.max())
+
+
+def slow_bus(seconds: float, periods_s: Mapping[int, float]) -> Frames:
+    """A regular bus, and messages with long periods, by their IDs; each first comes after a fifth of its period."""
+    times = {0x100: np.arange(0, seconds, 0.01), 0x110: np.arange(0.003, seconds, 0.01)}
+    times |= {can_id: np.arange(period / 5, seconds, period) for can_id, period in periods_s.items()}
+    time, can_id = np.concatenate([*times.values()]), np.repeat([*times], [len(own) for own in times.values()])
+    order = np.argsort(time, kind="stable")
+    size = len(time)
+    return Frames(
+        timestamp=time[order],
+        can_id=can_id[order].astype(np.uint32),
+        length=np.full(size, 8, np.uint8),
+        payload=np.zeros((size, 8), np.uint8),
+        label=np.zeros(size, np.uint8),
+    )
+
+
+def graphs_of(folder: Path, *logs: Frames, stride: int = 20) -> FlatGraphs:
+    return cached_graphs(folder, [list(GraphBuilder(20, stride).feed(log)) for log in logs])
+
+
+@pytest.mark.parametrize("stride", [20, 7])
+def test_ids_with_too_few_frames_to_tell_their_timing_are_named(stride: int, tmp_path: Path) -> None:
+    flat = graphs_of(
+        tmp_path / "g", slow_bus(30, {0x6F1: 60, 0x500: 9, 0x400: 5}), slow_bus(20, {0x500: 9}), stride=stride
+    )
+    rare = rare_ids(flat, np.arange(len(flat)))
+    # 500 has four frames in the first log and three in the second, so five gaps.
+    assert rare["frames"] == {str(0x6F1): 1}
+    assert rare["log_s"] == pytest.approx(30, abs=0.1)
+    alone = rare_ids(flat, np.flatnonzero(flat.source == 1))
+    assert alone["frames"] == {str(0x500): 3}
+
+
+def test_a_gap_that_training_was_too_short_to_see_is_nothing_odd(tmp_path: Path) -> None:
+    flat = graphs_of(tmp_path / "g", slow_bus(30, {0x6F1: 60, 0x500: 12}), slow_bus(300, {0x6F1: 60, 0x500: 70}))
+    statistics = InputStatistics.fit(flat, np.flatnonzero(flat.source == 0))
+    inputs = InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings())
+    batch = Gatherer(flat)(np.flatnonzero(flat.source == 1))
+    own = inputs.deviations(batch, inputs.id_index(batch))[:, : len(BEHAVIOUR)]
+    rare = torch.isin(batch.can_id, torch.tensor([0x6F1, 0x500])) & ~torch.isnan(batch.behaviour[:, 0])
+    assert rare.sum() == 8
+    timing = [BEHAVIOUR.index(name) for name in ("gap_min", "gap_mean", "gap_spread")]
+    assert (own[rare][:, timing] == 0).all()
+    assert (own[rare][:, BEHAVIOUR.index("silence")] <= 0).all()
+    assert all(value.isfinite().all() for value in inputs.state_dict().values())
+
+
+def test_a_new_id_that_comes_less_often_than_training_is_long_is_no_stranger(tmp_path: Path) -> None:
+    flat = graphs_of(tmp_path / "g", slow_bus(30, {}), slow_bus(300, {0x7DF: 45, 0x123: 2}))
+    statistics = InputStatistics.fit(flat, np.flatnonzero(flat.source == 0))
+    inputs = InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings())
+    batch = Gatherer(flat)(np.flatnonzero(flat.source == 1))
+    strange = inputs.strangeness(batch, inputs.id_index(batch))
+    again = ~torch.isnan(batch.behaviour[:, 0])
+    assert (strange[(batch.can_id == 0x7DF) & again] == 0).all()
+    # When it first comes, nobody knows how often it will.
+    assert (strange[(batch.can_id == 0x7DF) & ~again] > 0.5).all()
+    assert (strange[batch.can_id == 0x123] > 0.5).all()
+    rows = np.flatnonzero(flat.source == 1)
+    assert slow_ids(flat, rows, statistics.vocabulary, 30.0).tolist() == [0x7DF]

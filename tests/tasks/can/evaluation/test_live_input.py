@@ -194,7 +194,7 @@ def test_a_few_lines_that_are_no_frames_are_told_of_while_more_are_waited_for(mo
     source = TextInput(Pipe([b"usage: candump\n", goes_on, candump(FRAMES).encode()]).reading, SETTINGS)
     batches = source.batches()
     assert next(batches) is None
-    assert source.notes == ["No line is a frame so far: none of the first 1 lines is; the first is 'usage: candump'"]
+    assert source.notes == ["No line is a frame so far: the only line is 'usage: candump'"]
     goes_on.set()
     assert sum(len(batch.frames) for batch in batches if isinstance(batch, BusFrames)) == 300
     source.close()

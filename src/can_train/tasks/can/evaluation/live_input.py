@@ -302,7 +302,10 @@ class TextInput(FrameInput):
         rows = self._unknown_rows()
         if not rows:
             return "it has no lines, as binary data have none"
-        return f"none of the first {len(rows):,} lines is; the first is {shortened(rows[0])!r}"
+        first = shortened(rows[0])
+        if len(rows) == 1:
+            return f"the only line is {first!r}"
+        return f"none of the first {min(len(rows), UNREADABLE_LINES):,} lines is; the first is {first!r}"
 
     def _refuse_unreadable(self, size: int) -> None:
         """Refuses the input if what it has sent so far, with the latest `size` bytes, shows that it is no log."""
