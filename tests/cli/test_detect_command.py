@@ -164,13 +164,11 @@ def test_ctrl_c_in_an_alarm_tells_its_end(tmp_path: Path) -> None:
 def test_a_pipe_of_which_nothing_is_a_frame_is_refused_while_it_is_open(tmp_path: Path) -> None:
     process = started(tmp_path)
     assert process.stdin is not None
-    assert process.stderr is not None
     process.stdin.write("hello\n" * 200)
     process.stdin.flush()
     assert process.wait(timeout=120) == 2
-    err = process.stderr.read()
+    _, _, err = ended(process)
     assert "none of the first 100 lines is; the first is 'hello'" in err
-    process.stdin.close()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Vocabulary and scale are fitted on training windows and saved with the weights: 
 Shapes: B graphs, N nodes, E edges, A absences, V known CAN IDs, C columns of `BEHAVIOUR`, D of `deviations`.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -25,6 +26,7 @@ from can_train.tasks.can.data.graphs import (
     FlatGraphs,
     Floats,
     Ints,
+    id_text,
 )
 from can_train.tasks.can.settings import BEHAVIOUR_FEATURES, CanDatasetSettings
 
@@ -57,6 +59,7 @@ OVERDUE: Final = (1.0, 1.5)
 # Gaps between an ID's frames in benign training windows, from which its timing is known. With fewer, a longer gap than
 # any of them is nothing odd.
 LEAST_GAPS: Final = 3
+MOST_RARE_IDS: Final = 10  # that are named
 SAME_FRAME_S: Final = 0.001  # two frames of so rare an ID lie further apart; times are rounded by less
 LEAST_SILENCE: Final = -3.0  # binary logarithm of silence ÷ period: when exactly in a period a window ends says nothing
 _GAP_MIN, _GAP_MEAN, _SILENCE = (BEHAVIOUR.index(name) for name in ("gap_min", "gap_mean", "silence"))
@@ -143,6 +146,18 @@ def rare_ids(flat: FlatGraphs, rows: Ints) -> dict[str, Any]:
     frames, logs = count_frames(flat, rows)
     few = np.flatnonzero((logs > 0) & (frames - logs < LEAST_GAPS))
     return {"log_s": longest_log_s(flat, rows), "frames": {str(flat.ids[code]): int(frames[code]) for code in few}}
+
+
+def rare_id_notes(judgement: Mapping[str, Any]) -> list[str]:
+    """Tells of which CAN IDs training was too short to tell the timing, as a sentence; none if there is none."""
+    rare = judgement.get("rare_ids")
+    if not rare or not rare["frames"]:
+        return []
+    told = [f"{id_text(int(can_id))} ({count})" for can_id, count in rare["frames"].items()]
+    more = f" and {len(told) - MOST_RARE_IDS:,} more" if len(told) > MOST_RARE_IDS else ""
+    log = f"The longest benign training log is {rare['log_s']:.3g} s long"
+    why = "too short to tell how often these CAN IDs come, whose gaps raise no alarm"
+    return [f"{log}, {why} (frames in brackets): {', '.join(told[:MOST_RARE_IDS])}{more}"]
 
 
 def slow_ids(flat: FlatGraphs, rows: Ints, vocabulary: Ints, log_s: float) -> Ints:

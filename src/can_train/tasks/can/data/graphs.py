@@ -40,6 +40,7 @@ Ints = NDArray[np.int64]
 
 MAX_PAYLOAD_BYTES: Final = 8  # of a classical CAN frame
 FD_PAYLOAD_BYTES: Final = 64  # of a CAN FD frame
+LARGEST_SHORT_ID: Final = 0x7FF  # 11 bits
 BENIGN: Final = "benign"  # the kind of label code 0
 MAX_KINDS: Final = 256  # label codes are bytes; a label column with more values is no label column
 
@@ -119,6 +120,11 @@ class Frames:
             for part in joined["payload"]
         ]
         return cls(**{name: np.concatenate(arrays) for name, arrays in joined.items()})
+
+
+def id_text(can_id: int) -> str:
+    """Writes a CAN ID as logs do."""
+    return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
 
 
 @dataclass(frozen=True)

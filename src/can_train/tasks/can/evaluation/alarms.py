@@ -26,7 +26,7 @@ from can_train.tasks.can.contributions import (
     SILENCE,
 )
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
-from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools, FlatGraphs, Floats, Ints
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools, FlatGraphs, Floats, Ints, id_text
 from can_train.tasks.can.evaluation.bursts import Hold, Timeline, held_scores
 
 # Windows of a log that are not flagged, from which "usual" is taken: seconds on a processor. With fewer than the least,
@@ -36,11 +36,9 @@ LEAST_USUAL_WINDOWS: Final = 20
 WINDOWS_AT_A_TIME: Final = 2048  # whose contributions are in memory at the same time, a few megabytes
 KNOWN_SHARE: Final = 0.5  # of a log's IDs, from which it is of a bus that the model knows
 NAMED_IDS: Final = 3  # of a window
-MOST_RARE_IDS: Final = 10  # that are named
 TOLD_IDS: Final = 2  # of an alarm, in words
 TOLD_SHARE: Final = 0.2  # of the reason, from which a second ID is told of
 NAMED_PROPERTIES: Final = 2  # of an ID
-LARGEST_SHORT_ID: Final = 0x7FF
 
 USUAL_NOTE: Final = "Usually: the median of this ID over windows of the same log that are not flagged"
 
@@ -122,23 +120,6 @@ class Cause:
         properties = [vars(each) for each in self.properties]
         return {"id": id_text(self.can_id), "known": self.known, "frames": self.frames.value,
                 "share": round(self.share, 4), "properties": properties}  # fmt: skip
-
-
-def id_text(can_id: int) -> str:
-    """Writes a CAN ID as logs do."""
-    return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
-
-
-def rare_id_notes(judgement: Mapping[str, Any]) -> list[str]:
-    """Tells of which CAN IDs training was too short to tell the timing, as a sentence; none if there is none."""
-    rare = judgement.get("rare_ids")
-    if not rare or not rare["frames"]:
-        return []
-    told = [f"{id_text(int(can_id))} ({count})" for can_id, count in rare["frames"].items()]
-    more = f" and {len(told) - MOST_RARE_IDS:,} more" if len(told) > MOST_RARE_IDS else ""
-    log = f"The longest benign training log is {rare['log_s']:.3g} s long"
-    why = "too short to tell how often these CAN IDs come, whose gaps raise no alarm"
-    return [f"{log}, {why} (frames in brackets): {', '.join(told[:MOST_RARE_IDS])}{more}"]
 
 
 # Returns [I, P] what raises the scores of windows [R].

@@ -15,10 +15,10 @@ import numpy as np
 
 from can_train.errors import CheckpointError, ConfigError, DataError
 from can_train.fit.packing import members
-from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
-from can_train.tasks.can.evaluation.alarms import KNOWN_SHARE, id_text
+from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, id_text
 from can_train.tasks.can.evaluation.bursts import SECONDS_PER_HOUR, Hold, Timeline, held_scores
 from can_train.tasks.can.evaluation.metrics import Threshold
+from can_train.tasks.can.inputs import LEAST_KNOWN_SHARE
 
 LONGEST_HOLD: Final = 5  # windows; for each hold up to it, a run's result has the events by level
 # Of the scores of benign windows, from the highest down: each of the first, then fewer and fewer.
@@ -246,7 +246,7 @@ class Calibration:
     def suspicions(self) -> list[Suspicion]:
         """Names the windows that look like an attack, by the property that does, and so spoil the calibration."""
         regular = self._regular_ids()
-        known_bus = bool(np.isin(regular, self._vocabulary).mean() > KNOWN_SHARE) if len(regular) else False
+        known_bus = bool(np.isin(regular, self._vocabulary).mean() > LEAST_KNOWN_SHARE) if len(regular) else False
         usual = self._window / max(self._benign.shortest_s, SHORTEST_S)
         usual = usual if known_bus else float(np.median([one.rate for one in self._windows]))
         most = FLOOD * usual if known_bus else FOREIGN_FLOOD * usual

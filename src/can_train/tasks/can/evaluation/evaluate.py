@@ -28,11 +28,11 @@ from can_train.tasks.can.data.dataset import (
     prepare,
     simulate_if_synthetic,
 )
-from can_train.tasks.can.data.graphs import Floats, Ints, Split
+from can_train.tasks.can.data.graphs import Floats, Ints, Split, id_text
 from can_train.tasks.can.data.layout import TEST, find_evaluation_logs, find_logs
 from can_train.tasks.can.data.reading import LogReader, decide_bases
 from can_train.tasks.can.evaluation import judging
-from can_train.tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, id_text, usual_windows
+from can_train.tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, usual_windows
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines, vocabulary_lookup
 from can_train.tasks.can.evaluation.bursts import USUAL_HOLD, Hold
 from can_train.tasks.can.evaluation.calibration import BenignScores, Calibration, calibrate_logs, calibration_notes

@@ -19,7 +19,6 @@ from can_train.errors import RunError
 from can_train.io.units import shortened
 from can_train.tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train.tasks.can.evaluation import metrics
-from can_train.tasks.can.evaluation.alarms import rare_id_notes
 from can_train.tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
 from can_train.tasks.can.evaluation.bursts import (
     SECONDS_PER_HOUR,
@@ -33,7 +32,7 @@ from can_train.tasks.can.evaluation.bursts import (
     mean_burst_figures,
 )
 from can_train.tasks.can.evaluation.calibration import BenignScores
-from can_train.tasks.can.inputs import rare_ids
+from can_train.tasks.can.inputs import rare_id_notes, rare_ids
 from can_train.tasks.can.settings import BEHAVIOUR_FEATURES
 
 if TYPE_CHECKING:

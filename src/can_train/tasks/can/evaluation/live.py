@@ -32,7 +32,7 @@ from can_train.tasks.can.data.graphs import (
     Ints,
     SourceFile,
 )
-from can_train.tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer, rare_id_notes
+from can_train.tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
 from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD, Hold
 from can_train.tasks.can.evaluation.calibration import (
     LEAST_CALIBRATION_WINDOWS,
@@ -48,6 +48,7 @@ from can_train.tasks.can.evaluation.live_input import (
 )
 from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.fusion.agent import FinishedFusion
+from can_train.tasks.can.inputs import rare_id_notes
 from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train.tasks.can.settings import ColumnSettings, FusionAgentSettings
 
