@@ -24,7 +24,7 @@ from can_train.tasks.can.data.grammar import MAX_CAN_ID, MAX_TIME_S
 from can_train.tasks.can.data.graphs import FD_PAYLOAD_BYTES, Frames
 from can_train.tasks.can.data.layout import LOG, LogFile
 from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.evaluation.live_input import open_input
+from can_train.tasks.can.evaluation.live_input import BusFrames, open_input
 from can_train.tasks.can.settings import CanDatasetSettings
 
 FIXTURES: Final = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "can"
@@ -216,9 +216,9 @@ def _read(log: Path, settings: CanDatasetSettings, dice: Random) -> None:
 def _hear(log: Path, settings: CanDatasetSettings) -> None:
     heard = open_input(str(log), settings)
     try:
-        for frames in heard.batches():
-            if frames is not None:
-                _check(frames)
+        for batch in heard.batches():
+            if isinstance(batch, BusFrames):
+                _check(batch.frames)
     finally:
         heard.close()
 

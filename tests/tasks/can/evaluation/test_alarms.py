@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from can_train.tasks.can.contributions import FRAMES, GAP, NEIGHBOURS, PROPERTIES, SILENCE
-from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.tasks.can.data.graphs import FlatGraphs, id_text
 from can_train.tasks.can.evaluation.alarms import (
     LEAST_USUAL_WINDOWS,
     USUAL_WINDOWS,
@@ -16,7 +16,6 @@ from can_train.tasks.can.evaluation.alarms import (
     Explainer,
     FlaggedLog,
     Property,
-    id_text,
     id_value,
     usual_windows,
 )

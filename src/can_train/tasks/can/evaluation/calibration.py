@@ -104,10 +104,10 @@ class BenignScores:
         Raises:
             CheckpointError: It has none.
         """
-        if "benign" not in judgement:
+        plain = judgement.get("benign", {})
+        if not {"centre", "scale", "hours", "shortest_s", "levels"} <= plain.keys():
             raise CheckpointError("A run's result tells how benign windows score", value=f"that of {run_id} does not",
                                   remedy="Train anew, or choose with --threshold")  # fmt: skip
-        plain = judgement["benign"]
         levels = {hold: np.array(rows, np.float64).reshape(-1, 2) for hold, rows in plain["levels"].items()}
         scale = ScoreScale(centre=plain["centre"], scale=plain["scale"])
         return cls(scale=scale, hours=plain["hours"], shortest_s=plain["shortest_s"], levels=levels)
