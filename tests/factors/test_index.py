@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from can_train.factors.figures import read_figures
 from can_train.factors.observations import Event, Observation, Records, read_records, write_record
 from can_train.factors.store import FactorStore, next_time
+from can_train.factors.summary import read_figures
 from can_train.io.index import Kind, read_folder, write_index
 from can_train.io.records import write_document
 from fakes.samples import A100, KEY, V100, at, observation, out_of_memory, started

@@ -10,7 +10,7 @@ import pytest
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError
 from can_train.slurm.client import Accounting, Partition
-from can_train.slurm.script import check_number_of_jobs, job_limits, outranks_partition, with_allowed
+from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
 
 COLUMNS = ("MaxWall", "MaxTRES", "MaxTRESPerNode", "MaxTRESMins", "GrpTRES", "GrpTRESMins")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
+from can_train.cli.evaluate import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
 from can_train.cli.output import print_aside, print_text, print_wrapped
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.errors import ConfigError, as_typed

@@ -23,11 +23,10 @@ from can_train.cli.factors_tables import (
 from can_train.cli.output import confirm, print_aside, print_json, print_tables, print_text
 from can_train.errors import ConfigError, StateError, as_typed, nearest_first, unknown_name
 from can_train.factors.exchange import make_export
-from can_train.factors.figures import read_figures
 from can_train.factors.observations import ANY_DEVICE, read_records, without_size
 from can_train.factors.policies import POLICIES
 from can_train.factors.store import FactorStore, get_safety_factor_db, replay_runs
-from can_train.factors.summary import FactorSummary, find_summaries, full_keys, keys_like, policy_of
+from can_train.factors.summary import FactorSummary, find_summaries, full_keys, keys_like, policy_of, read_figures
 from can_train.io.records import write_json_atomic, write_text_atomic
 
 _STANDARD_OUTPUT: Final = "-"

@@ -13,7 +13,6 @@ from typing import Any, Final, Literal
 from can_train.config.resolved import ResolvedRun, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError
 from can_train.factors.exchange import make_export, read_import
-from can_train.factors.figures import read_figures
 from can_train.factors.observations import (
     ALLOCATOR,
     Event,
@@ -31,6 +30,7 @@ from can_train.factors.summary import (
     devices_named,
     find_summaries,
     history_of,
+    read_figures,
     summarize,
     summarize_runs,
     with_settings,

@@ -1,13 +1,18 @@
-"""What is known of each configuration on each kind of device: pure functions of observations and events."""
+"""What is known of each configuration on each kind of device: functions of observations and events."""
 
+import zlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from math import fsum
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
+import msgspec
+
+from can_train import __version__
 from can_train.config.task_settings import installed_sizes
 from can_train.errors import ConfigError, unknown_name
 from can_train.factors.observations import (
@@ -16,11 +21,13 @@ from can_train.factors.observations import (
     Event,
     Imported,
     Observation,
+    Records,
     active_events,
     without_size,
 )
 from can_train.factors.policies import POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy
 from can_train.fit.factor_rule import UNUSED
+from can_train.io.index import INDEX_FROM, index_folder, recall, remember
 from can_train.memory.catalogue import CARDS, cards_named, is_device_key
 
 # Outcomes whose peak counts. An interrupted attempt has measured real steps; a failed one may have failed at anything.
@@ -483,3 +490,42 @@ def _initial_reason(active: ActiveEvents, runs: Sequence[Observation]) -> str:
         reasons = [run.factor_reason for run in runs]
         return next((reason for reason in reasons if reason != UNUSED.reason), reasons[0])
     return f"reset on {active.cutoff.moment:%Y-%m-%d}; the next run is a first one" if active.cutoff else ""
+
+
+# The figures of every configuration, which need no run again once they were summarized: they can be deleted at any time
+
+_FIGURES_FILE: Final = "figures"
+
+
+class _Remembered(msgspec.Struct):
+    made_by: str  # the version, and the events in force
+    keys: dict[str, tuple[int, list[FactorFigures]]]  # with the digest of the observations that the figures are of
+
+
+def read_figures(state: Path, records: Records, *, remember_from: int = INDEX_FROM) -> list[FactorFigures]:
+    """Returns the figures of every configuration on every kind of device, by key, then by device.
+
+    Args:
+        state: The state folder.
+        records: Its records.
+        remember_from: Least number of runs whose summary is worth remembering.
+    """
+    path, made_by = index_folder(state) / _FIGURES_FILE, _made_by(records)
+    earlier = recall(path, _Remembered)
+    remembered = earlier.keys if earlier is not None and earlier.made_by == made_by else {}
+    known = {key: figures for key, (digest, figures) in remembered.items() if records.keys.get(key) == digest}
+    runs = records.of_keys(records.keys.keys() - known.keys())
+    found: dict[str, list[FactorFigures]] = {}
+    for summary in summarize(runs, records.events):
+        # Events alone make figures of the keys that they name, also where those of their runs are known.
+        found.setdefault(summary.key, []).append(summary.figures)
+    found |= known
+    if len(runs) >= remember_from:
+        remember(path, _Remembered(made_by, {key: (digest, found[key]) for key, digest in records.keys.items()}))
+    return [one for key in sorted(found) for one in found[key]]
+
+
+def _made_by(records: Records) -> str:
+    # The arithmetic may change without the version while someone works on it.
+    changed = max(path.stat().st_mtime_ns for path in Path(__file__).parent.glob("*.py"))
+    return f"{__version__} {changed} {zlib.crc32(repr(records.events).encode(errors='replace'))}"

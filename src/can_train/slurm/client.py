@@ -17,6 +17,8 @@ from can_train.errors import CanTrainError
 from can_train.io.records import JobId
 from can_train.io.units import parse_time_min
 
+SRUN: Final = "srun"
+"""The program that starts the processes of a job step."""
 _QUERY_TIMEOUT_S: Final = 20.0
 """Longest wait for an answer: a busy controller needs seconds, and a dead one is asked for a minute and more."""
 _PERSON_TIMEOUT_S: Final = 4.0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from can_train.errors import ConfigError
+from can_train.slurm.client import SRUN
 
 if TYPE_CHECKING:
     from can_train.training.distributed import RankPlace
@@ -72,7 +73,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     inner = [one for launcher, names in named if (one := _read(launcher, names, environment)) is not None]
     # srun --pty starts its command once: it ends all tasks but the first.
     is_interactive = "SLURM_PTY_PORT" in environment and _has_terminal()
-    step = None if is_interactive else _read("srun", _STEP, environment)
+    step = None if is_interactive else _read(SRUN, _STEP, environment)
     nested = [*inner, *([step] if step is not None else [])]
     for index, one in enumerate(nested):
         _check_nesting(one, [outer for outer in nested[index + 1 :] if outer.size > 1])
@@ -163,7 +164,7 @@ def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) 
     Raises:
         ConfigError: The launcher does not tell where rank 0 is, or which processes share a machine.
     """
-    if launch.launcher == "srun":
+    if launch.launcher == SRUN:
         place = rank_place(environment)
         assert place is not None, "a step of several tasks"
         return place
