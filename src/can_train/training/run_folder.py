@@ -797,7 +797,8 @@ _PLACES: Final = {"code_dir": (".py", ".pyc", ".so"), "config_dir": (".yaml",)}
 """Settings that name folders of code and of presets, and the endings of the files that are read from there."""
 _REQUESTS: Final = frozenset(
     ("executor", "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "exclude",
-     "signal_delay_s", "max_restarts", "oom_resubmits", "max_parallel")
+     "nodelist", "reservation", "exclusive", "comment", "job_name", "mail_user", "mail_type", "signal_delay_s",
+     "max_restarts", "oom_resubmits", "max_parallel")
 )  # fmt: skip
 """Cluster settings that name resources and numbers. Any other one may be a command, or an option that has an effect of
 its own.
