@@ -58,13 +58,14 @@ def test_the_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"data"
 
 
-def test_the_permissions_follow_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
+@pytest.mark.parametrize(("umask", "mode"), [(0o027, 0o640), (0o002, 0o644), (0o077, 0o600)])
+def test_the_permissions_follow_the_umask_but_no_group_may_write(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
     try:
         write_bytes_atomic(tmp_path / "a", b"")
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
 
 
 def test_the_longest_name_is_possible(tmp_path: Path) -> None:

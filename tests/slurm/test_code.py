@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,15 @@ def test_a_copy_is_what_was_submitted_whatever_was_put_into_it(checkout: Path, t
     }
     assert not (folder / "src/re").exists()
     assert (outside / "__init__.py").read_text() == ""
+
+
+def test_no_group_may_write_to_a_copy(checkout: Path, tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        folder = keep(taken(checkout), tmp_path / "state")
+    finally:
+        os.umask(before)
+    assert [place for place in (folder, *folder.rglob("*")) if place.stat().st_mode & 0o022] == []
 
 
 @pytest.mark.parametrize("name", ["src/pack/a.py", "src/json.py", "task/mine.py"])

@@ -143,14 +143,19 @@ def json_text(value: Any) -> str:
 @contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     # Not the final name with a suffix, which could be longer than a file system allows; and not tempfile's file, whose
-    # permissions would hide the result from a group that shares the folder.
+    # permissions would hide the result from a group that shares the folder. Nor may that group write to it, as it could
+    # with a umask of 002: a run's configuration names code.
     temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=_readable_by_others) as file:
             yield temporary, file
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _readable_by_others(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o644)
 
 
 def _flush(file: BinaryIO) -> None:

@@ -252,6 +252,9 @@ def _make(folder: Path, files: Mapping[str, bytes]) -> None:
             place = temporary / name
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
+        # With a umask of 002 the members of a group could change the code that the job runs.
+        for place in (temporary, *temporary.rglob("*")):
+            place.chmod(place.stat().st_mode & ~0o022)
         temporary.rename(folder)
     except OSError:
         # Another submission of the same code was quicker.

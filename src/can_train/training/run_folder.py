@@ -55,6 +55,7 @@ from can_train.training.run_lock import holder_in_words, read_holder, try_lock, 
 
 CONFIG: Final = "config.yaml"
 """The file that makes a folder a run's."""
+_FOLDER_MODE: Final = 0o755  # also with a umask of 002: a group that may write decides which code a run names
 
 RESULT: Final = "result.json"
 """In a run's folder: the result of a finished run."""
@@ -464,7 +465,7 @@ class RunFolder:
         environment = {"python": platform.python_version(), "platform": platform.platform(),
                        "processors": os.cpu_count(), "libraries": libraries, "command": sys.argv}  # fmt: skip
         try:
-            self.path.mkdir(parents=True)
+            self.path.mkdir(mode=_FOLDER_MODE, parents=True)
             self._write_config(config, changed)
             write_json_atomic(self.path / "environment.json", environment)
         except OSError as error:
