@@ -7,6 +7,7 @@ Shapes: B graphs, N nodes, E edges, A absences, V known CAN IDs, C columns of `B
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -146,6 +147,27 @@ def rare_ids(flat: FlatGraphs, rows: Ints) -> dict[str, Any]:
     frames, logs = count_frames(flat, rows)
     few = np.flatnonzero((logs > 0) & (frames - logs < LEAST_GAPS))
     return {"log_s": longest_log_s(flat, rows), "frames": {str(flat.ids[code]): int(frames[code]) for code in few}}
+
+
+def training_bases(flat: FlatGraphs, rows: Ints) -> dict[str, str]:
+    """Returns, as strict JSON, in which bases the logs of the windows `rows` write CAN IDs (`id`) and payload bytes
+    (`byte`): `hex` or `dec`; empty where they tell none, or both.
+    """
+    sources = [flat.sources[index] for index in np.unique(flat.source[rows])]
+    bases = {"id": {source.id_base for source in sources}, "byte": {source.byte_base for source in sources}}
+    return {name: "".join(written) if len(written) == 1 else "" for name, written in bases.items()}
+
+
+def read_as_trained(dataset: CanDatasetSettings, judgement: Mapping[str, Any]) -> CanDatasetSettings:
+    """Returns how a finished run reads other logs: where these do not tell the bases of their numbers, those of its
+    training data hold.
+    """
+    trained = judgement.get("bases", {"id": "", "byte": ""})  # older runs have none
+    wanted = {"id": dataset.id_base, "byte": dataset.byte_base}
+    id_base, byte_base = (
+        f"auto_{trained[name]}" if base == "auto" and trained[name] else base for name, base in wanted.items()
+    )
+    return replace(dataset, id_base=id_base, byte_base=byte_base)
 
 
 def rare_id_notes(judgement: Mapping[str, Any]) -> list[str]:

@@ -37,7 +37,8 @@ FORMATS = (
     "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",
     "candump", "candump_labelled", "whitespace", "asc", "trc", "python_can", "savvycan", "columns",
 )  # fmt: skip
-NUMBER_BASES = ("auto", "hex", "dec")
+# The last two are `auto` for logs of a finished run: hexadecimal, or decimal, where a log does not tell.
+NUMBER_BASES = ("auto", "hex", "dec", "auto_hex", "auto_dec")
 BEHAVIOUR_FEATURES = "behaviour"
 FEATURES = (BEHAVIOUR_FEATURES, "classic")
 TIME_UNITS = ("auto", "s", "ms", "us", "ns")

@@ -281,15 +281,45 @@ def test_a_base_that_was_chosen_is_taken(tmp_path: Path) -> None:
     assert read(path, CanDatasetSettings(id_base="hex")).frames.can_id.tolist() == [0x110]
 
 
+AS_TRAINED = "as in the training data, because the log does not tell"
+
+
+@pytest.mark.parametrize(
+    ("trained", "ids", "base", "why"),
+    [
+        ("hex", ["110", "220"], "hex", AS_TRAINED),
+        ("dec", ["110", "220"], "dec", AS_TRAINED),
+        ("hex", [f"{i}" for i in range(100, 150)], "hex", AS_TRAINED),
+        ("hex", ["110", "1234"], "dec", "as the log tells, although those of the training data are hexadecimal"),
+        ("dec", ["110", "7E8"], "hex", "as the log tells, although those of the training data are decimal"),
+        ("hex", ["110", "7E8"], "hex", ""),
+    ],
+)
+def test_the_training_data_tell_the_base_of_a_log_that_does_not_tell(
+    trained: str, ids: list[str], base: str, why: str, tmp_path: Path
+) -> None:
+    rows = [f"{i}.5,{can_id},00" for i, can_id in enumerate(ids)]
+    path = write_log(tmp_path / "a.csv", "\n".join(["timestamp,id,data", *rows]))
+    decided = decide_bases([path], CanDatasetSettings(id_base=f"auto_{trained}"))
+    words = {"hex": "hexadecimal", "dec": "decimal"}
+    other = "dec" if base == "hex" else "hex"
+    note = (
+        f"a.csv: CAN IDs were read as {words[base]} numbers, {why}; "
+        f"if they are {words[other]}, use `--set dataset.id_base={other}`"
+    )
+    assert decided.settings[path].id_base == base
+    assert decided.notes == ([note] if why else [])
+
+
 def test_a_header_that_lacks_one_column_is_told_which_and_the_setting_that_names_it(tmp_path: Path) -> None:
-    path = write_log(tmp_path / "a.csv", "time,addr,payload,bus\n" + "".join(f"{i},1{i % 3}A,00,0\n" for i in range(9)))
+    path = write_log(tmp_path / "a.csv", "time,who,payload,bus\n" + "".join(f"{i},1{i % 3}A,00,0\n" for i in range(9)))
     with pytest.raises(DataError) as caught:
         read(path)
     assert caught.value.value == (
-        f"{path} has timestamp in 'time', data in 'payload', and no id among 'time', 'addr', 'payload', 'bus'"
+        f"{path} has timestamp in 'time', data in 'payload', and no id among 'time', 'who', 'payload', 'bus'"
     )
-    assert caught.value.remedy == "Name the column: `--set dataset.columns.id=addr`"
-    assert read(path, CanDatasetSettings(columns=ColumnSettings(id="addr"))).frames.can_id[0] == 0x10A
+    assert caught.value.remedy == "Name the column: `--set dataset.columns.id=who`"
+    assert read(path, CanDatasetSettings(columns=ColumnSettings(id="who"))).frames.can_id[0] == 0x10A
 
 
 def test_a_column_that_holds_something_else_is_told_and_the_setting_that_names_another(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.training.evaluate import DetectionRequest, EvaluationRequest, LiveRun, evaluate
 from fakes.candump import candump
 from fakes.random_bus import INJECTED, injected_frames, write_log
-from fakes.trained_runs import WINDOW, injected_run
+from fakes.trained_runs import WINDOW, finished_run, injected_run
 
 
 def drive(size: int = 4_000, pause_s: float = 1.5) -> Frames:
@@ -67,6 +67,42 @@ def test_alarms_are_those_of_the_same_frames_in_a_log(kind: str, rule: AlarmRule
     assert ends == [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in expected]
     scores = [alarm["score"] for alarm in found]
     assert scores == pytest.approx([alarm["score"] for alarm in expected], rel=1e-5)
+
+
+def table(frames: Frames) -> str:
+    """Writes frames as a CSV log with hexadecimal numbers and a column for each byte."""
+    rows = zip(frames.timestamp, frames.can_id, frames.payload, frames.label, strict=True)
+    lines = [f"{time:.6f},{can_id:X},{bytes(data).hex(',')},{label}\n" for time, can_id, data, label in rows]
+    return f"timestamp,id,{','.join(f'b{i}' for i in range(8))},label\n{''.join(lines)}"
+
+
+def lettered_log(path: Path) -> Path:
+    """Writes a log whose numbers tell their base: the IDs 20A to 213."""
+    frames = injected_frames(4_000)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(table(replace(frames, can_id=frames.can_id + np.uint32(10))))
+    return path
+
+
+def test_numbers_that_do_not_tell_their_base_are_read_as_in_the_training_data(tmp_path: Path) -> None:
+    run, fresh = finished_run("gat", log=lettered_log, mode__baselines=False), injected_frames(800, seed=1)
+    position = np.arange(800)
+    # Numbers of digits alone: the IDs 210 to 213, and bytes of 10 to 19.
+    frames = replace(fresh, can_id=(0x210 + position % 4).astype(np.uint32), payload=0x10 + fresh.payload % 10,
+                     label=np.zeros(800, np.uint8))  # fmt: skip
+    scores, alarms = [], []
+    for name, text in (("drive.log", candump(frames)), ("drive.csv", table(frames))):
+        (tmp_path / name).write_text(text)
+        request = EvaluationRequest(run=run, dataset=str(tmp_path / name), rule=AlarmRule(), device="cpu",
+                                    scores=tmp_path / "scores.csv")  # fmt: skip
+        evaluate(request, SilentReporter())
+        scores.append(pl.read_csv(tmp_path / "scores.csv")["score"].to_list())
+        watched = Watched(run, text, tmp_path, AlarmRule(threshold=-1e9), explain=True)
+        alarms.append(watched.of("alarm") + watched.of("alarm_end"))
+    assert scores[0] == scores[1]
+    assert {reason["id"] for reason in alarms[0][0]["reasons"]} <= {"210", "211", "212", "213"}
+    assert alarms[0][0]["reasons"] == alarms[1][0]["reasons"]
+    assert alarms[0][1]["score"] == alarms[1][1]["score"]
 
 
 COPIED_S = 1.0  # the copy in `copied_drive` is shorter

@@ -264,7 +264,8 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
 
 def source_of(log: LogFile, reader: LogReader, *, frames: int, sha256: str) -> SourceFile:
     """Describes a log that was read."""
-    return SourceFile(str(log.path), log.role, log.group, frames, reader.labelled, sha256)
+    return SourceFile(str(log.path), log.role, log.group, frames, reader.labelled, sha256,
+                      id_base=reader.id_base, byte_base=reader.byte_base)  # fmt: skip
 
 
 def too_short(found: str, frames: int) -> DataError:

@@ -85,19 +85,12 @@ _CONTENT: Final = {
     "data": f"(?:0[xX])?(?P<data>(?:{BYTE}[{_DATA_SEPARATORS}]*)*)",
 }
 _DECIMAL_ID: Final = f"(?P<id>{DIGITS})"
-DECIMAL_IDS: Final = (
-    "CAN IDs were read as decimal numbers, because none has a letter or a leading zero; if they are hexadecimal, use "
-    "`--set dataset.id_base=hex`"
-)
-DECIMAL_BYTES: Final = (
-    "payload bytes were read as decimal numbers, because none has a letter or a leading zero; if they are hexadecimal, "
-    "use `--set dataset.byte_base=hex`"
-)
-HEXADECIMAL_BYTES: Final = (
-    "payload bytes were read as hexadecimal numbers, as CAN IDs are, although none has a letter or a leading zero; if "
-    "they are decimal, use `--set dataset.byte_base=dec`"
-)
 _HEX, _DEC = "hex", "dec"
+_WORDS: Final = {_HEX: "hexadecimal", _DEC: "decimal"}
+_NUMBERS: Final = {"id_base": "CAN IDs", "byte_base": "payload bytes"}  # by the setting of their base
+# Why numbers were read in a base, where neither they nor the training data tell it.
+_WHY: Final = {_DEC: "because none has a letter or a leading zero",
+               _HEX: "as CAN IDs are, although none has a letter or a leading zero"}  # fmt: skip
 # Different numbers of two digits or more, none of which has a letter, from which on all of them are decimal: of
 # hexadecimal numbers, three in eight digits are letters.
 _MANY: Final = 20
@@ -183,19 +176,17 @@ def _columns_grammars(
     header: _Header, roles: Mapping[str, list[int]], sample: pl.Series, settings: CanDatasetSettings
 ) -> list[Grammar]:
     """Makes the grammar of a CSV file's rows, and the one that lets rows lack the label where it is the last cell."""
-    texts = _texts_of(header, roles).read(sample)
-    id_base = settings.id_base if settings.id_base != "auto" else texts.id_base()
-    byte_base = settings.byte_base if settings.byte_base != "auto" else texts.byte_base()
-    notes = texts.notes(settings)
-    id_content = _CONTENT["id"] if id_base == _HEX else _DECIMAL_ID
-    decimal_bytes = (byte_base or texts.usual_byte_base()) == _DEC
+    texts = _texts_of(header, roles, settings).read(sample)
+    decided = texts.decided()
+    id_content = _CONTENT["id"] if decided.id_base == _HEX else _DECIMAL_ID
+    decimal_bytes = decided.byte_base == _DEC
     cells = _row_cells(header, roles, id_content, _DECIMAL_DATA if decimal_bytes else _HEX_DATA)
     unit = unit_of_name(header.names[roles["timestamp"][0]], _COLUMN_NAMES["timestamp"])
     grammar = Grammar(
         name="columns",
         pattern=f"^{header.delimiter.join(cells)}[ \\r]*$",
         separators=_DATA_SEPARATORS,
-        id_base=16 if id_base == _HEX else 10,
+        id_base=16 if decided.id_base == _HEX else 10,
         byte_columns=len(roles["data"]) if len(roles["data"]) > 1 else 0,
         payload_code="decimal" if decimal_bytes else "hex",
         padded=True,
@@ -204,7 +195,7 @@ def _columns_grammars(
         unit_known=bool(unit),
         any_character=f'[^"{header.delimiter}]',
         header=header.line,
-        assumption=". ".join(notes),
+        assumption=". ".join(map(str, texts.notes())),
     )
     last = len(cells) - 1
     if "label" not in roles:
@@ -220,6 +211,27 @@ def _with_late_cell(header: _Header, cells: Sequence[str], late: str) -> str:
     return f"^{header.delimiter.join(cells)}(?:{header.delimiter}{late})?[ \\r]*$"
 
 
+class BaseNote(NamedTuple):
+    """That numbers were read in a base that may be wrong."""
+
+    setting: str  # `id_base` or `byte_base`
+    base: str
+    fact: str
+
+    @property
+    def other_base(self) -> str:
+        """The base in which they were not read."""
+        return _DEC if self.base == _HEX else _HEX
+
+    @property
+    def doubt(self) -> str:
+        """The condition under which the other base is right."""
+        return f"if they are {_WORDS[self.other_base]}"
+
+    def __str__(self) -> str:
+        return f"{self.fact}; {self.doubt}, use `--set dataset.{self.setting}={self.other_base}`"
+
+
 @dataclass(frozen=True, kw_only=True)
 class NumberTexts:
     """The different texts of the CAN IDs and the payload bytes of CSV logs, by which their bases are decided.
@@ -227,6 +239,7 @@ class NumberTexts:
     Attributes:
         header: The line above the rows.
         pattern: Regular expression of a row with any content.
+        settings: With the bases that the user chose, or that the training data of a finished run have.
         header_base: The base that the header tells; empty where it tells none.
         ids: Texts of IDs.
         numbers: Texts of payload bytes; of more digits than a byte has, the first.
@@ -236,6 +249,7 @@ class NumberTexts:
 
     header: str
     pattern: str
+    settings: CanDatasetSettings
     header_base: str
     ids: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
@@ -267,13 +281,15 @@ class NumberTexts:
             separated=self.separated or other.separated,
         )
 
-    def decided(self, settings: CanDatasetSettings) -> CanDatasetSettings:
-        """Returns settings that name the bases."""
-        id_base, byte_base = self.id_base() or _DEC, self.byte_base() or self.usual_byte_base()
+    def decided(self) -> CanDatasetSettings:
+        """Returns the settings with both bases: the user's, else what the texts tell, else as in the training data."""
+        settings = self.settings
+        id_base = self.id_base() or _trained_base(settings.id_base) or _DEC
+        byte_base = self.byte_base() or self.usual_byte_base()
         return replace(
             settings,
-            id_base=id_base if settings.id_base == "auto" else settings.id_base,
-            byte_base=byte_base if settings.byte_base == "auto" else settings.byte_base,
+            id_base=id_base if _is_open(settings.id_base) else settings.id_base,
+            byte_base=byte_base if _is_open(settings.byte_base) else settings.byte_base,
         )
 
     def contradicts_itself(self) -> bool:
@@ -293,7 +309,8 @@ class NumberTexts:
         several = [text for text in self.ids if len(text) > 1 and text.isdecimal()]
         # As hexadecimal numbers, standard IDs have three digits.
         small = any(len(text) > 3 and int(text) <= _MAX_STANDARD_ID for text in several)
-        return _DEC if small or len(several) >= _MANY else ""
+        many = len(several) >= _MANY and not _trained_base(self.settings.id_base)
+        return _DEC if small or many else ""
 
     def byte_base(self) -> str:
         """Returns the base of payload bytes; empty where it cannot be told, or makes no difference."""
@@ -306,22 +323,40 @@ class NumberTexts:
             return _DEC
         if any(len(text) == 2 and text.startswith("0") for text in whole):
             return _HEX
-        return _DEC if len([text for text in whole if len(text) > 1]) >= _MANY else ""
+        many = len([text for text in whole if len(text) > 1]) >= _MANY
+        return _DEC if many and not _trained_base(self.settings.byte_base) else ""
 
     def usual_byte_base(self) -> str:
         """Returns the base of payload bytes where it cannot be told."""
         # In one column, hexadecimal numbers have two digits.
-        if not self.in_columns:
-            return _DEC if any(len(text) == 1 for text in self.numbers) else _HEX
-        return _HEX if self.id_base() == _HEX else _DEC
+        if not self.in_columns and any(len(text) == 1 for text in self.numbers):
+            return _DEC
+        trained_ids, trained_bytes = map(_trained_base, (self.settings.id_base, self.settings.byte_base))
+        # A log whose IDs are not written as in training was written by another program.
+        if trained_bytes and self.id_base() in ("", trained_ids):
+            return trained_bytes
+        return _HEX if not self.in_columns or (self.id_base() or trained_ids) == _HEX else _DEC
 
-    def notes(self, settings: CanDatasetSettings) -> list[str]:
-        """Says which bases are assumed, in sentences."""
-        ids = [DECIMAL_IDS] if settings.id_base == "auto" and not self.id_base() else []
-        # Numbers of one digit are the same in either base.
-        unclear = settings.byte_base == "auto" and not self.byte_base() and any(len(text) > 1 for text in self.numbers)
-        sentence = HEXADECIMAL_BYTES if self.usual_byte_base() == _HEX else DECIMAL_BYTES
-        return [*ids, *([sentence] if unclear else [])]
+    def notes(self) -> list[BaseNote]:
+        """Says which bases are assumed, and which are not those of the training data."""
+        # Numbers of one digit are the same in either base, and a payload without separators is always hexadecimal.
+        differ = any(len(text) > 1 for text in self.numbers) and (self.in_columns or self.separated)
+        told = {"id_base": self.id_base(), **({"byte_base": self.byte_base()} if differ else {})}
+        return [note for setting, base in told.items() if (note := self._note(setting, base))]
+
+    def _note(self, setting: str, told: str) -> BaseNote | None:
+        wanted: str = getattr(self.settings, setting)
+        taken: str = getattr(self.decided(), setting)
+        trained = _trained_base(wanted)
+        if not _is_open(wanted) or (told and trained in ("", told)):
+            return None
+        if told:
+            why = f"as the log tells, although those of the training data are {_WORDS[trained]}"
+        elif taken == trained:
+            why = "as in the training data, because the log does not tell"
+        else:
+            why = _WHY[taken]
+        return BaseNote(setting, taken, f"{_NUMBERS[setting]} were read as {_WORDS[taken]} numbers, {why}")
 
 
 def number_texts(sample: pl.Series, settings: CanDatasetSettings) -> NumberTexts | None:
@@ -335,10 +370,18 @@ def number_texts(sample: pl.Series, settings: CanDatasetSettings) -> NumberTexts
     if not grammars or grammars[0].name != "columns":
         return None
     header = _header_of(sample)
-    return _texts_of(header, _find_roles(header.names, settings.columns)).read(sample)
+    return _texts_of(header, _find_roles(header.names, settings.columns), settings).read(sample)
 
 
-def _texts_of(header: _Header, roles: Mapping[str, list[int]]) -> NumberTexts:
+def _is_open(base: str) -> bool:
+    return base.startswith("auto")
+
+
+def _trained_base(base: str) -> str:
+    return base.removeprefix("auto").removeprefix("_") if _is_open(base) else ""
+
+
+def _texts_of(header: _Header, roles: Mapping[str, list[int]], settings: CanDatasetSettings) -> NumberTexts:
     names = [plain_name(header.names[roles[role][0]]) for role in ("id", "data")]
     in_columns = len(roles["data"]) > 1
     if {plain_name(name) for name in header.names} >= _CANEDGE_COLUMNS:
@@ -352,7 +395,7 @@ def _texts_of(header: _Header, roles: Mapping[str, list[int]]) -> NumberTexts:
     # Between commas, a decimal comma stands inside quotes.
     any_time = f'(?: *"[-+0-9]+,[0-9]+"|[ "]*{any_number}[ "]*)'
     pattern = pattern.replace(f'[ "]*{TIMESTAMP}[ "]*', any_time)
-    return NumberTexts(header=header.line, pattern=pattern, header_base=base, in_columns=in_columns)
+    return NumberTexts(header=header.line, pattern=pattern, settings=settings, header_base=base, in_columns=in_columns)
 
 
 def looks_hexadecimal(ids: pl.Series) -> bool:

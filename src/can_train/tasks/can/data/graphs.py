@@ -140,6 +140,9 @@ class SourceFile:
     labelled: bool  # whether the log says which frames are attacks
     sha256: str  # of its content
     frames_digest: str = ""  # of its frames, however they are written (`LogDigest`); empty where only parts were read
+    # How its text writes IDs and payload bytes: "hex" or "dec"; empty where it is binary, or writes bytes otherwise.
+    id_base: str = ""
+    byte_base: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -117,7 +117,7 @@ def decide_bases(paths: Sequence[Path], settings: CanDatasetSettings, *, whole: 
     Raises:
         ConfigError: A log lacks a column that the user named.
     """
-    if "auto" not in (settings.id_base, settings.byte_base):
+    if not any(base.startswith("auto") for base in (settings.id_base, settings.byte_base)):
         return DecidedBases(settings=dict.fromkeys(paths, settings), notes=())
     texts = {path: written for path in paths if (written := _first_numbers(path, settings)) is not None}
     for path in texts if whole else ():
@@ -125,10 +125,10 @@ def decide_bases(paths: Sequence[Path], settings: CanDatasetSettings, *, whole: 
     joined = reduce(NumberTexts.joined, texts.values()) if texts else None
     # Logs of different sources decide each for itself.
     apart = joined is not None and joined.contradicts_itself()
-    decided = {path: (texts[path] if apart else joined or texts[path]).decided(settings) for path in texts}
+    decided = {path: (texts[path] if apart else joined or texts[path]).decided() for path in texts}
     notes = {
         note: path.name for path, written in reversed(texts.items())
-        for note in (written if apart else joined or written).notes(settings)
+        for note in (written if apart else joined or written).notes()
     }  # fmt: skip
     more = f" and {len(texts) - 1} more logs" if len(texts) > 1 and not apart else ""
     return DecidedBases(
@@ -222,6 +222,16 @@ class LogReader:
     def decimal_ids(self) -> bool:
         """Whether the log writes CAN IDs as decimal numbers."""
         return self._grammar is not None and self._grammar.id_base == 10
+
+    @property
+    def id_base(self) -> str:
+        """How the log writes CAN IDs, `hex` or `dec`; empty where it is binary."""
+        return "" if self._grammar is None else {16: "hex", 10: "dec"}[self._grammar.id_base]
+
+    @property
+    def byte_base(self) -> str:
+        """How the log writes payload bytes, `hex` or `dec`; empty where it is binary, or writes them otherwise."""
+        return "" if self._grammar is None else {"hex": "hex", "decimal": "dec"}.get(self._grammar.payload_code, "")
 
     def line_numbers(self, frames: Ints) -> Ints:
         """Returns [R] the numbers, counted from 1, of the lines that hold the log's frames `frames` [R]; of a binary

@@ -40,7 +40,7 @@ from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.fusion.agent import FinishedFusion
 from can_train.tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
 from can_train.tasks.can.fusion.mixing import WEIGHT, WindowScores
-from can_train.tasks.can.inputs import slow_ids
+from can_train.tasks.can.inputs import read_as_trained, slow_ids
 from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train.tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
 from can_train.tasks.can.synthetic.writing import synthetic_folder_name
@@ -77,17 +77,20 @@ def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: Eva
     """
     if "threshold" not in finished.result.get("judgement", ()):
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
-    data, own = _judged_data(finished.run.dataset, request)
+    data, request = _judged_data(finished, request)
     model: WindowModel
     if isinstance(finished.run.model, FusionAgentSettings):
         model = FinishedFusion(finished, data.flat, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
     else:
         model = FinishedNetwork(finished, data.flat)
-    return WindowEvaluation(model, data, load_model, replace(request, own=own))
+    return WindowEvaluation(model, data, load_model, request)
 
 
-def _judged_data(trained: CanDatasetSettings, request: EvaluationData) -> tuple[CanData, bool]:
-    """Loads the windows, and returns whether they are the run's own, split as they were for training."""
+def _judged_data(finished: FinishedModel, request: EvaluationData) -> tuple[CanData, EvaluationData]:
+    """Loads the windows, and completes the request: whether they are the run's own, split as they were for training,
+    and how other logs are read.
+    """
+    trained: CanDatasetSettings = finished.run.dataset
     dataset: CanDatasetSettings = request.dataset
     if trained.path and dataset.path:
         same = expanded(trained.path).resolve() == expanded(dataset.path).resolve()
@@ -101,10 +104,11 @@ def _judged_data(trained: CanDatasetSettings, request: EvaluationData) -> tuple[
             raise ConfigError(f"dataset.{name} is the run's own, since {why}", value=f"{now}; the run has {before}",
                               remedy="Leave it out; --dataset names other data")  # fmt: skip
     if own:
-        return load_data(dataset, request.data_root, request.cache, request.reporter), True
+        return load_data(dataset, request.data_root, request.cache, request.reporter), replace(request, own=True)
+    dataset = read_as_trained(dataset, finished.result["judgement"])
     logs = find_evaluation_logs(simulate_if_synthetic(dataset, request.cache, request.reporter), request.data_root)
     data = prepare(dataset, logs, request.cache, request.reporter)
-    return _without_training_windows(trained, request, data), False
+    return _without_training_windows(trained, request, data), replace(request, dataset=dataset, own=False)
 
 
 def _without_training_windows(trained: CanDatasetSettings, request: EvaluationData, data: CanData) -> CanData:
@@ -234,7 +238,7 @@ class WindowEvaluation(Evaluation):
             baselines = Baselines((*constant_baselines(), lookup), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
         judgement = judging.judge_at(data.flat, split, detectors, baselines, hold)
         judgement["absent"] |= self._absent
-        for name in ("benign", "rare_ids"):
+        for name in ("benign", "rare_ids", "bases"):
             if self.own_split and name in self._result:
                 judgement[name] = self._result[name]
         samples, rows = self._samples(split, detectors[judging.TRAINED].scores.test, chosen.value)

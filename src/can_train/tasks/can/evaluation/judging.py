@@ -32,7 +32,7 @@ from can_train.tasks.can.evaluation.bursts import (
     mean_burst_figures,
 )
 from can_train.tasks.can.evaluation.calibration import BenignScores
-from can_train.tasks.can.inputs import rare_id_notes, rare_ids
+from can_train.tasks.can.inputs import rare_id_notes, rare_ids, training_bases
 from can_train.tasks.can.settings import BEHAVIOUR_FEATURES
 
 if TYPE_CHECKING:
@@ -164,12 +164,14 @@ class Judgement(ThresholdRecord):
 
     `references` are the models and mixes that the model is compared with; `absent` has the reason for each missing
     detector. Data that no run was trained on have no validation part. `benign` is what benign validation windows teach
-    about the model's scores (see `BenignScores`), `rare_ids` the CAN IDs whose timing training was too short to tell.
+    about the model's scores (see `BenignScores`), `rare_ids` the CAN IDs whose timing training was too short to tell,
+    `bases` how the training data write numbers (see `training_bases`).
     """
 
     validation: NotRequired[metrics.Metrics]
     benign: NotRequired[dict[str, Any]]
     rare_ids: NotRequired[dict[str, Any]]
+    bases: NotRequired[dict[str, str]]
     test: dict[str, FolderJudgement]
     references: dict[str, ThresholdRecord]
     absent: dict[str, str]
@@ -196,6 +198,7 @@ def judge(
     others = {name: with_threshold(one) for name, one in references.items()}
     judgement = judge_at(flat, split, {TRAINED: model, **others}, own_baselines(flat, split, options), options.hold)
     judgement["rare_ids"] = rare_ids(flat, split.train)
+    judgement["bases"] = training_bases(flat, split.train)
     if not is_attack.all():
         timeline = Timeline.of(flat, split.validation[~is_attack])
         judgement["benign"] = BenignScores.of(timeline, scores.validation[~is_attack]).plain()

@@ -48,7 +48,7 @@ from can_train.tasks.can.evaluation.live_input import (
 )
 from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.fusion.agent import FinishedFusion
-from can_train.tasks.can.inputs import rare_id_notes
+from can_train.tasks.can.inputs import rare_id_notes, read_as_trained
 from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train.tasks.can.settings import ColumnSettings, FusionAgentSettings
 
@@ -93,9 +93,10 @@ def make_live_detection(
         model = FinishedFusion(finished, nothing, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
     else:
         model = FinishedNetwork(finished, nothing)
-    # How the training log was written says nothing about what is piped in.
-    dataset = replace(finished.run.dataset, format="auto", id_base="auto", columns=ColumnSettings(),
+    # How the training log was written says little about what is piped in.
+    dataset = replace(finished.run.dataset, format="auto", id_base="auto", byte_base="auto", columns=ColumnSettings(),
                       channel=source.channel)  # fmt: skip
+    dataset = read_as_trained(dataset, judgement)
     watch = Watch(hold=hold, threshold=threshold, calibrate_s=rule.calibrate_s, benign=benign, explain=explain)
     return LiveDetector(model, open_input(source.name, dataset), watch)
 

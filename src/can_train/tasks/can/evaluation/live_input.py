@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DataError
 from can_train.tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
-from can_train.tasks.can.data.formats import header_grammars, shortened, with_unit
-from can_train.tasks.can.data.grammar import MAX_CAN_ID, Grammar, parse_rows
+from can_train.tasks.can.data.formats import BaseNote, header_grammars, number_texts, shortened, with_unit
+from can_train.tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
 from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames
 from can_train.tasks.can.data.line_formats import line_grammars, variants
 from can_train.tasks.can.data.recordings import recording_format
@@ -42,7 +42,8 @@ READ_BYTES: Final = 2**20  # of text that are parsed together at most, a tenth o
 MAX_LINE_BYTES: Final = 2**16  # a longer line is no frame, and is not kept in memory
 UNREADABLE_LINES: Final = 100  # lines, or bytes, of which none is a frame: the input is no log. Headers are shorter
 UNREADABLE_BYTES: Final = 2**17
-UNIT_LINES: Final = 200  # first lines of a CSV log by which the unit of its times is guessed where no name tells it
+# First lines of a CSV log that tell the unit of its times and the bases of its numbers, where no heading does.
+TELLING_LINES: Final = 200
 MESSAGES: Final = 4096  # of an interface that are taken together at most
 # Rows from which it is told whether times are differences (candump -td), and the share of steps back that tells it:
 # differences go up and down like noise, and clocks step back rarely.
@@ -226,7 +227,7 @@ class TextInput(FrameInput):
         self._log_clock: LogClock | None = None  # once the grammar is known
         self._unknown: list[str | None] = []  # the first lines, as long as no format reads one of them
         self._unknown_bytes = 0
-        self._awaits_unit = False  # whether a format reads them, and more of them are to tell the unit of its times
+        self._awaits_more = False  # whether a format reads them, and more of them are to tell how it is written
         self._untimed = False  # whether the lines have no times, and get those of their arrival
         self._deltas: bool | None = None  # whether the times are differences; None: not known yet
         self._undecided: list[tuple[Frames, NDArray[Any]]] = []  # with the interface of each frame
@@ -309,7 +310,7 @@ class TextInput(FrameInput):
 
     def _refuse_unreadable(self, size: int) -> None:
         """Refuses the input if what it has sent so far, with the latest `size` bytes, shows that it is no log."""
-        if self._grammar is not None or self._awaits_unit:
+        if self._grammar is not None or self._awaits_more:
             return
         self._unknown_bytes += size
         if self._unknown_bytes > UNREADABLE_BYTES or len(self._unknown_rows()) >= UNREADABLE_LINES:
@@ -376,7 +377,7 @@ class TextInput(FrameInput):
 
     def _recognise(self, lines: Sequence[str | None], *, final: bool) -> Grammar | None:
         """Finds the grammar that reads most of the first lines, if any reads one; None also where more of them are to
-        tell the unit of its times.
+        tell the unit of its times or the bases of its numbers.
         """
         sample = list(lines)
         self._untimed = any(line and _WITHOUT_TIME.match(line) for line in sample)
@@ -392,19 +393,29 @@ class TextInput(FrameInput):
         if not any(counts[best]):
             return None
         grammar, wanted = known[best], self._settings.time_unit
-        if grammar.header and not (grammar.dated or (wanted == "auto" and grammar.unit_known)):
-            self._awaits_unit = wanted == "auto" and len(lines) < UNIT_LINES and not final
-            if self._awaits_unit:
-                return None
-            grammar = with_unit(grammar, wanted, parsed[best], series)
-            if grammar.assumption != known[best].assumption:
-                unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == grammar.ticks_per_second)
-                self.notes.append(f"No heading tells the unit of the times, which are taken for {unit} because of how "
-                                  "often IDs repeat; one such as `time [ms]` tells it")  # fmt: skip
+        needs_unit = bool(grammar.header) and not (grammar.dated or (wanted == "auto" and grammar.unit_known))
+        texts = number_texts(series, self._settings) if grammar.name == "columns" else None
+        bases = texts.notes() if texts else []
+        is_open = (needs_unit and wanted == "auto") or bool(bases)
+        self._awaits_more = is_open and len(lines) < TELLING_LINES and not final
+        if self._awaits_more:
+            return None
+        self.notes += map(_base_text, bases)
+        if needs_unit:
+            grammar = self._with_unit(grammar, parsed[best], series)
         if self._untimed:
             self.notes.append("The lines have no times, so those of their arrival are used, which are less exact; "
                               "candump -ta or -L prints times")  # fmt: skip
         return grammar
+
+    def _with_unit(self, grammar: Grammar, rows: ParsedRows, lines: pl.Series) -> Grammar:
+        """Sets the unit of the times, and tells it where it is a guess."""
+        decided = with_unit(grammar, self._settings.time_unit, rows, lines)
+        if decided.assumption != grammar.assumption:
+            unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == decided.ticks_per_second)
+            self.notes.append(f"No heading tells the unit of the times, which are taken for {unit} because of how "
+                              "often IDs repeat; one such as `time [ms]` tells it")  # fmt: skip
+        return decided
 
     def _decided(self, *, final: bool = False) -> Iterator[BusFrames]:
         """Yields the frames that wait, once it is known what their times are."""
@@ -426,6 +437,12 @@ class TextInput(FrameInput):
             self._clock_s = float(times[-1])
             frames = Frames(times, frames.can_id, frames.length, frames.payload, frames.label)
         yield from self._by_bus(frames, channels)
+
+
+def _base_text(note: BaseNote) -> str:
+    # A heading tells the base of IDs only.
+    remedy = f"; {note.doubt}, a heading such as `id_{note.other_base}` tells it" if note.setting == "id_base" else ""
+    return f"{note.fact[0].upper()}{note.fact[1:]}{remedy}"
 
 
 def _number(text: str) -> float | None:
