@@ -9,6 +9,8 @@ from can_train.tasks.can.data.grammar import Grammar, parse_rows
 from can_train.tasks.can.data.reading import LabelEncoder
 from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
 
+CANEDGE = "TimestampEpoch;BusChannel;ID;IDE;DLC;DataLength;Dir;EDL;BRS;ESI;RTR;DataBytes"
+
 
 def grammars(text: str, **settings: object) -> list[Grammar]:
     return header_grammars(pl.Series(text.splitlines()), CanDatasetSettings(**settings))  # type: ignore[arg-type]
@@ -37,6 +39,9 @@ def first_frame(text: str, **settings: object) -> tuple[float, int, str, str | N
             (1.5, 0x12A, "0a" * 12, None),
         ),
         ("Time [s],Bus,ID,LEN,D1,D2\n1.5,0,12A,2,0,ff", (1.5, 0x12A, "00ff", None)),
+        (f"{CANEDGE}\n1.5;1;12A;0;8;8;0;0;0;0;1;", (1.5, 0x12A, "", None)),  # a remote frame asks for 8 bytes
+        (f"{CANEDGE}\n1.5;1;12A;0;2;2;0;0;0;0;0;00FF", (1.5, 0x12A, "00ff", None)),
+        ("time,id,dlc,remote,b0,b1\n1.5,12A,2,True,,", (1.5, 0x12A, "", None)),
     ],
 )
 def test_columns_are_recognised_by_their_names(text: str, expected: tuple[float, int, str, str | None]) -> None:
@@ -139,7 +144,7 @@ def test_a_decimal_number_beyond_a_byte_is_malformed() -> None:
 @pytest.mark.parametrize(
     ("header", "can_id"),
     [
-        ("TimestampEpoch;BusChannel;ID;IDE;DLC;DataLength;Dir;EDL;BRS;ESI;RTR;DataBytes", 0x110),
+        (CANEDGE, 0x110),
         ("time;can_id_hex;data", 0x110),
         ("time;can_id_dec;data", 110),
         ("time;can_id;data", 110),
@@ -226,3 +231,8 @@ def test_any_true_word_of_several_labels_is_an_attack() -> None:
 def test_a_label_column_with_too_many_values_is_refused() -> None:
     with pytest.raises(DataError, match=r"at most 255 kinds of attack.*\n.*dataset.columns.label"):
         LabelEncoder([], "attack").codes(pl.Series([f"kind {i}" for i in range(300)]))
+
+
+def test_a_frame_that_is_not_remote_must_have_its_bytes() -> None:
+    rows = parse_rows(pl.Series([CANEDGE, "1.5;1;12A;0;8;8;0;0;0;0;0;"]), grammars(CANEDGE)[0])
+    assert rows.malformed["reason"].to_list() == ["the DLC disagrees with the payload"]

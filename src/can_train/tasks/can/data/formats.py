@@ -72,6 +72,7 @@ _COLUMN_NAMES: Final = {
     "dlc": ("datalength", "datalen", "dlc", "length", "len", "messagelength"),
     "data": ("data", "datafield", "payload", "databytes", "datahex", "message"),
     "label": ("label", "labels", "attack", "class", "flag", "isattack", "anomaly"),
+    "remote": ("rtr", "remote", "isremote", "isremoteframe", "remoteframe"),
     "channel": ("channel", "iface", "interface", "bus", "canchannel", "caninterface", "canbus", "busid", "buschannel"),
 }
 # A column of one payload byte, such as `data_0`, `DATA[0]` or `byte 1`.
@@ -426,6 +427,8 @@ def _row_cells(
         for i, column in enumerate(columns):
             if role == "label":
                 cells[column] = f"(?P<label>{any_cell})"
+            elif role == "remote":
+                cells[column] = f'[ "]*(?:(?P<remote>1|(?i:true|yes))|[^"{header.delimiter}]*?)[ "]*'
             elif role == "channel":
                 cells[column] = f'[ "]*(?P<channel>[^"{header.delimiter}]*?)[ "]*'
             elif len(columns) > 1:
