@@ -244,10 +244,20 @@ def test_payloads_that_are_filled_up_are_cut_and_counted(tmp_path: Path) -> None
     assert done.reader.report.summary() == ["drive.csv: 16 payloads have more bytes than their DLC, and were cut to it"]
 
 
-def test_can_xl_frames_are_told(tmp_path: Path) -> None:
-    rows = [*[f"(1.{i:03}) can0 123#00\n" for i in range(9)], "(2.0) can0 45123#81:00:12345678#1122\n"]
-    report = read(write_log(tmp_path / "drive.log", "".join(rows))).reader.report
-    assert report.summary() == ["drive.log: 1 CAN XL frames were left out: they have no CAN ID"]
+def test_what_is_left_out_once_is_told_in_the_singular(tmp_path: Path) -> None:
+    rows = [
+        "(1.0) can0 123#00 attack", "(1.1) can0 123#00", "(2.0) can0 45123#81:00:12345678#1122",
+        "(2.1) can0 20000004#0000000000000000", "(2.0) can0 123#00", "(2.0",
+    ]  # fmt: skip
+    report = read(write_log(tmp_path / "drive.log", "\n".join(rows)), CanDatasetSettings(max_malformed=1)).reader.report
+    assert report.summary() == [
+        "drive.log: 1 error frame was left out",
+        "drive.log: 1 CAN XL frame was left out: CAN XL has no CAN IDs",
+        "drive.log: 1 row has a label; the 2 rows without a label are benign",
+        "drive.log: 1 of 4 rows is malformed and left out: 1 × the row is truncated or not of this format",
+        "drive.log: left out are 1 row without a readable ID",
+        "drive.log, line 6: the row is truncated or not of this format, in '(2.0'",
+    ]
 
 
 def write_csv(path: Path, ids: Sequence[str], late: str = "", header: str = "timestamp,can_id,dlc,data") -> Path:

@@ -17,7 +17,7 @@ from can_train.io.arrays import META, FolderDamageError, discard_folder
 from can_train.reporter import Reporter
 from can_train.tasks.can.data import graphs
 from can_train.tasks.can.data.digests import LogDigest, known_windows
-from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split
+from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split, counted
 from can_train.tasks.can.data.layout import LOG, TEST, HashedLog, LogFile, drop_duplicates, find_logs, hash_logs
 from can_train.tasks.can.data.log_text import changed_log
 from can_train.tasks.can.data.reading import LogReader, decide_bases
@@ -189,7 +189,8 @@ def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_row
         fresh = rows[~known_windows(flat, rows, known, known_rows)]
         if not len(fresh) and group in own_time:
             fresh = rows
-            repeated.append(f"{group}: all {len(rows):,} test windows occur in training, so its figures are too good")
+            occur = "the only test window occurs" if len(rows) == 1 else f"all {len(rows):,} test windows occur"
+            repeated.append(f"{group}: {occur} in training, so its figures are too good")
         if len(fresh) < len(rows):
             lost[group] = len(rows) - len(fresh)
         if len(fresh):
@@ -205,12 +206,13 @@ def _lost_windows(lost: Mapping[str, int], before: Mapping[str, Ints], after: Ma
     """Says how many windows of which test groups were left out."""
     if not lost:
         return []
-    total = sum(map(len, before.values()))
-    named = ", ".join(f"{group} ({count:,})" for group, count in list(lost.items())[:_MAX_NAMED])
+    count, total = sum(lost.values()), sum(map(len, before.values()))
+    occur = "occurs in training and is" if count == 1 else "occur in training and are"
+    named = ", ".join(f"{group} ({windows:,})" for group, windows in list(lost.items())[:_MAX_NAMED])
     more = ", …" if len(lost) > _MAX_NAMED else ""
     gone = [group for group in lost if group not in after]
     return [
-        f"{sum(lost.values()):,} of {total:,} test windows occur in training and are left out: {named}{more}",
+        f"{count:,} of {counted(total, 'test window')} {occur} left out: {named}{more}",
         *([f"Nothing is left to test of {', '.join(gone)}"] if gone else []),
     ]
 

@@ -127,6 +127,16 @@ def id_text(can_id: int) -> str:
     return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
 
 
+_SINGULAR: Final = {"are": "is", "were": "was", "have": "has"}
+
+
+def counted(count: int, noun: str, verb: str = "") -> str:
+    """Writes a count with its noun, and with the verb that is given for several: `1 row is`, `2 rows are`."""
+    if count != 1:
+        return f"{count:,} {noun}s {verb}".rstrip()
+    return f"1 {noun} {_SINGULAR.get(verb, verb)}".rstrip()
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """One log that contributed windows."""

@@ -22,7 +22,7 @@ from can_train.errors import DataError
 from can_train.tasks.can.data.clocks import LogClock
 from can_train.tasks.can.data.formats import NumberTexts, number_texts, recognise, shortened
 from can_train.tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
-from can_train.tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, too_many_kinds
+from can_train.tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, counted, too_many_kinds
 from can_train.tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train.tasks.can.data.recordings import BLOCK_FRAMES, Recording, recording_format
 from can_train.tasks.can.data.sidecars import find_sidecar
@@ -130,7 +130,7 @@ def decide_bases(paths: Sequence[Path], settings: CanDatasetSettings, *, whole: 
         note: path.name for path, written in reversed(texts.items())
         for note in (written if apart else joined or written).notes()
     }  # fmt: skip
-    more = f" and {len(texts) - 1} more logs" if len(texts) > 1 and not apart else ""
+    more = f" and {counted(len(texts) - 1, 'more log')}" if len(texts) > 1 and not apart else ""
     return DecidedBases(
         settings={path: decided.get(path, settings) for path in paths},
         notes=[f"{name}{more}: {note}" for note, name in notes.items()],
@@ -380,10 +380,6 @@ def _largest(counter: Counter[Any]) -> list[tuple[Any, int]]:
     return sorted(counter.items(), key=lambda item: (-item[1], item[0]))[:_MAX_LOST]
 
 
-def _rows(count: int) -> str:
-    return f"{count:,} row{'s' if count > 1 else ''}"
-
-
 def _count(counter: Counter[Any], values: pl.Series) -> None:
     counter.update(dict(values.drop_nulls().value_counts().iter_rows()))
 
@@ -472,13 +468,15 @@ class ReadReport:
             DataError: More rows are bad than allowed, time runs backwards throughout, or there is no frame at all.
         """
         if self.bad_share > max_malformed:
+            bad = self.malformed + self.backwards
+            are = "is" if bad == 1 else "are"
             enough = math.ceil(self.bad_share * 100) / 100
             first = self.examples[0]
             lost = self._lost()
             raise DataError(
                 f"At most {max_malformed:.2%} of a log's rows may be malformed or run backwards in time",
                 value=(
-                    f"{self.malformed + self.backwards:,} of {self.frames + self.malformed:,} rows of {self.path} are; "
+                    f"{bad:,} of {counted(self.frames + self.malformed, 'row')} of {self.path} {are}; "
                     f"{self.path}:{first.line}: {first.reason}, in {first.text!r}"
                 ),
                 remedy=f"Repair the log, or allow more with `--set dataset.max_malformed={enough:g}`"
@@ -486,7 +484,7 @@ class ReadReport:
             )
         if self.jitter > MAX_JITTER_SHARE * self.frames:
             raise DataError("A log's time must run forwards",
-                            value=f"{self.path} steps back at {self.jitter:,} of {self.frames:,} frames",
+                            value=f"{self.path} steps back at {self.jitter:,} of {counted(self.frames, 'frame')}",
                             remedy="Sort the log by time")  # fmt: skip
         if not self.frames and self.chosen_channel and self.channels:
             raise DataError("dataset.channel must be an interface of the log",
@@ -503,21 +501,21 @@ class ReadReport:
         if more := len(self.lost_ids) - len(rows):
             rows.append(f"rows of {more:,} other IDs" if more > 1 else "rows of another ID")
         if unknown := self.malformed - self.lost_ids.total():
-            rows.append(f"{_rows(unknown)} without a readable ID")
+            rows.append(f"{counted(unknown, 'row')} without a readable ID")
         labels = [f"{count:,} × {label!r}" for label, count in _largest(self.lost_labels) if label]
         return ", ".join(rows) + (f"; the labels of these rows are {', '.join(labels)}" if labels else "")
 
     def _lost_rows(self, can_id: int, count: int) -> str:
         total = count + self.ids[can_id]
-        rows = (
-            f"{count:,} of {total:,} rows" if count < total else f"all {_rows(count)}" if count > 1 else "the only row"
-        )
+        every = f"all {count:,} rows" if count > 1 else "the only row"
+        rows = f"{count:,} of {total:,} rows" if count < total else every
         return f"{rows} of ID {can_id if self.decimal_ids else f'0x{can_id:X}'}"
 
     def _named_channels(self) -> str:
-        named = [f"{channel} ({count:,} frames)" for channel, count in self.channels.most_common(_MAX_CHANNELS)]
+        most = self.channels.most_common(_MAX_CHANNELS)
+        named = [f"{channel} ({counted(count, 'frame')})" for channel, count in most]
         more = len(self.channels) - len(named)
-        return ", ".join(named) + (f" and {more} more interfaces" if more else "")
+        return ", ".join(named) + (f" and {counted(more, 'more interface')}" if more else "")
 
     def summary(self) -> list[str]:
         """Describes what was wrong, in sentences for the user; empty if nothing was."""
@@ -532,27 +530,31 @@ class ReadReport:
             )
             sentences.append(f"{name}: its frames are of {self._named_channels()}: {done}")
         if self.error_frames:
-            sentences.append(f"{name}: {self.error_frames:,} error frames were left out")
+            sentences.append(f"{name}: {counted(self.error_frames, 'error frame', 'were')} left out")
         if self.xl_frames:
-            sentences.append(f"{name}: {self.xl_frames:,} CAN XL frames were left out: they have no CAN ID")
+            xl_frames = counted(self.xl_frames, "CAN XL frame", "were")
+            sentences.append(f"{name}: {xl_frames} left out: CAN XL has no CAN IDs")
         if self.cut:
-            sentences.append(f"{name}: {self.cut:,} payloads have more bytes than their DLC, and were cut to it")
+            its, were = ("its", "was") if self.cut == 1 else ("their", "were")
+            cut = counted(self.cut, "payload", "have")
+            sentences.append(f"{name}: {cut} more bytes than {its} DLC, and {were} cut to it")
         if self.some_labelled and 0 < self.labelled < self.frames:
             unlabelled = self.frames - self.labelled
             sentences.append(
-                f"{name}: {self.labelled:,} rows have a label; the {unlabelled:,} rows without a label are benign"
+                f"{name}: {counted(self.labelled, 'row', 'have')} a label; the {counted(unlabelled, 'row')} without a "
+                f"label {'is' if unlabelled == 1 else 'are'} benign"
             )
         if self.malformed:
             reasons = ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.most_common())
             num_rows = self.frames + self.malformed
-            sentences.append(f"{name}: {self.malformed:,} of {num_rows:,} rows are malformed and left out: {reasons}")
+            are = "is" if self.malformed == 1 else "are"
+            rows = f"{self.malformed:,} of {counted(num_rows, 'row')} {are} malformed and left out"
+            sentences.append(f"{name}: {rows}: {reasons}")
             sentences.append(f"{name}: left out are {self._lost()}")
         if self.backwards:
-            sentences.append(f"{name}: {TIME_RUNS_BACKWARDS} at {self.backwards:,} rows; their order was kept")
+            sentences.append(f"{name}: {TIME_RUNS_BACKWARDS} at {counted(self.backwards, 'row')}; the order was kept")
         sentences += [f"{name}, {example}" for example in self.examples]
         if self.jitter:
-            largest_ms = self.largest_jitter_s * 1000
-            sentences.append(
-                f"{name}: time steps back at {self.jitter:,} rows, by at most {largest_ms:.1f} ms; their order was kept"
-            )
+            by = f"by at most {self.largest_jitter_s * 1000:.1f} ms"
+            sentences.append(f"{name}: time steps back at {counted(self.jitter, 'row')}, {by}; the order was kept")
         return sentences

@@ -15,7 +15,7 @@ import numpy as np
 
 from can_train.errors import CheckpointError, ConfigError, DataError
 from can_train.fit.packing import members
-from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, id_text
+from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, counted, id_text
 from can_train.tasks.can.evaluation.bursts import SECONDS_PER_HOUR, Hold, Timeline, held_scores
 from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.inputs import LEAST_KNOWN_SHARE
@@ -375,7 +375,7 @@ def calibrate_logs(
         judged[own] = flat.first_frame[rows[own]] >= calibration.last_frame + flat.window
         if not judged[own].any():
             raise DataError("A log is longer than what it is calibrated on",
-                            value=f"{where} hold {calibration.windows:,} windows, and none to judge follows",
+                            value=f"{where} hold {counted(calibration.windows, 'window')}, and none to judge follows",
                             remedy="Calibrate on fewer seconds, or leave --calibrate out")  # fmt: skip
         calibrations[source] = calibration
         taken.append(beginning)
@@ -393,8 +393,9 @@ def calibration_notes(
     flagged = sum(int(np.count_nonzero(one.score > threshold)) for one in logs.values())
     attacks, trained = (int(np.count_nonzero(each)) for each in (flat.label[rows] > 0, ~np.isin(rows, tested)))
     seconds = next(iter(logs.values())).seconds
-    taken = f"The first {seconds:g} s of each log are taken for benign: {len(rows):,} windows"
-    notes = [f"{taken}, which tell where its scores lie and are not judged; {flagged:,} of them are flagged"]
+    are = "is" if flagged == 1 else "are"
+    taken = f"The first {seconds:g} s of each log are taken for benign: {counted(len(rows), 'window')}"
+    notes = [f"{taken}, which tell where its scores lie and are not judged; {flagged:,} of them {are} flagged"]
     longest_s = max(one.end_s for one in logs.values())
     if longest_s > seconds:
         least = LEAST_CALIBRATION_WINDOWS
@@ -404,7 +405,8 @@ def calibration_notes(
         named = f"{path}: " if len(logs) > 1 else ""
         notes += [f"Warning: {named}{suspicion.text()}" for suspicion in one.suspicions()]
     if attacks:
-        notes.append(f"Warning: by their labels {attacks:,} of these windows are attacks, so the calibration is wrong")
+        are = "is an attack" if attacks == 1 else "are attacks"
+        notes.append(f"Warning: by their labels {attacks:,} of these windows {are}, so the calibration is wrong")
     if trained:
         notes.append(f"The run was trained on {trained:,} of these {len(rows):,} windows, and such windows score lower "
                      "than others of the same bus")  # fmt: skip

@@ -28,7 +28,7 @@ from can_train.tasks.can.data.dataset import (
     prepare,
     simulate_if_synthetic,
 )
-from can_train.tasks.can.data.graphs import Floats, Ints, Split, id_text
+from can_train.tasks.can.data.graphs import Floats, Ints, Split, counted, id_text
 from can_train.tasks.can.data.layout import TEST, find_evaluation_logs, find_logs
 from can_train.tasks.can.data.reading import LogReader, decide_bases
 from can_train.tasks.can.evaluation import judging
@@ -138,9 +138,12 @@ def _without_training_windows(trained: CanDatasetSettings, request: EvaluationDa
         return data
     paths = [flat.sources[index].path for index in np.unique(flat.source[np.setdiff1d(before, after)])]
     named = ", ".join(paths[:_MAX_NAMED_LOGS]) + (", …" if len(paths) > _MAX_NAMED_LOGS else "")
+    are = "is" if len(before) - len(after) == 1 else "are"
+    several = f"{len(paths)} of these {len(flat.sources)} logs or a part of them"
+    logs = several if len(flat.sources) > 1 else "this log or a part of it"
     request.reporter.notice(
-        f"The run was trained on {len(paths)} of these {len(flat.sources)} logs or a part of them: "
-        f"{len(before) - len(after):,} of {len(before):,} windows are left out: {named}"
+        f"The run was trained on {logs}: "
+        f"{len(before) - len(after):,} of {counted(len(before), 'window')} {are} left out: {named}"
     )
     return replace(data, split=split)
 

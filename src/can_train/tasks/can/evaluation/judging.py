@@ -17,7 +17,7 @@ import numpy as np
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
 from can_train.io.units import shortened
-from can_train.tasks.can.data.graphs import FlatGraphs, Floats, Ints
+from can_train.tasks.can.data.graphs import FlatGraphs, Floats, Ints, counted
 from can_train.tasks.can.evaluation import metrics
 from can_train.tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
 from can_train.tasks.can.evaluation.bursts import (
@@ -414,7 +414,7 @@ def _folder_table(folder: str, judged: FolderJudgement) -> JudgementTable:
         rows.append((name, *rates, _alarms_cell(figures["false_alarms_per_hour"])))
     by_kind = judged["recall_by_kind"].items()
     kinds = ", ".join(f"{kind} {found['recall']:.3f} of {found['windows']:,}" for kind, found in by_kind)
-    title = f"{folder}: {model['windows']:,} windows, {model['attack_windows']:,} attacks"
+    title = f"{folder}: {counted(model['windows'], 'window')}, {counted(model['attack_windows'], 'attack')}"
     ranges = [f"{name}: the mean of {FOREST_SEEDS} seeds, MCC {one['mcc'][0]:.3f} to {one['mcc'][1]:.3f}"
               for name, one in judged.get("ranges", {}).items() if "mcc" in one]  # fmt: skip
     notes = (*([f"recall by kind: {kinds}"] if kinds else []), *ranges, *judged["remarks"])

@@ -31,6 +31,7 @@ from can_train.tasks.can.data.graphs import (
     GraphBuilder,
     Ints,
     SourceFile,
+    counted,
 )
 from can_train.tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
 from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD, Hold
@@ -260,9 +261,8 @@ class LiveBus:
                             record={"event": "bus_off", "time": time_s})  # fmt: skip
         if self._is_new("error_frames", time_s):
             count, self._untold = self._untold, 0
-            what = "1 error frame" if count == 1 else f"{count:,} error frames"
             why = f" ({errors.text()})" if errors.text() else ""
-            yield LiveEvent(text=f"{time_s:.6f} s: {what}{why}",
+            yield LiveEvent(text=f"{time_s:.6f} s: {counted(count, 'error frame')}{why}",
                             record={"event": "error_frames", "time": time_s, "count": count, "text": errors.text()}
                             )  # fmt: skip
 
@@ -282,17 +282,17 @@ class LiveBus:
         """Tells what was seen, in sentences."""
         frames = self._builder.frames_seen
         seconds = self._last_s - self._first_s if self._first_s is not None else 0.0
-        counted = f"{frames:,} frames in {seconds:,.1f} s, {self.windows:,} windows"
-        alarms = "1 alarm" if self.alarms.alarms == 1 else f"{self.alarms.alarms:,} alarms"
-        sentences = [f"{counted}, {self.flagged:,} of them flagged, {alarms}"]
+        seen = f"{counted(frames, 'frame')} in {seconds:,.1f} s, {counted(self.windows, 'window')}"
+        sentences = [f"{seen}, {self.flagged:,} of them flagged, {counted(self.alarms.alarms, 'alarm')}"]
         if self._errors:
             off = f", {self._bus_offs:,} of them bus off" if self._bus_offs else ""
-            sentences.append(f"{self._errors:,} error frame{'s' * (self._errors != 1)}{off}")
+            sentences.append(f"{counted(self._errors, 'error frame')}{off}")
         if self._calibration is not None:
             sentences += _calibration_summary(self._calibration)
         left = frames - ((self.windows - 1) * self._stride + self._window if self.windows else 0)
         if left > 0:
-            sentences.append(f"The last {left:,} frames fill no window and were not judged")
+            frames_left = "frame fills" if left == 1 else f"{left:,} frames fill"
+            sentences.append(f"The last {frames_left} no window and {'was' if left == 1 else 'were'} not judged")
         return sentences
 
     def _judge(self, block: GraphBlock, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
@@ -438,14 +438,14 @@ class LiveDetector(LiveDetection):
 
 def _calibration_summary(calibration: Calibration) -> list[str]:
     count, seconds = calibration.windows, calibration.seconds
+    first = "window was" if count == 1 else f"{count:,} windows were"
     if calibration.done:
-        told = [f"The first {count:,} windows were taken for benign and are not judged"]
+        told = [f"The first {first} taken for benign, and not judged"]
         return [*told, *(f"Warning: {suspicion.text()}" for suspicion in calibration.suspicions())]
     if count < LEAST_CALIBRATION_WINDOWS:
-        return [f"The first {count:,} windows were too few to calibrate on, so none was judged"]
-    return [
-        f"The input ended within the {seconds:g} s that it was calibrated on: none of its {count:,} windows was judged"
-    ]
+        return [f"The first {first} too few to calibrate on, so none was judged"]
+    judged = "its only window was not judged" if count == 1 else f"none of its {count:,} windows was judged"
+    return [f"The input ended within the {seconds:g} s that it was calibrated on: {judged}"]
 
 
 def _raised(alarm: LiveAlarm, end_s: float, threshold: float, causes: Sequence[Cause]) -> LiveEvent:
@@ -461,7 +461,7 @@ def _raised(alarm: LiveAlarm, end_s: float, threshold: float, causes: Sequence[C
 
 
 def _ended(alarm: LiveAlarm) -> LiveEvent:
-    windows = f"{alarm.windows:,} windows" if alarm.windows > 1 else "1 window"
+    windows = counted(alarm.windows, "window")
     text = f"{alarm.end_s:.6f} s: alarm ended, since {alarm.start_s:.6f} s, {windows}, score up to {alarm.score:.3g}"
     return LiveEvent(text=text, record={"event": "alarm_end", "start_time": alarm.start_s, "end_time": alarm.end_s,
                                         "windows": alarm.windows, "score": alarm.score})  # fmt: skip
@@ -474,7 +474,8 @@ def _silence(last_s: float | None) -> LiveEvent:
 
 
 def _calibrated(windows: int, at_s: float, suspicions: Sequence[Suspicion]) -> LiveEvent:
-    return LiveEvent(text=f"{at_s:.6f} s: calibrated on {windows:,} windows, taken for benign; alarms from here on",
+    count = counted(windows, "window")
+    return LiveEvent(text=f"{at_s:.6f} s: calibrated on {count}, taken for benign; alarms from here on",
                      record={"event": "calibrated", "time": at_s, "windows": windows,
                              "suspicions": [vars(one) for one in suspicions]})  # fmt: skip
 

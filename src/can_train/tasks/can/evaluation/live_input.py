@@ -25,7 +25,7 @@ from can_train.errors import ConfigError, DataError
 from can_train.tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
 from can_train.tasks.can.data.formats import BaseNote, header_grammars, number_texts, shortened, with_unit
 from can_train.tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
-from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames
+from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames, counted
 from can_train.tasks.can.data.line_formats import line_grammars, variants
 from can_train.tasks.can.data.recordings import recording_format
 from can_train.tasks.can.settings import CanDatasetSettings
@@ -128,7 +128,7 @@ class FrameInput(ABC):
         if not count:
             return ""
         found = [f"{number:,} × {reason}" for reason, number in self.malformed.most_common(_EXAMPLES) if number]
-        return f"{count:,} {'line is' if count == 1 else 'lines are'} malformed and left out: {', '.join(found)}"
+        return f"{counted(count, 'line', 'are')} malformed and left out: {', '.join(found)}"
 
     def _by_bus(self, frames: Frames, channels: NDArray[Any]) -> Iterator[BusFrames]:
         """Yields [M] frames bus by bus; `channels` [M] names the interface of each.
@@ -185,7 +185,9 @@ class FrameInput(ABC):
                         remedy="Check what is piped: candump -L can0 | can-train detect RUN")  # fmt: skip
 
     def _named_channels(self) -> str:
-        return ", ".join(f"{name} ({count:,} frames)" for name, count in self.channels.most_common(_NAMED_CHANNELS))
+        return ", ".join(
+            f"{name} ({counted(count, 'frame')})" for name, count in self.channels.most_common(_NAMED_CHANNELS)
+        )
 
 
 def _chosen(frames: Frames, chosen: NDArray[np.bool_]) -> Frames:
