@@ -75,7 +75,7 @@ def test_one_interface_is_not_worth_a_word(tmp_path: Path) -> None:
 
 def test_an_interface_that_a_log_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
     write(tmp_path / "log", "candump", [0, 1, 1])
-    with pytest.raises(DataError, match=r"can7; .* has can1 \(2 frames\), can0 \(1 frames\).*\n.*channel=can1"):
+    with pytest.raises(DataError, match=r"can7; .* has can1 \(2 frames\), can0 \(1 frame\).*\n.*channel=can1"):
         read(tmp_path / "log", channel="can7")
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from can_train.errors import DataError
 from can_train.tasks.can.data.graphs import Frames
 from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.settings import CanDatasetSettings
@@ -43,6 +44,13 @@ def read(text: str, tmp_path: Path, *, block_bytes: int = 1 << 20, **wanted: obj
         (round(float(at), 6), int(can_id), bytes(payload[:size]).hex(), int(label))
         for at, can_id, payload, size, label in zip(*columns, strict=True)
     ]
+
+
+def test_a_busmaster_log_of_another_protocol_is_refused_by_its_name(tmp_path: Path) -> None:
+    row = "11:49:12:9420 1 0x18FEF100 0x0FEF1 BROADCAST 00 FF 006 Rx 8 00 11 22 33 44 55 66 77\n"
+    with pytest.raises(DataError) as caught:
+        read(busmaster(row * 9, "HEX", "SYSTEM").replace("PROTOCOL CAN", "PROTOCOL J1939"), tmp_path)
+    assert caught.value.value == f"{tmp_path / 'log'} is of the protocol J1939"
 
 
 @pytest.mark.parametrize("block_bytes", [1, 1 << 20])

@@ -113,6 +113,7 @@ _LOOKS: Final = {
 _CAR_HACKING_COLUMNS: Final = 3 + MAX_PAYLOAD_BYTES  # time, ID, DLC and bytes; most logs have a label, too
 _MOST: Final = 0.9  # of the times have at most as many digits
 _CHANNEL_GROUP: Final = re.compile(r"\(\?P<channel>[^()]*\)")
+_BUSMASTER_PROTOCOL: Final = r"^[^*]?\*\*\*PROTOCOL ([^*]+)\*"
 _SHOWN_CHARACTERS: Final = 80  # of a malformed row
 
 
@@ -494,7 +495,7 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
     known = variants([*header_grammars(sample, settings), *line_grammars(sample)], sample)
     grammars = [grammar for grammar in known if settings.format in ("auto", grammar.name)]
     if not grammars:
-        raise _unrecognised(settings.format, path, *first_row(sample))
+        raise _unrecognised(sample, settings.format, path, first_row(sample))
     first = sample.head(RECOGNISED_LINES)
     # Most formats read no row; a look at each takes a tenth of the time of parsing.
     grammars = [grammar for grammar in grammars if first.str.contains(grammar.pattern).any()] or grammars[:1]
@@ -509,9 +510,11 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         raise DataError("A log must hold frames", value=f"{path} holds no rows", remedy="Give another log")
     if num_good[best] < RECOGNISED_SHARE * num_rows:
         if settings.format == "auto" and not grammars[best].header:
-            raise _missing_column(sample, settings, path) or _unrecognised(settings.format, path, *first_row(sample))
+            raise _missing_column(sample, settings, path) or _unrecognised(
+                sample, settings.format, path, first_row(sample)
+            )
         bad = parsed[best].malformed.row(0)[:3]
-        raise _wrong_column(sample, settings, path, bad) or _unrecognised(settings.format, path, *bad)
+        raise _wrong_column(sample, settings, path, bad) or _unrecognised(sample, settings.format, path, bad)
     grammar = with_unit(grammars[best], settings.time_unit, parsed[best], first)
     return _narrowed(grammar, parsed[best])
 
@@ -602,12 +605,17 @@ def _name_column(header: _Header, roles: Mapping[str, Sequence[int]], role: str,
     return f"{'Name the column' if fitting else 'Correct the log, or name the column'}: `--set {setting}`"
 
 
-def _unrecognised(wanted: str, path: Path, position: int, line: str, reason: str = "") -> DataError:
+def _unrecognised(sample: pl.Series, wanted: str, path: Path, row: tuple[int, str] | tuple[int, str, str]) -> DataError:
+    """Makes the error for a log of no known format; `row` is a bad one, with the reason where one is known."""
+    protocol = next(iter(sample.str.extract(_BUSMASTER_PROTOCOL).drop_nulls()), "CAN")
+    if protocol != "CAN":
+        return DataError("A BUSMASTER log must be of the protocol CAN", value=f"{path} is of the protocol {protocol}",
+                         remedy="Log the bus as CAN, whose rows are whole frames")  # fmt: skip
     names = dict.fromkeys(grammar.name for grammar in (*PUBLISHED_CSV_GRAMMARS, *LINE_GRAMMARS))
     all_formats = f"one of the formats {', '.join(names)}, columns"
     return DataError(
         f"A CAN log must be in {all_formats if wanted == 'auto' else f'the format {wanted}, as was asked for'}",
-        value=f"{path}:{position + 1}: {shortened(line)!r}" + (f": {reason}" if reason else ""),
+        value=": ".join([f"{path}:{row[0] + 1}", repr(shortened(row[1])), *row[2:]]),
         remedy=(
             "If it is a CSV file with a header, name its columns: `--set dataset.columns.id=NAME` (the same for "
             "timestamp, data, dlc, label); or choose the format: `--set dataset.format=FORMAT`"

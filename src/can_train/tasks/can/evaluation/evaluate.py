@@ -140,9 +140,9 @@ def _without_training_windows(trained: CanDatasetSettings, request: EvaluationDa
     named = ", ".join(paths[:_MAX_NAMED_LOGS]) + (", …" if len(paths) > _MAX_NAMED_LOGS else "")
     are = "is" if len(before) - len(after) == 1 else "are"
     several = f"{len(paths)} of these {len(flat.sources)} logs or a part of them"
-    logs = several if len(flat.sources) > 1 else "this log or a part of it"
+    trained_on = several if len(flat.sources) > 1 else "this log or a part of it"
     request.reporter.notice(
-        f"The run was trained on {logs}: "
+        f"The run was trained on {trained_on}: "
         f"{len(before) - len(after):,} of {counted(len(before), 'window')} {are} left out: {named}"
     )
     return replace(data, split=split)
