@@ -301,10 +301,13 @@ def test_no_command_about_runs_lets_a_text_of_theirs_change_what_a_terminal_show
     text = "\x1b]0;x\x07"
     begin(path := runs.add(1, after=text, sweep=text), host=text)
     end(path, "failed", message=f"It broke: {text}")
-    path = path.rename(path.with_name(f"renamed{text}"))
     (path / "config.yaml").write_text('task: can\nmodel_name: "\\e]0;x\\a"\ndataset: {name: "\\e]0;x\\a"}\n')
+    renamed = path.with_name(f"renamed{text}")
     for command in ("runs", "status", "show"):
-        shown = said(capsys, command, *([str(path)] if command != "runs" else []), *runs.flags)
+        # A folder with such a name is not listed.
+        if command == "status":
+            path.rename(renamed)
+        shown = said(capsys, command, *([str(renamed)] if command != "runs" else []), *runs.flags)
         assert r"\x1b]0;x\x07" in shown
         assert not re.search(r"[\x00-\x08\x0b-\x1f]", re.sub(r"\x1b\[\d*m", "", shown))
 

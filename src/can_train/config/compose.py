@@ -10,6 +10,7 @@ Every value that a person gives becomes an `Override`, and `_apply` is the only 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
@@ -659,10 +660,11 @@ def _compose(
     try:
         for path in (path for folder in folders for path in folder.glob("*/*.yaml") if is_file(path)):
             _check_preset(path)
-        with TemporaryDirectory(prefix="can-train-presets-") as rewritten:
-            _rewrite_presets(Path(rewritten), choices, folders, task.aliases)
-            with initialize_config_dir(rewritten, version_base="1.3"):
-                config = compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
+        with (
+            _rewritten_presets(choices, folders, task.aliases) as first,
+            initialize_config_dir(str(first.absolute()), version_base="1.3"),
+        ):
+            config = compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
         for group in _CHOSEN_GROUPS:
             _fit_schema(config, group, classes[group])
         # What refers to another value, or to the environment, is read now.
@@ -684,12 +686,15 @@ def _check_preset(path: Path) -> None:
         raise ValueError(f"{path.parent.name}/{path.name}: {error}") from None
 
 
-def _rewrite_presets(
-    into: Path, choices: Mapping[str, str], folders: Sequence[Path], aliases: Mapping[str, str]
-) -> None:
-    """Writes the chosen presets that Hydra would not read as they are meant: with aliases of settings, or with a block
-    of settings of another group, as `training:`, without `# @package _global_`.
+@contextmanager
+def _rewritten_presets(
+    choices: Mapping[str, str], folders: Sequence[Path], aliases: Mapping[str, str]
+) -> Iterator[Path]:
+    """Yields the folder in which Hydra looks first: the last of `folders`, or one with the chosen presets that Hydra
+    would not read as they are meant. These have aliases of settings, or a block of settings of another group, as
+    `training:`, without `# @package _global_`.
     """
+    texts = {}
     for group, name in choices.items():
         paths = [folder / group / f"{name}.yaml" for folder in folders]
         path = next((path for path in reversed(paths) if is_file(path)), None)
@@ -700,8 +705,15 @@ def _rewrite_presets(
         package = _PACKAGE.match(text)
         blocks = _blocks(group, package[1] if package else group, plain, aliases)
         if blocks is not None:
-            (into / group).mkdir(exist_ok=True)
-            (into / group / f"{name}.yaml").write_text(f"# @package _global_\n{plain_to_yaml(blocks)}")
+            texts[f"{group}/{name}.yaml"] = f"# @package _global_\n{plain_to_yaml(blocks)}"
+    if not texts:
+        yield folders[-1]
+        return
+    with TemporaryDirectory(prefix="can-train-presets-") as place:
+        for file, text in texts.items():
+            (Path(place) / file).parent.mkdir(exist_ok=True)
+            (Path(place) / file).write_text(text)
+        yield Path(place)
 
 
 def _blocks(group: str, package: str, plain: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any] | None:

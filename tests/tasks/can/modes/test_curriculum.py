@@ -331,23 +331,24 @@ def autoencoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def curriculum_words(autoencoder: Path, *more: str) -> tuple[str, ...]:
     chosen = ("--model", "gat", "--mode", "curriculum", "--set", f"mode.autoencoder={autoencoder}")
-    return (*chosen, *SETTINGS, "--epochs", "3", "--checkpoint-every", "4", "--min-steps-per-epoch", "12",
-            "--find-batch-size", "max", *more)  # fmt: skip
+    return (*chosen, *SETTINGS, "--epochs", "3", "--checkpoint-every", "4", *more)
 
 
 @pytest.mark.slow
 def test_a_curriculum_killed_in_any_epoch_ends_with_the_same_weights(tmp_path: Path, autoencoder: Path) -> None:
     state, whole, cut = autoencoder.parent.parent / "state", tmp_path / "whole", tmp_path / "cut"
-    said = finish(whole, state, *curriculum_words(autoencoder, "--device", "cpu"))
+    words = curriculum_words(autoencoder, "--device", "cpu", "--batch-size", "24")
+    said = finish(whole, state, *words)
     assert "the ratio rises to that" in " ".join(said.split())
-    finish_killed(cut, state, curriculum_words(autoencoder, "--device", "cpu"), at=(4, 16, 40))
+    finish_killed(cut, state, words, at=(4, 16, 40))
     assert_ends_like(only_run(cut), only_run(whole))
 
 
 @pytest.mark.slow
 def test_the_peak_of_a_curriculum_is_predicted(tmp_path: Path, autoencoder: Path) -> None:
     state = autoencoder.parent.parent / "state"
-    finish(tmp_path, state, *curriculum_words(autoencoder, "--device", "sim:64MiB", "--batch-size", "400"))
+    finish(tmp_path, state, *curriculum_words(autoencoder, "--device", "sim:64MiB", "--find-batch-size", "max",
+                                              "--min-steps-per-epoch", "12"))  # fmt: skip
     result = json.loads((only_run(tmp_path) / "result.json").read_text())
     assert result["peak_memory_bytes"] == pytest.approx(result["predicted_peak_bytes"], rel=0.03)
     assert result["ooms_rescued"] == 0

@@ -294,19 +294,18 @@ class NumberTexts:
             byte_base=byte_base if _is_open(settings.byte_base) else settings.byte_base,
         )
 
-    def contradicts_itself(self) -> bool:
-        """Returns whether some IDs can only be hexadecimal, and others only decimal."""
-        ids = pl.Series([*self.ids], dtype=pl.String)
-        return bool(ids.str.contains("[A-Za-z]").any()) and too_large_for_hexadecimal(ids)
-
-    def id_base(self) -> str:
-        """Returns the base of CAN IDs; empty where it cannot be told."""
+    def certain_id_base(self) -> str:
+        """Returns the base that the CAN IDs can only have; empty where both are possible."""
         ids = pl.Series([*self.ids], dtype=pl.String)
         if self.header_base or ids.str.contains("[A-Za-z]").any():
             return self.header_base or _HEX
-        if too_large_for_hexadecimal(ids):
-            return _DEC
-        if looks_hexadecimal(ids):
+        return _DEC if too_large_for_hexadecimal(ids) else ""
+
+    def id_base(self) -> str:
+        """Returns the base of CAN IDs; empty where it cannot be told."""
+        if certain := self.certain_id_base():
+            return certain
+        if looks_hexadecimal(pl.Series([*self.ids], dtype=pl.String)):
             return _HEX
         several = [text for text in self.ids if len(text) > 1 and text.isdecimal()]
         # As hexadecimal numbers, standard IDs have three digits.
@@ -520,11 +519,14 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
 
 
 def _lead_of_labels(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSettings) -> float:
-    """Returns how many rows a grammar that needs a label in each row may read less than one that does not.
+    """Returns how many rows a grammar that needs a label or a direction in each row may read less than one that does
+    not.
 
-    Few rows without a label were cut off. Where no row has a benign label, attacks alone are labelled, and the log may
-    begin with attacks.
+    Few rows without it were cut off. Where no row has a benign label, attacks alone are labelled, and the log may begin
+    with attacks.
     """
+    if grammar.has("direction"):
+        return _CUT_OFF_SHARE * len(rows.position)
     if rows.label is None or grammar.unlabelled_rows:
         return 0.0
     benign = {value.casefold() for value in settings.benign_values}

@@ -74,14 +74,14 @@ class Grammar:
         pattern: Regular expression of a whole row. Its groups are `timestamp`, `id`, `data` (or `data_0`, `data_1`, ...
             for one column per byte) and, where the format has them, `dlc`, `label`, `kind` (the attack's name beside
             the label), `channel` (the interface), `remote` or `request` (present in a remote frame), `fd` (present in
-            a CAN FD frame) and `code` (the DLC of a classical frame as its code in the IDs' base: 9 to 15 are 8 bytes).
+            a CAN FD frame), `direction` (received or sent) and `code` (the DLC of a classical frame as its code in the
+            IDs' base: 9 to 15 are 8 bytes).
         usual: Regular expression of the rows without a label, which is matched faster and need not match each of them;
             empty where there is none.
         separators: Characters that may stand between payload bytes.
         labels: The labels that the format allows; empty where it allows any text.
         unlabelled_rows: Whether a row may lack the label, and is benign then.
-        several_labels: Whether the label is a list of words, any of which may mark an attack. An R or a T before them
-            is the direction.
+        several_labels: Whether the label is a list of words, any of which may mark an attack.
         id_base: 16 or 10.
         byte_columns: Number of groups `data_0`, ...; 0 where the payload is the one group `data`.
         payload_code: How the payload is written: `hex`, `base64`, or `decimal` numbers.
@@ -361,8 +361,8 @@ def _cut_to_dlc(rows: pl.DataFrame, *, fd: bool) -> tuple[pl.DataFrame, int]:
 
 
 def _words(label: pl.Expr) -> pl.Expr:
-    """The words behind a row without the direction; null where no word is left."""
-    words = label.str.strip_chars().str.replace("^[RT]x?(?:[ \\t]+|$)", "")
+    """The words behind a row; null where there is none."""
+    words = label.str.strip_chars()
     return pl.when(words != "").then(words)
 
 

@@ -83,7 +83,8 @@ _CANDUMP_PRINTED: Final = (
     rf"{GAP}(?:\[(?P<dlc>{DIGITS})\]|\{{(?P<code>[0-9A-F])\}})"
     rf"(?:{GAP}(?P<remote>remote request)|{_WORDED_BYTES}(?:{GAP}'[^\r\n]*')?)"
 )
-_CANDUMP_USUALLY_WRITTEN: Final = rf"{_CANDUMP_WRITTEN}(?:{GAP}(?:[RT]{BLANKS})?)?"
+# Behind all rows it is the direction; behind some rows alone, R and T are labels.
+_CANDUMP_DIRECTION: Final = f"{GAP}(?P<direction>[RT]x?)"
 # The blanks are part of the payload, so that each character allows only one way on.
 _CANDUMP_USUALLY_PRINTED: Final = (
     rf"{GAP}\[(?P<dlc>{DIGITS})\](?:(?P<data>(?:[ \t]|{BYTE})+)(?:(?P<remote>remote request){BLANKS}|'[^\r\n]*)?)?"
@@ -100,13 +101,13 @@ _CANDUMP_XL: Final = (
 )
 
 
-def _candump(frame: str, usual: str, *, unlabelled_rows: bool) -> Grammar:
+def _candump(frame: str, usual: str, *, unlabelled_rows: bool, direction: str = "") -> Grammar:
     # One word for each detector or attack that was running: a frame is an attack if any of them is true.
     words = rf"(?:{GAP}(?P<label>{_LABEL}(?:{GAP}{_LABEL})*))?"
     return Grammar(
         name="candump" if unlabelled_rows else "candump_labelled",
-        pattern=f"{_CANDUMP_START}{frame}{words}{BLANKS}{END}",
-        usual=f"{_CANDUMP_START}{usual}{END}",
+        pattern=f"{_CANDUMP_START}{frame}{direction}{words}{BLANKS}{END}",
+        usual=f"{_CANDUMP_START}{usual}{direction}{BLANKS}{END}",
         separators=" \t",
         unlabelled_rows=unlabelled_rows,
         several_labels=True,
@@ -263,9 +264,13 @@ _FIXED_GRAMMARS: Final = (
         padded=True,
     ),
     # Those that need a label in each row come first: such a row that was cut off is no benign one.
-    _candump(_CANDUMP_WRITTEN, _CANDUMP_USUALLY_WRITTEN, unlabelled_rows=False),
+    *(
+        _candump(_CANDUMP_WRITTEN, _CANDUMP_WRITTEN, unlabelled_rows=unlabelled_rows, direction=_CANDUMP_DIRECTION)
+        for unlabelled_rows in (False, True)
+    ),
+    _candump(_CANDUMP_WRITTEN, _CANDUMP_WRITTEN, unlabelled_rows=False),
     _candump(_CANDUMP_PRINTED, _CANDUMP_USUALLY_PRINTED, unlabelled_rows=False),
-    _candump(_CANDUMP_WRITTEN, _CANDUMP_USUALLY_WRITTEN, unlabelled_rows=True),
+    _candump(_CANDUMP_WRITTEN, _CANDUMP_WRITTEN, unlabelled_rows=True),
     _candump(_CANDUMP_PRINTED, _CANDUMP_USUALLY_PRINTED, unlabelled_rows=True),
     Grammar(
         # `1483093132.049669  0380  000  2  30 bb`

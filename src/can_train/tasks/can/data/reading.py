@@ -6,7 +6,7 @@ Shapes: M frames or rows.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -120,21 +120,29 @@ def decide_bases(paths: Sequence[Path], settings: CanDatasetSettings, *, whole: 
     if not any(base.startswith("auto") for base in (settings.id_base, settings.byte_base)):
         return DecidedBases(settings=dict.fromkeys(paths, settings), notes=())
     texts = {path: written for path in paths if (written := _first_numbers(path, settings)) is not None}
-    for path in texts if whole else ():
-        texts[path] = _all_numbers(path, texts)
-    joined = reduce(NumberTexts.joined, texts.values()) if texts else None
-    # Logs of different sources decide each for itself.
-    apart = joined is not None and joined.contradicts_itself()
-    decided = {path: (texts[path] if apart else joined or texts[path]).decided() for path in texts}
-    notes = {
-        note: path.name for path, written in reversed(texts.items())
-        for note in (written if apart else joined or written).notes()
-    }  # fmt: skip
-    more = f" and {counted(len(texts) - 1, 'more log')}" if len(texts) > 1 and not apart else ""
-    return DecidedBases(
-        settings={path: decided.get(path, settings) for path in paths},
-        notes=[f"{name}{more}: {note}" for note, name in notes.items()],
-    )
+    decided: dict[Path, CanDatasetSettings] = {}
+    notes = []
+    for group in _sources(texts):
+        for path in group if whole else ():
+            texts[path] = _all_numbers(path, {other: texts[other] for other in group})
+        joined = reduce(NumberTexts.joined, (texts[path] for path in group))
+        decided |= dict.fromkeys(group, joined.decided())
+        more = f" and {counted(len(group) - 1, 'more log')}" if len(group) > 1 else ""
+        notes += [f"{group[0].name}{more}: {note}" for note in joined.notes()]
+    return DecidedBases(settings={path: decided.get(path, settings) for path in paths}, notes=notes)
+
+
+def _sources(texts: Mapping[Path, NumberTexts]) -> list[list[Path]]:
+    """Groups the logs whose numbers are of one base. A header that tells its base speaks for its own logs alone. The
+    other logs are of one source, unless some IDs can only be hexadecimal and others only decimal: then those with the
+    same header are.
+    """
+    untold = [written for written in texts.values() if not written.header_base]
+    is_mixed = len({written.certain_id_base() for written in untold} - {""}) > 1
+    groups: dict[str, list[Path]] = defaultdict(list)
+    for path, written in texts.items():
+        groups[written.header if is_mixed or written.header_base else ""].append(path)
+    return [*groups.values()]
 
 
 def _first_numbers(path: Path, settings: CanDatasetSettings) -> NumberTexts | None:
