@@ -46,7 +46,9 @@ AlarmsPerHour = Annotated[
 ]
 HoldOption = Annotated[
     str | None,
-    typer.Option("--hold", help="Raise an alarm when M of the last N samples are flagged: 2/3.", metavar="M/N"),
+    typer.Option(
+        "--hold", help="Raise an alarm when M of the last N samples are flagged: 2/3. [at each one]", metavar="M/N"
+    ),
 ]
 
 

@@ -101,7 +101,7 @@ def test_what_the_reader_noticed_is_said_from_the_cache_too(tmp_path: Path) -> N
     log.path.write_text(log.path.read_text().replace("\n0.1", "\nx0.1", 1))
     for _ in range(2):
         data, recorder = prepared([log], tmp_path)
-        assert "drive.csv: 1 of 1,010 rows are malformed" in data.notices[0]
+        assert "drive.csv: 1 of 1,010 rows is malformed" in data.notices[0]
         assert recorder.notices == list(data.notices)
 
 

@@ -151,10 +151,21 @@ def _split(dataset: CanDatasetSettings, logs: Sequence[HashedLog], flat: FlatGra
     remaining, copied = _drop_copies(flat, logs)
     split, cut = split_rows(flat, dataset.validation_share, dataset.test_share, remaining)
     split, known = leave_out_known(flat, split, flat, np.concatenate([split.train, split.validation]))
-    data = CanData(flat=flat, split=split, notices=(*flat.notices, *copied, *cut, *known))
+    notices = (*flat.notices, *copied, *cut, *known, *_unlabelled([flat.sources[index] for index in remaining]))
+    data = CanData(flat=flat, split=split, notices=notices)
     for notice in data.notices:
         reporter.notice(notice)
     return data
+
+
+def _unlabelled(sources: Sequence[SourceFile]) -> list[str]:
+    """Says which logs have no labels although others have."""
+    names = [source.path for source in sources if not source.labelled]
+    if len(names) in (0, len(sources)):
+        return []
+    shown = ", ".join(Path(name).name for name in names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return [f"{len(names)} of {len(sources)} logs without labels: their frames count as benign ({shown}{more})"]
 
 
 def _drop_copies(flat: FlatGraphs, logs: Sequence[HashedLog]) -> tuple[list[int], list[str]]:

@@ -493,7 +493,8 @@ class ReadReport:
         if self.jitter > MAX_JITTER_SHARE * self.frames:
             raise DataError("A log's time must run forwards",
                             value=f"{self.path} steps back at {self.jitter:,} of {counted(self.frames, 'frame')}",
-                            remedy="Sort the log by time")  # fmt: skip
+                            remedy="Sort the log by time; if its times are differences, as of `candump -t d`, record "
+                                   "times of a clock: `candump -t a`")  # fmt: skip
         if not self.frames and self.chosen_channel and self.channels:
             raise DataError("dataset.channel must be an interface of the log",
                             value=f"{self.chosen_channel}; {self.path} has {self._named_channels()}",

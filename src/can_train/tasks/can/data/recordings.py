@@ -24,6 +24,7 @@ import polars as pl
 from can_train.errors import CanTrainError, DataError
 from can_train.tasks.can.data.captures import (
     CAPTURE_MAGIC,
+    CUT_OFF,
     GOOD,
     LARGE_ID,
     MISSING,
@@ -290,12 +291,15 @@ def _rows(recorded: Recorded) -> ParsedRows:
     is_good = is_time & (wrong == GOOD)
     bad = np.flatnonzero(~is_good)
     reasons = [WRONG[code] if code else LATE_TIMESTAMP for code in wrong[bad].tolist()]
+    # Of a frame that was cut off or lacks a field, the ID may be a filler.
+    has_id = ~np.isin(wrong[bad], (CUT_OFF, MISSING))
     malformed = pl.DataFrame(
         {"position": pl.Series(bad).cast(pl.UInt32), "reason": pl.Series(reasons, dtype=pl.String)}
     )
     malformed = malformed.select(
         "position", pl.format("frame {} of its block", pl.col("position") + 1).alias("line"), "reason",
-        id=pl.Series(recorded.can_id[bad].astype(np.uint64)), label=pl.lit(None, dtype=pl.String),
+        id=pl.when(pl.Series(has_id)).then(pl.Series(recorded.can_id[bad].astype(np.uint64))),
+        label=pl.lit(None, dtype=pl.String),
     )  # fmt: skip
     is_long = bool((length[is_good] > MAX_PAYLOAD_BYTES).any())
     payload = recorded.payload if is_long else recorded.payload[:, :MAX_PAYLOAD_BYTES]

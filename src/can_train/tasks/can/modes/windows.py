@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 _MAX_NAMED_LOGS: Final = 3  # in an error
 _REMEDY: Final = "Use a log with labelled attacks, or train an autoencoder: --model vgae"
+_LABEL_REMEDY: Final = (
+    "If a CSV column has labels, name it: `--set dataset.columns.label=NAME`. Else use a log with labelled attacks, or "
+    "train an autoencoder: --model vgae"
+)
 _BENIGN_REMEDY: Final = "Use a log that also has attack-free driving, before and after the attacks"
 
 
@@ -188,7 +192,7 @@ def check_classes(data: CanData, is_attack: Bools) -> None:
     if (data.sample is None or data.sample.every_log) and not any(source.labelled for source in training):
         raise DataError("A supervised mode learns from labels, and no training log has any",
                         value=", ".join(source.path for source in data.flat.sources[:_MAX_NAMED_LOGS]),
-                        remedy=_REMEDY)  # fmt: skip
+                        remedy=_LABEL_REMEDY)  # fmt: skip
     attacks = int(is_attack.sum())
     if data.sample is None and attacks in (0, len(is_attack)):
         missing, remedy = ("no attack", _REMEDY) if attacks == 0 else ("no benign", _BENIGN_REMEDY)
