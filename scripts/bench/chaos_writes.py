@@ -92,7 +92,7 @@ class Faults:
             if not set("wax+") & {*mode} or not where.startswith(self.folder):
                 return opened(file, mode, buffering, *others, **named)
             self.count()
-            raw = Raw(where, mode.replace("b", "").replace("t", ""))
+            raw = Raw(where, mode.replace("b", "").replace("t", ""), opener=named.pop("opener", None))
             buffered: Any = raw if buffering == 0 else (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
             return buffered if "b" in mode else io.TextIOWrapper(buffered, *others, **named)
 
@@ -209,6 +209,9 @@ def _resume(world: World, place: Path, before: Answer) -> str:
         run = _new_run(world)
     else:
         answer = run_apart(["resume", str(run)], Faults(world.folder), place)
+        if answer.code == 2 and "--trust-code" in answer.err:
+            # It ended before it was entered into the list of runs, and is not known to be the user's own.
+            answer = run_apart(["resume", str(run), "--trust-code"], Faults(world.folder), place)
     if answer.failure or answer.code:
         return f"after {before.code} it does not go on: {answer.failure or answer.err[-300:]}"
     if _weights(run) != (place / "weights").read_text():
