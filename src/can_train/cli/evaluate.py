@@ -47,7 +47,7 @@ AlarmsPerHour = Annotated[
 HoldOption = Annotated[
     str | None,
     typer.Option(
-        "--hold", help="Raise an alarm when M of the last N samples are flagged: 2/3. [at each one]", metavar="M/N"
+        "--hold", help="Raise an alarm when M of the last N samples are flagged: 2/3. [of detect: 1/1]", metavar="M/N"
     ),
 ]
 
