@@ -154,7 +154,8 @@ def test_preflight_splits_the_batches_of_each_epoch(tmp_path: Path) -> None:
 
 
 def test_max_leaves_enough_steps_in_the_smallest_epoch(tmp_path: Path) -> None:
-    parts = line_parts(tmp_path, GrowingTask(), epochs=4, min_steps_per_epoch=3, find_batch_size="max")
+    changed = {"epochs": 4, "min_steps_per_epoch": 3, "find_batch_size": "max", "lr_batch_size": 2}
+    parts = line_parts(tmp_path, GrowingTask(), **changed)
     plan = make_session(parts, HALF).plan
     assert (plan.logical_batch, plan.binding_limit) == (4, "min_steps")
     assert (plan.fewest_steps_per_epoch, plan.steps_per_epoch) == (3, 15)
