@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import can_train
+from can_train.slurm.snapshot import describe, keep, read_code
 from can_train.slurm.submit import start_process
 from can_train.training.run_folder import Registry, RunFolder
 
@@ -73,7 +73,9 @@ def test_a_job_sees_the_gpus_that_its_submitter_sees(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    (folder.path / "code.json").write_text(json.dumps({"folder": str(Path(can_train.__file__).parents[2])}))
+    code = read_code()
+    keep(code, tmp_path / "state")
+    describe(code, tmp_path / "state", folder.path)
 
     def entry(run: RunFolder, stops: object) -> None:
         (run.path / "seen").write_text(json.dumps(os.environ.get("CUDA_VISIBLE_DEVICES")))
