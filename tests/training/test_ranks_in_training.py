@@ -184,14 +184,14 @@ def test_with_another_number_of_ranks_the_batch_stays(tmp_path: Path) -> None:
 
 
 def test_the_device_that_holds_least_decides_a_batch_for_all(tmp_path: Path) -> None:
-    settings = {"find_batch_size": "max", "min_steps_per_epoch": 1, "epochs": 2}
+    settings = {"find_batch_size": "max", "lr_batch_size": 2, "min_steps_per_epoch": 1, "epochs": 2}
     first = fitted(tmp_path, 2, capacities_mib=(80, 40), **settings)
     plans = [rank["plan"]["plan"] for rank in first]
     (alone,) = fitted(tmp_path / "alone", 1, capacities_mib=(40,), **settings)
     assert plans[0]["logical_batch"] == plans[1]["logical_batch"] == 2 * alone["plan"]["plan"]["logical_batch"]
     assert plans[0]["binding_limit"] == plans[1]["binding_limit"] == "memory"
     assert plans[0]["rules"]["tuned_limit"] > 1.5 * plans[1]["rules"]["tuned_limit"]
-    assert plans[0]["lr_factor"] == plans[1]["lr_factor"] == pytest.approx((plans[0]["logical_batch"] / 64) ** 0.5)
+    assert plans[0]["lr_factor"] == plans[1]["lr_factor"] == pytest.approx((plans[0]["logical_batch"] / 2) ** 0.5)
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "plan-rank-1.json").read_text()) == first[1]["plan"]
     assert all(rank["asked in planning"] > 0 for rank in first)
