@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final
 import typer
 
 from can_train.cli.factors_tables import (
-    counted,
     factors_json,
     factors_table,
     record_notes,
@@ -28,6 +27,7 @@ from can_train.factors.policies import POLICIES
 from can_train.factors.store import FactorStore, get_safety_factor_db, replay_runs
 from can_train.factors.summary import FactorSummary, find_summaries, full_keys, keys_like, policy_of, read_figures
 from can_train.io.records import write_json_atomic, write_text_atomic
+from can_train.io.units import counted
 
 _STANDARD_OUTPUT: Final = "-"
 _SUGGESTIONS: Final = 3

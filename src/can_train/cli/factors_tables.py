@@ -10,6 +10,7 @@ from can_train.factors.exchange import run_notes
 from can_train.factors.observations import ANY_DEVICE, Records
 from can_train.factors.store import Replay
 from can_train.factors.summary import FactorFigures, FactorSummary
+from can_train.io.units import counted
 
 _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
@@ -197,15 +198,6 @@ def replay_json(replay: Replay, name: str) -> dict[str, Any]:
 def shown_device(device: str) -> str:
     """Returns a kind of device as a sentence names it."""
     return "any other device" if device == ANY_DEVICE else device
-
-
-def counted(count: int, what: str) -> str:
-    """Returns a count with its noun.
-
-    >>> counted(1, "run"), counted(2, "run")
-    ('1 run', '2 runs')
-    """
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _minute(time: datetime) -> str:

@@ -149,3 +149,12 @@ def shortened(names: Sequence[str]) -> dict[str, str]:
         if 1 < len({*short.values()}) == len(names):
             return short
     return {name: name for name in names}
+
+
+def counted(count: int, noun: str) -> str:
+    """Writes a count with its noun.
+
+    >>> counted(1, "run"), counted(2, "run")
+    ('1 run', '2 runs')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.fit.factor_rule import NO_AIM, STATIC
-from can_train.io.units import size_text
+from can_train.io.units import counted, size_text
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel, DeviceLimits
@@ -56,8 +56,8 @@ def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> lis
 def _batch_text(plan: Plan) -> str:
     reason = _REASONS[plan.binding_limit]
     if plan.batches_per_step == 1:
-        return f"{_counted(plan.logical_batch, 'sample')} a step ({reason})"
-    batch = _counted(plan.logical_batch // plan.batches_per_step, "sample")
+        return f"{counted(plan.logical_batch, 'sample')} a step ({reason})"
+    batch = counted(plan.logical_batch // plan.batches_per_step, "sample")
     return f"{batch} a batch ({reason}), {plan.batches_per_step} batches a step"
 
 
@@ -71,7 +71,7 @@ def _parts_text(run_plan: RunPlan) -> str:
         return f"{owner} is computed at once, in one micro-batch."
     parts = f"{spread(plan.fewest_parts, plan.most_parts)} micro-batches"
     splits = f" (accumulation_splits {plan.rules.splits})" if plan.rules.splits > 1 else ""
-    return f"{owner} is computed in {parts} of up to {_counted(plan.largest_micro_batch, 'sample')}{splits}."
+    return f"{owner} is computed in {parts} of up to {counted(plan.largest_micro_batch, 'sample')}{splits}."
 
 
 def plan_details(run_plan: RunPlan) -> list[str]:
@@ -248,10 +248,6 @@ def spread(fewest: int, most: int, between: str = " to ") -> str:
     return f"{most}" if fewest == most else f"{fewest}{between}{most}"
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def _cost_model_text(model: CostModel) -> str:
     terms = [
         f"{coefficient / 1024:.4g} KiB · {feature.name}" + _PADDING.get(feature.padding, f" (max^{feature.padding})")
@@ -272,4 +268,4 @@ def _tuned_limit_text(limits: DeviceLimits) -> str:
         source = f"the tuned limit of run {limits.earlier_run}, confirmed by one trial"
         return f"a batch of {size_text(training.tuned_limit)} fits ({source}{more})"
     ran_out = f", {training.ooms} ran out of memory" if training.ooms else ""
-    return f"a batch of {size_text(training.tuned_limit)} fits ({_counted(training.trials, 'trial')}{ran_out}{more})"
+    return f"a batch of {size_text(training.tuned_limit)} fits ({counted(training.trials, 'trial')}{ran_out}{more})"
