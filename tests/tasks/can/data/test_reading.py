@@ -362,7 +362,7 @@ def test_a_malformed_row_is_left_out_and_told_with_its_line(position: int, blank
     report = read_text(text, block_bytes=block_bytes).reader.report
     assert (report.frames, report.malformed, report.reasons["the DLC disagrees with the payload"]) == (200, 1, 1)
     assert (report.examples[0].line, report.examples[0].text) == (position + blanks + 1, "1.5,0316,8,05,21")
-    assert "1 of 201 rows are malformed and left out: 1 × the DLC disagrees" in report.summary()[0]
+    assert "1 of 201 rows is malformed and left out: 1 × the DLC disagrees" in report.summary()[0]
 
 
 def test_too_many_malformed_rows_are_refused_with_file_line_reason_and_remedy(tmp_path: Path) -> None:
