@@ -10,8 +10,8 @@ from torch import nn
 
 from can_train.fit.planner import epochs_differ
 from can_train.task import BatchTask, LogicalBatch
-from can_train.tasks.can.modes.windows import WindowTask
 from can_train.training.train import make_session, train
+from can_train_tasks.can.modes.windows import WindowTask
 from fakes.line_fit import LineBatch, fixed, line_parts
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))

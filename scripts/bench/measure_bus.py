@@ -15,13 +15,13 @@ from sklearn.metrics import matthews_corrcoef, roc_auc_score
 from sklearn.tree import DecisionTreeClassifier
 
 from bench.results_file import environment, markdown, write_section
-from can_train.tasks.can.data.graphs import Bools, Floats, Frames, Ints
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
-from can_train.tasks.can.synthetic.attacks import ATTACKS, FIRST_ATTACKS
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic
-from can_train.tasks.can.synthetic.vehicles import MAX_STANDARD_ID, NUM_VEHICLES
-from can_train.tasks.can.synthetic.writing import ATTACK_FREE, GENERATORS, PlannedDrive, plan_drives, simulate
+from can_train_tasks.can.data.graphs import Bools, Floats, Frames, Ints
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings, SyntheticSettings
+from can_train_tasks.can.synthetic.attacks import ATTACKS, FIRST_ATTACKS
+from can_train_tasks.can.synthetic.traffic import SECOND_US, Traffic
+from can_train_tasks.can.synthetic.vehicles import MAX_STANDARD_ID, NUM_VEHICLES
+from can_train_tasks.can.synthetic.writing import ATTACK_FREE, GENERATORS, PlannedDrive, plan_drives, simulate
 
 LOGS: Final = Path(__file__).parents[3] / "shared" / "data" / "can"
 SEEDS: Final = (0, 1, 2)

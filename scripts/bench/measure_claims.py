@@ -28,7 +28,7 @@ from bench.policy_laws import draw_laws, simulate
 from bench.results_file import environment, markdown, write_section
 from can_train.factors.policies import AffinePolicy, MomentumPolicy
 from can_train.fit.packing import solve_accumulation
-from can_train.memory.simulated_gpu import SimulatedGpu
+from can_train.memory.simulated.gpu import SimulatedGpu
 from can_train.reporter import SilentReporter
 from can_train.training.loading import load_task
 from can_train.training.split_gradients import compare_gradients

@@ -20,11 +20,11 @@ import numpy as np
 
 from bench.results_file import write_section
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.data.dataset import prepare
-from can_train.tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder
-from can_train.tasks.can.data.layout import LOG, LogFile
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.dataset import prepare
+from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder
+from can_train_tasks.can.data.layout import LOG, LogFile
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings
 
 MESSAGES: Final = 4_000_000
 SMALL_SHARE: Final = 4
@@ -130,7 +130,7 @@ def memory_rows(short: Path, long: Path, num_messages: int, folder: Path) -> lis
 def batch_rows(log: Path, folder: Path) -> list[tuple[str, ...]]:
     """Makes batches of shuffled graphs with can-train and with torch_geometric's DataLoader."""
     say("batching")
-    from can_train.tasks.can.data.batches import Gatherer
+    from can_train_tasks.can.data.batches import Gatherer
 
     flat = prepare_log(log, folder / "short")
     num_graphs = min(COLLATED_GRAPHS, len(flat)) // BATCH * BATCH

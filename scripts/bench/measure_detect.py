@@ -17,10 +17,10 @@ from typing import Final, NamedTuple
 from bench.measure_data import run_python, say
 from bench.results_file import environment, markdown, write_section
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
-from can_train.tasks.can.synthetic.writing import write_synthetic
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings, SyntheticSettings
+from can_train_tasks.can.synthetic.writing import write_synthetic
 
 MODELS: Final = tuple((model, size) for model in ("gat", "vgae") for size in ("student", "teacher"))
 

@@ -24,10 +24,10 @@ from can_train.factors.store import factor_rule
 from can_train.fit.packing import BatchCosts, SplitRules, cut
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
+from can_train.runs.run_folder import RunFolder, StopRequests
 from can_train.task import BatchTask
 from can_train.training.dry_run import dry_plans, find_targets
 from can_train.training.loading import load_task
-from can_train.training.run_folder import RunFolder, StopRequests
 from can_train.training.session import Parts
 from can_train.training.train import make_session, take_step
 

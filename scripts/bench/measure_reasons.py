@@ -19,14 +19,14 @@ from can_train.config.resolved import cache_folder, data_root
 from can_train.fit.optimizer import Precision
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.contributions import FRAMES, PROPERTIES
-from can_train.tasks.can.data.dataset import load_data
-from can_train.tasks.can.data.graphs import BENIGN, NODE_FEATURES, FlatGraphs, Floats, Frames, Ints
-from can_train.tasks.can.evaluation.alarms import Explainer, usual_windows
-from can_train.tasks.can.reference_models import FinishedNetwork
 from can_train.training.evaluate import Scorer
 from can_train.training.inference import InferenceDevice
 from can_train.training.loading import load_finished
+from can_train_tasks.can.contributions import FRAMES, PROPERTIES
+from can_train_tasks.can.data.dataset import load_data
+from can_train_tasks.can.data.graphs import BENIGN, NODE_FEATURES, FlatGraphs, Floats, Frames, Ints
+from can_train_tasks.can.evaluation.alarms import Explainer, usual_windows
+from can_train_tasks.can.reference_models import FinishedNetwork
 
 STUDENTS: Final = {
     "student GAT": ("--model", "gat"),

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, Final
 
 from bench.results_file import environment, markdown, write_section
-from can_train.training.run_folder import RunFolder
+from can_train.runs.run_folder import RunFolder
 
 SANDBOX: Final = Path(__file__).resolve().parents[1] / "slurm-sandbox"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from bench.summary import cell, section_of
-from can_train.cli.charts import STYLE, Chart, number_axis, plot_svg
+from can_train.report.charts import STYLE, Chart, number_axis, plot_svg
 
 PICTURE: Final = Path(__file__).resolve().parents[2] / "docs" / "comparison.svg"
 

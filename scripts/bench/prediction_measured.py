@@ -26,7 +26,6 @@ from can_train import predict_peak
 from can_train.errors import CanTrainError
 from can_train.fit.prediction import price_trace
 from can_train.memory import cuda_dispatch
-from can_train.memory.allocator import PLAIN, CachingAllocator
 from can_train.memory.catalogue import (
     ALL_KERNELS,
     CUBLAS_KERNELS,
@@ -36,6 +35,7 @@ from can_train.memory.catalogue import (
     find_card,
 )
 from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
+from can_train.memory.simulated.allocator import PLAIN, CachingAllocator
 
 MIB: Final = 2**20
 # Fewer rows of a family tell no constant of their own: it is that of the first family on the same card, or where there

@@ -4,6 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from can_train.adapters.framework_loop import LoopSettings
+    from can_train.adapters.lightning_callback import MemoryMonitorCallback, MicroBatchCallback
+    from can_train.adapters.lightning_sizes import scale_batch_size
+    from can_train.adapters.transformers_trainer import MicroBatchTrainerMixin
     from can_train.errors import CanTrainError
     from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
     from can_train.factors.store import get_safety_factor_db
@@ -15,12 +19,8 @@ if TYPE_CHECKING:
     from can_train.memory.meters import MemoryMonitor, simulated_gpu
     from can_train.memory.out_of_memory import is_out_of_memory
     from can_train.task import Feature, Phase
-    from can_train.tasks.sample_task import Task, TaskContext
     from can_train.training.dry_run import get_effective_safety_factor
-    from can_train.training.framework_loop import LoopSettings
-    from can_train.training.lightning_callback import MemoryMonitorCallback, MicroBatchCallback
-    from can_train.training.lightning_sizes import scale_batch_size
-    from can_train.training.transformers_trainer import MicroBatchTrainerMixin
+    from can_train.training.sample_task import Task, TaskContext
 
 __version__ = "0.1.0"
 
@@ -64,13 +64,13 @@ _HOMES: Final = {
     "fit.search": ("SizeSearch", "find_max_size"),
     "memory.meters": ("MemoryMonitor", "simulated_gpu"),
     "memory.out_of_memory": ("is_out_of_memory",),
-    "tasks.sample_task": ("Task", "TaskContext"),
+    "training.sample_task": ("Task", "TaskContext"),
     "task": ("Feature", "Phase"),
     "training.dry_run": ("get_effective_safety_factor",),
-    "training.framework_loop": ("LoopSettings",),
-    "training.lightning_callback": ("MemoryMonitorCallback", "MicroBatchCallback"),
-    "training.lightning_sizes": ("scale_batch_size",),
-    "training.transformers_trainer": ("MicroBatchTrainerMixin",),
+    "adapters.framework_loop": ("LoopSettings",),
+    "adapters.lightning_callback": ("MemoryMonitorCallback", "MicroBatchCallback"),
+    "adapters.lightning_sizes": ("scale_batch_size",),
+    "adapters.transformers_trainer": ("MicroBatchTrainerMixin",),
 }
 
 

@@ -1,5 +1,5 @@
 """What training, planning and evaluation ask of a task and its data: `BatchTask`. A task that is described by its
-samples derives from `Task` (tasks/sample_task.py), which answers all of it from them.
+samples derives from `Task` (training/sample_task.py), which answers all of it from them.
 
 Shapes: R samples that a call names by their rows, i.e. their indices in the task's data.
 """

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 
 from can_train.cli.main import main
-from can_train.cli.report_figures import (
+from can_train.report.figures import (
     has_both_classes,
     memory_charts,
     precision_recall_chart,
     roc_chart,
     timeline_chart,
 )
-from can_train.task import Predictions
-from can_train.training.recording import (
+from can_train.runs.recording import (
     MemoryLimits,
     StepLog,
     StepRecord,
@@ -30,7 +29,8 @@ from can_train.training.recording import (
     steps_path,
     write_predictions,
 )
-from can_train.training.run_folder import RunFolder
+from can_train.runs.run_folder import RunFolder
+from can_train.task import Predictions
 from fakes.finished_runs import Shelf
 from fakes.trained_runs import finished_run
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from can_train.cli.main import main
+from can_train.runs.recording import MemoryLimits, StepLog, StepRecord, steps_path, write_predictions
 from can_train.task import Predictions
-from can_train.training.recording import MemoryLimits, StepLog, StepRecord, steps_path, write_predictions
 from fakes.finished_runs import Shelf
 
 WANTED = os.environ.get("CAN_TRAIN_CHROMIUM") == "1"

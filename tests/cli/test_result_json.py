@@ -11,7 +11,7 @@ from can_train.cli.main import main
 from can_train.cli.output import Verbosity
 from can_train.cli.train import _Printer
 from can_train.errors import CanTrainError
-from can_train.training.run_folder import RunFolder
+from can_train.runs.run_folder import RunFolder
 from fakes.finished_runs import Shelf
 from fakes.trained_runs import bus_log
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from can_train.cli.main import _COMMANDS, main
-from can_train.training.run_folder import RunFolder
+from can_train.runs.run_folder import RunFolder
 from fakes.own_tasks import write_task
 
 STRANGER = 65534  # nobody

@@ -41,7 +41,7 @@ REPLAY = """
 import random
 import torch
 from can_train.memory.allocator_settings import read_allocator_settings
-from can_train.memory.allocator import CachingAllocator
+from can_train.memory.simulated.allocator import CachingAllocator
 from can_train.memory.meters import open_meter
 
 meter = open_meter("cuda")

@@ -1,6 +1,6 @@
 """Frames as candump prints them."""
 
-from can_train.tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.graphs import Frames
 
 
 def candump(frames: Frames, style: str = "-L") -> str:

@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.config.task_settings import NoSettings
-from can_train.tasks.bendr.settings import (
+from can_train.training.sample_task import TaskContext
+from can_train_tasks.bendr.settings import (
     BendrSettings,
     ClassifySettings,
     PretrainSettings,
     RecordingSettings,
     SimulatedRecordings,
 )
-from can_train.tasks.bendr.task import Bendr
-from can_train.tasks.sample_task import TaskContext
+from can_train_tasks.bendr.task import Bendr
 
 EYE_STATE = Path(__file__).parents[2] / "../shared/data/eeg/EEG_Eye_State.csv"
 SMALL = BendrSettings(hidden=16, layers=1, heads=2, feedforward=32, groups=4, position_kernel=5, dropout=0.0)

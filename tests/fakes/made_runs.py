@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from can_train.io.records import AttemptStart
+from can_train.runs.run_folder import AttemptEnd, JobRecord, Registry, RunRecord
 from can_train.slurm.client import SlurmAnswer
 from can_train.slurm.status import KnownRun, RunStatus, known_runs, run_statuses
-from can_train.training.run_folder import AttemptEnd, JobRecord, Registry, RunRecord
 from fakes.run_facts import CLUSTER
 
 KEY = "synthetic_gat_student_normal"

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from can_train.tasks.can.fusion.agent import FusionAgent, MixingProblem
-from can_train.tasks.can.fusion.mixing import WindowScores, mixing_weights, next_windows
-from can_train.tasks.can.settings import FusionAgentSettings
+from can_train_tasks.can.fusion.agent import FusionAgent, MixingProblem
+from can_train_tasks.can.fusion.mixing import WindowScores, mixing_weights, next_windows
+from can_train_tasks.can.settings import FusionAgentSettings
 
 WINDOWS = 600
 WEIGHTS = 21

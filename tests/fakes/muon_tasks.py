@@ -6,14 +6,14 @@ from typing import Any
 from torch import nn
 
 from can_train.task import Phase
-from can_train.tasks.muon.settings import (
+from can_train.training.sample_task import TaskContext
+from can_train_tasks.muon.settings import (
     MuonGanSettings,
     MuonSettings,
     ShowerDatasetSettings,
     SyntheticShowerSettings,
 )
-from can_train.tasks.muon.task import MuonTask
-from can_train.tasks.sample_task import TaskContext
+from can_train_tasks.muon.task import MuonTask
 
 REAL = Path(__file__).parents[2] / "../shared/data/muon"
 FEW = SyntheticShowerSettings(showers=60, files=2, muons_per_pev=30.0)

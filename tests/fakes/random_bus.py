@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from can_train.tasks.can.data.graphs import FlatGraphs, Frames, GraphBlock, GraphBuilder, SourceFile, writing_graphs
+from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBlock, GraphBuilder, SourceFile, writing_graphs
 
 KINDS = ("benign", "DoS")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from can_train.io.records import AttemptStart, JobId
+from can_train.runs.run_folder import AttemptEnd, JobRecord, RunRecord
 from can_train.slurm.client import SlurmAnswer, parse_sacct, parse_squeue
 from can_train.slurm.run_state import AttemptFacts, RunFacts
-from can_train.training.run_folder import AttemptEnd, JobRecord, RunRecord
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "slurm"
 CLUSTER = "alpha"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from can_train.tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder
-from can_train.tasks.can.inputs import PUNCTUAL_LOGS
+from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder
+from can_train_tasks.can.inputs import PUNCTUAL_LOGS
 from fakes.random_bus import cached_graphs
 
 BUS = [0x100, 0x200, 0x300, 0x400]

@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from can_train.tasks.can.settings import SyntheticSettings
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic
-from can_train.tasks.can.synthetic.vehicles import MAX_EXTENDED_ID, MAX_STANDARD_ID, Message, Vehicle
-from can_train.tasks.can.synthetic.writing import GENERATORS, plan_drives, simulate
+from can_train_tasks.can.settings import SyntheticSettings
+from can_train_tasks.can.synthetic.traffic import SECOND_US, Traffic
+from can_train_tasks.can.synthetic.vehicles import MAX_EXTENDED_ID, MAX_STANDARD_ID, Message, Vehicle
+from can_train_tasks.can.synthetic.writing import GENERATORS, plan_drives, simulate
 
 VERSIONS = tuple(GENERATORS)
 SHORTEST = {version: SyntheticSettings(version=version, seed=3, seconds=5.0) for version in VERSIONS}

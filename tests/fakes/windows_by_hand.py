@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from can_train.tasks.can.data.behaviour import BEHAVIOUR
-from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, SourceFile
+from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, SourceFile
 
 KINDS = ("benign", "DoS", "fuzzing")
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.prediction import LossOf, TargetPrediction, loaded_kernels, predict_peak, price_trace
-from can_train.memory.allocator import PLAIN
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_dispatch import AllocationTrace, NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_operators import CUDNN
-from can_train.memory.simulated_gpu import LiveStorageTracker
+from can_train.memory.simulated.allocator import PLAIN
+from can_train.memory.simulated.gpu import LiveStorageTracker
 from can_train.task import Feature
 from fakes.line_fit import LineTask
 

@@ -27,8 +27,8 @@ from can_train.fit.rescue import (
     RescueSettings,
     describe_out_of_memory,
 )
-from can_train.memory import simulated_gpu
 from can_train.memory.meters import CpuMeter, SimulatedMeter
+from can_train.memory.simulated import gpu as simulated_gpu
 from can_train.task import Feature
 from fakes.costly import Costly
 
@@ -549,6 +549,6 @@ def test_from_an_out_of_memory_to_the_retry_at_most_8_files_run(monkeypatch: pyt
     monkeypatch.setattr(simulated_gpu, "_out_of_memory", begin)
     monkeypatch.setattr(gpu.model, "forward", end)
     assert gpu.step() == (15, 23, 22)
-    opened -= {"memory/simulated_gpu", "memory/allocator"}
+    opened -= {"simulated/gpu", "simulated/allocator"}
     assert {"fit/rescue", "fit/micro_batcher", "memory/out_of_memory"} <= opened
     assert len(opened) <= 8, sorted(opened)

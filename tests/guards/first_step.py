@@ -18,9 +18,9 @@ from types import CodeType, FrameType
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 Function = tuple[str, str]
-"""File within the package, and qualified name."""
+"""File within `src/`, of the launcher without its package, and qualified name."""
 
-PACKAGE = f"{os.sep}src{os.sep}can_train{os.sep}"
+SOURCES = f"{os.sep}src{os.sep}"
 CO_OPTIMIZED = 1
 """Set in the code of functions, not of modules and class bodies."""
 
@@ -28,10 +28,10 @@ calls: dict[Function | None, set[Function]] = defaultdict(set)
 
 
 def function_of(code: CodeType) -> Function | None:
-    _, inside, path = code.co_filename.partition(PACKAGE)
+    path = code.co_filename.partition(SOURCES)[2].removeprefix(f"can_train{os.sep}")
     # A comprehension outside any function (`<genexpr>`) runs when its module is imported.
     is_function = code.co_flags & CO_OPTIMIZED and not code.co_qualname.startswith("<")
-    return (path, code.co_qualname) if inside and is_function else None
+    return (path, code.co_qualname) if path and is_function else None
 
 
 def callers(frame: FrameType | None) -> Iterable[Function]:

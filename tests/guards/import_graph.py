@@ -24,7 +24,7 @@ def _imports(source: Source, names: set[str], *, lazy: bool) -> Iterator[str]:
         targets = [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
             targets = [f"{node.module}.{name}" for name in targets] + [str(node.module)]
-        inside = {target.removeprefix("can_train.") for target in targets} & names
+        inside = {target.removeprefix(f"{source.package}.") for target in targets} & names
         # `from can_train.fit import plan` names the module; `from can_train.fit.plan import Plan` its parent path.
         yield from inside - {module_name(source)}
 

@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "can_train"
+TASKS = PACKAGE.parent / "can_train_tasks"
 
 
 class Source(NamedTuple):
-    """One file: where it lies in the package (`fit/search.py`), its text and its syntax tree."""
+    """One file: where it lies in its package (`fit/search.py`), its text, its syntax tree and the package."""
 
     path: str
     text: str
     tree: ast.Module
+    package: str = "can_train"
 
     @property
     def room(self) -> str:
@@ -20,13 +22,14 @@ class Source(NamedTuple):
         return self.path.partition("/")[0].removesuffix(".py")
 
 
-def parse(path: str, text: str) -> Source:
-    return Source(path, text, ast.parse(text))
+def parse(path: str, text: str, package: str = "can_train") -> Source:
+    return Source(path, text, ast.parse(text), package)
 
 
-def package_sources() -> list[Source]:
-    files = sorted(PACKAGE.rglob("*.py"))
-    return [parse(file.relative_to(PACKAGE).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+def package_sources(folder: Path = PACKAGE) -> list[Source]:
+    """Parses the launcher's files, or those of the tasks that come with it."""
+    files = sorted(folder.rglob("*.py"))
+    return [parse(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8"), folder.name) for file in files]
 
 
 def imported_modules(source: Source) -> set[str]:

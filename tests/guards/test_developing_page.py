@@ -20,7 +20,7 @@ TRACKED = """
 import sys
 from pathlib import Path
 from can_train.reporter import SilentReporter
-from can_train.training.trackers import TrackedRun, tracked
+from can_train.runs.trackers import TrackedRun, tracked
 from fakes.tracked_runs import read_back
 run = TrackedRun(run_id="a", folder=str(Path("a").absolute()), dataset="d", key="k", settings={"lr": 1})
 Path("a").mkdir()

@@ -1,12 +1,13 @@
-"""No layer but `tasks` knows a task by name: what is special about one stands in its folder or in configs/."""
+"""The launcher knows no task by name: what is special about a task stands in its folder or in configs/."""
 
 import ast
 
 import pytest
 
-from guards.sources import PACKAGE, Source, imported_modules, package_sources, parse, without_docstrings
+from guards.sources import TASKS as TASK_PACKAGE
+from guards.sources import Source, imported_modules, package_sources, parse, without_docstrings
 
-TASKS = {folder.name for folder in (PACKAGE / "tasks").iterdir() if folder.is_dir() and folder.name != "__pycache__"}
+TASKS = {file.parent.name for file in TASK_PACKAGE.glob("*/settings.py")}
 
 
 def task_names(source: Source, tasks: set[str]) -> list[str]:
@@ -22,7 +23,7 @@ def task_names(source: Source, tasks: set[str]) -> list[str]:
 
 
 def _mentions_module(text: str, tasks: set[str]) -> bool:
-    return any(f".tasks.{task}." in f".{text}." for task in tasks)
+    return text.partition(".")[0] == TASK_PACKAGE.name or any(f".tasks.{task}." in f".{text}." for task in tasks)
 
 
 def _identifier(node: ast.AST) -> str | None:
@@ -38,17 +39,17 @@ def test_there_are_tasks_to_look_for() -> None:
 
 
 def test_no_task_is_named_outside_its_folder() -> None:
-    sources = [source for source in package_sources() if source.room != "tasks"]
-    assert [found for source in sources for found in task_names(source, TASKS)] == []
+    assert [found for source in package_sources() for found in task_names(source, TASKS)] == []
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "from can_train.tasks.can.settings import CanSettings",
-        "from can_train.tasks import can",
+        "from can_train_tasks.can.settings import CanSettings",
+        "from can_train_tasks import can",
+        "SETTINGS = 'can_train_tasks.can.settings:TASK'",
         "task = 'muon'",
-        "SETTINGS = 'can_train.tasks.can.settings.CanSettings'",
+        "SETTINGS = 'can_train_tasks.can.settings.CanSettings'",
         "open('tasks/muon/settings.py')",
         "def plan(muon: int) -> None: ...",
         "if config.muon: ...",

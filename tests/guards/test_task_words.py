@@ -15,7 +15,7 @@ from can_train.cli.main import main
 from fakes.own_tasks import write_task
 from guards.sources import Source, package_sources, parse, without_docstrings
 
-ROOMS: Final = ("cli", "slurm", "training", "factors", "fit", "memory", "config", "io")
+ROOMS: Final = ("cli", "report", "slurm", "adapters", "training", "runs", "factors", "fit", "memory", "config", "io")
 WORDS: Final = re.compile(
     r"\b(gat|vgae|fusion|can bus|hcrl\w*|students?|teachers?|tracknet|seq2seq|bendr|windows?|log\.csv|frames?)\b|muon",
     re.IGNORECASE,

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from can_train.errors import ConfigError
-from can_train.memory.allocator import AllocatorSettings
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.meters import open_meter
+from can_train.memory.simulated.allocator import AllocatorSettings
 
 MIB = 2**20
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

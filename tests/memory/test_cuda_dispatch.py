@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from can_train.memory.allocator import MIN_BLOCK_BYTES, PLAIN, CachingAllocator
 from can_train.memory.cuda_dispatch import (
     CUBLAS,
     TENSORS,
@@ -25,6 +24,7 @@ from can_train.memory.cuda_dispatch import (
     record_on_cuda,
 )
 from can_train.memory.cuda_operators import CUDNN
+from can_train.memory.simulated.allocator import MIN_BLOCK_BYTES, PLAIN, CachingAllocator
 
 MIB = 2**20
 

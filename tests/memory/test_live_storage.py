@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from can_train.memory.cuda_operators import AMPERE
 from can_train.memory.out_of_memory import is_out_of_memory
-from can_train.memory.simulated_gpu import LiveStorageTracker
+from can_train.memory.simulated.gpu import LiveStorageTracker
 
 KIB = 1024
 FLOAT_BYTES = 4

@@ -18,9 +18,9 @@ from bench.measure_reasons import COLUMNS, explained
 from bench.picture import BLOCKS, PICTURE, picture, spans
 from bench.results_file import RESULTS
 from bench.summary import LINES, AbsentError, summary
-from can_train.tasks.can.contributions import PROPERTIES
-from can_train.tasks.can.data.graphs import FlatGraphs
-from can_train.tasks.can.settings import SyntheticSettings
+from can_train_tasks.can.contributions import PROPERTIES
+from can_train_tasks.can.data.graphs import FlatGraphs
+from can_train_tasks.can.settings import SyntheticSettings
 from fakes.random_bus import INJECTED, injected_frames, write_log
 
 SECTIONS = RESULTS.read_text(encoding="utf-8")

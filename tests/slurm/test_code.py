@@ -75,7 +75,10 @@ def test_of_an_installation_the_package_is_taken(tmp_path: Path) -> None:
     (package / "configs").mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "configs" / "one.yaml").write_text("a: 1\n")
-    assert sorted(read_code(package).files) == ["src/pack/__init__.py", "src/pack/configs/one.yaml"]
+    (tasks := tmp_path / "site-packages" / "pack_tasks").mkdir()
+    (tasks / "task.py").write_text("")
+    files = sorted(read_code(package, tasks).files)
+    assert files == ["src/pack/__init__.py", "src/pack/configs/one.yaml", "src/pack_tasks/task.py"]
 
 
 def test_a_copy_is_kept_once_and_mended_where_files_were_cleared_away(checkout: Path, tmp_path: Path) -> None:

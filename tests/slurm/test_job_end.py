@@ -8,9 +8,9 @@ import pytest
 
 from can_train.config.resolved import plain_to_yaml
 from can_train.errors import RunError
+from can_train.runs.run_folder import Attempts, RunFolder, SlurmContext
 from can_train.slurm.client import AccountRow, SlurmAnswer
 from can_train.slurm.job import after_job, host_memory_ran_out, job_memory_mib
-from can_train.training.run_folder import Attempts, RunFolder, SlurmContext
 from fakes.made_runs import Runs, end
 from fakes.run_facts import CLUSTER, slurm_job
 

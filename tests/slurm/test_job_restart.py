@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from can_train.config.settings import ClusterSettings
 from can_train.io.records import utc_now
+from can_train.runs.run_folder import JobRecord
 from can_train.slurm.job import (
     MEMORY_GROWTH,
     JobOutcome,
@@ -23,7 +24,6 @@ from can_train.slurm.job import (
     is_oom_reason,
     next_cluster,
 )
-from can_train.training.run_folder import JobRecord
 
 LIMITS = ClusterSettings(max_restarts=3, oom_resubmits=2)
 HOST_OOM = JobOutcome(ending="host_oom", memory_mib=400, most_memory_mib=4000)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from can_train.runs.run_folder import Registry, RunFolder
 from can_train.slurm.snapshot import describe, keep, read_code
 from can_train.slurm.submit import start_process
-from can_train.training.run_folder import Registry, RunFolder
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ import pytest
 from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
+from can_train.runs.run_folder import Registry, RunRecord
 from can_train.slurm.client import Node, Partition, QueueRow, SlurmAnswer
 from can_train.slurm.past_runs import find_duplicate_run, identity
 from can_train.slurm.submission_plan import plan_submission
-from can_train.training.run_folder import Registry, RunRecord
 from fakes.made_runs import RESULT, Runs
 from fakes.run_facts import CLUSTER, slurm_job
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from can_train.runs.run_folder import CancelRecord
 from can_train.slurm.client import QueueRow, SlurmAnswer
 from can_train.slurm.run_state import (
     CAUSES,
@@ -16,7 +17,6 @@ from can_train.slurm.run_state import (
     infer_run_state,
     last_error_line,
 )
-from can_train.training.run_folder import CancelRecord
 from fakes.run_facts import CLUSTER, JOBS, RUN, attempt, job, minute, of_job, recorded, slurm_job, text_of
 
 NO_SLURM = SlurmAnswer(silent={CLUSTER: "Unable to contact slurm controller"}, local=CLUSTER)

@@ -9,9 +9,9 @@ import pytest
 
 from can_train.errors import RunError
 from can_train.io.records import JobId, utc_now
+from can_train.runs.run_folder import Attempts, SlurmContext, short_name
 from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer
 from can_train.slurm.status import find_run, read_tail, run_statuses
-from can_train.training.run_folder import Attempts, SlurmContext, short_name
 from fakes.made_runs import KEY, RESULT, Runs, at, begin, end
 from fakes.run_facts import slurm_job
 

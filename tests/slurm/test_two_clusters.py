@@ -9,9 +9,9 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.resolved import plain_to_yaml
+from can_train.runs.run_folder import Attempts, Registry, RunFolder, SlurmContext
 from can_train.slurm.client import SlurmAnswer, query_jobs
 from can_train.slurm.job import after_job
-from can_train.training.run_folder import Attempts, Registry, RunFolder, SlurmContext
 from fakes.made_runs import KEY, Runs, begin, end
 from fakes.run_facts import slurm_job
 from fakes.slurm_clusters import Clusters

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from can_train.errors import RunError
+from can_train.runs.run_folder import RunFolder, relocate_prerequisites, without_missing_prerequisites
 from can_train.task import BatchTask
 from can_train.training.loading import check_inputs_unchanged, finished_model, load_finished
-from can_train.training.run_folder import RunFolder, relocate_prerequisites, without_missing_prerequisites
 from fakes.finished_runs import Shelf
 from fakes.own_tasks import write_task
 

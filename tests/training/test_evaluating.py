@@ -21,12 +21,12 @@ from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
 from can_train.fit.optimizer import Precision
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
+from can_train.runs.run_folder import RunFolder
 from can_train.task import AlarmRule
-from can_train.tasks.can.reference_models import FinishedNetwork
 from can_train.training.evaluate import EvaluationRequest, Scorer, evaluate
 from can_train.training.inference import InferenceDevice
 from can_train.training.loading import Checkpoints, load_finished
-from can_train.training.run_folder import RunFolder
+from can_train_tasks.can.reference_models import FinishedNetwork
 from fakes.line_fit import Notices
 from fakes.trained_runs import bus_log, finished_run, own_log
 from fakes.windows_by_hand import windows_of

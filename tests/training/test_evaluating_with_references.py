@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from can_train.reporter import SilentReporter
+from can_train.runs.run_folder import RunFolder
 from can_train.task import AlarmRule
 from can_train.training.evaluate import Evaluated, EvaluationRequest, evaluate
 from can_train.training.loading import Checkpoints
-from can_train.training.run_folder import RunFolder
 from fakes.trained_runs import bus_log, finished_run
 
 TEACHERS = {"gat": {"model__hidden": 8, "model__layers": 2, "model__heads": 2}, "vgae": {"model__hidden": (800, 400)}}

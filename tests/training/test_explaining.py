@@ -14,12 +14,12 @@ import torch
 
 from can_train.reporter import SilentReporter
 from can_train.task import Evaluation
-from can_train.tasks.can.contributions import autoencoder_contributions
-from can_train.tasks.can.data.batches import Gatherer
-from can_train.tasks.can.evaluation.evaluate import WindowEvaluation
-from can_train.tasks.can.reference_models import FinishedNetwork
 from can_train.training.evaluate import EvaluationRequest, evaluate
 from can_train.training.loading import load_finished
+from can_train_tasks.can.contributions import autoencoder_contributions
+from can_train_tasks.can.data.batches import Gatherer
+from can_train_tasks.can.evaluation.evaluate import WindowEvaluation
+from can_train_tasks.can.reference_models import FinishedNetwork
 from fakes.random_bus import INJECTED, injected_frames
 from fakes.trained_runs import WINDOW, injected_log, injected_run
 from fakes.windows_by_hand import windows_of

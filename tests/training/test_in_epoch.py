@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.fit.planner import RunPlan, planned_orders
+from can_train.runs.run_folder import RunFolder
 from can_train.slurm.status import read_progress
 from can_train.task import Feature
 from can_train.training import train as training_loop
 from can_train.training.report import plan_lines
-from can_train.training.run_folder import RunFolder
 from can_train.training.session import Session
 from can_train.training.train import make_session
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, fixed, line_parts, train_line

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from can_train.factors.observations import read_records
-from can_train.training.recording import read_steps
+from can_train.runs.recording import read_steps
 from fakes.several_ranks import error_text, run_ranks
 from fakes.training_worlds import fit_line, train_windows
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from can_train.cli.main import main
-from can_train.training.run_folder import RunFolder
+from can_train.runs.run_folder import RunFolder
 from can_train.training.train import make_session
 from fakes.line_fit import fixed, line_parts, train_line
 from fakes.trained_runs import bus_log, finished_run, own_log

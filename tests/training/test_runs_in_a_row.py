@@ -15,9 +15,9 @@ from can_train.errors import DoesNotFitError
 from can_train.factors.observations import Observation, read_records
 from can_train.factors.store import factor_rule, get_safety_factor_db
 from can_train.memory.meters import SimulatedMeter
+from can_train.runs.run_folder import RunFolder
 from can_train.task import Feature
 from can_train.training import train as training_loop
-from can_train.training.run_folder import RunFolder
 from can_train.training.train import make_session, observe
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, line_parts

@@ -9,7 +9,7 @@ import pytest
 
 from can_train.errors import ConfigError
 from can_train.reporter import LoggedReporter, SilentReporter
-from can_train.training.run_folder import Attempts, RunFolder, StopRequests
+from can_train.runs.run_folder import Attempts, RunFolder, StopRequests
 from can_train.training.train import logged
 
 

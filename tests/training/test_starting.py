@@ -8,8 +8,8 @@ from torch import nn
 
 from can_train.errors import CheckpointError
 from can_train.io.records import write_json_atomic
+from can_train.runs.run_folder import RunFolder
 from can_train.training.loading import Checkpoints, start_from
-from can_train.training.run_folder import RunFolder
 
 
 def finished_run(path: Path, model: nn.Module) -> Path:

@@ -13,8 +13,8 @@ from can_train.cli.show import memory_facts
 from can_train.config.resolved import differences, flat_settings
 from can_train.errors import ConfigError
 from can_train.io.units import size_text
+from can_train.runs.run_folder import short_name
 from can_train.slurm.status import RunStatus, run_statuses
-from can_train.training.run_folder import short_name
 
 _METRICS: Final = ("mcc", "pr_auc", "recall_at_fpr_1pct", "false_alarms_per_hour", "best_validation_loss")
 _NONE: Final = "-"  # cell of what a run does not have

@@ -26,6 +26,7 @@ from can_train.cli.output import make_reporter, print_json, print_text, print_wr
 from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command
 from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
 from can_train.config.settings import split_list
+from can_train.config.task_loading import package_folders
 from can_train.errors import CanTrainError, ConfigError, DeviceError, as_typed, first_sentence
 from can_train.io.ownership import Account, is_private_group, other_writer, places_on_the_way
 from can_train.io.units import size_text
@@ -501,7 +502,7 @@ def _open_places(paths: PathSettings) -> Iterator[OpenPlace]:
         "state folder": ("--state-dir FOLDER", [state, *(state / name for name in _IN_STATE)]),
         "runs folder": ("--runs-dir FOLDER", [_runs_dir(paths).expanduser()]),
         "cache": ("export XDG_CACHE_HOME=FOLDER", [cache]),
-        "can-train's code": ("install it in a folder of your own", [Path(__file__).parents[1]]),
+        "can-train's code": ("install it in a folder of your own", package_folders()),
     }
     seen = set[Path]()
     for what, (other, ends) in known.items():
@@ -561,12 +562,13 @@ def _examine_data(paths: PathSettings) -> Finding:
     # Composition imports Hydra.
     from can_train.config.compose import RunRequest, resolve
     from can_train.config.resolved import preset_folders, presets
-    from can_train.config.task_settings import load_task_settings, task_names
+    from can_train.config.task_loading import described_tasks
+    from can_train.config.task_settings import load_task_settings
     from can_train.errors import DataError
 
     root, found = data_root(paths), []
     if root.is_dir():
-        named = ((task, name) for task in task_names() for name in presets("dataset", preset_folders(task)))
+        named = ((task, name) for task in described_tasks() for name in presets("dataset", preset_folders(task)))
         for task, name in named:
             settings = load_task_settings(task)
             try:
@@ -617,7 +619,7 @@ def _examine_versions() -> list[Finding]:
 
 def _examine_trackers(names: str) -> list[Finding]:
     """Looks for the packages of the trackers that a person always uses; says nothing where there are none."""
-    from can_train.training.trackers import check_packages
+    from can_train.runs.trackers import check_packages
 
     trackers = PathSettings(tracker=names).trackers
     check_packages(trackers)

@@ -240,8 +240,8 @@ def _export(store: FactorStore, key: str | None, device: str | None, file: str) 
 
 
 def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -> ActionResult:
-    from can_train.cli.charts import svg_file
-    from can_train.cli.report_figures import factor_chart
+    from can_train.report.charts import svg_file
+    from can_train.report.figures import factor_chart
 
     if key is None:
         raise ConfigError("--plot needs a KEY", remedy="can-train factors lists keys")

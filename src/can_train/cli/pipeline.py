@@ -28,8 +28,8 @@ from can_train.config.resolved import state_dir
 from can_train.config.settings import split_list
 from can_train.errors import ConfigError, FailedRunError, RunError, as_typed
 from can_train.io.units import shortened
+from can_train.runs.run_folder import JobRecord, Registry, RunFolder, make_run, short_name
 from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
-from can_train.training.run_folder import JobRecord, Registry, RunFolder, make_run, short_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -318,9 +318,9 @@ def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Pa
     """Submits an interrupted run again, with the snapshot of its code if it has one that is the user's own."""
     from can_train.cli.submit import submit_again
     from can_train.cli.train import continue_in_job
+    from can_train.runs.run_folder import CodeTrust
     from can_train.slurm.script import Submission
     from can_train.slurm.snapshot import code_of, describe
-    from can_train.training.run_folder import CodeTrust
 
     ((planned,),) = plan.groups
     folder = RunFolder(folder.path.resolve())

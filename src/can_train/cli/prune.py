@@ -21,9 +21,9 @@ from can_train.io.index import index_folder
 from can_train.io.records import TEMPORARY_SUFFIX
 from can_train.io.units import parse_time_min, size_text
 from can_train.reporter import COLUMNS
+from can_train.runs.run_folder import Registry
 from can_train.slurm.snapshot import code_folder, described_folder
 from can_train.slurm.status import known_runs
-from can_train.training.run_folder import Registry
 
 OLDER_THAN: Final = "90d"
 """Time without use from which something is deleted, unless another is given."""

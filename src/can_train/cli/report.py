@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from can_train import __version__
-from can_train.cli.charts import STYLE, Chart, figure_html
 from can_train.cli.compare import ComparedRun, compared_runs, comparison_tables
 from can_train.cli.output import TextTable, print_wrapped
-from can_train.cli.report_figures import (
+from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
+from can_train.cli.show import full_plan_lines, head_facts, memory_lines, read_plan, score_tables
+from can_train.errors import ConfigError, StateError
+from can_train.io.records import parse_object, text_or_nothing, write_text_atomic
+from can_train.io.units import size_text
+from can_train.report.charts import STYLE, Chart, figure_html
+from can_train.report.figures import (
     factor_chart,
     has_both_classes,
     loss_chart,
@@ -27,18 +32,13 @@ from can_train.cli.report_figures import (
     roc_chart,
     timeline_chart,
 )
-from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
-from can_train.cli.show import full_plan_lines, head_facts, memory_lines, read_plan, score_tables
-from can_train.errors import ConfigError, StateError
-from can_train.io.records import parse_object, text_or_nothing, write_text_atomic
-from can_train.io.units import size_text
+from can_train.runs.run_folder import RunFolder
 from can_train.slurm.status import run_statuses
-from can_train.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from can_train.factors.summary import FactorSummary
+    from can_train.runs.recording import MemoryLimits, StepRecord
     from can_train.task import Predictions, Table
-    from can_train.training.recording import MemoryLimits, StepRecord
 
 _FILE: Final = "report.html"
 _ENDINGS: Final = (".html", ".htm")
@@ -154,7 +154,7 @@ def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
         RunError: Its configuration cannot be read.
     """
     from can_train.io.arrays import FolderDamageError
-    from can_train.training.recording import read_predictions, read_steps
+    from can_train.runs.recording import read_predictions, read_steps
 
     folder = run.found.known.folder
     steps, limits = read_steps(folder.path)

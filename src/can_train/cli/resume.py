@@ -17,8 +17,8 @@ from can_train.slurm.launchers import check_started_once, find_launch
 from can_train.slurm.run_state import FINISHED, live_row
 
 if TYPE_CHECKING:
+    from can_train.runs.run_folder import JobRecord
     from can_train.slurm.status import RunStatus
-    from can_train.training.run_folder import JobRecord
 
 _CHOICES: Final = ("model", "dataset", "mode", "size", "memory", "task", "cluster", "device")
 _AS_BEFORE: Final = {
@@ -117,10 +117,10 @@ def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
     from can_train.cli.submit import submit_again
     from can_train.cli.train import continue_in_job
     from can_train.config.compose import from_plain
+    from can_train.runs.run_folder import RunFolder
     from can_train.slurm.script import Submission
     from can_train.slurm.status import run_statuses
     from can_train.slurm.submission_plan import dependency_on
-    from can_train.training.run_folder import RunFolder
 
     settings = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())

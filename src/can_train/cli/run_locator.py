@@ -7,8 +7,8 @@ import typer
 
 from can_train.config.resolved import state_folder, user_file
 from can_train.errors import ConfigError
+from can_train.runs.run_folder import CodeTrust, Registry
 from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
-from can_train.training.run_folder import CodeTrust, Registry
 
 Run = Annotated[
     str, typer.Argument(help="Id of a run, any part of it that no other run has, its folder, or last.", metavar="RUN")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -30,14 +29,14 @@ from can_train.cli.output import (
 )
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.config.resolved import config_folder
-from can_train.config.task_settings import key_name
+from can_train.config.task_loading import key_name, package_folders
 from can_train.errors import ConfigError, RunError, as_typed, unknown_name
 from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import JobId, is_file
 from can_train.reporter import COLUMNS, wrapped
+from can_train.runs.run_folder import CONFIG, RESULT, name_to_type, short_name
 from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
 from can_train.slurm.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
-from can_train.training.run_folder import CONFIG, RESULT, name_to_type, short_name
 
 _LIMIT: Final = 20  # runs that are listed unless more are asked for: what fits a terminal
 _WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
@@ -168,7 +167,7 @@ def _short(value: Any) -> str:
 
 def _made_by() -> str:
     # Presets are files that a person edits.
-    files = [*Path(__file__).parents[1].rglob("*.py"), *config_folder().rglob("*.yaml")]
+    files = [*(file for folder in package_folders() for file in folder.rglob("*.py")), *config_folder().rglob("*.yaml")]
     return f"{__version__} {max(path.stat().st_mtime_ns for path in files)}"
 
 

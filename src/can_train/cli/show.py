@@ -12,9 +12,9 @@ from can_train.errors import as_typed, command_name
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.reporter import COLUMNS, wrapped
+from can_train.runs.run_folder import RunFolder, name_to_type
 from can_train.slurm.run_state import FINISHED
 from can_train.slurm.status import RunStatus
-from can_train.training.run_folder import RunFolder, name_to_type
 
 _UNKNOWN: Final = "unknown"
 

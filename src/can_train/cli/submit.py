@@ -17,6 +17,7 @@ from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, as_typed
 from can_train.io.units import parse_time_min, time_text
+from can_train.runs.run_folder import JobRecord, Registry, RunFolder, new_run_id, register_run
 from can_train.slurm.client import NoControllerError, Partition, may_requeue, read_partitions_and_limits
 from can_train.slurm.job import Entry
 from can_train.slurm.run_state import FINISHED
@@ -31,7 +32,6 @@ from can_train.slurm.submission_plan import (
     plan_submission,
 )
 from can_train.slurm.submit import run_here, start_jobs, start_process, submission_folder, submit_job
-from can_train.training.run_folder import JobRecord, Registry, RunFolder, new_run_id, register_run
 
 _MAX_LISTED: Final = 10  # runs of an array that are listed; of more, the first ones and how many follow
 

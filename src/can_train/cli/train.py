@@ -29,8 +29,8 @@ from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_comman
 from can_train.config.settings import split_list
 from can_train.errors import CanTrainError, ConfigError, FailedRunError, as_typed
 from can_train.reporter import LineReporter, SilentReporter
+from can_train.runs.run_folder import name_to_type, resume_hint
 from can_train.slurm.launchers import check_started_once, find_launch, launched_place
-from can_train.training.run_folder import name_to_type, resume_hint
 
 if TYPE_CHECKING:
     from can_train.cli.submit import PlannedJob
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train.config.settings import ClusterSettings
     from can_train.reporter import Reporter
+    from can_train.runs.run_folder import JobRecord, RunFolder, StopRequests
     from can_train.slurm.script import Submission
     from can_train.training.distributed import RankPlace, Ranks
     from can_train.training.dry_run import DryPlan
-    from can_train.training.run_folder import JobRecord, RunFolder, StopRequests
     from can_train.training.train import Outcome
 
 
@@ -299,7 +299,7 @@ def continue_run(
     folder: "RunFolder", ranks: "Ranks", verbosity: Verbosity = Verbosity.NORMAL, *, as_json: bool = False
 ) -> None:
     """Continues a run, or prints the result of one that has finished."""
-    from can_train.training.run_folder import StopRequests
+    from can_train.runs.run_folder import StopRequests
 
     if not ranks.is_first:
         _continue(folder, SilentReporter(), StopRequests(), lambda device: ranks)
@@ -330,7 +330,7 @@ def _continue(
 ) -> "Outcome | None":
     """Trains as one of the processes that `join` connects, given the run's device; the first returns the outcome."""
     from can_train.config.compose import from_plain
-    from can_train.training.run_folder import relocate_prerequisites, without_missing_prerequisites
+    from can_train.runs.run_folder import relocate_prerequisites, without_missing_prerequisites
     from can_train.training.train import train_on
 
     run, notices = without_missing_prerequisites(relocate_prerequisites(from_plain(folder.config()), folder.path))

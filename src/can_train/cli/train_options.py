@@ -21,7 +21,8 @@ from can_train.config.resolved import (
     user_file,
 )
 from can_train.config.settings import TrainingSettings, split_list
-from can_train.config.task_settings import TaskSettings, load_task_settings, locate, task_names
+from can_train.config.task_loading import described_tasks, locate
+from can_train.config.task_settings import TaskSettings, load_task_settings
 from can_train.errors import ConfigError, unknown_name
 from can_train.io.records import expanded
 
@@ -148,7 +149,7 @@ def named_task(words: Sequence[str]) -> tuple[str, TaskSettings]:
     given = [words[i + 1] if word == "--task" else word.partition("=")[2] for i, word in enumerate(words)
              if word.startswith("--task=") or (word == "--task" and len(words) > i + 1)]  # fmt: skip
     name = given[-1] if given else default_task()
-    return (name, load_task_settings(name)) if name in task_names() else (name, load_task_settings(*locate(name)))
+    return name, load_task_settings(*locate(name))
 
 
 def make_command(
@@ -171,7 +172,7 @@ def make_command(
     """
     task_name, task = named_task(words or ())
     # A command on a run that exists takes the options of every task: which one it is, is not known yet.
-    tasks = [task] if run is None else [load_task_settings(name) for name in task_names()]
+    tasks = [task] if run is None else [load_task_settings(name) for name in described_tasks()]
     parameters, places, names = [], _help_places(groups), _names(task_name, task)
     without_choice = [name for name, there in _choices(task).items() if not there]
     for name in [name for name in without_choice if name in places]:

@@ -40,7 +40,8 @@ from can_train.config.resolved import (
     presets,
 )
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
-from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate, task_names
+from can_train.config.task_loading import locate
+from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings
 from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
 from can_train.io.records import expanded, is_file
 
@@ -159,8 +160,6 @@ def folders_of(request: RunRequest) -> list[Path]:
 def _task(request: RunRequest) -> tuple[str, str, TaskSettings]:
     """Returns the task of a request as a run has it: its name, the folder of its code, its description."""
     name = request.task or default_task()
-    if name in task_names():
-        return name, "", load_task_settings(name)
     name, code_dir = (name, request.code_dir) if request.code_dir is not None else locate(name)
     return name, code_dir, load_task_settings(name, code_dir)
 

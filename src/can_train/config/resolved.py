@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.config.task_settings import Prerequisite, TaskSettings, key_name, load_task_settings, task_names
+from can_train.config.task_loading import described_tasks, key_name, task_names
+from can_train.config.task_settings import Prerequisite, TaskSettings, load_task_settings
 from can_train.errors import ConfigError, StateError, unknown_name
 from can_train.io.records import expanded
 
@@ -167,7 +168,7 @@ class EvaluationData:
 
 def _key_prefix(task: str) -> str:
     # The code of a task of one's own may be gone.
-    if task not in task_names():
+    if task not in described_tasks():
         return key_name(task)
     prefix = load_task_settings(task).key_prefix
     return task if prefix is None else prefix

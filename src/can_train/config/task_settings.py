@@ -2,27 +2,15 @@
 read without importing torch.
 """
 
-import hashlib
-import importlib
 import inspect
-import os
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import lru_cache
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final, get_type_hints
+from typing import Any, get_type_hints
 
-from can_train.errors import ConfigError, MissingDataError, TaskError, unknown_name
-
-_GROUP: Final = "can_train.tasks"  # of entry points
-_BASE: Final = "can_train.tasks.sample_task:Task"
-_INSTALLED: Final = ("site-packages", "dist-packages")  # folders of packages that every job finds, too
-_HOW: Final = "A task is installed, or it is file.py:Class, or package.module:Class"
+from can_train.config.task_loading import BASE, described_tasks, load_class, load_object, task_entries
+from can_train.errors import ConfigError, MissingDataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +118,12 @@ class TaskSettings:
     modes: Mapping[str, type] = field(default_factory=lambda: {"": ModeSettings})
     models: Mapping[str, ModelSpec] = field(default_factory=lambda: {"": ModelSpec(settings=NoSettings, modes=("",))})
     default_model: str = ""
-    factory: Any = "can_train.tasks.sample_task:make_task"
-    sampler: Any = "can_train.tasks.sample_task:make_sample_task"
-    evaluator: Any = "can_train.tasks.sample_evaluation:evaluator"
+    factory: Any = "can_train.training.sample_task:make_task"
+    sampler: Any = "can_train.training.sample_task:make_sample_task"
+    evaluator: Any = "can_train.training.sample_evaluation:evaluator"
     detector: Any = ""
-    tables: Any = "can_train.tasks.sample_judging:tables"
-    summary_tables: Any = "can_train.tasks.sample_judging:tables"
+    tables: Any = "can_train.training.sample_judging:tables"
+    summary_tables: Any = "can_train.training.sample_judging:tables"
     files: Any = ""
     digest: Any = ""
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]] = _no_experience
@@ -166,12 +154,6 @@ class TaskSettings:
         return list({one.role: one for one in found}.values())
 
 
-def task_names() -> list[str]:
-    """Lists the installed tasks: the folders in `tasks/` that have a settings module."""
-    root = Path(__file__).resolve().parents[1] / "tasks"
-    return sorted(path.parent.name for path in root.glob("*/settings.py"))
-
-
 def load_task_settings(task: str, code_dir: str = "") -> TaskSettings:
     """Imports the description of a task.
 
@@ -183,95 +165,17 @@ def load_task_settings(task: str, code_dir: str = "") -> TaskSettings:
         ConfigError: There is no such task; the message lists the installed ones.
         TaskError: Its code cannot be imported.
     """
-    if task in task_names():
-        settings: TaskSettings = importlib.import_module(f"can_train.tasks.{task}.settings").TASK
+    entry = task_entries().get(task)
+    if entry is not None and entry.is_description:
+        settings: TaskSettings = load_object(entry.value)
         return settings
     return describe(load_class(task, code_dir))
 
 
 def installed_sizes() -> set[str]:
     """Returns the sizes of all models of the installed tasks."""
-    tasks = [load_task_settings(name) for name in task_names()]
+    tasks = [load_task_settings(name) for name in described_tasks()]
     return {size for task in tasks for model in task.models.values() for size in model.sizes}
-
-
-def load_object(path: Any) -> Any:
-    """Imports the object that an import path `module:name` names; anything else is the object itself."""
-    if not isinstance(path, str):
-        return path
-    module, name = path.split(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if (missing := missing_extra(module, error)) is None:
-            raise
-        raise missing from error
-
-
-def missing_extra(module: str, error: ModuleNotFoundError) -> ConfigError | None:
-    """Makes the error for a package that an installed task needs; None: it is not a task's module that lacks one."""
-    inside, missing = re.match(r"can_train\.tasks\.(\w+)\.", module), str(error.name).partition(".")[0]
-    if inside is None or missing == "can_train":
-        return None
-    return ConfigError(f"Task {inside[1]} needs a package that is not installed", value=missing,
-                       remedy=f"Install what it needs: pip install 'can-train[{inside[1]}]'")  # fmt: skip
-
-
-# A task of one's own: `file.py:Class`, `package.module:Class`, or a name of the entry-point group `can_train.tasks`
-
-
-def locate(task: str) -> tuple[str, str]:
-    """Finds where the code of a task of one's own is.
-
-    Args:
-        task: As a person writes it.
-
-    Returns:
-        The task's name, as runs have it, and the folder from which it is imported; empty for an installed package.
-
-    Raises:
-        ConfigError: There is no such task.
-    """
-    where, _, name = _import_path(task).rpartition(":")
-    if not _is_file(where):
-        return task, _folder_of(where)
-    path = Path(os.path.expanduser(where)).absolute()  # noqa: PTH111 - raises nothing where there is no such home
-    return f"{path.name}:{name}", str(path.parent)
-
-
-def load_class(task: str, code_dir: str) -> type:
-    """Imports the class of a task.
-
-    Args:
-        task: Its name, as `locate` returns it.
-        code_dir: The folder that belongs to it.
-
-    Raises:
-        ConfigError: There is no such file, module or class, or it is not a task.
-        TaskError: The code raised an error.
-    """
-    where, _, name = _import_path(task).rpartition(":")
-    # With it comes torch: a torch.py beside a task's file is not imported in its place.
-    base = load_object(_BASE)
-    if code_dir and code_dir not in sys.path:
-        # Modules beside a task's file come before packages, as they do for a script, and behind the standard library.
-        before = (index for index, folder in enumerate(sys.path) if set(_INSTALLED) & set(Path(folder).parts))
-        sys.path.insert(next(before, len(sys.path)), code_dir)
-    module = _load_file(Path(code_dir, where)) if _is_file(where) else _load_module(where)
-    classes = {key: one for key, one in vars(module).items()
-               if isinstance(one, type) and issubclass(one, base) and one is not base}  # fmt: skip
-    if name not in classes:
-        if hasattr(module, name):
-            raise ConfigError("A task is a class that derives from can_train.Task", value=f"{name} of {where} does not",
-                              remedy=f"Write class {name}(can_train.Task)")  # fmt: skip
-        raise unknown_name(f"class of {where}", name, classes)
-    return classes[name]
-
-
-def key_name(task: str) -> str:
-    """Returns the name of a task in keys: its class's in snake case, or that of its entry point."""
-    name = task.rpartition(":")[2]
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 @lru_cache(maxsize=64)
@@ -281,7 +185,7 @@ def describe(cls: Any) -> TaskSettings:
     Raises:
         ConfigError: The class lacks a method, or settings are not as they must be.
     """
-    base, name = load_object(_BASE), cls.__name__
+    base, name = load_object(BASE), cls.__name__
     needed = ["datasets", "model", *([] if cls.phases is not base.phases else ["loss"])]
     lacking = [method for method in needed if getattr(cls, method) is getattr(base, method)]
     if lacking or inspect.isabstract(cls):
@@ -318,64 +222,3 @@ def _check_settings(where: str, cls: Any, needed: tuple[str, ...] = ()) -> None:
         get_type_hints(cls)
     except NameError as error:
         raise ConfigError(f"The types of {where} must be known where the class is", value=str(error)) from error
-
-
-def _import_path(task: str) -> str:
-    """Returns `file.py:Class` or `module:Class`."""
-    if ":" in task:
-        return task
-    if _is_file(task):
-        raise ConfigError("A task in a file is named with its class", value=task, remedy=f"Write {task}:MyTask")
-    # Its import takes as long as all the others here.
-    from importlib.metadata import entry_points
-
-    named = {one.name: one.value for one in entry_points(group=_GROUP)}
-    if task not in named:
-        raise unknown_name("task", task, [*task_names(), *named], more=f". {_HOW}")
-    return named[task]
-
-
-def _is_file(where: str) -> bool:
-    return where.endswith(".py") or "/" in where
-
-
-def _folder_of(module: str) -> str:
-    """Returns the folder on whose path a module's top-level package was found, the current one included."""
-    spec = PathFinder.find_spec(top := module.partition(".")[0], [str(Path.cwd()), *sys.path])
-    places = list(spec.submodule_search_locations or [spec.origin or ""]) if spec is not None else []
-    if not places:
-        raise ConfigError("There is no such module", value=repr(top), remedy=f"Name one that Python can import. {_HOW}")
-    folder = Path(places[0]).absolute().parent
-    return "" if set(_INSTALLED) & set(folder.parts) else str(folder)
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        near = sorted(str(one.name) for one in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        if near:
-            raise unknown_name(f"file in {path.parent}", path.name, near)
-        raise ConfigError(
-            "There is no such file", value=str(path), remedy="Name the file of the task: my_file.py:MyTask"
-        )
-    # Its own name, by which what it defines is found when it is unpickled; another one for another file of that name.
-    taken = getattr(sys.modules.get(path.stem), "__file__", None) if path.stem in sys.modules else str(path)
-    name = path.stem if taken == str(path) else f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise TaskError(f"{path.name} failed when it was imported", error) from error
-    return module
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise TaskError(f"{name} failed when it was imported", error) from error

@@ -28,8 +28,8 @@ from can_train.io.records import (
     time_stamp,
     write_document,
 )
-from can_train.memory.allocator import LARGE_PAGE_BYTES
 from can_train.memory.allocator_settings import settings_expand
+from can_train.memory.simulated.allocator import LARGE_PAGE_BYTES
 
 _OBSERVATIONS: Final = "observations"
 _EVENTS: Final = "events"

@@ -344,7 +344,7 @@ def measure_optimizer(
 ) -> OptimizerMemory:
     """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes."""
     # Only planning measures: whoever evaluates a finished run needs this module's precision, and no simulated GPU.
-    from can_train.memory.simulated_gpu import LiveStorageTracker
+    from can_train.memory.simulated.gpu import LiveStorageTracker
 
     with LiveStorageTracker(_UNLIMITED) as tracker:
         shadows = [nn.Parameter(torch.zeros_like(parameter, device="cpu")) for parameter in parameters]

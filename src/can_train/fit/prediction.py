@@ -29,7 +29,6 @@ from can_train.fit.optimizer import Precision, make_optimizer, measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.phases import only_trained, phase_parameters, phase_training
 from can_train.io.units import parse_size
-from can_train.memory.allocator import AllocatorSettings, CachingAllocator
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import (
     ALL_KERNELS,
@@ -52,6 +51,7 @@ from can_train.memory.cuda_dispatch import (
 from can_train.memory.cuda_operators import AMPERE, CUDNN
 from can_train.memory.meters import CpuMeter, cudnn_notices
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
+from can_train.memory.simulated.allocator import AllocatorSettings, CachingAllocator
 from can_train.task import BatchTask, Feature, Phase
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.

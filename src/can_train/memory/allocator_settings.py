@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
 from can_train.errors import ConfigError
-from can_train.memory.allocator import INTERVALS, LARGE_PAGE_BYTES, AllocatorSettings
+from can_train.memory.simulated.allocator import INTERVALS, LARGE_PAGE_BYTES, AllocatorSettings
 
 # Variables with a user's allocator settings, in the order in which torch 2.13 looks for them: the first that is set
 # wins, empty or not.

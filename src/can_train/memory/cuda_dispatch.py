@@ -61,12 +61,12 @@ from can_train.memory.cuda_operators import (
     register,
     sum_bytes,
 )
-from can_train.memory.simulated_gpu import StorageTracker
+from can_train.memory.simulated.gpu import StorageTracker
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from can_train.memory.allocator import Block, CachingAllocator
+    from can_train.memory.simulated.allocator import Block, CachingAllocator
 
 A100_THREADS: Final = 108 * 2048
 TENSORS: Final = "tensors"

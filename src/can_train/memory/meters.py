@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from can_train.errors import ArgumentError, ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
-from can_train.memory.allocator import AllocatorSettings, no_contention
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, gpu_key
 from can_train.memory.cuda_operators import SUM_BYTES_PER_THREAD, Capability, capability_of
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
-from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu
+from can_train.memory.simulated.allocator import AllocatorSettings, no_contention
+from can_train.memory.simulated.gpu import LiveStorageTracker, SimulatedGpu
 
 # Most that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not tell
 # whose memory is whose, so what is missing at the start beyond this counts as held by other processes.

@@ -15,19 +15,7 @@ from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, RunError
 from can_train.io.records import JobId
 from can_train.memory.host import control_groups
-from can_train.slurm.client import (
-    NoControllerError,
-    is_job_running,
-    left_at_time_limit,
-    move_dependents,
-    node_names,
-    query_own_accounts,
-    requeue_job,
-    usable_nodes,
-)
-from can_train.slurm.run_state import HOST_OOM, error_in_words, log_causes
-from can_train.slurm.status import read_tail
-from can_train.training.run_folder import (
+from can_train.runs.run_folder import (
     ENDING_BY_STATUS,
     RESTARTED,
     TERMINATED,
@@ -42,6 +30,18 @@ from can_train.training.run_folder import (
     StopRequests,
     slurm_node_name,
 )
+from can_train.slurm.client import (
+    NoControllerError,
+    is_job_running,
+    left_at_time_limit,
+    move_dependents,
+    node_names,
+    query_own_accounts,
+    requeue_job,
+    usable_nodes,
+)
+from can_train.slurm.run_state import HOST_OOM, error_in_words, log_causes
+from can_train.slurm.status import read_tail
 
 if TYPE_CHECKING:
     from can_train.slurm.script import Submission

@@ -18,9 +18,9 @@ from can_train.config.resolved import ResolvedRun, data_root, state_dir
 from can_train.config.task_settings import Prerequisite
 from can_train.errors import CheckpointError, ConfigError, RunError
 from can_train.io.records import is_file
+from can_train.runs.run_folder import Registry, RunFolder
 from can_train.slurm.run_state import FINISHED
 from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
-from can_train.training.run_folder import Registry, RunFolder
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest

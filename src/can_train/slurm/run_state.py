@@ -23,7 +23,7 @@ from can_train.slurm.client import (
 
 if TYPE_CHECKING:
     from can_train.io.records import AttemptStart, JobId
-    from can_train.training.run_folder import AttemptEnd, CancelRecord, JobRecord, RunRecord
+    from can_train.runs.run_folder import AttemptEnd, CancelRecord, JobRecord, RunRecord
 
 QUEUED: Final = "queued"
 RUNNING: Final = "running"

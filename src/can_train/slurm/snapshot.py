@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from can_train.config.resolved import ResolvedRun
-from can_train.config.task_settings import load_object
+from can_train.config.task_loading import load_object, package_folders
 from can_train.errors import ConfigError, RunError
 from can_train.io.records import (
     TEMPORARY_SUFFIX,
@@ -32,7 +32,7 @@ from can_train.io.units import size_text
 
 _DESCRIPTION: Final = "code.json"
 _DIFFERENCE: Final = "code.diff"
-_PARTS: Final = ("src", "configs")  # of a checkout: what a job imports and reads
+_PARTS: Final = ("src", "configs", "pyproject.toml")  # of a checkout: what a job imports and reads
 _DIGITS: Final = 24  # hexadecimal, of a snapshot's name: 96 bits, so that two never meet
 _TASK: Final = "task"  # folder of a snapshot with the code of a task of one's own
 _TASK_SUFFIXES: Final = (".py", ".yaml", ".yml")  # of its code and presets; data stay where they are
@@ -76,20 +76,22 @@ def described_folder(run_path: Path) -> Path | None:
     return Path(folder) if isinstance(folder, str) else None
 
 
-def read_code(package: Path | None = None) -> Code:
-    """Reads the running package: of a checkout the files under src/ and configs/ that git tracks or would track, as
-    they are in the working tree; of an installation the package's folder.
+def read_code(*packages: Path) -> Code:
+    """Reads the running code: of a checkout the files under src/ and configs/ that git tracks or would track, as they
+    are in the working tree; of an installation the packages' folders.
 
     Args:
-        package: Its folder; None: the one that this process imported.
+        packages: The folder of can-train's package, and those of its tasks; none: those that this process imports.
     """
-    package = package or Path(__file__).resolve().parents[1]
+    folders = packages or package_folders()
+    package = folders[0]
     if (package / "configs").is_dir():
-        return _code(package, {}, {f"src/{package.name}/{name}": package / name for name in _walk(package)})
+        return _code(package, {}, {f"src/{folder.name}/{name}": folder / name
+                                   for folder in folders for name in _walk(folder)})  # fmt: skip
     root = package.parents[1]
     names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS)
     if names is None:
-        return _code(root, {}, {f"{part}/{name}": root / part / name for part in _PARTS for name in _walk(root / part)})
+        return _code(root, {}, {name: root / name for part in _PARTS for name in _below(root, part)})
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *_PARTS) or ""
     return replace(
         _code(root, {}, {name: root / name for name in {*names.split("\0")} - {""}}),
@@ -237,6 +239,10 @@ def _code(root: Path, known: Mapping[str, bytes], places: Mapping[str, Path]) ->
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
     return Code(digest=digest.hexdigest()[:_DIGITS], files=files, root=root)
+
+
+def _below(root: Path, part: str) -> list[str]:
+    return [part] if (root / part).is_file() else [f"{part}/{name}" for name in _walk(root / part)]
 
 
 def _walk(folder: Path) -> list[str]:

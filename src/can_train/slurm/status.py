@@ -23,9 +23,7 @@ from can_train.io.records import (
     this_host,
     utc_text,
 )
-from can_train.slurm.client import AccountRow, NoControllerError, QueueRow, SlurmAnswer, logs_into, query_jobs
-from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
-from can_train.training.run_folder import (
+from can_train.runs.run_folder import (
     CONFIG,
     Attempts,
     JobRecord,
@@ -37,6 +35,8 @@ from can_train.training.run_folder import (
     short_name,
     split_run_id,
 )
+from can_train.slurm.client import AccountRow, NoControllerError, QueueRow, SlurmAnswer, logs_into, query_jobs
+from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 
 LAST: Final = "last"
 """What a person may call the newest run."""

@@ -19,13 +19,14 @@ from torch import nn
 from can_train.config.compose import evaluation_dataset
 from can_train.config.resolved import EvaluationData, PathSettings, data_root
 from can_train.config.settings import TrainingSettings
-from can_train.config.task_settings import load_object
+from can_train.config.task_loading import load_object
 from can_train.errors import ConfigError, StateError
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision
 from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter
+from can_train.runs.run_folder import CodeTrust
 from can_train.task import (
     Alarm,
     AlarmRule,
@@ -39,7 +40,6 @@ from can_train.task import (
 )
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
 from can_train.training.loading import finished_model, load_finished, with_cache
-from can_train.training.run_folder import CodeTrust
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, cache_folder, data_root
-from can_train.config.task_settings import load_object
+from can_train.config.task_loading import load_object
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RunError, StateError
 from can_train.fit.optimizer import Precision, seed_everything
 from can_train.fit.phases import freeze
@@ -26,8 +26,8 @@ from can_train.io.records import read_bytes, read_text, write_bytes_atomic, writ
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
+from can_train.runs.run_folder import CONFIG, INPUTS, CodeTrust, RunFolder, relocate_prerequisites
 from can_train.task import BatchTask
-from can_train.training.run_folder import CONFIG, INPUTS, CodeTrust, RunFolder, relocate_prerequisites
 
 _MAX_NAMED: Final = 5  # weights that an error names before it stops
 

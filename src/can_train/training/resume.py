@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from can_train.config.compose import changed_settings, from_plain, with_changes
 from can_train.config.resolved import ResolvedRun, data_root
-from can_train.config.task_settings import load_object
+from can_train.config.task_loading import load_object
 from can_train.errors import ConfigError, DeviceError, MissingDataError, RunError
 from can_train.io.records import expanded, parse_object, sketch, text_or_nothing
 from can_train.io.units import parse_size
 from can_train.reporter import Reporter
-from can_train.training.run_folder import INPUTS, RunFolder, name_to_type
+from can_train.runs.run_folder import INPUTS, RunFolder, name_to_type
 
 _EPOCHS: Final = "training.epochs"
 _PATH: Final = "dataset.path"

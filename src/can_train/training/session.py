@@ -37,13 +37,13 @@ from can_train.io.records import read_text, write_json_atomic
 from can_train.memory.meters import LeakWatch, MemoryMonitor, Meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter
+from can_train.runs.recording import StepLog, StepRecord, memory_limits, steps_path
+from can_train.runs.run_folder import TERMINATED, MetricsLog, RunFolder, StopRequests
+from can_train.runs.trackers import Tracker
 from can_train.task import BatchTask, Phase, TaskInEpoch
 from can_train.training.distributed import Ranks
 from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints
-from can_train.training.recording import StepLog, StepRecord, memory_limits, steps_path
-from can_train.training.run_folder import TERMINATED, MetricsLog, RunFolder, StopRequests
-from can_train.training.trackers import Tracker
 
 if TYPE_CHECKING:
     from can_train.training.reference_models import ReferenceModels

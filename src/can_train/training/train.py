@@ -55,16 +55,16 @@ from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory, without_others
 from can_train.reporter import LoggedReporter, QuietAbout, Reporter, SilentReporter
+from can_train.runs.recording import rewind_steps, write_predictions
+from can_train.runs.run_folder import RunFolder, SlurmContext, StopRequests, make_run, resume_hint
+from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
 from can_train.task import BatchTask, Table
 from can_train.training.distributed import RankFailedError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
-from can_train.training.recording import rewind_steps, write_predictions
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import plan_details, plan_summary, reference_model_lines
-from can_train.training.run_folder import RunFolder, SlurmContext, StopRequests, make_run, resume_hint
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
-from can_train.training.trackers import TrackedRun, Tracker, check_packages, scores, tracked
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from can_train.training.run_folder import AttemptEnd, Attempts, JobRecord, Registry
+from can_train.runs.run_folder import AttemptEnd, Attempts, JobRecord, Registry
 from fakes.bitwise import assert_ends_like
 from sandbox import daemons
 from sandbox.cluster import Cluster

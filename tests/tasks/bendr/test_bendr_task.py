@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from can_train import predict_peak
 from can_train.errors import ConfigError, DataError
-from can_train.memory.simulated_gpu import LiveStorageTracker
-from can_train.tasks.bendr.settings import BendrSettings
-from can_train.tasks.bendr.task import Bendr, draw_mask, draw_negatives
+from can_train.memory.simulated.gpu import LiveStorageTracker
+from can_train_tasks.bendr.settings import BendrSettings
+from can_train_tasks.bendr.task import Bendr, draw_mask, draw_negatives
 from fakes.eeg import CLASSIFY, PRETRAIN, SMALL, SYNTHETIC, eeg_task, finished, write_recording
 from fakes.eeg import noise as noise_of
 
@@ -164,7 +164,7 @@ def test_the_encoder_makes_as_many_steps_as_are_counted(samples: int, strides: l
 
 
 def _network(model: BendrSettings) -> Any:
-    from can_train.tasks.bendr.network import BendrNetwork
+    from can_train_tasks.bendr.network import BendrNetwork
 
     return BendrNetwork(model, channels=2)
 

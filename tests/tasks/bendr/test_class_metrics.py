@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.tasks.bendr import class_metrics
+from can_train_tasks.bendr import class_metrics
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 40))

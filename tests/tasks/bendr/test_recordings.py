@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from can_train.errors import DataError, MissingDataError
 from can_train.io.arrays import StoredArray
 from can_train.reporter import SilentReporter
-from can_train.tasks.bendr.recordings import data_digest, find_recordings, open_recordings, read_beginnings
-from can_train.tasks.bendr.settings import RecordingSettings
-from can_train.tasks.bendr.simulated_eeg import simulate, synthetic_folder
+from can_train_tasks.bendr.recordings import data_digest, find_recordings, open_recordings, read_beginnings
+from can_train_tasks.bendr.settings import RecordingSettings
+from can_train_tasks.bendr.simulated_eeg import simulate, synthetic_folder
 from fakes.eeg import SYNTHETIC, noise, write_recording
 from fakes.line_fit import Notices
 
@@ -177,9 +177,9 @@ _MEASURED = """
     import numpy as np, torch
     from can_train.io.arrays import read_arrays
     from can_train.reporter import SilentReporter
-    from can_train.tasks.bendr import recordings
-    from can_train.tasks.bendr.settings import RecordingSettings
-    from can_train.tasks.bendr.recording_windows import cut
+    from can_train_tasks.bendr import recordings
+    from can_train_tasks.bendr.settings import RecordingSettings
+    from can_train_tasks.bendr.recording_windows import cut
 
     def peak():
         return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])

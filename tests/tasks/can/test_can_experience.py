@@ -1,7 +1,7 @@
 import pytest
 
 from can_train.factors.store import experience_factor
-from can_train.tasks.can.settings import experience
+from can_train_tasks.can.settings import experience
 
 
 @pytest.mark.parametrize(

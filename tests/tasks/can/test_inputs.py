@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from can_train.tasks.can.data.batches import Gatherer, GraphBatch
-from can_train.tasks.can.data.behaviour import BEHAVIOUR
-from can_train.tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder
-from can_train.tasks.can.inputs import (
+from can_train_tasks.can.data.batches import Gatherer, GraphBatch
+from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder
+from can_train_tasks.can.inputs import (
     ENDLESS,
     LEAST_STD,
     PUNCTUAL_LOGS,
@@ -21,7 +21,7 @@ from can_train.tasks.can.inputs import (
     rare_ids,
     slow_ids,
 )
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.settings import CanDatasetSettings
 from fakes.random_bus import cached_graphs, random_blocks
 from fakes.silenced_bus import BUS, SILENCED, silenced_graphs
 
@@ -165,7 +165,7 @@ def test_an_id_that_may_be_silent_is_not_missed(tmp_path: Path) -> None:
 def test_the_longest_silence_of_an_id_may_end_in_a_later_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("can_train.tasks.can.inputs.PUNCTUAL", 99.0)
+    monkeypatch.setattr("can_train_tasks.can.inputs.PUNCTUAL", 99.0)
     flat, _ = silenced_graphs(tmp_path / "graphs")
     statistics = InputStatistics.fit(flat, np.arange(len(flat)))
     absent = flat.absent_silence[flat.ids[flat.absent_code] == SILENCED]

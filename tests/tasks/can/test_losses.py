@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from can_train.fit.micro_batcher import Losses
-from can_train.tasks.can.data.batches import Gatherer, GraphBatch
-from can_train.tasks.can.data.graphs import FlatGraphs
-from can_train.tasks.can.inputs import InputEncoder, InputStatistics
-from can_train.tasks.can.losses import (
+from can_train_tasks.can.data.batches import Gatherer, GraphBatch
+from can_train_tasks.can.data.graphs import FlatGraphs
+from can_train_tasks.can.inputs import InputEncoder, InputStatistics
+from can_train_tasks.can.losses import (
     AutoencoderBatch,
     ClassifierBatch,
     DistilledAutoencoderBatch,
     DistilledClassifierBatch,
 )
-from can_train.tasks.can.models import GatClassifier, Vgae
-from can_train.tasks.can.settings import CanDatasetSettings, GatSettings, VgaeSettings
+from can_train_tasks.can.models import GatClassifier, Vgae
+from can_train_tasks.can.settings import CanDatasetSettings, GatSettings, VgaeSettings
 from fakes.random_bus import cached_graphs, random_blocks
 from fakes.split_gradients import gradient, relative_error
 

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import GATConv
 
-from can_train.tasks.can.contributions import (
+from can_train_tasks.can.contributions import (
     PROPERTIES,
     SILENCE,
     autoencoder_contributions,
     classifier_contributions,
 )
-from can_train.tasks.can.data.batches import Gatherer
-from can_train.tasks.can.data.behaviour import BEHAVIOUR
-from can_train.tasks.can.data.graphs import FlatGraphs
-from can_train.tasks.can.evaluation.metrics import ERROR_TERMS
-from can_train.tasks.can.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
-from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
-from can_train.tasks.can.models import (
+from can_train_tasks.can.data.batches import Gatherer
+from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.graphs import FlatGraphs
+from can_train_tasks.can.evaluation.metrics import ERROR_TERMS
+from can_train_tasks.can.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
+from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch
+from can_train_tasks.can.models import (
     CLOSE_FRAMES,
     MISSING_ID,
     STRANGE_ID,
@@ -30,7 +30,7 @@ from can_train.tasks.can.models import (
     with_self_loops,
     worst_nodes,
 )
-from can_train.tasks.can.settings import CanDatasetSettings, GatSettings, VgaeSettings
+from can_train_tasks.can.settings import CanDatasetSettings, GatSettings, VgaeSettings
 from fakes.random_bus import cached_graphs, random_blocks
 from fakes.silenced_bus import silenced_graphs
 

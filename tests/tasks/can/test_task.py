@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from can_train.config.compose import RunRequest, resolve
 from can_train.errors import DataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
-from can_train.tasks.can.task import make_task
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch
+from can_train_tasks.can.task import make_task
 from fakes.random_bus import random_frames, write_log
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from can_train.task import LogicalBatch
-from can_train.tasks.muon.point_sets import MuonGan
-from can_train.tasks.muon.task import MuonTask
-from can_train.tasks.sample_task import SampleBatch
+from can_train.training.sample_task import SampleBatch
+from can_train_tasks.muon.point_sets import MuonGan
+from can_train_tasks.muon.task import MuonTask
 from fakes.muon_tasks import in_phase, muon_task
 from fakes.split_gradients import gradient, relative_error
 

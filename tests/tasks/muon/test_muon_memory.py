@@ -10,9 +10,9 @@ from torch import nn
 
 from can_train import predict_peak
 from can_train.config.settings import TrainingSettings
-from can_train.memory.simulated_gpu import LiveStorageTracker
-from can_train.tasks.muon.point_sets import MuonGan
-from can_train.tasks.muon.task import MuonTask
+from can_train.memory.simulated.gpu import LiveStorageTracker
+from can_train_tasks.muon.point_sets import MuonGan
+from can_train_tasks.muon.task import MuonTask
 from fakes.muon_tasks import in_phase, muon_task
 
 ENDLESS = 2**62

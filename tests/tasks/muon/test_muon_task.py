@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, DataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.muon.point_sets import MuonBatch, MuonGan
-from can_train.tasks.muon.settings import FORMATS, ShowerDatasetSettings, SyntheticShowerSettings
-from can_train.tasks.muon.shower_metrics import _directions, sliced_energy_distance, wasserstein_distances
-from can_train.tasks.muon.showers import read_showers
-from can_train.tasks.muon.synthetic_showers import synthetic_files
-from can_train.tasks.muon.task import MuonTask
-from can_train.tasks.sample_task import SampleBatch
+from can_train.training.sample_task import SampleBatch
+from can_train_tasks.muon.point_sets import MuonBatch, MuonGan
+from can_train_tasks.muon.settings import FORMATS, ShowerDatasetSettings, SyntheticShowerSettings
+from can_train_tasks.muon.shower_metrics import _directions, sliced_energy_distance, wasserstein_distances
+from can_train_tasks.muon.showers import read_showers
+from can_train_tasks.muon.synthetic_showers import synthetic_files
+from can_train_tasks.muon.task import MuonTask
 from fakes.muon_tasks import FEW, REAL, muon_task
 
 CPU = torch.device("cpu")

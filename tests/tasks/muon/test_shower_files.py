@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import DataError, MissingDataError
-from can_train.tasks.muon.settings import ShowerDatasetSettings
-from can_train.tasks.muon.showers import MUON_TABLE, Columns, Showers, read_showers, shower_files
-from can_train.tasks.muon.synthetic_showers import write_hdf5, write_parquet
+from can_train_tasks.muon.settings import ShowerDatasetSettings
+from can_train_tasks.muon.showers import MUON_TABLE, Columns, Showers, read_showers, shower_files
+from can_train_tasks.muon.synthetic_showers import write_hdf5, write_parquet
 from fakes.muon_tasks import REAL
 
 HEADER = "event,primary_id,primary_E_GeV,primary_zenith_rad,muon_id,muon_E_GeV,x_m,y_m,t_ns"

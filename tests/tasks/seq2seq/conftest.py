@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from can_train.tasks.sample_task import TaskContext
-from can_train.tasks.seq2seq.settings import (
+from can_train.training.sample_task import TaskContext
+from can_train_tasks.seq2seq.settings import (
     DecodingSettings,
     LanguageSettings,
     LstmSettings,
     Seq2seqDatasetSettings,
     TransformerSettings,
 )
-from can_train.tasks.seq2seq.task import Seq2seq
+from can_train_tasks.seq2seq.task import Seq2seq
 
 SMALL = {
     "lstm": LstmSettings(embedding=16, hidden=24, layers=2, dropout=0.0),

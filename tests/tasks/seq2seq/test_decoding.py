@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from can_train.tasks.seq2seq.encoder_decoders import Encoded, Seq2seqModel, write
-from can_train.tasks.seq2seq.pair_tables import END, PAD, START
-from can_train.tasks.seq2seq.task import Batch
+from can_train_tasks.seq2seq.encoder_decoders import Encoded, Seq2seqModel, write
+from can_train_tasks.seq2seq.pair_tables import END, PAD, START
+from can_train_tasks.seq2seq.task import Batch
 from tasks.seq2seq.conftest import MODELS, MakeTask
 
 A, B = 4, 5

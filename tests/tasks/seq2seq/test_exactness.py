@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from can_train.task import LogicalBatch
-from can_train.tasks.seq2seq.task import Batch, Seq2seq
+from can_train_tasks.seq2seq.task import Batch, Seq2seq
 from tasks.seq2seq.conftest import MODELS, MakeTask
 
 CPU, EXACT = torch.device("cpu"), 1e-12

@@ -12,8 +12,8 @@ from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer
 from can_train.memory.cuda_operators import AMPERE
 from can_train.memory.meters import CpuMeter
-from can_train.memory.simulated_gpu import LiveStorageTracker
-from can_train.tasks.seq2seq.task import Seq2seq
+from can_train.memory.simulated.gpu import LiveStorageTracker
+from can_train_tasks.seq2seq.task import Seq2seq
 from tasks.seq2seq.conftest import MODELS, MakeTask
 
 ENDLESS = 2**62

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, DataError, MissingDataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.seq2seq.pair_tables import Pair, data_digest, data_files, find_tables, joined, read_table
-from can_train.tasks.seq2seq.pair_tables import with_features_column as resolved
-from can_train.tasks.seq2seq.settings import Seq2seqDatasetSettings
+from can_train_tasks.seq2seq.pair_tables import Pair, data_digest, data_files, find_tables, joined, read_table
+from can_train_tasks.seq2seq.pair_tables import with_features_column as resolved
+from can_train_tasks.seq2seq.settings import Seq2seqDatasetSettings
 
 HERE = Path()
 SYMBOLS = st.characters(exclude_categories=("Cs",), exclude_characters="\t\r\n; \ufeff")

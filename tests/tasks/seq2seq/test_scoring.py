@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.tasks.seq2seq import scoring
-from can_train.tasks.seq2seq.pair_tables import Pair
-from can_train.tasks.seq2seq.scoring import SuffixRules, edit_distance, score
+from can_train_tasks.seq2seq import scoring
+from can_train_tasks.seq2seq.pair_tables import Pair
+from can_train_tasks.seq2seq.scoring import SuffixRules, edit_distance, score
 
 TEXTS = st.text("abc", max_size=8)
 

@@ -1,10 +1,10 @@
 import doctest
 from pathlib import Path
 
-from can_train.tasks.seq2seq import synthetic
-from can_train.tasks.seq2seq.pair_tables import read_table
-from can_train.tasks.seq2seq.settings import LanguageSettings, Seq2seqDatasetSettings
-from can_train.tasks.seq2seq.synthetic import inflect, synthetic_tables, write_language
+from can_train_tasks.seq2seq import synthetic
+from can_train_tasks.seq2seq.pair_tables import read_table
+from can_train_tasks.seq2seq.settings import LanguageSettings, Seq2seqDatasetSettings
+from can_train_tasks.seq2seq.synthetic import inflect, synthetic_tables, write_language
 
 SMALL = LanguageSettings(words=200)
 

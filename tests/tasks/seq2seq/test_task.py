@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from can_train.errors import ConfigError
-from can_train.tasks.seq2seq.pair_tables import END, PAD, START, UNKNOWN, Pair, Vocabulary
-from can_train.tasks.seq2seq.settings import Seq2seqDatasetSettings, TransformerSettings
+from can_train_tasks.seq2seq.pair_tables import END, PAD, START, UNKNOWN, Pair, Vocabulary
+from can_train_tasks.seq2seq.settings import Seq2seqDatasetSettings, TransformerSettings
 from tasks.seq2seq.conftest import MODELS, TURKISH, MakeTask, needs_turkish
 
 CPU = torch.device("cpu")

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from can_train.tasks.sample_task import TaskContext
-from can_train.tasks.tracknet.settings import (
+from can_train.training.sample_task import TaskContext
+from can_train_tasks.tracknet.settings import (
     SyntheticVideoSettings,
     TrackNetDatasetSettings,
     TrackNetSettings,
     UNetSettings,
 )
-from can_train.tasks.tracknet.task import TrackNetTask
+from can_train_tasks.tracknet.task import TrackNetTask
 
 RALLIES = Path(__file__).parents[3] / "../shared/data/tracknet"
 needs_rallies = pytest.mark.skipif(not RALLIES.is_dir(), reason=f"{RALLIES} is not there")

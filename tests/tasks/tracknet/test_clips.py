@@ -12,9 +12,9 @@ from PIL import Image
 
 from can_train.errors import DataError, MissingDataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.tracknet.clips import FrameReader, Labels, read_clips, read_labels, split_clips
-from can_train.tasks.tracknet.rendering import render_missing
-from can_train.tasks.tracknet.settings import TrackNetDatasetSettings
+from can_train_tasks.tracknet.clips import FrameReader, Labels, read_clips, read_labels, split_clips
+from can_train_tasks.tracknet.rendering import render_missing
+from can_train_tasks.tracknet.settings import TrackNetDatasetSettings
 from tasks.tracknet.conftest import RALLIES, needs_rallies
 
 TRACKNET = "file name,visibility,x-coordinate,y-coordinate,status\n"

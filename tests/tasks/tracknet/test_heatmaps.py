@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from can_train.errors import ConfigError, StateError
-from can_train.tasks.tracknet.clips import Labels
-from can_train.tasks.tracknet.rendering import render_missing
-from can_train.tasks.tracknet.settings import TrackNetSettings
-from can_train.tasks.tracknet.task import Found, Moment, ball_heatmaps, detection_metrics, peaks, pixel_losses
+from can_train_tasks.tracknet.clips import Labels
+from can_train_tasks.tracknet.rendering import render_missing
+from can_train_tasks.tracknet.settings import TrackNetSettings
+from can_train_tasks.tracknet.task import Found, Moment, ball_heatmaps, detection_metrics, peaks, pixel_losses
 from tasks.tracknet.conftest import DATASET, MakeTask
 
 PLACE = st.tuples(st.floats(0, 31), st.floats(0, 15))

@@ -9,9 +9,9 @@ from PIL import Image
 
 from can_train.errors import StateError
 from can_train.reporter import SilentReporter
-from can_train.tasks.tracknet.clips import FilePictures, Labels, read_clips
-from can_train.tasks.tracknet.rendering import render_missing, simulated_clips, synthetic_folder, write_games
-from can_train.tasks.tracknet.settings import TrackNetDatasetSettings
+from can_train_tasks.tracknet.clips import FilePictures, Labels, read_clips
+from can_train_tasks.tracknet.rendering import render_missing, simulated_clips, synthetic_folder, write_games
+from can_train_tasks.tracknet.settings import TrackNetDatasetSettings
 from tasks.tracknet.conftest import RALLIES, VIDEO, needs_rallies
 
 

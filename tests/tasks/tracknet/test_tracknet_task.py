@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError, DataError
+from can_train.fit.collate import to_device
 from can_train.fit.prediction import predict_peak
-from can_train.memory.simulated_gpu import LiveStorageTracker
+from can_train.memory.simulated.gpu import LiveStorageTracker
 from can_train.task import LogicalBatch
-from can_train.tasks.collate import to_device
-from can_train.tasks.sample_task import TaskContext
-from can_train.tasks.tracknet.settings import TrackNetDatasetSettings, TrackNetSettings, UNetSettings
-from can_train.tasks.tracknet.task import TrackNetTask
+from can_train.training.sample_task import TaskContext
+from can_train_tasks.tracknet.settings import TrackNetDatasetSettings, TrackNetSettings, UNetSettings
+from can_train_tasks.tracknet.task import TrackNetTask
 from tasks.tracknet.conftest import DATASET, RALLIES, MakeTask, needs_rallies
 
 CPU, EXACT, ENDLESS = torch.device("cpu"), 1e-12, 2**62

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric.data import Batch, Data
 
-from can_train.tasks.can.data.batches import Gatherer
-from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train_tasks.can.data.batches import Gatherer
+from can_train_tasks.can.data.graphs import FlatGraphs
 from fakes.random_bus import cached_graphs, random_blocks
 
 NUM_GRAPHS = 12

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from can_train.tasks.can.data.behaviour import BEHAVIOUR
-from can_train.tasks.can.data.graphs import Frames, GraphBlock, GraphBuilder
+from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.graphs import Frames, GraphBlock, GraphBuilder
 
 WINDOW = 5
 # How far a window's values can move the mean of its ID, by column.
@@ -128,8 +128,8 @@ def test_behaviour_does_not_depend_on_the_portions_a_log_comes_in(frames: Frames
 
 @pytest.fixture
 def _regular_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("can_train.tasks.can.data.behaviour._REGULAR_WINDOWS", 3)
-    monkeypatch.setattr("can_train.tasks.can.data.behaviour._REGULAR_SHARE", 0.7)
+    monkeypatch.setattr("can_train_tasks.can.data.behaviour._REGULAR_WINDOWS", 3)
+    monkeypatch.setattr("can_train_tasks.can.data.behaviour._REGULAR_SHARE", 0.7)
 
 
 @pytest.mark.usefixtures("_regular_soon")
@@ -172,7 +172,7 @@ def test_an_attack_moves_the_past_of_an_id_by_no_more_than_a_clipped_window() ->
 
 
 def test_no_more_ids_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("can_train.tasks.can.data.behaviour._MAX_IDS", 8)
+    monkeypatch.setattr("can_train_tasks.can.data.behaviour._MAX_IDS", 8)
     size = 2000
     builder = GraphBuilder(WINDOW, WINDOW)
     for begin in range(0, size, 20):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from can_train.errors import ConfigError, DataError
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings
 from fakes.tasks_can_writers import (
     WRITERS,
     Message,

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from can_train.errors import DataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.data.dataset import prepare
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.layout import LOG, LogFile
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.dataset import prepare
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.layout import LOG, LogFile
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings
 
 # Rows of each format with a place for time, channel and a byte.
 FORMATS = {

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import ConfigError
-from can_train.tasks.can.data.clocks import TICKS_PER_SECOND, guess_unit, unit_of_name
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, guess_unit, unit_of_name
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings
 
 STEMS = ("timestamp", "time", "ts")
 # Periods of a car's IDs in seconds.

@@ -4,10 +4,10 @@ import polars as pl
 import pytest
 
 from can_train.errors import ConfigError, DataError
-from can_train.tasks.can.data.formats import header_grammars, looks_hexadecimal, too_large_for_hexadecimal
-from can_train.tasks.can.data.grammar import Grammar, parse_rows
-from can_train.tasks.can.data.reading import LabelEncoder
-from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
+from can_train_tasks.can.data.formats import header_grammars, looks_hexadecimal, too_large_for_hexadecimal
+from can_train_tasks.can.data.grammar import Grammar, parse_rows
+from can_train_tasks.can.data.reading import LabelEncoder
+from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
 
 CANEDGE = "TimestampEpoch;BusChannel;ID;IDE;DLC;DataLength;Dir;EDL;BRS;ESI;RTR;DataBytes"
 

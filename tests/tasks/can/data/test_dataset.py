@@ -10,10 +10,10 @@ import pytest
 
 from can_train.errors import DataError
 from can_train.reporter import SilentReporter, Stage
-from can_train.tasks.can.data.dataset import CanData, cache_key, prepare
-from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder
-from can_train.tasks.can.data.layout import LOG, TEST, TRAIN, LogFile, drop_duplicates, hash_logs
-from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
+from can_train_tasks.can.data.dataset import CanData, cache_key, prepare
+from can_train_tasks.can.data.graphs import FlatGraphs, GraphBuilder
+from can_train_tasks.can.data.layout import LOG, TEST, TRAIN, LogFile, drop_duplicates, hash_logs
+from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
 from fakes.random_bus import random_frames, write_log
 
 SETTINGS = CanDatasetSettings(name="mine", window=20, stride=20)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from can_train.errors import DataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.data.dataset import CanData, prepare
-from can_train.tasks.can.data.digests import LogDigest, known_windows, window_digests
-from can_train.tasks.can.data.graphs import Frames, GraphBuilder
-from can_train.tasks.can.data.layout import LOG, TEST, TRAIN, LogFile
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.dataset import CanData, prepare
+from can_train_tasks.can.data.digests import LogDigest, known_windows, window_digests
+from can_train_tasks.can.data.graphs import Frames, GraphBuilder
+from can_train_tasks.can.data.layout import LOG, TEST, TRAIN, LogFile
+from can_train_tasks.can.settings import CanDatasetSettings
 from fakes.random_bus import random_frames, write_log
 
 SETTINGS = CanDatasetSettings(name="mine", window=20, stride=20)

@@ -3,8 +3,8 @@
 import polars as pl
 import pytest
 
-from can_train.tasks.can.data.grammar import NO_MATCH, Grammar, parse_rows
-from can_train.tasks.can.data.line_formats import LINE_GRAMMARS, PUBLISHED_CSV_GRAMMARS, line_grammars
+from can_train_tasks.can.data.grammar import NO_MATCH, Grammar, parse_rows
+from can_train_tasks.can.data.line_formats import LINE_GRAMMARS, PUBLISHED_CSV_GRAMMARS, line_grammars
 
 CAR_HACKING = "1478198376.389427,0316,8,05,21,68,09,21,21,00,6f,R"
 CANDUMP = "(1478198376.389427) can0 12A#00F0"

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from can_train.errors import DataError
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings
 
 Row = tuple[float, int, str, int]  # time, ID, payload, label
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from can_train.errors import ConfigError
-from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_WINDOW, NODE_FEATURES, Frames, GraphBlock, GraphBuilder
+from can_train_tasks.can.data.graphs import EDGE_FEATURES, MAX_WINDOW, NODE_FEATURES, Frames, GraphBlock, GraphBuilder
 
 
 @st.composite

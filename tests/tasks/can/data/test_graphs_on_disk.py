@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from can_train.errors import StateError
 from can_train.io.arrays import FolderDamageError, discard_folder
-from can_train.tasks.can.data.graphs import FlatGraphs, read_graphs, writing_graphs
+from can_train_tasks.can.data.graphs import FlatGraphs, read_graphs, writing_graphs
 from fakes.random_bus import KINDS, cached_graphs, random_blocks, source_file
 
 LOGS = [random_blocks(7, seed=1), random_blocks(5, seed=2) + random_blocks(4, seed=3)]

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from can_train.errors import ConfigError, MissingDataError
-from can_train.tasks.can.data.layout import LogFile, attack_kind, find_logs
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.layout import LogFile, attack_kind, find_logs
+from can_train_tasks.can.settings import CanDatasetSettings
 
 NEWER = (
     "train_01_attack_free/attack-free-1.csv",

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import DataError
-from can_train.tasks.can.data.log_text import MAX_BLOCK_LINES, WINDOW_BYTES, LogText
+from can_train_tasks.can.data.log_text import MAX_BLOCK_LINES, WINDOW_BYTES, LogText
 from fakes.tasks_can_writers import COMPRESSORS, Message, candump, write_log
 
 TEXT = candump([Message(1_000_000 + 500 * i, 0x100 + i % 7, bytes([i % 256, 7])) for i in range(2000)])
@@ -25,8 +25,8 @@ TEXT = candump([Message(1_000_000 + 500 * i, 0x100 + i % 7, bytes([i % 256, 7]))
 PEAK = """
 import sys
 from pathlib import Path
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings
 frames = next(iter(LogReader(Path(sys.argv[1]), CanDatasetSettings(max_malformed=1.0)).blocks()))
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(len(frames), peak.split()[1])

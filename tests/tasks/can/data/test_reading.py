@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import DataError, MissingDataError
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.reading import LogReader, decide_bases
-from can_train.tasks.can.settings import FORMATS, CanDatasetSettings, ColumnSettings
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.reading import LogReader, decide_bases
+from can_train_tasks.can.settings import FORMATS, CanDatasetSettings, ColumnSettings
 from fakes.tasks_can_writers import COMPRESSORS, WRITERS, Message, Writer, car_hacking, write_log
 
 AUTO = CanDatasetSettings()

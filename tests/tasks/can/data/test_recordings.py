@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import DataError
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings
 
 FD_LENGTHS = (12, 16, 20, 24, 32, 48, 64)
 START_S = 1_700_000_000.0
@@ -129,8 +129,8 @@ def test_a_damaged_mf4_file_ends_with_an_error_and_no_traceback(tmp_path: Path) 
     (tmp_path / "drive.mf4").write_bytes(b"UnFinMF 4.11    " + bytes(range(200)))
     program = (
         "import sys\nfrom pathlib import Path\nfrom can_train.errors import DataError\n"
-        "from can_train.tasks.can.data.reading import LogReader\n"
-        "from can_train.tasks.can.settings import CanDatasetSettings\n"
+        "from can_train_tasks.can.data.reading import LogReader\n"
+        "from can_train_tasks.can.settings import CanDatasetSettings\n"
         "try:\n    list(LogReader(Path(sys.argv[1]), CanDatasetSettings()).blocks())\n"
         "except DataError as error:\n    print(error.rule)\n"
     )

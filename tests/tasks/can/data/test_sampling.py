@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from can_train.config.compose import RunRequest, resolve
 from can_train.errors import DataError
 from can_train.reporter import Reporter, SilentReporter, Stage
-from can_train.tasks.can.data.layout import LOG, LogFile
-from can_train.tasks.can.data.log_text import LogText
-from can_train.tasks.can.data.sampling import SAMPLED_LOGS, WHOLE_BYTES, choose_logs, drop_probable_duplicates
-from can_train.tasks.can.modes.windows import WindowTask
-from can_train.tasks.can.task import make_task, sample_task
+from can_train_tasks.can.data.layout import LOG, LogFile
+from can_train_tasks.can.data.log_text import LogText
+from can_train_tasks.can.data.sampling import SAMPLED_LOGS, WHOLE_BYTES, choose_logs, drop_probable_duplicates
+from can_train_tasks.can.modes.windows import WindowTask
+from can_train_tasks.can.task import make_task, sample_task
 from fakes.random_bus import random_frames, write_log
 
 SHARED_LOGS = Path(__file__).parents[5] / "shared" / "data" / "can"

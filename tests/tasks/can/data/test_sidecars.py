@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.data.dataset import find_prepared, prepare
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.layout import LOG, TEST, LogFile, hash_logs
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.dataset import find_prepared, prepare
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.layout import LOG, TEST, LogFile, hash_logs
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings
 
 START_S = 1_030_000_000.0
 FULL = "FFFFFFFFFFFFFFFF"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import DataError
-from can_train.tasks.can.data.dataset import MIN_PHASE_WINDOWS, find_held_out_logs, find_phase_starts, split_rows
-from can_train.tasks.can.data.graphs import FlatGraphs, SourceFile, Split
+from can_train_tasks.can.data.dataset import MIN_PHASE_WINDOWS, find_held_out_logs, find_phase_starts, split_rows
+from can_train_tasks.can.data.graphs import FlatGraphs, SourceFile, Split
 from fakes.random_bus import source_file
 from fakes.windows_by_hand import windows_of
 

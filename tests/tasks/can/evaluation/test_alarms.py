@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from can_train.tasks.can.contributions import FRAMES, GAP, NEIGHBOURS, PROPERTIES, SILENCE
-from can_train.tasks.can.data.graphs import FlatGraphs, id_text
-from can_train.tasks.can.evaluation.alarms import (
+from can_train_tasks.can.contributions import FRAMES, GAP, NEIGHBOURS, PROPERTIES, SILENCE
+from can_train_tasks.can.data.graphs import FlatGraphs, id_text
+from can_train_tasks.can.evaluation.alarms import (
     LEAST_USUAL_WINDOWS,
     USUAL_WINDOWS,
     Cause,

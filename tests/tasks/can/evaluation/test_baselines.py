@@ -8,8 +8,8 @@ import torch
 
 from can_train import simulated_gpu
 from can_train.fit.packing import members
-from can_train.tasks.can.data.graphs import NODE_FEATURES, Frames, GraphBuilder
-from can_train.tasks.can.evaluation.baselines import (
+from can_train_tasks.can.data.graphs import NODE_FEATURES, Frames, GraphBuilder
+from can_train_tasks.can.evaluation.baselines import (
     FRAMES_PER_CHUNK,
     BaselineOptions,
     GapLookup,
@@ -252,7 +252,7 @@ def test_working_with_few_windows_at_a_time_changes_no_silence(tmp_path, monkeyp
     flat = graphs_of(tmp_path / "graphs", rhythm(PERIODS, 10.0, {2: (5.0, 6.0)}))
     rows = np.arange(len(flat))
     whole = SilenceLookup.fit(flat, rows[:40]).score(flat, rows)
-    monkeypatch.setattr("can_train.tasks.can.evaluation.baselines.TABLE_ENTRIES", 1)
+    monkeypatch.setattr("can_train_tasks.can.evaluation.baselines.TABLE_ENTRIES", 1)
     assert np.array_equal(SilenceLookup.fit(flat, rows[:40]).score(flat, rows), whole)
 
 

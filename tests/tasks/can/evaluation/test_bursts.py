@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.tasks.can.evaluation.bursts import (
+from can_train_tasks.can.evaluation.bursts import (
     EACH_WINDOW,
     LEAST_BLOCKS,
     Blocks,

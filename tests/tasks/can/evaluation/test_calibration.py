@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from can_train.errors import CheckpointError, ConfigError, DataError
-from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, USUAL_HOLD, Hold, Timeline, held_scores
-from can_train.tasks.can.evaluation.calibration import (
+from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, USUAL_HOLD, Hold, Timeline, held_scores
+from can_train_tasks.can.evaluation.calibration import (
     LEAST_CALIBRATION_WINDOWS,
     BenignScores,
     Calibration,

@@ -14,9 +14,9 @@ from can_train.config.resolved import EvaluationData, FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError, MissingDataError
 from can_train.reporter import SilentReporter
 from can_train.task import AlarmRule
-from can_train.tasks.can.evaluation.evaluate import FITTED_BASELINES, WindowEvaluation, make_evaluation
-from can_train.tasks.can.inputs import InputEncoder, InputStatistics
-from can_train.tasks.can.models import build_network
+from can_train_tasks.can.evaluation.evaluate import FITTED_BASELINES, WindowEvaluation, make_evaluation
+from can_train_tasks.can.inputs import InputEncoder, InputStatistics
+from can_train_tasks.can.models import build_network
 from fakes.random_bus import random_frames, write_log
 
 RESULT = {"judgement": {"threshold": 0.5, "threshold_rule": "max F1 on validation"}}

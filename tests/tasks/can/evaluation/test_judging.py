@@ -7,9 +7,9 @@ import pytest
 
 from can_train.cli.output import Verbosity, print_judgement
 from can_train.errors import DataError, RunError
-from can_train.tasks.can.data.graphs import Split
-from can_train.tasks.can.evaluation.bursts import MccDifference
-from can_train.tasks.can.evaluation.judging import (
+from can_train_tasks.can.data.graphs import Split
+from can_train_tasks.can.evaluation.bursts import MccDifference
+from can_train_tasks.can.evaluation.judging import (
     COLUMNS,
     SUMMARY_COLUMNS,
     JudgingOptions,
@@ -21,7 +21,7 @@ from can_train.tasks.can.evaluation.judging import (
     remarks,
     summary_tables,
 )
-from can_train.tasks.can.evaluation.metrics import detector_metrics
+from can_train_tasks.can.evaluation.metrics import detector_metrics
 from fakes.windows_by_hand import source_file, windows_of
 
 BASELINES = ["flag_everything", "flag_nothing", "id_lookup", "gap_lookup", "silence", "random_forest"]

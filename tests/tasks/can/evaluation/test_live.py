@@ -13,12 +13,12 @@ import pytest
 from can_train.errors import CheckpointError
 from can_train.reporter import SilentReporter
 from can_train.task import AlarmRule, LiveEvent, LiveSource
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, Hold
-from can_train.tasks.can.evaluation.live import AlarmState
-from can_train.tasks.can.evaluation.live_input import BusFrames
-from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.training.evaluate import DetectionRequest, EvaluationRequest, LiveRun, evaluate
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, Hold
+from can_train_tasks.can.evaluation.live import AlarmState
+from can_train_tasks.can.evaluation.live_input import BusFrames
+from can_train_tasks.can.evaluation.metrics import Threshold
 from fakes.candump import candump
 from fakes.random_bus import INJECTED, injected_frames, write_log
 from fakes.trained_runs import WINDOW, finished_run, injected_run
@@ -304,8 +304,8 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", [AlarmRule(calibrate_s=1.0), AlarmRule(alarms_per_hour=6.0)], ids=str)
 def test_a_run_without_a_record_of_benign_scores_is_refused(rule: AlarmRule) -> None:
-    from can_train.tasks.can.evaluation.live import make_live_detection
     from can_train.training.loading import load_finished
+    from can_train_tasks.can.evaluation.live import make_live_detection
 
     finished = load_finished(injected_run("gat"))
     judgement = {name: value for name, value in finished.result["judgement"].items() if name != "benign"}

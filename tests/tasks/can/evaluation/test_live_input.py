@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from can_train.errors import ConfigError, DataError
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.evaluation import live_input
-from can_train.tasks.can.evaluation.live_input import BusErrors, BusFrames, BusInput, FrameInput, TextInput, open_input
-from can_train.tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.evaluation import live_input
+from can_train_tasks.can.evaluation.live_input import BusErrors, BusFrames, BusInput, FrameInput, TextInput, open_input
+from can_train_tasks.can.settings import CanDatasetSettings
 from fakes.candump import candump
 from fakes.random_bus import injected_frames, random_frames, write_log
 

@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 from sklearn.metrics import f1_score, matthews_corrcoef, precision_score, recall_score, roc_curve
 
 from can_train.errors import DataError
-from can_train.tasks.can.evaluation.metrics import (
+from can_train_tasks.can.evaluation.metrics import (
     SHORT_DRIVE_MARGIN,
     choose_threshold,
     detector_metrics,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from can_train.fit.optimizer import Snapshot
-from can_train.tasks.can.fusion.agent import (
+from can_train_tasks.can.fusion.agent import (
     FusionAgent,
     MixingProblem,
     PolicyBatch,
@@ -22,8 +22,8 @@ from can_train.tasks.can.fusion.agent import (
     exploration,
     rewards,
 )
-from can_train.tasks.can.fusion.mixing import NO_WINDOW
-from can_train.tasks.can.settings import FusionAgentSettings
+from can_train_tasks.can.fusion.mixing import NO_WINDOW
+from can_train_tasks.can.settings import FusionAgentSettings
 from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem, mean_reward, remember_at_random, small_agent
 from fakes.split_gradients import gradient, relative_error
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from can_train.tasks.can.data.dataset import CanData
-from can_train.tasks.can.data.graphs import Split
-from can_train.tasks.can.evaluation.judging import JudgingOptions
-from can_train.tasks.can.fusion.agent import MixingProblem
-from can_train.tasks.can.fusion.mixes import (
+from can_train_tasks.can.data.dataset import CanData
+from can_train_tasks.can.data.graphs import Split
+from can_train_tasks.can.evaluation.judging import JudgingOptions
+from can_train_tasks.can.fusion.agent import MixingProblem
+from can_train_tasks.can.fusion.mixes import (
     best_weight,
     constant_mix_remarks,
     constant_mixes,
@@ -21,7 +21,7 @@ from can_train.tasks.can.fusion.mixes import (
     summarize_weights,
     weights_remark,
 )
-from can_train.tasks.can.fusion.mixing import WindowScores, mixing_weights
+from can_train_tasks.can.fusion.mixing import WindowScores, mixing_weights
 from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem
 from fakes.windows_by_hand import windows_of
 

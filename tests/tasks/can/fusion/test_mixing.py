@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from can_train.tasks.can.fusion.mixing import (
+from can_train_tasks.can.fusion.mixing import (
     NO_WINDOW,
     STATE_WIDTH,
     WindowScores,

@@ -17,8 +17,8 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import ConfigError, DataError, RunError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.fusion.agent import FinishedFusion, FusionAgent, FusionTask, PolicyBatch, ReplayBatch
-from can_train.tasks.can.task import make_task
+from can_train_tasks.can.fusion.agent import FinishedFusion, FusionAgent, FusionTask, PolicyBatch, ReplayBatch
+from can_train_tasks.can.task import make_task
 from fakes.bitwise import assert_ends_like
 from fakes.killed_runs import finish, finish_killed, only_run
 from fakes.random_bus import random_frames, write_log

@@ -20,9 +20,9 @@ from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import RunError
 from can_train.fit.micro_batcher import Losses
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.losses import ClassifierBatch
-from can_train.tasks.can.modes.curriculum import Curriculum, CurriculumTask, RatioSchedule
-from can_train.tasks.can.task import make_task
+from can_train_tasks.can.losses import ClassifierBatch
+from can_train_tasks.can.modes.curriculum import Curriculum, CurriculumTask, RatioSchedule
+from can_train_tasks.can.task import make_task
 from fakes.bitwise import assert_ends_like
 from fakes.killed_runs import finish, finish_killed, only_run
 from fakes.random_bus import random_frames, write_log

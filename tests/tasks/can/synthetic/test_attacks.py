@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.tasks.can.synthetic.attacks import ATTACKS, FIRST_ATTACKS, attack, draw_bursts
-from can_train.tasks.can.synthetic.traffic import SECOND_US, draw_time_spans
+from can_train_tasks.can.synthetic.attacks import ATTACKS, FIRST_ATTACKS, attack, draw_bursts
+from can_train_tasks.can.synthetic.traffic import SECOND_US, draw_time_spans
 from fakes.simulated_drives import BENIGN_S, VERSIONS, assert_same, attacked, benign_drive, frames_of
 
 REMOVING = ("suppress", "masquerade")

@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from can_train.tasks.can.synthetic.fleet import TARGETS, make_fleet
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus
-from can_train.tasks.can.synthetic.vehicles import MAX_STANDARD_ID, SendType
+from can_train_tasks.can.synthetic.fleet import TARGETS, make_fleet
+from can_train_tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus
+from can_train_tasks.can.synthetic.vehicles import MAX_STANDARD_ID, SendType
 from fakes.simulated_drives import BENIGN_S, benign_drive, frames_of
 
 SEEDS = range(20, 24)

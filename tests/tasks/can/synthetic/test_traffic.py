@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus, vehicle_traffic
-from can_train.tasks.can.synthetic.vehicles import Checksum, Message, SendType, Signal, make_vehicles, write_checksum
+from can_train_tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus, vehicle_traffic
+from can_train_tasks.can.synthetic.vehicles import Checksum, Message, SendType, Signal, make_vehicles, write_checksum
 from fakes.simulated_drives import IDS, VERSIONS, as_traffic, assert_same, benign_drive, drive_log, frames_of
 
 # The bus

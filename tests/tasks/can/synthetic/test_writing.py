@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from can_train.config.compose import RunRequest, resolve
 from can_train.errors import ConfigError, StateError
 from can_train.reporter import SilentReporter, Stage
-from can_train.tasks.can.data.graphs import Frames
-from can_train.tasks.can.data.layout import find_logs
-from can_train.tasks.can.data.reading import LogReader
-from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
-from can_train.tasks.can.synthetic.attacks import ATTACKS, FIRST_ATTACKS
-from can_train.tasks.can.synthetic.traffic import SECOND_US
-from can_train.tasks.can.synthetic.writing import (
+from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.data.layout import find_logs
+from can_train_tasks.can.data.reading import LogReader
+from can_train_tasks.can.settings import CanDatasetSettings, SyntheticSettings
+from can_train_tasks.can.synthetic.attacks import ATTACKS, FIRST_ATTACKS
+from can_train_tasks.can.synthetic.traffic import SECOND_US
+from can_train_tasks.can.synthetic.writing import (
     GENERATORS,
     format_rows,
     plan_drives,

@@ -1,0 +1,460 @@
+"""The batches of a training framework's own loop, computed in parts that fit. What fits is found with the first batch,
+and learned for the next run. The callback for Lightning and the Trainer of transformers are built on it.
+
+Shapes: R samples, F features.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from can_train.config.resolved import state_folder
+from can_train.config.settings import FactorSettings
+from can_train.errors import DataError, DoesNotFitError, StateError
+from can_train.factors.observations import ALLOCATOR, Device, Observation, Outcome, write_record
+from can_train.factors.policies import make_policy
+from can_train.factors.store import FactorStore, next_time, rule_after
+from can_train.fit.batch_dependence import BatchDependence
+from can_train.fit.collate import Rows, leaves, samples_in, select_samples
+from can_train.fit.cost_model import DeviceLimits, PeakPrediction
+from can_train.fit.explore import Search, SearchTime, Workload, find_limit, left_as_it_was
+from can_train.fit.factor_rule import Aim, FactorDecision, FactorRule
+from can_train.fit.micro_batcher import BatchResult, Counts, Losses, MicroBatcher, Split
+from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, Snapshot, measure_optimizer
+from can_train.fit.packing import BatchCosts, SplitRules, counts_of, cut
+from can_train.fit.search import SizeSearch
+from can_train.io.units import size_text
+from can_train.memory.allocator_settings import allocator_settings
+from can_train.memory.catalogue import predicted_room
+from can_train.memory.meters import MemoryMonitor, Meter, meter_of, tensors_of
+from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
+from can_train.runs.run_folder import new_run_id
+
+LOSS: Final = "loss"  # The one term that a framework knows
+_ROUND_OFF: Final = 1e-9  # Relative difference of a sum of shares from 1 that is round-off
+T = TypeVar("T")
+
+
+def sample_counts(batch: Any) -> Counts:
+    """Returns what the memory of a collated batch grows with, for each sample: nodes and edges in a batch of
+    torch_geometric, else the numbers that its tensors hold. Padded samples then count with their padding.
+    """
+    if hasattr(batch, "num_graphs"):
+        edges = torch.bincount(batch.batch[batch.edge_index[0]], minlength=batch.num_graphs)
+        return {"nodes": torch.bincount(batch.batch, minlength=batch.num_graphs).cpu(), "edges": edges.cpu()}
+    samples = samples_in(batch)
+    return {"numbers": np.full(samples, sum(leaf.numel() for leaf in leaves(batch)) / samples)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """How a framework's loop is made to fit.
+
+    Attributes:
+        device: Meter of the device, or its name, as in `--device`; None: the model's.
+        limits: What a micro-batch may hold, as in `MicroBatcher`; None: what is found with the first batch, and what
+            earlier runs have taught.
+        select: Takes samples out of a collated batch: those of a slice, or at positions.
+        counts: What the memory of a collated batch grows with, for each sample: [R] by name.
+        key: Name in the factor store; empty: the framework's and the model's.
+        learn: Whether earlier runs are learned from, and this one is recorded.
+        state_dir: State folder of the factor store; None: the user's own.
+    """
+
+    device: Meter | str | None = None
+    limits: DeviceLimits | PeakPrediction | SizeSearch | Split | int | None = None
+    select: Callable[[Any, Rows], Any] = select_samples
+    counts: Callable[[Any], Counts] = sample_counts
+    key: str = ""
+    learn: bool = True
+    state_dir: str | Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Samples start:stop of a collated batch."""
+
+    batch: Any
+    start: int
+    stop: int
+    samples: int  # of the whole batch
+    is_trial: bool = False  # Whether nothing of it may stay
+
+    @property
+    def share(self) -> float:
+        """Samples of the part, of those of the batch."""
+        return (self.stop - self.start) / self.samples
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch ends with it."""
+        return self.stop == self.samples
+
+
+LossOf = Callable[[Part], tuple[Tensor, float | None]]
+"""Computes the mean loss of a part, and the number of what it is the mean over; None: of its samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a logical batch came to."""
+
+    loss: Tensor  # Its mean, detached
+    weights: dict[int, float]  # What each part's mean counts for in it, by the part's first sample
+
+
+@dataclass
+class _Parts:
+    """Computes the losses of a batch's parts as `MicroBatcher` wants them; keeps, by their first samples, what each
+    counts for in the batch, and its loss times that.
+    """
+
+    part: Callable[[int, int], Part]
+    loss_of: LossOf
+    shares: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, start: int, stop: int) -> Losses:
+        part = self.part(start, stop)
+        loss, own = self.loss_of(part)
+        share = 1.0 if part.share == 1.0 else part.share if own is None else own / part.samples
+        # A whole batch's loss stays as it is: its gradient is, bit by bit, that of the loop without this class.
+        weighted = loss if part.share == 1.0 else loss * share
+        self.shares[start], self.losses[start] = share, weighted.detach()
+        return {LOSS: (weighted, share)}
+
+
+@dataclass(kw_only=True)
+class FrameworkLoop:
+    """Computes the batches of somebody else's loop in parts that fit.
+
+    Attributes:
+        framework: Its name, for the factor store.
+        model: The module whose parameters are trained, on its device.
+        optimizers: Those of the loop.
+        settings: How it is made to fit.
+        remedy_for_means: What makes a loss exact that is a mean over something else than samples, as a sentence; empty:
+            nothing is measured.
+        notice: Is given a sentence on what was found.
+    """
+
+    framework: str
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    settings: LoopSettings
+    remedy_for_means: str = ""
+    notice: Callable[[str], object] = lambda text: None
+
+    def __post_init__(self) -> None:
+        parameters = list(self.model.parameters())
+        self.meter = meter_of(self.settings.device, str(parameters[0].device) if parameters else "cpu")
+        self.monitor = MemoryMonitor(meter=self.meter, warmup=1)
+        self.batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits)
+        self.batcher.watch(self.monitor.rescued)
+        self._key = self.settings.key or f"{self.framework}_{type(self.model).__name__}".lower()
+        self._limits: DeviceLimits | None = None
+        self._decision: FactorDecision | None = None
+        self._reserve: OptimizerReserve | None = None
+        self._logical_batch = self._largest_part = 0
+        self._largest_cost = self._cost_after_rescue = 0.0
+        state_dir = self.settings.state_dir
+        self._state = state_folder(None if state_dir is None else Path(state_dir))
+        self._started = next_time(self._state)
+        # A simulated GPU holds all that the loop makes from now on.
+        self._active = ExitStack()
+        self._active.enter_context(self.meter.active(tensors_of([self.model, *self.optimizers])))
+
+    def train(
+        self, batch: Any, loss_of: LossOf, *, scale: Callable[[Tensor], Tensor] = lambda loss: loss
+    ) -> StepResult:
+        """Adds the gradient of a batch's mean loss to `.grad`, which holds nothing yet where parts name denominators.
+
+        Args:
+            batch: A collated batch.
+            loss_of: Computes the mean loss of a part. It may run backward by itself, and return a detached loss.
+            scale: A gradient scaler's.
+
+        Raises:
+            DoesNotFitError: One sample is too much.
+        """
+        counts = self.settings.counts(batch)
+        samples = len(counts_of(counts)[1])
+        if self._reserve is None:
+            self._prepare(batch, counts, loss_of)
+        parts = _Parts(lambda start, stop: self._part(batch, start, stop, samples), loss_of)
+        with self.monitor.step(self.model, *self.optimizers):
+            result = self.batcher.run_share(parts, self._priced(counts), denominators={LOSS: 1.0}, scale=scale)
+        if self.remedy_for_means and len(result.micro_batches) > 1 and self.batcher.batch_dependence is None:
+            trial = _Parts(lambda start, stop: replace(parts.part(start, stop), is_trial=True), loss_of)
+            self.batcher.batch_dependence = self.batcher.measure_dependence(trial, result.micro_batches)
+            self._tell_dependence(self.batcher.batch_dependence)
+        self._see(result, samples)
+        starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
+        whole = sum(parts.shares[start] for start in starts)
+        if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
+            self._divide_gradients(whole)
+        # On the device: reading it would make the host wait for it.
+        loss = torch.stack([parts.losses[start] for start in starts]).sum() / whole
+        return StepResult(loss=loss, weights={start: parts.shares[start] / whole for start in starts})
+
+    def evaluate(self, batch: Any, compute: Callable[[Part], T]) -> list[tuple[Part, T]]:
+        """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it."""
+        try:
+            counts = self.settings.counts(batch)
+        except DataError:
+            # Nobody knows how to split it. It may be anything, since only `compute` looks at it.
+            part = Part(batch=batch, start=0, stop=1, samples=1)
+            return [(part, compute(part))]
+        samples = len(counts_of(counts)[1])
+
+        def computed(start: int, stop: int) -> tuple[Part, T]:
+            part = self._part(batch, start, stop, samples)
+            return replace(part, batch=None), compute(part)
+
+        return self.batcher.evaluate(computed, self._priced(counts))
+
+    def before_optimizer_step(self) -> None:
+        """Makes room for what an optimizer makes in its first step; raises DoesNotFitError where there is none."""
+        if self._reserve is not None:
+            self._reserve.before_step()
+
+    def close(self, outcome: Outcome = "ok") -> None:
+        """Ends the loop: what it has taught is recorded."""
+        self.monitor.pause()
+        self._active.close()
+        if self.settings.learn and self._limits is not None and self._decision is not None:
+            try:
+                write_record(self._state, self._observation(outcome, self._limits, self._decision))
+                self._store.refresh_export()
+            except (StateError, ValueError) as error:
+                self.notice(f"This run teaches nothing. {error}")
+        self._limits = None
+
+    @property
+    def _store(self) -> FactorStore:
+        return FactorStore(self._state, make_policy(FactorSettings().policy, {}))
+
+    def _part(self, batch: Any, start: int, stop: int, samples: int) -> Part:
+        whole = stop - start == samples
+        own = batch if whole else self.settings.select(batch, slice(start, stop))
+        return Part(batch=own, start=start, stop=stop, samples=samples)
+
+    def _priced(self, counts: Counts) -> BatchCosts | Counts | int:
+        if self._limits is not None:
+            return self._limits.priced(counts)
+        # Limits of the user's own are in samples, or follow from the same counts.
+        is_counted = isinstance(self.settings.limits, DeviceLimits | PeakPrediction)
+        return counts if is_counted else len(counts_of(counts)[1])
+
+    def _divide_gradients(self, divisor: float) -> None:
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        torch._foreach_div_(gradients, divisor)
+
+    def _tell_dependence(self, dependence: BatchDependence) -> None:
+        sentences = dependence.sentences(split=False)
+        if dependence.terms and not dependence.modules:
+            changes = f"Cutting a batch changes its gradient by {dependence.terms[LOSS]:.1%}"
+            sentences = [f"{changes}. {self.remedy_for_means}"]
+        for sentence in sentences:
+            warnings.warn(f"{sentence}.", stacklevel=3)
+
+    def _see(self, result: BatchResult, samples: int) -> None:
+        self._logical_batch = max(self._logical_batch, samples)
+        self._largest_part = max(self._largest_part, *result.micro_batches)
+        self._largest_cost = max(self._largest_cost, result.largest_cost)
+        earlier = 0.0 if result.ooms_rescued else self._cost_after_rescue
+        self._cost_after_rescue = max(earlier, result.cost_after_rescue)
+        self.batcher.stepped()
+
+    # What fits
+
+    def _prepare(self, batch: Any, counts: Counts, loss_of: LossOf) -> None:
+        """Finds what fits with the first batch, and holds the memory of the optimizers' first step."""
+        with self.meter.host():
+            needs = _memory_of(self.optimizers, on_gpu=not self.meter.is_host)
+        held_bytes = sum(
+            value.nbytes
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        needs = replace(needs, state_bytes=max(needs.state_bytes - held_bytes, 0))
+        if self.settings.limits is None:
+            with CatchOutOfMemory(), suppress(DoesNotFitError), left_as_it_was(self.model, self.meter) as buffers:
+                self._limits = self._find_limits(batch, counts, loss_of, needs, buffers)
+            self._use_limits(counts)
+        self._reserve = OptimizerReserve(needs, self.meter)
+        self._reserve.hold()
+
+    def _use_limits(self, counts: Counts) -> None:
+        if self._limits is None:
+            self.meter.release()
+            # A batch that is never split may still fit, since it needs no room for the gradients of earlier parts.
+            self.notice("Weights, state and two sets of gradients leave no room: what runs out of memory is split.")
+            return
+        self._decision = self._rule().decide(self._limits)
+        tuned = self._limits.training.tuned_limit
+        rules = SplitRules(safe_limit=self._decision.choice.factor * tuned, tuned_limit=tuned)
+        self.batcher.use(rules, self._limits)
+        self.notice(self._found(self._limits, self._limits.priced(counts)))
+
+    def _find_limits(
+        self, batch: Any, counts: Counts, loss_of: LossOf, needs: OptimizerMemory, buffers: list[Tensor]
+    ) -> DeviceLimits:
+        features, table = counts_of(counts)
+        if len(features) > 1:
+            features, table = features[:-1], table[:, :-1]
+        samples = len(table)
+
+        def run(rows: NDArray[np.int64]) -> None:
+            copies = Snapshot(self.model, self.meter.device)
+            try:
+                part = Part(batch=self.settings.select(batch, rows), start=0, stop=len(rows), samples=samples,
+                            is_trial=True)  # fmt: skip
+                loss, _ = loss_of(part)
+                if loss.requires_grad:
+                    loss.backward()
+            finally:
+                del copies
+                for parameter in self.model.parameters():
+                    parameter.grad = None
+
+        state = torch.empty(needs.state_bytes, dtype=torch.uint8, device=self.meter.device)
+        gradients = [torch.zeros_like(one) for one in self.model.parameters() if one.requires_grad]
+        resident = [*self.model.parameters(), *self.model.buffers(), state, *gradients, *buffers]
+        work = Workload(run=run, rows=np.arange(samples), counts=table, features=features, resident=resident,
+                        gradient_bytes=needs.parameter_bytes)  # fmt: skip
+        search = Search(time=SearchTime(clock=self.meter.seconds))
+        training = find_limit(work, self.meter, lambda costs: costs.total, search)
+        more = training.cost_within(predicted_room(self.meter.capacity_bytes))
+        if training.capped and more > training.tuned_limit:
+            # The whole batch fits; how much larger a later one may be is predicted.
+            training = replace(training, tuned_limit=more, capped=False)
+        model_bytes = sum(tensor.nbytes for tensor in resident)
+        return DeviceLimits(
+            device_key=self.meter.key,
+            capacity_bytes=self.meter.capacity_bytes,
+            training=training,
+            # Evaluation needs less: memory that runs out all the same splits its batches, too.
+            evaluation=training,
+            optimizer_peak_bytes=model_bytes + needs.transient_bytes,
+            gradient_bytes=needs.parameter_bytes,
+        )
+
+    def _rule(self) -> FactorRule:
+        first = FactorRule(known=None, aim=Aim(FactorSettings().target))
+        if not self.settings.learn:
+            return first
+        try:
+            return rule_after(self._store.known(self._key, self.meter.key, self._fingerprint()), first)
+        except StateError as error:
+            self.notice(f"What earlier runs taught cannot be read. {error}")
+            return first
+
+    def _found(self, limits: DeviceLimits, costs: BatchCosts) -> str:
+        sizes = cut(costs, self.batcher.rules.limit_for(costs))
+        peak = limits.training.peak_bytes(max(part.total for part in costs.parts(sizes)))
+        parts = "at once" if len(sizes) == 1 else f"in {len(sizes)} micro-batches of up to {max(sizes)}"
+        share = f"{peak / limits.capacity_bytes:.0%} of the {size_text(limits.capacity_bytes)} of {limits.device_key}"
+        return f"{len(costs)} samples a step are computed {parts}. Memory is predicted to peak at {share}."
+
+    # What is learned
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {
+            "parameters": [list(one.shape) for one in self.model.parameters()],
+            "formats": sorted({str(one.dtype) for one in self.model.parameters()}),
+            "optimizers": [type(one).__name__ for one in self.optimizers],
+            ALLOCATOR: allocator_settings(),
+        }
+
+    def _observation(self, outcome: Outcome, limits: DeviceLimits, decision: FactorDecision) -> Observation:
+        training, oom_cost = limits.training, self.batcher.oom_cost
+        tuned, ooms = max(training.tuned_limit, 1.0), 0 if oom_cost is None else self.batcher.ooms_rescued
+        line = None if training.capped else training
+        return Observation(
+            run_id=new_run_id(self._key),
+            attempt=1,
+            key=self._key,
+            device=Device(key=self.meter.key, name=self.meter.name, total_bytes=self.meter.total_bytes,
+                          driver=self.meter.driver),
+            start_time=self._started,
+            end_time=next_time(self._state),
+            outcome="rescued" if ooms and outcome == "ok" else outcome,
+            factor=decision.choice.factor,
+            factor_reason=decision.choice.reason,
+            capacity_bytes=limits.capacity_bytes,
+            peak_allocated_bytes=self.monitor.peak_bytes or None,
+            peak_reserved_bytes=self.monitor.peak_reserved_bytes or None,
+            predicted_peak_bytes=round(training.peak_bytes(self._largest_cost)),
+            predicted_base_bytes=None if line is None else round(line.model.base_bytes),
+            predicted_full_bytes=None if line is None else round(line.peak_bytes(line.tuned_limit)),
+            tuned_limit=round(training.tuned_limit),
+            safe_limit=round(self.batcher.rules.safe_limit),
+            used=self._largest_cost / tuned,
+            logical_batch=self._logical_batch,
+            largest_micro_batch=self._largest_part,
+            binding_limit="requested",
+            oom_used=None if oom_cost is None else oom_cost / tuned,
+            used_after_rescue=self._cost_after_rescue / tuned if ooms else None,
+            peak_bytes_after_rescue=self.monitor.peak_bytes_after_rescue if ooms else None,
+            ooms_rescued=ooms,
+            allocator_retries=self.meter.retries(),
+            foreign_bytes=self.batcher.foreign_bytes,
+            torch_version=torch.__version__,
+            fingerprint=self._fingerprint(),
+            policy={"name": FactorSettings().policy, "options": {}},
+        )  # fmt: skip
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Returns how a run ended that ended with an error."""
+    if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
+        return "oom"
+    return "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "error"
+
+
+def _memory_of(optimizers: Sequence[Optimizer], *, on_gpu: bool) -> OptimizerMemory:
+    """Measures the optimizers' memory on the host, as they would run on a GPU or not."""
+    found = []
+    for optimizer in optimizers:
+        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        try:
+            found.append(measure_optimizer(parameters, partial(_alike, optimizer, on_gpu=on_gpu)))
+        except (TypeError, ValueError, RuntimeError):
+            # One that is made otherwise, or does not run on the host, is taken to keep what Adam does.
+            sizes = tuple(one.nbytes for one in parameters if one.nbytes)
+            total = sum(sizes)
+            found.append(OptimizerMemory(parameter_bytes=total, state_bytes=2 * total, transient_bytes=total,
+                                         tensor_bytes=sizes))  # fmt: skip
+    return OptimizerMemory(
+        parameter_bytes=sum(one.parameter_bytes for one in found),
+        state_bytes=sum(one.state_bytes for one in found),
+        transient_bytes=max((one.transient_bytes for one in found), default=0),
+        tensor_bytes=tuple(size for one in found for size in one.tensor_bytes),
+    )
+
+
+def _alike(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, on_gpu: bool) -> Optimizer:
+    """Makes an optimizer like another one; PyTorch's take one more copy of the parameters on a GPU (`foreach`)."""
+    kind: Callable[..., Optimizer] = type(optimizer)
+    taken = inspect.signature(kind).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    if on_gpu and "foreach" in options and not options.get("fused"):
+        options["foreach"] = options["foreach"] is not False
+    return kind(parameters, **options)

@@ -1,0 +1,237 @@
+"""Where the code of a task is: tasks that a package declares in the entry-point group `can_train.tasks`, as can-train's
+own are declared, and tasks that a line names as `file.py:Class` or `package.module:Class`.
+"""
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+from can_train.errors import ConfigError, TaskError, unknown_name
+
+_GROUP: Final = "can_train.tasks"  # of entry points
+_PROJECT: Final = "can-train"  # the project that declares the tasks of this package
+BASE: Final = "can_train.training.sample_task:Task"
+_INSTALLED: Final = ("site-packages", "dist-packages")  # folders of packages that every job finds, too
+_HOW: Final = "A task is installed, or it is file.py:Class, or package.module:Class"
+
+
+class TaskEntry(NamedTuple):
+    """A task that an installed package declares.
+
+    Attributes:
+        value: Import path `module:name` of its description (a `TaskSettings`, by convention in upper case, whose module
+            does not import torch) or of its class.
+        project: The project that declares it.
+        extras: The project's optional dependencies, by name.
+    """
+
+    value: str
+    project: str
+    extras: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        """Its module."""
+        return self.value.partition(":")[0]
+
+    @property
+    def is_description(self) -> bool:
+        """Whether it names a description, which is read in milliseconds."""
+        return self.value.rpartition(":")[2].isupper()
+
+
+def task_entries() -> dict[str, TaskEntry]:
+    """Lists the declared tasks by name. Where two projects declare a name, can-train's own is meant."""
+    return _task_entries(tuple(sys.path))
+
+
+@lru_cache(maxsize=8)
+def _task_entries(path: tuple[str, ...]) -> dict[str, TaskEntry]:
+    # Its import takes as long as all the others here.
+    from importlib.metadata import distributions
+
+    declared: dict[str, TaskEntry] = {}
+    for package in distributions(path=list(path)):
+        for entry in package.entry_points.select(group=_GROUP):
+            extras = tuple(package.metadata.get_all("Provides-Extra") or ())
+            declared.setdefault(entry.name, TaskEntry(entry.value, package.metadata["Name"], extras))
+    return dict(sorted((declared | _checkout_entries()).items()))
+
+
+def _checkout_entries() -> dict[str, TaskEntry]:
+    """Reads the tasks of a checkout or of a snapshot of one, which need not be installed where it runs."""
+    file = Path(__file__).resolve().parents[3] / "pyproject.toml"
+    if Path(__file__).resolve().parents[2].name != "src" or not file.is_file():
+        return {}
+    import tomllib
+
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    extras = tuple(project.get("optional-dependencies", {}))
+    declared = project.get("entry-points", {}).get(_GROUP, {}) if project.get("name") == _PROJECT else {}
+    return {name: TaskEntry(value, _PROJECT, extras) for name, value in declared.items()}
+
+
+def task_names() -> list[str]:
+    """Lists the declared tasks by name."""
+    return list(task_entries())
+
+
+def described_tasks() -> list[str]:
+    """Lists the declared tasks whose description is read without their class."""
+    return [name for name, entry in task_entries().items() if entry.is_description]
+
+
+def package_folders() -> list[Path]:
+    """Lists the folders of can-train's code: the package's own, and those of the packages that its tasks come in."""
+    package = Path(__file__).resolve().parents[1]
+    names = {entry.module.partition(".")[0] for entry in task_entries().values() if entry.project == _PROJECT}
+    return [package, *(package.parent / name for name in sorted(names))]
+
+
+def load_object(path: Any) -> Any:
+    """Imports the object that an import path `module:name` names; anything else is the object itself."""
+    if not isinstance(path, str):
+        return path
+    module, name = path.split(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(module, error)) is None:
+            raise
+        raise missing from error
+
+
+def missing_extra(module: str, error: ModuleNotFoundError) -> ConfigError | None:
+    """Makes the error for a package that a declared task needs; None: `module` is not a declared task's."""
+    tasks = {name: entry for name, entry in task_entries().items()
+             if f"{module}.".startswith(f"{entry.module.rpartition('.')[0] or entry.module}.")}  # fmt: skip
+    missing = str(error.name).partition(".")[0]
+    if not tasks or missing in ("can_train", module.partition(".")[0]):
+        return None
+    (name, entry), *_ = tasks.items()
+    package = f"'{entry.project}[{name}]'" if name in entry.extras else missing
+    return ConfigError(f"Task {name} needs a package that is not installed", value=missing,
+                       remedy=f"Install what it needs: pip install {package}")  # fmt: skip
+
+
+def locate(task: str) -> tuple[str, str]:
+    """Finds where the code of a task of one's own is.
+
+    Args:
+        task: As a person writes it.
+
+    Returns:
+        The task's name, as runs have it, and the folder from which it is imported; empty for an installed package.
+
+    Raises:
+        ConfigError: There is no such task.
+    """
+    entry = task_entries().get(task)
+    if entry is not None and entry.project == _PROJECT:
+        return task, ""
+    where, _, name = _import_path(task).rpartition(":")
+    if not _is_file(where):
+        return task, _folder_of(where)
+    path = Path(os.path.expanduser(where)).absolute()  # noqa: PTH111 - raises nothing where there is no such home
+    return f"{path.name}:{name}", str(path.parent)
+
+
+def load_class(task: str, code_dir: str) -> type:
+    """Imports the class of a task.
+
+    Args:
+        task: Its name, as `locate` returns it.
+        code_dir: The folder that belongs to it.
+
+    Raises:
+        ConfigError: There is no such file, module or class, or it is not a task.
+        TaskError: The code raised an error.
+    """
+    where, _, name = _import_path(task).rpartition(":")
+    # With it comes torch: a torch.py beside a task's file is not imported in its place.
+    base = load_object(BASE)
+    if code_dir and code_dir not in sys.path:
+        # Modules beside a task's file come before packages, as they do for a script, and behind the standard library.
+        before = (index for index, folder in enumerate(sys.path) if set(_INSTALLED) & set(Path(folder).parts))
+        sys.path.insert(next(before, len(sys.path)), code_dir)
+    module = _load_file(Path(code_dir, where)) if _is_file(where) else _load_module(where)
+    classes = {key: one for key, one in vars(module).items()
+               if isinstance(one, type) and issubclass(one, base) and one is not base}  # fmt: skip
+    if name not in classes:
+        if hasattr(module, name):
+            raise ConfigError("A task is a class that derives from can_train.Task", value=f"{name} of {where} does not",
+                              remedy=f"Write class {name}(can_train.Task)")  # fmt: skip
+        raise unknown_name(f"class of {where}", name, classes)
+    return classes[name]
+
+
+def key_name(task: str) -> str:
+    """Returns the name of a task in keys: its class's in snake case, or that of its entry point."""
+    name = task.rpartition(":")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _import_path(task: str) -> str:
+    """Returns `file.py:Class` or `module:Class`."""
+    if ":" in task:
+        return task
+    if _is_file(task):
+        raise ConfigError("A task in a file is named with its class", value=task, remedy=f"Write {task}:MyTask")
+    entries = task_entries()
+    if task not in entries:
+        raise unknown_name("task", task, entries, more=f". {_HOW}")
+    return entries[task].value
+
+
+def _is_file(where: str) -> bool:
+    return where.endswith(".py") or "/" in where
+
+
+def _folder_of(module: str) -> str:
+    """Returns the folder on whose path a module's top-level package was found, the current one included."""
+    spec = PathFinder.find_spec(top := module.partition(".")[0], [str(Path.cwd()), *sys.path])
+    places = list(spec.submodule_search_locations or [spec.origin or ""]) if spec is not None else []
+    if not places:
+        raise ConfigError("There is no such module", value=repr(top), remedy=f"Name one that Python can import. {_HOW}")
+    folder = Path(places[0]).absolute().parent
+    return "" if set(_INSTALLED) & set(folder.parts) else str(folder)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        near = sorted(str(one.name) for one in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        if near:
+            raise unknown_name(f"file in {path.parent}", path.name, near)
+        raise ConfigError(
+            "There is no such file", value=str(path), remedy="Name the file of the task: my_file.py:MyTask"
+        )
+    # Its own name, by which what it defines is found when it is unpickled; another one for another file of that name.
+    taken = getattr(sys.modules.get(path.stem), "__file__", None) if path.stem in sys.modules else str(path)
+    name = path.stem if taken == str(path) else f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise TaskError(f"{path.name} failed when it was imported", error) from error
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"{name} failed when it was imported", error) from error

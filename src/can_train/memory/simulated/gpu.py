@@ -1,0 +1,290 @@
+"""A simulated GPU: tensors live on the CPU, and a model of CUDA's allocator counts what they would take."""
+
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Generic, Self, TypeVar
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._pytree import tree_iter
+
+from can_train.memory.cuda_operators import AMPERE, CUDA_OPERATORS, Capability, DeviceMode
+from can_train.memory.simulated.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator, no_contention, segment_bytes
+
+Allocation = TypeVar("Allocation")
+
+
+class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Allocation]):
+    """A storage, its size in bytes, and what was allocated for it; None for memory outside the device."""
+
+    __slots__ = ("allocation", "key", "size")
+    key: int
+    allocation: Allocation | None
+    size: int
+
+
+class StorageTracker(DeviceMode, Generic[Allocation]):
+    """Counts the storages that operations make while it is active, until they die, then or later.
+
+    Only memory on the CPU counts. A view of a storage that was made elsewhere, unseen and not given to
+    `seed_resident`, is a view of memory outside the device: it takes nothing.
+    """
+
+    def __init__(self, *, cuda: Capability | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cuda = cuda  # of the GPU whose operators run; None: the CPU's own do
+        self._outside = False
+        self._tracked: dict[int, _TrackedStorage[Allocation]] = {}
+        # Garbage may be collected at any moment, also while the books are being changed, so dead storages wait here
+        # until the next operation or reading. A bound method of the deque does not keep the mode alive.
+        self._dead: deque[_TrackedStorage[Allocation]] = deque()
+
+    def __enter__(self) -> Self:
+        """Counts from now on."""
+        if self._cuda is not None:
+            CUDA_OPERATORS.open(self._cuda)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Leaves the operations that follow alone."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._cuda is not None:
+            CUDA_OPERATORS.close()
+
+    @contextmanager
+    def host(self) -> Iterator[None]:
+        """Leaves what operations make inside the block outside the device, until `seed_resident` moves it there."""
+        before, self._outside = self._outside, True
+        try:
+            yield
+        finally:
+            self._outside = before
+
+    @abstractmethod
+    def _allocate(self, size: int) -> Allocation:
+        """Finds room for a storage of `size` bytes, or raises `torch.OutOfMemoryError`."""
+
+    @abstractmethod
+    def _free(self, allocation: Allocation) -> None:
+        """Takes back the room of a storage."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation, then counts the storages of its results."""
+        if torch.is_inference_mode_enabled():
+            # Only there do composite operations (an LSTM, attention) arrive whole: taken apart, their temporaries show.
+            with self:
+                result = CUDA_OPERATORS.kernels.get(func, func.decompose)(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return self._run_counted(func, args, kwargs or {})
+
+    def _run_counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs an operation as it is, then counts the storages of its results."""
+        result = func(*args, **kwargs)
+        failure = self._track_results(result, func, args)
+        if failure:
+            # The error's traceback holds this frame: the result would live as long as the error.
+            del result
+            raise torch.OutOfMemoryError(failure)
+        return result
+
+    def seed_resident(self, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors that were made before the mode was entered, or outside the device, from now on."""
+        self._free_dead()
+        for tensor in tensors:
+            for storage in self._storages(tensor):
+                tracked = self._find(storage)
+                if tracked is None or tracked.allocation is None:
+                    self._track(storage, outside=False)
+
+    def _free_dead(self) -> None:
+        """Takes back the room of the storages that have died since the last operation or reading."""
+        while self._dead:
+            tracked = self._dead.popleft()
+            # A new storage may have the id of one that has died: its entry stays.
+            if self._tracked.get(tracked.key) is tracked:
+                del self._tracked[tracked.key]
+            if tracked.allocation is not None:
+                self._free(tracked.allocation)
+
+    def _track_results(self, result: Any, func: Any, args: tuple[Any, ...]) -> str:
+        """Counts the storages of an operation's results; returns the error message where one does not fit."""
+        self._free_dead()
+        try:
+            # Most operations return one tensor, and `tree_iter` is slow.
+            for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
+                for storage in self._storages(tensor) if isinstance(tensor, Tensor) else ():
+                    tracked = self._find(storage)
+                    if tracked is None:
+                        self._track(storage, outside=self._outside or _is_view(func, args, storage))
+                    elif tracked.allocation is not None and tracked.size != storage.nbytes():
+                        self._resize(tracked, storage.nbytes())
+        except torch.OutOfMemoryError as error:
+            return str(error)
+        return ""
+
+    def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
+        """Returns the storages of a tensor that take memory of the device."""
+        # Meta tensors take no memory.
+        if not tensor.is_cpu:
+            return ()
+        if tensor.layout is torch.strided:
+            return (tensor.untyped_storage(),)
+        return tuple(getattr(tensor, part)().untyped_storage() for part in _SPARSE_PARTS.get(tensor.layout, ()))
+
+    def _find(self, storage: UntypedStorage) -> _TrackedStorage[Allocation] | None:
+        tracked = self._tracked.get(id(storage))
+        # The entry may belong to a dead storage that had this id.
+        return tracked if tracked is not None and tracked() is storage else None
+
+    def _track(self, storage: UntypedStorage, *, outside: bool) -> None:
+        size = storage.nbytes()
+        if size == 0:
+            return
+        allocation = None if outside else self._allocate(size)
+        tracked: _TrackedStorage[Allocation] = _TrackedStorage(storage, self._dead.append)
+        tracked.key, tracked.size, tracked.allocation = id(storage), size, allocation
+        self._tracked[tracked.key] = tracked
+
+    def _resize(self, tracked: _TrackedStorage[Allocation], size: int) -> None:
+        """Moves a storage to a room of its new size; while it is copied, it takes both."""
+        old = tracked.allocation
+        assert old is not None, "memory outside the device has no room to give back"
+        if size:
+            tracked.allocation = self._allocate(size)
+            tracked.size = size
+        else:
+            del self._tracked[tracked.key]
+        self._free(old)
+
+
+# Methods that return the dense tensors a sparse tensor is made of: it has no storage of its own.
+_SPARSE_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def _is_view(func: Any, args: tuple[Any, ...], storage: UntypedStorage) -> bool:
+    """Tells whether an operation has returned a view of its first argument, whose storage was not seen before."""
+    # `torch.tensor` returns what it has just made through `lift_fresh`, which is declared a view.
+    if not func.is_view or func is torch.ops.aten.lift_fresh.default:
+        return False
+    # Some operations are declared views and copy where they must (`reshape`), so the storages are compared.
+    viewed = args[0]
+    return isinstance(viewed, Tensor) and viewed.layout is torch.strided and viewed.untyped_storage() is storage
+
+
+class LiveStorageTracker(StorageTracker[int]):
+    """Tracks the live and peak bytes of every storage that operations make, and refuses to exceed a limit.
+
+    Sizes are rounded up as CUDA's caching allocator rounds them, so that figures compare across devices. `resident` are
+    the tensors alive before the mode is entered (parameters, gradients, optimizer state); `cuda` is the capability of
+    the GPU whose operators run, None for the CPU's own.
+    """
+
+    def __init__(self, limit_bytes: int, resident: Iterable[Tensor] = (), *, cuda: Capability | None = AMPERE) -> None:
+        super().__init__(cuda=cuda)
+        self.limit_bytes = limit_bytes
+        self.peak_bytes = 0  # the most that was live or asked for at once
+        self._live_bytes = 0
+        self.seed_resident(resident)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that are live now."""
+        self._free_dead()
+        return self._live_bytes
+
+    def reset_peak(self) -> None:
+        """Starts the peak again from what is live."""
+        self.peak_bytes = self.live_bytes
+
+    def _allocate(self, size: int) -> int:
+        rounded = -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        wanted = self._live_bytes + rounded
+        self.peak_bytes = max(self.peak_bytes, wanted)
+        if wanted > self.limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"CPU out of memory. Tried to allocate {rounded / 2**20:.2f} MiB; "
+                f"{wanted / 2**20:.2f} MiB would be live, {self.limit_bytes / 2**20:.2f} MiB is the limit."
+            )
+        self._live_bytes = wanted
+        return rounded
+
+    def _free(self, allocation: int) -> None:
+        self._live_bytes -= allocation
+
+
+class SimulatedGpu(StorageTracker[Block]):
+    """Counts what operations make while it is active as memory of a GPU; may be entered once for a whole run.
+
+    What an operation takes inside (a library's workspace, temporaries of a fused kernel) does not show, nor does
+    scratch memory that a CUDA kernel would need and the CPU's does not. Making it raises `torch.OutOfMemoryError` where
+    `resident`, the tensors that are on it from the start, do not fit.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        expandable: bool = True,
+        resident: Iterable[Tensor] = (),
+        contention: Callable[[], int] = no_contention,
+    ) -> None:
+        super().__init__(cuda=AMPERE)
+        self._allocator = CachingAllocator(capacity_bytes, expandable=expandable, contention=contention)
+        self.seed_resident(resident)
+
+    @property
+    def allocator(self) -> CachingAllocator:
+        """The allocator; every storage that has died until now is freed first."""
+        self._free_dead()
+        return self._allocator
+
+    def _allocate(self, size: int) -> Block:
+        block = self._allocator.malloc(size)
+        if block is None:
+            raise torch.OutOfMemoryError(_out_of_memory(self._allocator, segment_bytes(size, self._allocator.settings)))
+        return block
+
+    def _free(self, allocation: Block) -> None:
+        self._allocator.free(allocation)
+
+
+def _out_of_memory(allocator: CachingAllocator, tried_bytes: int) -> str:
+    """Words the error as c10/cuda/CUDACachingAllocator.cpp does: people and their tools search for its text."""
+    foreign, reserved, allocated = allocator.foreign_bytes, allocator.reserved_bytes, allocator.allocated_bytes
+    settings = allocator.settings
+    allowed = f"{_format_size(allocator.allowed_bytes)} allowed; " if settings.memory_fraction < 1 else ""
+    process = f"Process 0 has {_format_size(foreign)} memory in use. " if foreign else ""
+    return (
+        f"CUDA out of memory. Tried to allocate {_format_size(tried_bytes)}. GPU 0 has a total capacity of "
+        f"{_format_size(allocator.capacity_bytes)} of which {_format_size(allocator.free_bytes)} is free. "
+        f"{process}Including non-PyTorch memory, this process has {_format_size(reserved)} memory in use. "
+        f"{allowed}"
+        f"Of the allocated memory {_format_size(allocated)} is allocated by PyTorch, and "
+        f"{_format_size(reserved - allocated)} is reserved by PyTorch but unallocated. If reserved but unallocated "
+        "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
+        "documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+        "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+    )
+
+
+def _format_size(size: int) -> str:
+    """Writes a size as c10's `format_size` does."""
+    if size <= 1024:
+        return f"{size} bytes"
+    for power, unit in ((1, "KiB"), (2, "MiB")):
+        if size <= 1024 ** (power + 1):
+            return f"{size / 1024**power:.2f} {unit}"
+    return f"{size / 1024**3:.2f} GiB"

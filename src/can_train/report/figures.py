@@ -1,0 +1,352 @@
+"""The charts of a report: what a run recorded, arranged for `charts.py`. Pure functions of what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from can_train.io.units import size_text
+from can_train.report.charts import (
+    Axis,
+    Chart,
+    Point,
+    Series,
+    byte_axis,
+    focused_axis,
+    mean,
+    number_axis,
+    share_axis,
+    thinned,
+)
+
+if TYPE_CHECKING:
+    from can_train.factors.summary import FactorSummary
+    from can_train.runs.recording import MemoryLimits, StepRecord
+    from can_train.task import Predictions
+
+_STEP: Final = "optimizer step"
+# Points of a curve, of which there is one for each sample that is flagged sooner or later.
+_CURVE_POINTS: Final = 300
+# Stretches of time that are told apart in a chart of a log.
+_TIME_BINS: Final = 600
+_HEADROOM: Final = 1.05
+_REACH: Final = 20  # times the peak, up to which limits are drawn beside it
+_FEW: Final = 30  # measured steps, up to which each is marked
+_SMALL: Final = 220  # pixels, the height of charts that stand side by side
+_SECONDS: Final = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, unit, its name
+
+
+def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, float]]) -> Chart | None:
+    """Draws the loss of each step, and in validation; None where nothing is known.
+
+    Args:
+        steps: Recorded steps.
+        validation: Step and loss of each validation.
+    """
+    train: list[Point] = [(one.step, one.loss) for one in steps]
+    values = [loss for _, loss in [*train, *validation] if loss is not None]
+    if not values:
+        return None
+    last = max(step for step, _ in [*train, *validation])
+    best = min(validation, key=lambda one: one[1], default=None)
+    lowest = "" if best is None else f"; the lowest validation loss is {best[1]:.4g}, after step {best[0]}"
+    return Chart(
+        title="Training and validation loss",
+        description=f"Training and validation over {last} steps{lowest}.",
+        x=number_axis(0, last, _STEP, whole=True),
+        y=focused_axis(values, "loss"),
+        series=[
+            Series(name="training, each step", color=1, points=thinned(train, mean), faint=True),
+            Series(name="training, mean", color=1, points=_smoothed(train)),
+            Series(name="validation", color=2, points=validation, dashed=True),
+            Series(name="", color=2, kind="dots", points=validation,
+                   texts=[f"step {step}: validation loss {loss:.4g}" for step, loss in validation]),
+        ],
+    )  # fmt: skip
+
+
+def _smoothed(points: Sequence[Point]) -> list[Point]:
+    """Returns the means of stretches of a fortieth of the line, at their middles."""
+    size = max(1, len(points) // 40)
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(part[len(part) // 2][0], mean([y for _, y in part if y is not None])) for part in parts]
+
+
+def losses_chart(runs: Mapping[str, Sequence[tuple[int, float]]]) -> Chart | None:
+    """Draws the validation losses of several runs, by name."""
+    values = [loss for points in runs.values() for _, loss in points]
+    if not values:
+        return None
+    last = max(step for points in runs.values() for step, _ in points)
+    return Chart(
+        title="Validation loss",
+        description=f"The validation loss of {len(runs)} runs by step.",
+        x=number_axis(0, last, _STEP, whole=True),
+        y=focused_axis(values, "validation loss"),
+        series=[
+            series
+            for color, (name, points) in enumerate(runs.items())
+            for series in (
+                Series(name=name, color=_color(color), points=points, dashed=color % 2 == 1),
+                Series(name="", color=_color(color), points=points, kind="dots"),
+            )
+        ],
+    )
+
+
+def _color(index: int) -> int:
+    return 1 + index % 6
+
+
+# Memory
+
+
+def memory_charts(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits]) -> list[Chart]:
+    """Draws memory by step beside what was planned, and the micro-batches under it; none where nothing was measured."""
+    if not steps:
+        return []
+    x = number_axis(0, steps[-1].step, _STEP, whole=True)
+    rescues = [one for one in steps if one.ooms_rescued]
+    return [chart for chart in (_memory_chart(steps, limits, x), _parts_chart(steps, rescues, x)) if chart]
+
+
+def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x: Axis) -> Chart | None:
+    allocated: list[Point] = [(one.step, one.allocated_bytes) for one in steps if one.allocated_bytes is not None]
+    if not allocated:
+        return None
+    reserved: list[Point] = [(one.step, one.reserved_bytes) for one in steps if one.reserved_bytes is not None]
+    levels = {
+        name: _held(limits, steps[-1].step, value_of)
+        for name, value_of in (
+            ("capacity", lambda one: one.capacity_bytes),
+            ("safe limit", lambda one: one.safe_bytes),
+            ("lowest", lambda one: one.predicted_bytes and one.predicted_bytes[0]),
+            ("predicted peak", lambda one: one.predicted_bytes and one.predicted_bytes[1]),
+        )
+    }
+    peak = max(value for _, value in allocated if value is not None)
+    values = [value for points in (allocated, reserved, *levels.values()) for _, value in points if value is not None]
+    # On the host a run takes a small part of what there is: its own memory would be a line at the bottom.
+    y = byte_axis(_HEADROOM * max(value for value in values if value <= _REACH * peak), "memory")
+    shown = {name: [(at, value if (value or 0) <= y.high else None) for at, value in points]
+             for name, points in levels.items()}  # fmt: skip
+    capacity = max((one.capacity_bytes for one in limits), default=0)
+    rescues = [one for one in steps if one.ooms_rescued]
+    return Chart(
+        title="Memory of each step",
+        description=f"The peak was {size_text(peak)}, and {size_text(capacity)} may be used.",
+        x=x,
+        y=y,
+        height=300,
+        series=[
+            Series(name="predicted peak", color=3, kind="area", points=shown["predicted peak"], base=shown["lowest"]),
+            Series(name="capacity", color=0, points=shown["capacity"]),
+            Series(name="safe limit", color=5, dashed=True, points=shown["safe limit"]),
+            Series(name="reserved", color=6, points=thinned(reserved)),
+            Series(name="allocated", color=1, points=thinned(allocated)),
+            # On the CPU few steps are measured.
+            Series(name="", color=1, kind="dots", points=allocated if len(allocated) <= _FEW else ()),
+            Series(name="out of memory, rescued", color=2, kind="crosses",
+                   points=[(one.step, y.high) for one in rescues], texts=[_rescue_text(one) for one in rescues]),
+        ],
+    )  # fmt: skip
+
+
+def _held(limits: Sequence[MemoryLimits], last: int, value_of: Any) -> list[Point]:
+    """Returns the value of each stretch of steps between two changes of the limits, at both of its ends."""
+    ends = [*(one.from_step for one in limits[1:]), *([last] if limits else [])]
+    points: list[Point] = []
+    for one, end in zip(limits, ends, strict=True):
+        begin = 0 if one is limits[0] else one.from_step
+        points += [(begin, value_of(one)), (end, value_of(one))]
+    return points if any(y is not None for _, y in points) else []
+
+
+def _parts_chart(steps: Sequence[StepRecord], rescues: Sequence[StepRecord], x: Axis) -> Chart:
+    counts: list[Point] = [(one.step, one.micro_batches) for one in steps]
+    most = max(one.micro_batches for one in steps)
+    y = number_axis(0, most + 1, "micro-batches of a step", whole=True)
+    times = sum(one.ooms_rescued for one in rescues)
+    return Chart(
+        title="Micro-batches and rescues",
+        description=f"A step had at most {most} micro-batches; memory ran out {times} times, and was rescued.",
+        x=x,
+        y=y,
+        height=140,
+        series=[
+            Series(name="micro-batches", color=4, kind="steps", points=thinned(counts)),
+            Series(name="out of memory, rescued", color=2, kind="crosses",
+                   points=[(one.step, one.micro_batches) for one in rescues],
+                   texts=[_rescue_text(one) for one in rescues]),
+        ],
+    )  # fmt: skip
+
+
+def _rescue_text(step: StepRecord) -> str:
+    times = "once" if step.ooms_rescued == 1 else f"{step.ooms_rescued} times"
+    return f"step {step.step}: memory ran out {times}; finished in {step.micro_batches} micro-batches"
+
+
+# The safety factor
+
+
+def factor_chart(summary: FactorSummary, run_id: str = "") -> Chart | None:
+    """Draws the factor of each run and the peak that it reached; `run_id` is pointed out. None without a run."""
+    runs = summary.runs
+    if not runs:
+        return None
+    factors: list[Point] = [(number, run.factor) for number, run in enumerate(runs, 1)]
+    peaks: list[Point] = [(number, run.peak) for number, run in enumerate(runs, 1) if run.peak is not None]
+    ooms: list[Point] = [(number, 1.0) for number, run in enumerate(runs, 1) if run.ran_out_of_memory]
+    own = [(number, run.factor) for number, run in enumerate(runs, 1) if run_id and run.run_id == run_id]
+    return Chart(
+        title=f"Safety factor of {summary.key} on {summary.device}",
+        description=f"{len(runs)} runs, oldest first; the target is a peak of {summary.aim:.0%} of the capacity.",
+        x=number_axis(0.5, len(runs) + 0.5, "run, oldest first", whole=True),
+        y=share_axis("share of tuned limit (factor) or capacity (peak)", high=_HEADROOM),
+        series=[
+            Series(name=f"target {summary.aim:.0%}", color=0, kind="level", points=[(0, summary.aim)], dashed=True),
+            Series(name="safety factor", color=1, points=factors),
+            Series(name="", color=1, kind="dots", points=factors,
+                   texts=[f"{run.run_id}: factor {run.factor:.3f}" for run in runs]),
+            Series(name="peak", color=3, kind="dots", points=peaks,
+                   texts=[f"peak {value:.1%}" for _, value in peaks if value is not None]),
+            Series(name="out of memory", color=2, kind="crosses", points=ooms),
+            Series(name="this run", color=4, kind="dots", points=own),
+        ],
+    )  # fmt: skip
+
+
+# How well samples are told apart
+
+
+def has_both_classes(one: Predictions) -> bool:
+    """Tells whether curves are defined."""
+    return bool(one.positive.any() and not one.positive.all())
+
+
+def precision_recall_chart(title: str, runs: Mapping[str, Predictions]) -> Chart:
+    """Draws precision by recall of one test set, for one run or for several by name."""
+    first = next(iter(runs.values()))
+    share = float(first.positive.mean())
+    return Chart(
+        title=title,
+        description=f"Precision and recall of {len(runs)} run(s), with the chosen thresholds.",
+        x=share_axis("recall"),
+        y=share_axis("precision"),
+        height=_SMALL,
+        series=[
+            Series(name=f"flagging everything, {share:.0%}", color=0, kind="level", points=[(0, share)], dashed=True),
+            *_curves(runs, _precision_recall, _chosen_precision_recall),
+        ],
+    )
+
+
+def roc_chart(title: str, runs: Mapping[str, Predictions]) -> Chart:
+    """Draws the true-positive rate by the false-positive rate of one test set, for one run or for several by name."""
+    return Chart(
+        title=title,
+        description=f"True-positive rate by false-positive rate of {len(runs)} run(s), with the chosen thresholds.",
+        x=share_axis("false-positive rate"),
+        y=share_axis("true-positive rate"),
+        height=_SMALL,
+        series=[
+            Series(name="chance", color=0, points=[(0, 0), (1, 1)], dashed=True),
+            *_curves(runs, _roc, _chosen_roc),
+        ],
+    )
+
+
+def _curves(runs: Mapping[str, Predictions], curve: Any, chosen: Any) -> Iterable[Series]:
+    for index, (name, one) in enumerate(runs.items()):
+        color = _color(index)
+        yield Series(name=name, color=color, points=curve(one), dashed=index % 2 == 1)
+        (x, y), several = chosen(one), len(runs) > 1
+        text = f"{name}: {y:.1%} at {x:.1%}"
+        yield Series(name="" if several else "chosen threshold", color=color if several else 2, kind="dots",
+                     points=[(x, y)], texts=[text])  # fmt: skip
+
+
+def _counts(one: Predictions) -> tuple[Any, Any]:
+    """Returns hits and false alarms at each distinct threshold, from the highest down, as counts."""
+    import numpy as np
+
+    order = np.argsort(-one.score, kind="stable")
+    score, positive = one.score[order], one.positive[order]
+    # Equal scores are flagged together.
+    last = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
+    hits = np.cumsum(positive)[last]
+    return hits, last + 1 - hits
+
+
+def _few(x: Any, y: Any) -> list[Point]:
+    """Returns a curve's points, of which those nearest to even distances remain where there are many."""
+    import numpy as np
+
+    kept = np.arange(len(x))
+    if len(x) > _CURVE_POINTS:
+        length = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
+        kept = np.unique(np.searchsorted(length, np.linspace(0, length[-1], _CURVE_POINTS)).clip(max=len(x) - 1))
+    return [(round(float(x[index]), 4), round(float(y[index]), 4)) for index in kept]
+
+
+def _precision_recall(one: Predictions) -> list[Point]:
+    hits, alarms = _counts(one)
+    return _few(hits / one.positive.sum(), hits / (hits + alarms))
+
+
+def _roc(one: Predictions) -> list[Point]:
+    hits, alarms = _counts(one)
+    return [(0.0, 0.0), *_few(alarms / (~one.positive).sum(), hits / one.positive.sum())]
+
+
+def _chosen_precision_recall(one: Predictions) -> tuple[float, float]:
+    hits, flagged = int((one.flagged & one.positive).sum()), int(one.flagged.sum())
+    # As the judgement has it: the precision is 0 where nothing is flagged.
+    return hits / int(one.positive.sum()), hits / max(flagged, 1)
+
+
+def _chosen_roc(one: Predictions) -> tuple[float, float]:
+    negative = ~one.positive
+    alarms, hits = int((one.flagged & negative).sum()), int((one.flagged & one.positive).sum())
+    return alarms / int(negative.sum()), hits / int(one.positive.sum())
+
+
+def timeline_chart(title: str, one: Predictions) -> Chart | None:
+    """Draws which samples are flagged over the time of a recording, beside which are positive; None without times."""
+    if not len(one.time_s):
+        return None
+    sample, positive, _ = one.words
+    end = float(one.time_s.max())
+    _, unit, name = next(scale for scale in _SECONDS if end >= scale[0])
+    masks = {
+        f"{positive}s": (4, one.positive),
+        "found": (1, one.flagged & one.positive),
+        "missed": (5, ~one.flagged & one.positive),
+        "false alarms": (2, one.flagged & ~one.positive),
+    }
+    counts = ", ".join(f"{label} {int(mask.sum()):,}" for label, (_, mask) in masks.items())
+    return Chart(
+        title=title,
+        description=f"{len(one.score):,} {sample}s in their time: {counts}.",
+        x=number_axis(0.0, end, f"time in the recording ({name})", unit=unit),
+        strips=[(label, color, _spans(one, mask)) for label, (color, mask) in masks.items()],
+        height=4 * 26,
+    )
+
+
+def _spans(one: Predictions, mask: Any) -> list[tuple[float, float]]:
+    """Returns the stretches of time of some samples, each of which lasts until the next one begins; a gap that is too
+    short to be seen is none.
+    """
+    import numpy as np
+
+    order = np.argsort(one.time_s, kind="stable")
+    start, chosen = one.time_s[order].astype(np.float64), mask[order]
+    stop = np.append(start[1:], start[-1] + (start[-1] - start[0]) / max(len(start) - 1, 1))
+    start, stop = start[chosen], stop[chosen]
+    if not len(start):
+        return []
+    gaps = np.flatnonzero(start[1:] - stop[:-1] > one.time_s.max() / _TIME_BINS) + 1
+    firsts, lasts = [0, *gaps.tolist()], [*(gaps - 1).tolist(), len(start) - 1]
+    return [(float(start[first]), float(stop[last])) for first, last in zip(firsts, lasts, strict=True)]

@@ -1,0 +1,565 @@
+"""`Task`: what a person writes to have a model of their own trained. It describes single samples, and everything that
+training, planning and evaluation ask of a task (`BatchTask`) follows from them.
+
+Shapes: R samples of a call, named by their rows: the samples of `datasets()` one after another, in the order of sets.
+"""
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.config.resolved import EvaluationData, FinishedModel, ResolvedRun
+from can_train.config.task_loading import load_object, missing_extra
+from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings
+from can_train.errors import CanTrainError, DataError, TaskError
+from can_train.fit.collate import leaves, pad_and_stack, to_device
+from can_train.io.records import sketch
+from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.reporter import Reporter, SilentReporter
+from can_train.task import BatchTask, Feature, LogicalBatch, Phase, Table
+from can_train.training.sample_judging import TRAIN, VALIDATION, PartOutcome, Samples, part_outcome, set_scores, tables
+
+_HELD_OUT: Final = 0.1  # Share of the training samples that validate where a task names no such set
+_LOOK: Final = 64  # Samples that are looked at to find out whether samples differ in length
+_PADDED: Final = 1  # Row lengths of padded batches grow memory linearly,
+_SQUARED: Final = 2  # and attention between their positions with the square
+
+Rows = NDArray[np.int64]
+Losses = Mapping[str, tuple[Tensor, float | Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskContext:
+    """What a task is made with.
+
+    Attributes:
+        settings: An instance of the task's `Settings`: `--set task.name=value`.
+        dataset: The data set's settings, among them its `name` and `path`: `--dataset`, `--set dataset.name=value`.
+        model_name: The model that was chosen; empty where the task has one.
+        model: Its settings: `--set model.name=value`.
+        mode: Settings of the mode, among them its `name`: `--mode`, `--set mode.name=value`.
+        seed: Of the run.
+        data_root: Folder of published data sets.
+        cache: Folder of prepared data, which may be deleted at any time.
+        finished: The finished models that the run builds on, by role.
+        state: What `Task.state` of the run returned that is evaluated; empty in training.
+        sampling: Whether only a plan is asked for: a sample of the data will do, and nothing is written.
+    """
+
+    settings: Any
+    dataset: Any = field(default_factory=DatasetSettings)
+    model_name: str = ""
+    model: Any = field(default_factory=NoSettings)
+    mode: Any = field(default_factory=ModeSettings)
+    seed: int = 42
+    data_root: Path = Path("data")
+    cache: Path = Path(".cache")
+    finished: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    reporter: Reporter = field(default_factory=SilentReporter)
+    sampling: bool = False
+
+
+class Task(BatchTask):
+    """A task that is described by its samples; at least `datasets`, `model` and `loss` are written.
+
+    >>> class Digits(Task):
+    ...     @dataclass(frozen=True, kw_only=True)
+    ...     class Settings:
+    ...         hidden: int = 32
+    ...
+    ...     def datasets(self):
+    ...         return {"train": [(torch.randn(64), i % 10) for i in range(100)]}
+    ...
+    ...     def model(self):
+    ...         hidden = self.settings.hidden
+    ...         return nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+    ...
+    ...     def loss(self, model, batch):
+    ...         images, labels = batch
+    ...         total = nn.functional.cross_entropy(model(images), labels, reduction="sum")
+    ...         return {"classification": (total, len(labels))}
+    >>> len(Digits().train_rows)
+    90
+
+    Attributes:
+        Settings: Dataclass of the task's settings, frozen and with keyword-only fields.
+        DatasetSettings: Dataclass of a data set's settings; has `name` and `path`.
+        models: Settings dataclass of each model that `--model` chooses from, the default first; empty: one model.
+        modes: The same of `--mode`; has `name`.
+        training: Its own defaults of training settings, by name: `{"lr": 1e-4, "lr_batch_size": 32}`.
+        settings, dataset, model_settings, mode: Their values in this run.
+    """
+
+    Settings: ClassVar[type] = NoSettings
+    DatasetSettings: ClassVar[type] = DatasetSettings
+    models: ClassVar[Mapping[str, type]] = {}
+    modes: ClassVar[Mapping[str, type]] = {}
+    training: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, context: TaskContext | None = None) -> None:
+        self.context = context or TaskContext(settings=self.Settings(), dataset=self.DatasetSettings())
+        self.settings, self.dataset = self.context.settings, self.context.dataset
+        self.model_settings, self.mode = self.context.model, self.context.mode
+        self._phase = Phase()
+
+    # What a person writes
+
+    def datasets(self) -> Mapping[str, Sequence[Any]]:
+        """Returns the samples, by set: `train`, and where there are any `validation` and `test` (or several sets with
+        names of their own, which are tested one by one). Global random generators are seeded meanwhile, alike in all
+        runs.
+
+        A sample is a tensor, a number or text, or a tuple, list, dict or dataclass of them. Without a validation set a
+        tenth of the training samples is kept for it.
+        """
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        """Makes the model with fresh weights, on the CPU."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        """Computes the loss terms of a batch.
+
+        Args:
+            model: On the device.
+            batch: Collated samples on the device: a part of what one optimizer step sees.
+
+        Returns:
+            By term, the sum over the batch, and what the sum over the whole logical batch is divided by: the number of
+            samples (or tokens, pixels, …) in this batch. A mean, or a sum divided here, would weigh parts wrongly.
+        """
+        raise NotImplementedError
+
+    # What a person may write
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Makes a batch of samples: tensors and numbers are stacked; tensors whose lengths differ are padded with zeros
+        at their ends, to the longest of these samples.
+
+        It is called for each micro-batch anew, so that a micro-batch of short samples is small. A batch that is padded
+        to a fixed length, or to the longest sample of the logical batch, takes as much memory as if all were long.
+        """
+        return pad_and_stack(samples)
+
+    def features(self, sample: Any) -> Mapping[str | Feature, float]:
+        """Counts what the memory of a batch grows with, by name: `{"nodes": 5, "edges": 9}`.
+
+        The name alone: a batch has the sum over its samples. `Feature("tokens", padding=1)`: samples are padded to the
+        longest; `padding=2`: and attention is computed between all pairs. The first one is the main feature. Without an
+        override, samples count alike; those with tensors of different lengths count their lengths, padded.
+        """
+        return {}
+
+    def denominators(self, samples: Sequence[Any]) -> Mapping[str, float] | None:
+        """Returns the denominator of each loss term for some samples without computing the model; None, the default:
+        `loss` tells them.
+
+        It is worth writing where `loss` has several terms whose denominators are not the number of samples: a batch
+        that is split is then computed twice otherwise.
+        """
+        return None
+
+    def draw(self, samples: Sequence[Any], generator: torch.Generator) -> Sequence[Any]:
+        """Adds to samples what is drawn at random for them in this step: noise, masks, negatives.
+
+        It is called once for each logical batch, on the CPU and before the batch is split, so that it draws the same
+        however the batch is computed. In validation it is called for each sample by itself, with the same draws every
+        time. Dropout needs nothing here.
+
+        Returns:
+            A sample for each one given, in their order; they are then collated in place of them.
+        """
+        return samples
+
+    def validation_loss(self, model: nn.Module, batch: Any) -> Losses:
+        """Computes the loss terms by which the best weights are chosen, without gradients; the default is `loss`."""
+        return self.loss(model, batch)
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
+        """Computes metrics that add up over batches, as (sum, denominator): `{"accuracy": (correct, len(labels))}`."""
+        return {}
+
+    def predict(self, model: nn.Module, batch: Any) -> Sequence[Any] | Tensor | None:
+        """Computes a prediction for each sample of a batch, from which `measure` computes metrics that do not add up;
+        None, the default: there are none.
+        """
+        return None
+
+    def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
+        """Computes metrics of all predictions of a set: tensors are on the CPU, in the order of the samples."""
+        return {}
+
+    def baselines(self, samples: Sequence[Any]) -> Mapping[str, Mapping[str, float]]:
+        """Computes the metrics of simple methods on the samples of a test set, by name of the method."""
+        return {}
+
+    def sample_datasets(self) -> Mapping[str, Sequence[Any]]:
+        """Returns fewer samples than `datasets`, for a plan: read in seconds, and with nothing written. The default
+        reads all of them. An override sets `sample_note`, and `estimated_train_rows` where it knows.
+        """
+        return self.datasets()
+
+    @classmethod
+    def files(cls, dataset: Any, data_root: Path) -> Sequence[Path]:
+        """Lists the files of a data set by its settings; none where data are made or downloaded."""
+        return [Path(dataset.path)] if dataset.path else []
+
+    def data_digest(self) -> str:
+        """Returns a digest of the files. A resumed run refuses others."""
+        return sketch(self.files(self.dataset, self.context.data_root))
+
+    # What follows from that, for training, planning and evaluation
+
+    @cached_property
+    def sets(self) -> Mapping[str, Sequence[Any]]:
+        """The data, as the task names their sets; read when they are first needed."""
+        read = self.sample_datasets if self.context.sampling else self.datasets
+        # Data that are drawn at random must be the same in every process and every attempt, and for every seed.
+        with self.asked(read.__name__), _seeded(0):
+            sets = dict(read())
+        _check_sets(type(self).__name__, sets)
+        return sets
+
+    @cached_property
+    def set_rows(self) -> Mapping[str, Rows]:
+        """Rows of each set, ascending; those kept for validation are not among the training rows."""
+        stops = np.cumsum([len(samples) for samples in self.sets.values()])
+        rows = {name: np.arange(stop - len(samples), stop, dtype=np.int64)
+                for (name, samples), stop in zip(self.sets.items(), stops, strict=True)}  # fmt: skip
+        if VALIDATION not in rows:
+            kept = max(1, round(_HELD_OUT * len(rows[TRAIN])))
+            if kept == len(rows[TRAIN]):
+                raise DataError("Training needs two samples at least, of which one validates",
+                                value=f"{kept} sample in the set 'train'", remedy="Give more data")  # fmt: skip
+            # The same ones for every seed: runs that differ in their seed are compared.
+            shuffled = np.random.default_rng(0).permutation(rows[TRAIN])
+            rows |= {TRAIN: np.sort(shuffled[kept:]), VALIDATION: np.sort(shuffled[:kept])}
+        return rows
+
+    @cached_property
+    def train_rows(self) -> Rows:  # type: ignore[override] # a class may declare what an instance computes
+        """Rows of the training samples."""
+        return self.set_rows[TRAIN]
+
+    @cached_property
+    def validation_rows(self) -> Rows:  # type: ignore[override]
+        """Rows of the validation samples."""
+        return self.set_rows[VALIDATION]
+
+    @property
+    def test_sets(self) -> Mapping[str, Rows]:
+        """Rows of each test set; the validation set where there is none."""
+        tests = {name: rows for name, rows in self.set_rows.items() if name not in (TRAIN, VALIDATION)}
+        return tests or {VALIDATION: self.validation_rows}
+
+    def sample(self, row: int, *, seed: int = 0) -> Any:
+        """Returns one sample; a data set that augments it draws from global generators with this seed."""
+        name, number = self._place(row)
+        samples = self.sets[name]
+        # No code runs when one of a list is read.
+        if isinstance(samples, list | tuple | Tensor):
+            return samples[number]
+        with self.asked(f"sample {number} of the set {name!r}"), _seeded(seed):
+            return samples[number]
+
+    def describe(self, row: int) -> str:
+        """Names a sample in a message."""
+        name, number = self._place(row)
+        return f"sample {number} of {name}"
+
+    def _place(self, row: int) -> tuple[str, int]:
+        """Returns the set that has a sample, and its number there."""
+        for name, samples in self.sets.items():
+            if row < len(samples):
+                return name, row
+            row -= len(samples)
+        raise IndexError(row)
+
+    def notices(self) -> Sequence[str]:
+        """Returns sentences that are printed with the plan."""
+        if VALIDATION in self.sets:
+            return ()
+        kept, total = len(self.validation_rows), len(self.sets[TRAIN])
+        return (f"The task names no validation set: {kept:,} of {total:,} training samples are kept for it",)
+
+    def build_model(self) -> nn.Module:
+        """Makes the model with fresh weights, on the CPU."""
+        with self.asked("model"):
+            model = self.model()
+        if not isinstance(model, nn.Module):
+            raise DataError(f"{type(self).__name__}.model returns an nn.Module", value=type(model).__name__)
+        return model
+
+    @cached_property
+    def _counted(self) -> tuple[Sequence[Feature], NDArray[np.float64] | None]:
+        """What memory grows with, and [R, F] counts of all samples; None where all count alike."""
+        count = type(self).features is not Task.features
+        total = sum(map(len, self.sets.values()))
+        if not (count or self._differ_in_length(total)):
+            return (Feature("samples"),), None
+        counted = []
+        with self.context.reporter.stage("counting what samples hold", total=total, unit="samples") as stage:
+            for row in range(total):
+                sample = self.sample(row)
+                with self.asked(f"features of {self.describe(row)}"):
+                    counted.append(dict(self.features(sample) if count else _lengths(sample)))
+                stage.advance(1)
+        kinds = {_feature(kind): None for one in counted for kind in one}
+        by_kind = [{_feature(kind): number for kind, number in one.items()} for one in counted]
+        samples = Feature("samples")
+        features = [*kinds, *([samples] if samples not in kinds else [])]
+        table = [[1.0 if kind == samples and kind not in one else float(one.get(kind, 0.0)) for kind in features]
+                 for one in by_kind]  # fmt: skip
+        return tuple(features), np.asarray(table)
+
+    def _differ_in_length(self, total: int) -> bool:
+        looked = np.unique(np.linspace(0, total - 1, min(total, _LOOK)).astype(np.int64))
+        return len({tuple(tensor.shape for tensor in leaves(self.sample(int(row)))) for row in looked}) > 1
+
+    @property
+    def memory_features(self) -> Sequence[Feature]:  # type: ignore[override]
+        """What the memory of a batch grows with, the main feature first."""
+        return self._counted[0]
+
+    def batch_features(self, rows: Rows) -> NDArray[np.float64]:
+        """Returns [R, F]: each sample's own count of each feature."""
+        features, counts = self._counted
+        return np.ones((len(rows), len(features))) if counts is None else counts[rows]
+
+    def in_phase(self, phase: Phase) -> "Task":
+        """Returns the task as it is in a phase."""
+        # Read before the copy, so that both share the data.
+        _ = (self.set_rows, self._counted)
+        other = copy.copy(self)
+        other._phase = phase
+        return other
+
+    def logical_batch(
+        self, rows: Rows, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LogicalBatch:
+        """Prepares a logical batch; without a generator, one of validation."""
+        return SampleBatch(self, rows, device, dtype, generator)
+
+    def losses_of(self, model: nn.Module, batch: Any, *, validating: bool) -> Mapping[str, tuple[Tensor, float]]:
+        """Computes the loss terms of collated samples in the current phase, or those of validation."""
+        of_phase = self._phase.loss or self.loss
+        compute = self.validation_loss if validating else of_phase
+        with self.asked(compute.__name__):
+            terms = compute(model, batch)
+        return _checked_terms(f"{type(self).__name__}.{compute.__name__}", terms)
+
+    def outcome(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> PartOutcome:
+        """Computes losses, metrics and predictions of some samples."""
+        batch = SampleBatch(self, rows, device, dtype, None)
+        losses = batch.losses(model, 0, len(rows))
+        collated = batch.collated(0, len(rows))
+        with self.asked("metrics"):
+            metrics = self.metrics(model, collated)
+        with self.asked("predict"):
+            predictions = self.predict(model, collated)
+        return part_outcome(losses, metrics, predictions, len(rows))
+
+    def measured(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
+        """Computes the metrics of predictions."""
+        with self.asked("measure"):
+            return self.measure(samples, predictions)
+
+    def compared(self, samples: Sequence[Any]) -> Mapping[str, Mapping[str, float]]:
+        """Computes the metrics of baselines, by name."""
+        with self.asked("baselines"), _seeded(0):
+            return self.baselines(samples)
+
+    def judge(self, score: Any) -> Mapping[str, Any]:
+        """Judges the trained model on the validation set and on each test set; baselines on the test sets."""
+        validation = set_scores(self, self.validation_rows, score.parts(self.validation_rows))
+        tests = {name: self.judge_rows(rows, score.parts(rows)) for name, rows in self.test_sets.items()}
+        return {VALIDATION: validation, "test": tests}
+
+    def judge_rows(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, Any]:
+        """Judges the model and the baselines on some samples."""
+        baselines = {name: dict(scores) for name, scores in self.compared(Samples(self, rows)).items()}
+        return {"samples": len(rows), "model": set_scores(self, rows, parts), "baselines": baselines}
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+        """Writes a judgement as a table."""
+        return tables(judgement)
+
+    @contextmanager
+    def asked(self, what: str) -> Iterator[None]:
+        """Makes an error of the task's own code, in the block, one that says what the task was asked for."""
+        try:
+            yield
+        except CanTrainError:
+            raise
+        except Exception as error:
+            # Memory that runs out is rescued, wherever it does.
+            if is_out_of_memory(error):
+                raise
+            if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(type(self).__module__, error)):
+                raise missing from error
+            raise TaskError(f"{type(self).__name__} failed when it was asked for: {what}", error) from error
+
+
+class SampleBatch:
+    """A logical batch of a `Task`: collates each part of it anew."""
+
+    def __init__(
+        self, task: Task, rows: Rows, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> None:
+        self._task, self._rows, self._device, self._dtype = task, rows, device, dtype
+        self._validating = generator is None
+        # Of each sample: a part that is computed once more, or in other parts, draws the same.
+        drawn = torch.randint(2**62, (), generator=generator).item() if generator is not None else 0
+        self._seeds = [int(drawn) ^ int(row) for row in rows]
+        self._samples: dict[int, Any] = {}
+        if type(task).draw is not Task.draw:
+            self._draw(generator)
+
+    @property
+    def denominators(self) -> Mapping[str, float] | None:
+        """Denominator of each loss term over the whole batch; None: only computing the losses tells them."""
+        if type(self._task).denominators is Task.denominators:
+            return None
+        with self._task.asked("denominators"):
+            return self._task.denominators(self.samples(0, len(self._rows)))
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+        """Computes the sum and the denominator of each loss term over samples `start:stop` of the batch."""
+        return self._task.losses_of(model, self.collated(start, stop), validating=self._validating)
+
+    def collated(self, start: int, stop: int) -> Any:
+        """Returns samples `start:stop` as a batch on the device."""
+        samples = self.samples(start, stop)
+        with self._task.asked("collate"):
+            return to_device(self._task.collate(samples), self._device, self._dtype)
+
+    def samples(self, start: int, stop: int) -> list[Any]:
+        """Returns samples `start:stop`, read when they are first needed."""
+        for position in range(start, stop):
+            if position not in self._samples:
+                self._samples[position] = self._task.sample(int(self._rows[position]), seed=self._seeds[position])
+        return [self._samples[position] for position in range(start, stop)]
+
+    def _draw(self, generator: torch.Generator | None) -> None:
+        samples, task = self.samples(0, len(self._rows)), self._task
+        with task.asked("draw"):
+            if generator is not None:
+                found = list(task.draw(samples, generator))
+            else:
+                # Each by itself: how validation is cut depends on the device.
+                found = [task.draw([sample], torch.Generator().manual_seed(seed))[0]
+                         for sample, seed in zip(samples, self._seeds, strict=True)]  # fmt: skip
+        if len(found) != len(samples):
+            raise DataError("Task.draw returns a sample for each one that it is given",
+                            value=f"{len(found)} for {len(samples)}")  # fmt: skip
+        self._samples = dict(enumerate(found))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the global generators for the block, and restores them after it: datasets that augment draw from them."""
+    before = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()  # noqa: NPY002
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        torch.set_rng_state(before[2])
+
+
+def make_task(
+    run: ResolvedRun, finished: Mapping[str, FinishedModel], data_root: Path, cache: Path, reporter: Reporter
+) -> Task:
+    """Makes the task of a run, with its data read."""
+    return _made(_context(run, finished, data_root=data_root, cache=cache, reporter=reporter), run)
+
+
+def make_trained_task(finished: FinishedModel, models: Mapping[str, FinishedModel], data: EvaluationData) -> Task:
+    """Makes the task of a finished run, with other data perhaps; `models` are those that the run builds on."""
+    run = replace(finished.run, dataset=data.dataset)
+    context = _context(run, models, data_root=data.data_root, cache=data.cache, reporter=data.reporter)
+    return _made(replace(context, state=finished.state), run)
+
+
+def make_sample_task(
+    run: ResolvedRun, finished: Mapping[str, FinishedModel], data_root: Path, cache: Path, reporter: Reporter
+) -> Task:
+    """Makes the task of a run from a sample of its data, for a plan."""
+    context = _context(run, finished, data_root=data_root, cache=cache, reporter=reporter)
+    return _made(replace(context, sampling=True), run)
+
+
+def _context(run: ResolvedRun, finished: Mapping[str, FinishedModel], **places: Any) -> TaskContext:
+    return TaskContext(settings=run.settings, dataset=run.dataset, model_name=run.model_name, model=run.model,
+                       mode=run.mode, seed=run.training.seed, finished=finished, **places)  # fmt: skip
+
+
+def _made(context: TaskContext, run: ResolvedRun) -> Task:
+    kind = load_object(run.task_settings.task_class)
+    try:
+        task: Task = kind(context)
+    except CanTrainError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{kind.__name__} failed when it was made", error) from error
+    # Data that cannot be read end the run before it has a folder.
+    _ = task.set_rows
+    return task
+
+
+def _check_sets(task: str, sets: Mapping[str, Sequence[Any]]) -> None:
+    if not sets.get(TRAIN):
+        raise DataError(f"{task}.datasets returns samples under the name 'train'", value=f"{list(sets)}",
+                        remedy="Return {'train': samples}, and 'validation' and 'test' if there are any")  # fmt: skip
+    for name, samples in sets.items():
+        if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+            raise DataError(f"{task}.datasets returns sequences of samples: their number and each one is asked for",
+                            value=f"{name!r} is a {type(samples).__name__}", remedy="Make a list of it")  # fmt: skip
+
+
+def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float]]:
+    shape = "{term: (sum, denominator)}, as {'loss': (losses.sum(), len(losses))}"
+    if not isinstance(terms, Mapping) or not terms:
+        raise DataError(f"{where} returns {shape}", value=type(terms).__name__)
+    found = {}
+    for term, pair in terms.items():
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor) or pair[0].ndim:
+            raise DataError(f"{where} returns {shape}: a scalar tensor and a number for each term",
+                            value=f"{term!r} is {_shown(pair)}")  # fmt: skip
+        found[str(term)] = (pair[0], float(pair[1]))
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(_shown(one) for one in value)})"
+    return f"{value!r:.60}"
+
+
+def _feature(kind: str | Feature) -> Feature:
+    return kind if isinstance(kind, Feature) else Feature(kind)
+
+
+def _lengths(sample: Any) -> dict[str | Feature, float]:
+    """Counts the lengths of a sample's tensors, which are padded where samples are collated."""
+    lengths = [float(tensor.shape[0]) for tensor in leaves(sample) if tensor.ndim]
+    names = ["length"] if len(lengths) == 1 else [f"length {number}" for number in range(1, len(lengths) + 1)]
+    return {Feature(name, padding): length for padding in (_PADDED, _SQUARED)
+            for name, length in zip(names, lengths, strict=True)}  # fmt: skip

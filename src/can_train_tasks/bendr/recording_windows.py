@@ -1,0 +1,142 @@
+"""Cuts recordings into windows for training, validation and test, and makes what a model sees of them.
+
+A recording is split by time, with a gap between the sets, because neighbouring windows are alike. What a model sees of
+a window depends on the window and on the training windows of its recording, on nothing else.
+
+Shapes: T samples of a recording, C channels, W windows, L samples of a window.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from can_train.errors import DataError
+from can_train_tasks.bendr.recordings import UNLABELLED, Recording
+from can_train_tasks.bendr.settings import RecordingSettings
+
+SETS: Final = ("train", "validation", "test")
+# Training windows of a recording that tell its scale: quartiles of more differ in the third digit only.
+_SCALE_WINDOWS: Final = 256
+_IQR_OF_NORMAL: Final = 1.349  # interquartile range of a normal distribution ÷ its standard deviation
+_COUNTED: Final = 4096  # windows whose labels are counted at a time
+
+
+def stretches(samples: int, dataset: RecordingSettings) -> Iterator[tuple[str, int, int]]:
+    """Yields the sets' stretches of a recording of some length, in time order, as (set, start, stop)."""
+    gap = dataset.samples(dataset.gap_s)
+    train = 1.0 - dataset.validation_share - dataset.test_share
+    ends = np.cumsum([0.0, train, dataset.validation_share, dataset.test_share]) / dataset.cycles
+    for cycle in range(dataset.cycles):
+        bounds = np.round((cycle / dataset.cycles + ends) * samples).astype(int)
+        for name, start, stop in zip(SETS, bounds[:-1], bounds[1:], strict=True):
+            # The gap comes off the end of each stretch but the last: another one follows.
+            stop = int(stop) if stop == samples else int(stop) - gap
+            if stop > start:
+                yield name, int(start), stop
+
+
+def window_starts(start: int, stop: int, length: int, stride: int) -> NDArray[np.int64]:
+    """Returns where the whole windows of a stretch start; what remains at its end is in none."""
+    return np.arange(start, stop - length + 1, stride, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windows(Sequence[Mapping[str, Any]]):
+    """Windows of one set, read from disk one by one.
+
+    Attributes:
+        recordings: All recordings.
+        scales: Of each, [C] robust standard deviation of its training windows.
+        of: [W] which recording each is of.
+        starts: [W] its first sample.
+        labels: [W] position of its class among the classes; `UNLABELLED` where there are no labels.
+        length: L.
+        clip: Largest value.
+    """
+
+    recordings: Sequence[Recording]
+    scales: Sequence[NDArray[np.float64]]
+    of: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    length: int
+    clip: float
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:  # type: ignore[override]  # no slices
+        if not 0 <= position < len(self):
+            raise IndexError(position)
+        of, start = int(self.of[position]), int(self.starts[position])
+        window = centred(self.recordings[of], start, self.length) / self.scales[of]
+        signal = np.clip(window, -self.clip, self.clip).astype(np.float32)
+        return {"signal": torch.from_numpy(np.ascontiguousarray(signal.T)), "label": int(self.labels[position])}
+
+
+def centred(recording: Recording, start: int, length: int) -> NDArray[np.float64]:
+    """Reads a window, [L, C]; each channel's median in it is subtracted, since amplifiers drift."""
+    window = np.asarray(recording.signal[start : start + length], dtype=np.float64)
+    centre: NDArray[np.float64] = np.median(window, axis=0)
+    return window - centre
+
+
+def cut(recordings: Sequence[Recording], dataset: RecordingSettings) -> dict[str, Windows]:
+    """Cuts recordings into the windows of each set.
+
+    Raises:
+        DataError: A set would have none.
+    """
+    length, stride = dataset.samples(dataset.window_s), max(1, dataset.samples(dataset.stride_s))
+    classes = sorted({label for one in recordings for label in one.classes})
+    found: dict[str, list[tuple[int, NDArray[np.int64]]]] = {name: [] for name in SETS}
+    for index, recording in enumerate(recordings):
+        for name, start, stop in stretches(len(recording.signal), dataset):
+            found[name].append((index, window_starts(start, stop, length, stride)))
+    scales = [_scale(one, [starts for index, starts in found["train"] if index == position], length)
+              for position, one in enumerate(recordings)]  # fmt: skip
+    for name, parts in found.items():
+        if not sum(len(starts) for _, starts in parts):
+            longest = max(len(one.signal) for one in recordings) / dataset.sampling_hz
+            raise DataError(f"Recordings must be long enough for a window of the {name} set",
+                            value=f"the longest has {longest:.1f} s, a window {dataset.window_s:g} s, a gap "
+                            f"{dataset.gap_s:g} s; {dataset.cycles} cycle{'s' if dataset.cycles > 1 else ''}",
+                            remedy="Give longer recordings, or a shorter --set dataset.window_s=1")  # fmt: skip
+    return {name: Windows(recordings=recordings, scales=scales, length=length, clip=dataset.clip,
+                          of=np.concatenate([np.full(len(starts), index, np.int32) for index, starts in parts]),
+                          starts=np.concatenate([starts for _, starts in parts]),
+                          labels=np.concatenate([_majority(recordings[index], starts, length, classes)
+                                                 for index, starts in parts]))
+            for name, parts in found.items()}  # fmt: skip
+
+
+def _scale(recording: Recording, parts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.float64]:
+    """Returns [C] robust standard deviations of some training windows, spread evenly; 1 where a channel is flat."""
+    starts = np.concatenate([np.zeros(0, np.int64), *parts])
+    if not len(starts):
+        return np.ones(len(recording.channels))
+    chosen = starts[np.unique(np.linspace(0, len(starts) - 1, min(len(starts), _SCALE_WINDOWS)).astype(int))]
+    values = np.concatenate([centred(recording, int(start), length) for start in chosen])
+    low, high = np.quantile(values, (0.25, 0.75), axis=0)
+    scale: NDArray[np.float64] = (high - low) / _IQR_OF_NORMAL
+    return np.where(scale > 0, scale, 1.0)
+
+
+def _majority(
+    recording: Recording, starts: NDArray[np.int64], length: int, classes: Sequence[int]
+) -> NDArray[np.int64]:
+    """Returns, for each window, the position among the classes of the one that most of its samples have."""
+    if not recording.classes:
+        return np.full(len(starts), UNLABELLED, dtype=np.int64)
+    found = []
+    for chosen in (starts[first : first + _COUNTED] for first in range(0, len(starts), _COUNTED)):
+        labels = recording.labels[int(chosen[0]) : int(chosen[-1]) + length]
+        before = np.zeros((len(labels) + 1, len(classes)), dtype=np.int64)
+        np.cumsum(labels[:, None] == np.asarray(classes), axis=0, out=before[1:])
+        inside = chosen - chosen[0]
+        found.append(np.argmax(before[inside + length] - before[inside], axis=1))
+    return np.concatenate([np.zeros(0, np.int64), *found])

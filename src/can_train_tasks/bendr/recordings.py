@@ -1,0 +1,275 @@
+"""Recordings: CSV files with a header and a row for each sample. Each is read once, block by block, into arrays on
+disk; after that only the windows that are trained on are in memory, however many recordings there are.
+
+Shapes: T samples of a recording, C channels.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import DataError, MissingDataError
+from can_train.io.arrays import ArrayWriter, FolderDamageError, StoredArray, discard_folder, read_arrays
+from can_train.reporter import Reporter
+from can_train_tasks.bendr.settings import RecordingSettings
+
+# Raise it whenever the same file gives other arrays, so that folders made before are not taken for new ones.
+_READER_VERSION: Final = 1
+
+UNLABELLED: Final = -1
+_BLOCK_LINES: Final = 8192  # read at a time: a few MiB of text
+_HASHED_BYTES: Final = 2**20  # read at a time
+_SEPARATORS: Final = (",", ";", "\t")
+_LABEL_NAMES: Final = ("label", "labels", "class", "target", "y", "state", "stage", "eye_detection", "eyedetection")
+_TIME_NAMES: Final = ("", "time", "time_s", "timestamp", "t", "index", "sample")
+_MOST_CLASSES: Final = 100  # a column with more values is a signal
+_SAMPLED_FILES: Final = 4  # of which the beginnings are read for a plan
+
+
+class SampleRows(Protocol):
+    """Samples of a recording, read when they are asked for: an array, or one on disk."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """One recording, as it is read from a file.
+
+    Attributes:
+        path: The file.
+        channels: Names of its channels.
+        signal: [T, C] float32, in the file's unit.
+        labels: [T] int8; `UNLABELLED` where the file has no labels.
+        classes: The labels that occur, ascending.
+        sha256: Digest of the file; empty where only its beginning was read.
+    """
+
+    path: Path
+    channels: tuple[str, ...]
+    signal: SampleRows
+    labels: SampleRows
+    classes: tuple[int, ...]
+    sha256: str = ""
+
+
+def find_recordings(dataset: RecordingSettings, data_root: Path) -> list[Path]:
+    """Lists the files of a data set, sorted; none where it is simulated.
+
+    Raises:
+        MissingDataError: There are none.
+    """
+    if dataset.is_synthetic:
+        return []
+    place = Path(dataset.path) if dataset.path else data_root / (dataset.published or dataset.name)
+    files = [place] if place.is_file() else sorted(place.glob("**/*.csv"))
+    if not files:
+        found = "holds no .csv file" if place.is_dir() else "does not exist"
+        raise MissingDataError("A data set is a CSV file or a folder of them", value=f"{place} {found}",
+                               remedy="Check --dataset, and --data-root where the data set has a name; "
+                               "--dataset synthetic needs no files")  # fmt: skip
+    return files
+
+
+def data_digest(dataset: RecordingSettings, data_root: Path, reporter: Reporter) -> str:
+    """Computes the digest of a data set's files; empty where it is simulated: the settings say all of it."""
+    return digest_of([_sha256(path) for path in find_recordings(dataset, data_root)])
+
+
+def digest_of(hashes: Sequence[str]) -> str:
+    """Returns one digest for those of the files; empty without any."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else ""
+
+
+def open_recordings(
+    dataset: RecordingSettings, files: Sequence[Path], cache: Path, reporter: Reporter
+) -> list[Recording]:
+    """Opens recordings; those that are not in the cache yet are read into it, each into a folder of its own.
+
+    Raises:
+        DataError: A file cannot be read as a recording, or has other channels than the first.
+        StateError: The cache cannot be written.
+    """
+    recordings = []
+    with reporter.stage("reading recordings", total=len(files), unit="files") as stage:
+        for path in files:
+            recordings.append(_open(dataset, path, cache, reporter))
+            stage.advance(1)
+    _check_alike(recordings)
+    return recordings
+
+
+def read_beginnings(dataset: RecordingSettings, files: Sequence[Path], samples: int) -> tuple[list[Recording], float]:
+    """Reads the beginnings of a few recordings into memory.
+
+    Returns:
+        The recordings, and the estimated samples of all recordings ÷ those that were read.
+
+    Raises:
+        DataError: As in `open_recordings`.
+    """
+    chosen, recordings, read_bytes = files[:_SAMPLED_FILES], [], 0
+    for path in chosen:
+        with _opened(path) as file:
+            reader = _Reader(dataset, path, file)
+            blocks = list(reader.blocks(samples))
+            read_bytes += file.buffer.tell()
+        signal = np.concatenate([block for block, _ in blocks])
+        labels = np.concatenate([block for _, block in blocks])
+        recordings.append(Recording(path=path, channels=reader.channels, signal=signal, labels=labels,
+                                    classes=_classes(labels)))  # fmt: skip
+    _check_alike(recordings)
+    return recordings, max(1.0, sum(path.stat().st_size for path in files) / read_bytes)
+
+
+def _open(dataset: RecordingSettings, path: Path, cache: Path, reporter: Reporter) -> Recording:
+    sha256 = _sha256(path)
+    identity = json.dumps([_READER_VERSION, sha256, dataset.label, dataset.channels])
+    folder = cache / f"recording-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
+    if folder.exists():
+        try:
+            return _stored(folder, path, sha256)
+        except FolderDamageError as damage:
+            reporter.notice(f"The prepared recording in {folder} is damaged and is made again: {damage}")
+            discard_folder(folder)
+    _convert(dataset, path, folder, sha256)
+    return _stored(folder, path, sha256)
+
+
+def _stored(folder: Path, path: Path, sha256: str) -> Recording:
+    _, meta = read_arrays(folder, ["signal", "labels"])
+    return Recording(path=path, channels=tuple(meta["channels"]), classes=tuple(meta["classes"]), sha256=sha256,
+                     signal=StoredArray(folder, "signal"), labels=StoredArray(folder, "labels"))  # fmt: skip
+
+
+def _convert(dataset: RecordingSettings, path: Path, folder: Path, sha256: str) -> None:
+    """Reads a file into a folder of arrays, a block at a time."""
+    with _opened(path) as file:
+        reader = _Reader(dataset, path, file)
+        kinds = {"signal": ("<f4", (len(reader.channels),)), "labels": ("|i1", ())}
+        classes: set[int] = set()
+        with ArrayWriter(folder, kinds) as writer:
+            for signal, labels in reader.blocks():
+                writer.append({"signal": signal, "labels": labels})
+                classes.update(_classes(labels))
+            if _sha256(path) != sha256:
+                raise DataError("A recording must not change while it is read", value=str(path), remedy="Start again")
+            writer.finish({"channels": list(reader.channels), "classes": sorted(classes)})
+
+
+class _Reader:
+    """Reads the header of a recording, then its rows block by block."""
+
+    def __init__(self, dataset: RecordingSettings, path: Path, file: TextIO) -> None:
+        self._path, self._file = path, file
+        header = file.readline().rstrip("\r\n")
+        self._separator = max(_SEPARATORS, key=header.count)
+        names = [name.strip().strip('"') for name in header.split(self._separator)]
+        if not any(names) or all(_is_number(name) for name in names):
+            _refuse(path, 1, "The first line of a recording names its columns", header[:80], "Write a header above it")
+        self._names = names
+        self._label = self._find_label(dataset.label)
+        self.channels = tuple(dataset.channels) or tuple(
+            name for name in names if name != self._label and name.lower() not in _TIME_NAMES
+        )
+        for name in self.channels:
+            if name not in names:
+                _refuse(path, 1, "Every channel is a column of a recording", repr(name), f"Its columns: {_list(names)}")
+        if not self.channels:
+            _refuse(path, 1, "A recording has at least one channel", f"columns {_list(names)}",
+                    "Name them: --set 'dataset.channels=[AF3,F7]'")  # fmt: skip
+
+    def _find_label(self, name: str) -> str | None:
+        if name and name not in self._names:
+            _refuse(self._path, 1, "dataset.label names a column", repr(name), f"Its columns: {_list(self._names)}")
+        return name or next((one for one in self._names if one.lower() in _LABEL_NAMES), None)
+
+    def blocks(self, most: int | None = None) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int8]]]:
+        """Yields [B, C] samples and [B] labels; about `most` of them in all, None: all."""
+        line, columns = 2, [self._names.index(name) for name in self.channels]
+        if self._label is not None:
+            columns.append(self._names.index(self._label))
+        while (most is None or line - 2 < most) and (lines := list(islice(self._file, _BLOCK_LINES))):
+            values = self._numbers(lines, line, columns)
+            labels = np.full(len(values), UNLABELLED, dtype=np.int8)
+            if self._label is not None:
+                values, labels = values[:, :-1], self._whole(values[:, -1], line)
+            if len(values):
+                yield values.astype(np.float32), labels
+            line += len(lines)
+        if line == 2:
+            _refuse(self._path, 2, "A recording has samples below its header", "none", "Give a whole recording")
+
+    def _numbers(self, lines: list[str], first: int, columns: list[int]) -> NDArray[np.float64]:
+        filled = [text for text in lines if text.strip()]
+        try:
+            values = np.loadtxt(filled, delimiter=self._separator, comments=None, ndmin=2, usecols=columns)
+        except ValueError:
+            values = np.full((1, len(columns)), np.nan)
+        if not filled or np.isfinite(values).all():
+            return values.reshape(len(filled), len(columns))
+        for number, text in enumerate(lines, start=first):
+            cells = text.rstrip("\r\n").split(self._separator)
+            complete = len(cells) > max(columns) and all(_is_number(cells[one]) for one in columns)
+            if text.strip() and not complete:
+                _refuse(self._path, number, "Every sample of a recording is a row of finite numbers, one a column",
+                        repr(text.rstrip()[:60]), "Mend or remove the row; gaps are not filled")  # fmt: skip
+        raise AssertionError("a line that numpy refuses is one that is refused here")
+
+    def _whole(self, values: NDArray[np.float64], first: int) -> NDArray[np.int8]:
+        wrong = np.flatnonzero((values != np.round(values)) | (values < 0) | (values >= _MOST_CLASSES))
+        if len(wrong):
+            _refuse(self._path, first + int(wrong[0]), f"A label is a whole number from 0 to {_MOST_CLASSES - 1}",
+                    f"{values[wrong[0]]:g} in column {self._label!r}",
+                    "Name the column of labels: --set dataset.label=NAME")  # fmt: skip
+        return values.astype(np.int8)
+
+
+def _refuse(path: Path, line: int, rule: str, value: str, remedy: str) -> NoReturn:
+    raise DataError(rule, value=f"{path}, line {line}: {value}", remedy=remedy)
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:20])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return bool(np.isfinite(float(text)))
+    except ValueError:
+        return False
+
+
+def _classes(labels: NDArray[np.int8]) -> tuple[int, ...]:
+    return tuple(int(label) for label in np.unique(labels) if label != UNLABELLED)
+
+
+def _opened(path: Path) -> Any:
+    # A byte order mark would become part of the first name, and bytes that are no text are found in their row.
+    return path.open(encoding="utf-8-sig", errors="replace", newline="")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(_HASHED_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _check_alike(recordings: Sequence[Recording]) -> None:
+    first = recordings[0]
+    for other in recordings[1:]:
+        if other.channels != first.channels:
+            raise DataError("All recordings of a data set have the same channels, in one order",
+                            value=f"{_list(first.channels)} in {first.path}; {_list(other.channels)} in {other.path}",
+                            remedy="Name those that all have: --set 'dataset.channels=[AF3,F7]'")  # fmt: skip

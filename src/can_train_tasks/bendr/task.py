@@ -1,0 +1,219 @@
+"""Long time series, such as EEG: contrastive pretraining without labels, then classification.
+
+Shapes: n windows, C channels, L samples, S steps of the encoded sequence, K negatives.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from can_train.errors import ConfigError, DataError
+from can_train.training.sample_task import Losses, Task
+from can_train_tasks.bendr import class_metrics
+from can_train_tasks.bendr.network import BendrNetwork
+from can_train_tasks.bendr.recording_windows import Windows, cut
+from can_train_tasks.bendr.recordings import (
+    Recording,
+    digest_of,
+    find_recordings,
+    open_recordings,
+    read_beginnings,
+)
+from can_train_tasks.bendr.settings import CLASSIFY, PRETRAIN, PRETRAINED, RecordingSettings
+from can_train_tasks.bendr.simulated_eeg import synthetic_folder, write_recording
+
+_CONTRAST: Final = "contrast"
+_CLASS: Final = "class"
+_SAMPLED_WINDOWS: Final = 64  # of each recording that is read for a plan, at least
+
+
+class Bendr(Task):
+    """Learns what follows from what in recordings, or which class their windows have."""
+
+    def datasets(self) -> Mapping[str, Windows]:
+        """Returns the windows of each set; recordings are read into the cache first."""
+        files = self._files(self.context.cache)
+        recordings = open_recordings(self.dataset, files, self.context.cache, self.context.reporter)
+        return self._checked(cut(recordings, self.dataset))
+
+    def sample_datasets(self) -> Mapping[str, Windows]:
+        """Returns windows of the beginnings of a few recordings, which are read into memory."""
+        dataset = self.dataset
+        # Room for every set's share of a cycle, each with its gap.
+        seconds = max(_SAMPLED_WINDOWS * dataset.stride_s, 10 * dataset.cycles * (dataset.window_s + dataset.gap_s))
+        with tempfile.TemporaryDirectory() as folder:
+            files = find_recordings(dataset, self.context.data_root)
+            if not files:
+                files = [Path(folder) / "recording_001.csv"]
+                write_recording(files[0], dataset, 0)
+            recordings, times = read_beginnings(dataset, files, dataset.samples(seconds))
+        if dataset.is_synthetic:
+            times *= dataset.synthetic.recordings
+        sets = self._checked(cut(recordings, dataset))
+        if times > 1:
+            self.estimated_train_rows = round(len(sets["train"]) * times)
+            self.sample_note = f"Planned from the beginning of {len(recordings)} of the recordings"
+        return sets
+
+    def _files(self, cache: Path) -> list[Path]:
+        if self.dataset.is_synthetic:
+            return sorted(synthetic_folder(cache, self.dataset).glob("*.csv"))
+        return find_recordings(self.dataset, self.context.data_root)
+
+    def _checked(self, sets: dict[str, Windows]) -> dict[str, Windows]:
+        windows = sets["train"]
+        if self.mode.name == CLASSIFY:
+            _check_labels(windows.recordings)
+        elif (steps := self.model_settings.steps(windows.length)) <= self.mode.mask_span:
+            raise ConfigError("A window must have more steps than a masked span", value=f"{steps} steps with "
+                              f"dataset.window_s {self.dataset.window_s:g} and model.strides "
+                              f"{self.model_settings.strides}; mode.mask_span {self.mode.mask_span}",
+                              remedy=f"Give --set dataset.window_s={4 * self.dataset.window_s:g}")  # fmt: skip
+        return sets
+
+    @cached_property
+    def _classes(self) -> int:
+        recordings = self._train.recordings
+        return len({label for one in recordings for label in one.classes})
+
+    @property
+    def _train(self) -> Windows:
+        windows = self.sets["train"]
+        assert isinstance(windows, Windows)
+        return windows
+
+    def model(self) -> nn.Module:
+        """Makes the model; a classifier has the weights of the pretrained run, if there is one, but for its head."""
+        channels = len(self._train.recordings[0].channels)
+        if self.mode.name == PRETRAIN:
+            return BendrNetwork(self.model_settings, channels)
+        network = BendrNetwork(self.model_settings, channels, self._classes)
+        if pretrained := self.context.finished.get(PRETRAINED):
+            _take_over(network, pretrained)
+        return network
+
+    def draw(self, samples: Sequence[Any], generator: torch.Generator) -> Sequence[Any]:
+        """Draws, in pretraining, the masked steps of each window and the steps that each step is told from."""
+        if self.mode.name != PRETRAIN:
+            return samples
+        steps = self.model_settings.steps(self._train.length)
+        return [{**sample, "masked": draw_mask(steps, self.mode.mask_rate, self.mode.mask_span, generator),
+                 "negatives": draw_negatives(steps, self.mode.negatives, generator)}
+                for sample in samples]  # fmt: skip
+
+    def denominators(self, samples: Sequence[Any]) -> Mapping[str, float]:
+        """Returns the masked steps of windows, or their number."""
+        if self.mode.name == PRETRAIN:
+            return {_CONTRAST: float(sum(int(sample["masked"].sum()) for sample in samples))}
+        return {_CLASS: float(len(samples))}
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        """Computes the cross entropy of the true step among the others, over masked steps; or that of classes."""
+        if self.mode.name == PRETRAIN:
+            masked = batch["masked"]
+            logits = self._contrast(model, batch)
+            # Multiplied rather than selected: how much is selected varies with the draw, and memory with it.
+            each = functional.cross_entropy(logits.transpose(1, 2), torch.zeros_like(masked, dtype=torch.long),
+                                            reduction="none")  # fmt: skip
+            return {_CONTRAST: ((each * masked).sum(), masked.sum())}
+        logits = model(batch["signal"])
+        return {_CLASS: (functional.cross_entropy(logits, batch["label"], reduction="sum"), len(logits))}
+
+    def _contrast(self, model: nn.Module, batch: Any) -> Tensor:
+        assert isinstance(model, BendrNetwork)
+        return model.contrast(batch["signal"], batch["masked"], batch["negatives"], self.mode.temperature)
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
+        """Computes, in pretraining, how often the true step is found among the others."""
+        if self.mode.name != PRETRAIN:
+            return {}
+        logits, masked = self._contrast(model, batch), batch["masked"]
+        # Strictly: a model for which all steps are alike has found nothing.
+        found = (logits[..., 0] > logits[..., 1:].amax(-1)) & masked
+        return {"contrastive_accuracy": (found.sum(), masked.sum())}
+
+    def predict(self, model: nn.Module, batch: Any) -> Tensor | None:
+        """Computes, in classification, [n, classes] probabilities."""
+        return None if self.mode.name == PRETRAIN else model(batch["signal"]).float().softmax(dim=1)
+
+    def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
+        """Computes balanced accuracy, Matthews' correlation coefficient and the area under the ROC curve."""
+        truth = np.array([int(sample["label"]) for sample in samples])
+        return class_metrics.classification_metrics(
+            truth, np.stack([np.asarray(one, np.float64) for one in predictions])
+        )
+
+    def baselines(self, samples: Sequence[Any]) -> Mapping[str, Mapping[str, float]]:
+        """Computes what chance finds; or what the most frequent class and the power of the bands tell."""
+        if self.mode.name == PRETRAIN:
+            return {"chance": {"contrastive_accuracy": 1 / (1 + self.mode.negatives)}}
+        return class_metrics.baselines(self._train, samples, self._classes, self.dataset.sampling_hz)
+
+    def notices(self) -> Sequence[str]:
+        """Returns what became of the recordings, and how many windows are of which class."""
+        if self.mode.name == PRETRAIN:
+            return ()
+        counts = [f"{name} {np.bincount(windows.labels, minlength=self._classes).tolist()}"
+                  for name, windows in self.sets.items() if isinstance(windows, Windows)]  # fmt: skip
+        return (f"Windows of each class: {', '.join(counts)}",)
+
+    def describe(self, row: int) -> str:
+        """Names a window by its file and time."""
+        for windows in self.sets.values():
+            if row < len(windows):
+                assert isinstance(windows, Windows)
+                path = windows.recordings[int(windows.of[row])].path
+                return f"{path.name} at {windows.starts[row] / self.dataset.sampling_hz:.2f} s"
+            row -= len(windows)
+        return super().describe(row)
+
+    def data_digest(self) -> str:
+        """Returns the digest of the files; empty where they are simulated."""
+        return "" if self.dataset.is_synthetic else digest_of([one.sha256 for one in self._train.recordings])
+
+    @classmethod
+    def files(cls, dataset: RecordingSettings, data_root: Path) -> Sequence[Path]:
+        """Lists the files of a data set."""
+        return find_recordings(dataset, data_root)
+
+
+def draw_mask(steps: int, rate: float, span: int, generator: torch.Generator) -> Tensor:
+    """Draws [S] which steps are masked: `rate` · S spans (at least one), which may overlap, inside the sequence."""
+    starts = torch.randperm(steps - span + 1, generator=generator)[: max(1, round(rate * steps))]
+    masked = torch.zeros(steps, dtype=torch.bool)
+    masked[(starts[:, None] + torch.arange(span)).flatten()] = True
+    return masked
+
+
+def draw_negatives(steps: int, number: int, generator: torch.Generator) -> Tensor:
+    """Draws [S, K] other steps of the sequence for each step, with replacement."""
+    return (torch.arange(steps)[:, None] + torch.randint(1, steps, (steps, number), generator=generator)) % steps
+
+
+def _check_labels(recordings: Sequence[Recording]) -> None:
+    for one in recordings:
+        if not one.classes:
+            raise DataError("Classification needs a label for each sample", value=f"{one.path} has none",
+                            remedy="Name it: --set dataset.label=NAME; --mode pretrain needs none")  # fmt: skip
+    classes = {label for one in recordings for label in one.classes}
+    if len(classes) < 2:
+        raise DataError("Classification needs two classes", value=f"all labels are {min(classes)}",
+                        remedy="Give recordings of another class, too")  # fmt: skip
+
+
+def _take_over(network: BendrNetwork, pretrained: Any) -> None:
+    """Loads the weights of a pretrained run."""
+    own = network.state_dict()
+    weights = {name: value for name, value in pretrained.weights.items() if not name.startswith("head.")}
+    different = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
+    if different:
+        raise ConfigError("A pretrained run must have the same channels and model", value=f"{pretrained.run_id}: "
+                          f"{different[0]} differs", remedy="Pretrain on recordings with these channels")  # fmt: skip
+    network.load_state_dict(own | weights)

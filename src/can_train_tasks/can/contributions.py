@@ -1,0 +1,112 @@
+"""What raises a window's score: CAN ID by CAN ID, and property by property.
+
+Shapes: B windows of the batch, N nodes, E edges, A absences, I = N + A IDs (those of each window one after another: its
+nodes, then its absences), C input columns, P properties (`PROPERTIES`).
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import scatter
+
+from can_train_tasks.can.data.batches import GraphBatch
+from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
+from can_train_tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
+from can_train_tasks.can.models import MISSING_ID, GatClassifier, Vgae, worst_nodes
+
+# Properties of a CAN ID in a window that a person can look up in the log. Several columns of a network's input tell of
+# one property.
+IDENTITY: Final = "identity"  # which ID it is
+FRAMES: Final = "frames"  # how many of the window's frames are its
+LAST: Final = "last"  # where in the window its last frame is
+GAP: Final = "gap"  # time between its frames and those beside them
+PERIOD: Final = "period"  # time between its own frames, and how many come in a second
+SILENCE: Final = "silence"  # time since its last frame
+CHANGE: Final = "change"  # what its payload changes from frame to frame
+NEIGHBOURS: Final = "neighbours"  # which IDs come before and after it, and how often
+LATENT: Final = "latent"  # all of it together, as an autoencoder encodes it
+BYTES: Final = tuple(f"byte_{number}" for number in range(1, MAX_PAYLOAD_BYTES + 1))  # means of payload bytes
+PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT)
+
+_GAP_FEATURES: Final = ("interval_mean_ms", "interval_std_ms", "regularity")
+_CHANGE_FEATURES: Final = ("bits_changed", "unchanged")
+_LAST_FEATURES: Final = ("first_position", "last_position", "spread")
+_OF_NODE: Final = [*BYTES, FRAMES, LAST]  # in the order of `NODE_FEATURES`
+_OF_BEHAVIOUR: Final = [
+    SILENCE if name == "silence" else CHANGE if name in _CHANGE_FEATURES else PERIOD for name in BEHAVIOUR
+]
+_OF_EDGE: Final = [
+    GAP if name in _GAP_FEATURES else LAST if name in _LAST_FEATURES else NEIGHBOURS for name in EDGE_FEATURES
+]
+
+
+def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
+    """Returns [I, P] gradient × input of the attack logit minus the benign one, where it is positive; and what is added
+    for IDs that are overdue.
+    """
+    # On the synthetic test folders attention names an injected ID less often: it tells where a layer looks, and not
+    # what that does to the score. What lowers the score says nothing about an alarm, and left in, it hides what raises.
+    node, edge = (part.detach().requires_grad_() for part in model.inputs(batch))
+    with torch.enable_grad():
+        logits = model.classify((node, edge), batch)
+        by_node, by_edge = torch.autograd.grad((logits[:, 1] - logits[:, 0]).sum(), (node, edge))
+    # How much of a stranger an ID is, the last column, is part of its identity.
+    deviations = [*_OF_BEHAVIOUR * 3, IDENTITY] if model.inputs.behaviour else []
+    known = [*_OF_NODE, *_OF_EDGE, *_OF_EDGE, *deviations]
+    columns = [*[IDENTITY] * (node.shape[1] - len(known)), *known]
+    raising_node, raising_edge = (by_node * node).clamp(min=0), (by_edge * edge).clamp(min=0)
+    found = _sums(raising_node, columns) + _at_ends(_sums(raising_edge, _OF_EDGE), batch)
+    return _with_absences(found, model.inputs.overdue(batch) * MISSING_ID, batch)
+
+
+def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[float]) -> Tensor:
+    """Returns [I, P] the terms of which the anomaly score is the sum, with its `units` (see `anomaly_scores`)."""
+    decoded = model.decode(batch, None)
+    node, edge = model.inputs.targets(batch)
+    errors = model.errors(batch, decoded)
+    weights = dict(zip(ERROR_TERMS, (w / unit for w, unit in zip(ERROR_WEIGHTS, units, strict=True)), strict=True))
+    graph_of_edge = batch.batch[batch.edge_index[0]]
+    worst = worst_nodes(errors.node, batch.batch)
+    nodes, edges, worsts = (
+        torch.bincount(graph, minlength=batch.num_graphs) for graph in (batch.batch, graph_of_edge, batch.batch[worst])
+    )
+    of_node = weights["node"] / nodes[batch.batch]
+    of_node[worst] += weights["worst"] / worsts[batch.batch[worst]]
+    node_error = (decoded.node - node).square() * of_node[:, None] * model.inputs.target_weights.to(node.dtype)
+    edge_error = (decoded.edge - edge).square() * (weights["edge"] / edge.shape[1]) / edges[graph_of_edge][:, None]
+    columns = [*_OF_NODE, *(_OF_BEHAVIOUR if model.inputs.behaviour else [])]
+    found = _sums(node_error, columns) + _at_ends(_sums(edge_error, _OF_EDGE), batch)
+    found[:, PROPERTIES.index(LATENT)] = errors.kl * weights["latent"] / nodes[batch.batch]
+    strange = model.inputs.strangeness(batch, model.inputs.id_index(batch))
+    found[:, PROPERTIES.index(IDENTITY)] = strange * weights["ids"]
+    return _with_absences(found, model.inputs.overdue(batch) * weights["ids"], batch)
+
+
+def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:
+    """Puts what overdue IDs [A] contribute after what the nodes of their window do, [N, P]: [I, P]."""
+    absences = nodes.new_zeros(len(overdue), len(PROPERTIES))
+    absences[:, PROPERTIES.index(SILENCE)] = overdue.to(nodes.dtype)
+    order = torch.argsort(torch.cat([batch.batch, batch.absent_batch]), stable=True)
+    return torch.cat([nodes, absences])[order]
+
+
+def shares_of_windows(contributions: Tensor, window: Tensor) -> Tensor:
+    """Returns contributions [I, P] as shares of their sum over each window; `window` is [I] that of each."""
+    total: Tensor = scatter(contributions.sum(dim=1), window, dim=0, reduce="sum")[window]
+    return contributions / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]
+
+
+def _sums(columns: Tensor, names: Sequence[str]) -> Tensor:
+    """Adds up [·, C] columns to [·, P] properties, whose names are given for each column."""
+    found = columns.new_zeros(len(columns), len(PROPERTIES))
+    return found.index_add(1, torch.tensor([PROPERTIES.index(name) for name in names], device=columns.device), columns)
+
+
+def _at_ends(edges: Tensor, batch: GraphBatch) -> Tensor:
+    """Gives half of what each edge contributes, [E, P], to either of its nodes: [N, P]."""
+    at_source, at_target = (scatter(edges, end, dim=0, dim_size=len(batch.can_id)) for end in batch.edge_index)
+    both: Tensor = at_source + at_target
+    return both / 2

@@ -1,0 +1,122 @@
+"""Gathers batches of graphs from the flat arrays, without one object per graph.
+
+Shapes: B graphs of the batch, N nodes, E directed edges, A absences, R rows asked for; G graphs in all.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from can_train.fit.packing import members
+from can_train.task import Feature
+from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
+
+GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
+# Graphs whose self-loops are counted at a time, so that the comparison needs little memory beside the mapped edges.
+_COUNTED_GRAPHS: Final = 2**16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GraphBatch:
+    """Several graphs as one disconnected graph, as torch_geometric's layers expect it.
+
+    Attributes:
+        x: [N, 10] float32, columns `NODE_FEATURES`, unscaled.
+        behaviour: [N, 7] float32, columns `BEHAVIOUR`; NaN where no frame of the ID has one before it.
+        past: [N, 7] float32, means of the same over the log's earlier windows.
+        past_windows: [N] float32, how many these are.
+        edge_index: [2, E] int64, source and destination as node positions inside the batch.
+        edge_attr: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
+        can_id: [N] int64, the nodes' CAN IDs themselves.
+        batch: [N] int64, the graph of each node.
+        absent_id: [A] int64, CAN IDs that are regular in the log and missing in a graph.
+        absent_silence: [A] float32, binary logarithm of the seconds since their last frame.
+        absent_batch: [A] int64, the graph that each is missing in.
+        label: [B] int64, attack kind codes, 0 for benign.
+        hidden: [B] bool, windows whose IDs a model must not see; None: it may see all.
+    """
+
+    x: Tensor
+    behaviour: Tensor
+    past: Tensor
+    past_windows: Tensor
+    edge_index: Tensor
+    edge_attr: Tensor
+    can_id: Tensor
+    batch: Tensor
+    absent_id: Tensor
+    absent_silence: Tensor
+    absent_batch: Tensor
+    label: Tensor
+    hidden: Tensor | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        """B."""
+        return len(self.label)
+
+    @property
+    def y(self) -> Tensor:
+        """[B] int64, 1 for an attack, 0 for benign."""
+        return (self.label > 0).long()
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphBatch":
+        """Returns the batch on another device, its features as `dtype`; indices keep their type."""
+        dtypes = dict.fromkeys(("x", "behaviour", "past", "past_windows", "absent_silence", "edge_attr"), dtype)
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: part if part is None else part.to(device, dtypes.get(name)) for name, part in parts.items()
+        }
+        return GraphBatch(**moved)
+
+
+class Gatherer:
+    """Makes a batch from the row numbers of its graphs, in any order and with repetitions. A batch is a copy."""
+
+    # In numpy: torch spreads copies this small over threads that wait for each other, which takes twice as long on an
+    # idle machine and fifty times as long on a busy one. PyG's collate takes 118 µs a graph, this 5.
+    def __init__(self, flat: FlatGraphs) -> None:
+        self._flat = flat
+        self._edge_ends = flat.edge_index.T  # [E, 2]: an edge's ends side by side, as in the cache
+
+    def __call__(self, rows: Ints | Tensor) -> GraphBatch:
+        """Gathers the graphs `rows` [B], in that order."""
+        flat, rows = self._flat, np.asarray(rows)
+        nodes, edges, absences = (members(ptr, rows) for ptr in (flat.node_ptr, flat.edge_ptr, flat.absent_ptr))
+        first_node = np.repeat(nodes.starts, edges.sizes)  # [E]
+        edge_index = np.empty((2, len(first_node)), dtype=np.int64)
+        np.add(self._edge_ends.take(edges.positions, axis=0).T, first_node, out=edge_index)
+        return GraphBatch(
+            x=torch.from_numpy(flat.node_features.take(nodes.positions, axis=0)),
+            behaviour=torch.from_numpy(flat.behaviour.take(nodes.positions, axis=0)),
+            past=torch.from_numpy(flat.past.take(nodes.positions, axis=0)),
+            past_windows=torch.from_numpy(flat.past_windows.take(nodes.positions).astype(np.float32)),
+            edge_index=torch.from_numpy(edge_index),
+            edge_attr=torch.from_numpy(flat.edge_features.take(edges.positions, axis=0)),
+            can_id=torch.from_numpy(flat.ids.take(flat.node_code.take(nodes.positions))),
+            batch=torch.from_numpy(np.repeat(np.arange(len(rows)), nodes.sizes)),
+            absent_id=torch.from_numpy(flat.ids.take(flat.absent_code.take(absences.positions))),
+            absent_silence=torch.from_numpy(flat.absent_silence.take(absences.positions)),
+            absent_batch=torch.from_numpy(np.repeat(np.arange(len(rows)), absences.sizes)),
+            label=torch.from_numpy(flat.label[rows].astype(np.int64)),
+        )
+
+    def batch_features(self, rows: Ints) -> Floats:
+        """Returns `GRAPH_FEATURES` [R, 3]: nodes, edges without self-loops, and 1."""
+        # GATConv replaces self-loops by one per node, so its memory does not grow with those of the data.
+        features = (self._flat.num_nodes[rows], self._proper_edges[rows], np.ones(len(rows)))
+        return np.stack(features, axis=1).astype(np.float64)
+
+    @cached_property
+    def _proper_edges(self) -> Ints:
+        # [G]. Every window has an edge, so no graph's sum is that of its neighbour (a flaw of reduceat on empty parts).
+        counts = [np.empty(0, dtype=np.int64)]
+        for begin in range(0, len(self._flat), _COUNTED_GRAPHS):
+            ptr = self._flat.edge_ptr[begin : begin + _COUNTED_GRAPHS + 1]
+            source, target = self._flat.edge_index[:, ptr[0] : ptr[-1]]
+            counts.append(np.add.reduceat(source != target, ptr[:-1] - ptr[0], dtype=np.int64))
+        return np.concatenate(counts)

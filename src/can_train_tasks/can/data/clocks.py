@@ -1,0 +1,211 @@
+"""The times in logs: their unit, by the name of a column or by how often a CAN ID repeats; and those that count from a
+line before, from midnight or from the beginning of a recording.
+
+Shapes: M frames.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from can_train_tasks.can.data.grammar import (
+    CLOCK_CODE,
+    MAX_TIME_S,
+    SECONDS_A_DAY,
+    Grammar,
+    ParsedRows,
+    moment_parts,
+    moment_seconds,
+)
+from can_train_tasks.can.data.graphs import Floats
+
+# By unit, as settings name it.
+TICKS_PER_SECOND: Final = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+# Most frames of a bus come 5 ms to 1 s after the same ID's last one; in the next smaller unit that is a thousand times
+# as many. Slower than this is no bus.
+_SLOWEST_PERIOD_S: Final = 5.0
+# From here on it may be a fast bus in the next smaller unit, if the times have no more digits than that unit needs.
+_DOUBTFUL_SHARE: Final = 0.1
+_DIGITS: Final = {"ms": 3, "us": 0, "ns": 0}  # behind the point: microseconds, and whole numbers
+_SLOW_PERIOD_S: Final = 1.0  # from here on, an ID of a few milliseconds is no less likely
+_MIN_FRAMES: Final = 50  # by which a unit is guessed
+# Seconds since 1970 have ten digits until the year 2286.
+_LARGEST_EPOCH_S: Final = 1e11
+
+_MIDNIGHT_JITTER_S: Final = 1.0  # by which a clock that jitters at midnight steps forth less than a day
+
+_NAMES: Final = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
+_UNIT_WORDS: Final = {
+    "s": "s", "sec": "s", "secs": "s", "second": "s", "seconds": "s",
+    "ms": "ms", "msec": "ms", "msecs": "ms", "millis": "ms", "millisec": "ms", "millisecond": "ms",
+    "milliseconds": "ms",
+    "us": "us", "usec": "us", "usecs": "us", "micros": "us", "microsec": "us", "microsecond": "us",
+    "microseconds": "us",
+    "ns": "ns", "nsec": "ns", "nanos": "ns", "nanosec": "ns", "nanosecond": "ns", "nanoseconds": "ns",
+}  # fmt: skip
+
+
+def plain_name(column: str) -> str:
+    """Returns a column's name in lower case and without anything but letters and digits."""
+    return re.sub("[^a-z0-9]", "", column.casefold().replace("\N{GREEK SMALL LETTER MU}", "u"))
+
+
+def unit_of_name(column: str, stems: tuple[str, ...]) -> str | None:
+    """Returns the unit in the name of a column of times; empty where it names none; None for any other column.
+
+    Args:
+        column: The name, such as `Time [ms]`.
+        stems: What such columns are called without a unit.
+    """
+    name = plain_name(column)
+    # `times` and `timestamps` may be plurals.
+    if name in stems or name.removesuffix("s") in stems:
+        return ""
+    stem = next((stem for stem in sorted(stems, key=len, reverse=True) if name.startswith(stem)), "")
+    unit = _UNIT_WORDS.get(name.removeprefix(stem))
+    return unit if unit is None or stem or len(name) > 2 else None
+
+
+def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tuple[str, str]:
+    """Guesses in which unit the times of a log's first frames are.
+
+    Args:
+        ticks: [M] times as they were written.
+        can_id: [M] their IDs.
+        decimals: Digits behind the point of most times.
+
+    Returns:
+        The unit, and what the user should know about it, as a sentence; empty where seconds are certain.
+    """
+    period = _median_period(ticks, can_id) if len(ticks) >= _MIN_FRAMES else 0.0
+    unit, slowest = "s", _SLOWEST_PERIOD_S
+    for smaller, digits in _DIGITS.items():
+        if period < slowest * (_DOUBTFUL_SHARE if decimals <= digits else 1.0):
+            break
+        unit, slowest = smaller, slowest * 1000
+    if not period:
+        unit = _unit_of_epoch(float(np.median(np.abs(ticks)))) if len(ticks) else "s"
+    if unit != "s":
+        reason = f"the same ID would come every {period:,.6g} s" if period else "they would be beyond the year 5138"
+        return unit, (
+            f"times were read as {_NAMES[unit]}, because as seconds {reason}; if they are in another unit, use "
+            "`--set dataset.time_unit=s` (or ms, us, ns)"
+        )
+    if period >= _SLOW_PERIOD_S:
+        return unit, (
+            f"times were read as seconds, in which the same ID comes every {period:.3g} s; if they are milliseconds, "
+            "use `--set dataset.time_unit=ms`"
+        )
+    return unit, ""
+
+
+def _unit_of_epoch(ticks: float) -> str:
+    return next((unit for unit, factor in TICKS_PER_SECOND.items() if ticks < _LARGEST_EPOCH_S * factor), "ns")
+
+
+def _median_period(ticks: Floats, can_id: NDArray[np.uint32]) -> float:
+    """The median of the times since the same ID's previous frame; 0 where no ID repeats."""
+    order = np.argsort(can_id, kind="stable")
+    steps, same = np.diff(ticks[order]), np.diff(can_id[order]) == 0
+    return float(np.median(np.abs(steps[same]))) if same.any() else 0.0
+
+
+class LogClock:
+    """Makes the times of a log's blocks, in their order, run on: over midnight, from line to line, and from one
+    recording in the log to the next.
+
+    Attributes:
+        elapsed_s: Sum of the times that count from the line before.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self.elapsed_s = 0.0
+        self._is_of_day = grammar.from_midnight or not grammar.session
+        self._start_s = 0.0
+        self._last_s = np.nan
+        self._days = 0
+
+    def of(self, rows: ParsedRows, lines: pl.Series) -> ParsedRows:
+        """Returns the rows of a block of lines with times that run on."""
+        if not self._grammar.relative and self._grammar.time_code != CLOCK_CODE:
+            return rows
+        steps = self._steps(lines)
+        times = np.array(rows.timestamp)
+        for (first, start_s), (end, _) in pairwise([*self._recordings(lines), (len(lines), None)]):
+            if start_s is not None:
+                self._start_s, self.elapsed_s, self._last_s, self._days = start_s, 0.0, np.nan, 0
+            part = slice(*np.searchsorted(rows.position, [first, end]))
+            if self._grammar.relative:
+                elapsed_s = self.elapsed_s + np.cumsum(steps[first:end])
+                self.elapsed_s = float(elapsed_s[-1]) if len(elapsed_s) else self.elapsed_s
+                times[part] = elapsed_s[rows.position[part] - first]
+            else:
+                times[part] = self._over_midnight(times[part]) if self._is_of_day else times[part]
+            times[part] += self._start_s
+        return replace(rows, timestamp=times)
+
+    def _steps(self, lines: pl.Series) -> Floats:
+        """Returns the times of all lines that have one: events that are no frames have times, too."""
+        if not self._grammar.relative:
+            return np.zeros(0)
+        text = lines.str.extract(r"^[ \t]*([0-9.,:]+)[ \t]")
+        if self._grammar.time_code == CLOCK_CODE:
+            steps = text.to_frame("text").select(moment_parts(pl.col("text"))).select(moment_seconds()).to_series()
+        else:
+            steps = text.str.replace(",", ".", literal=True).cast(pl.Float64, strict=False)
+        # One beyond any clock makes its row malformed, and must not move all those after it.
+        known = steps.fill_null(0.0)
+        return known.set(known > MAX_TIME_S, 0.0).to_numpy()
+
+    def _over_midnight(self, times: Floats) -> Floats:
+        if not len(times):
+            return times
+        steps = np.diff(times, prepend=self._last_s)
+        self._last_s = float(times[-1])
+        # Clocks jitter at midnight, too: back to the evening before, and forth again.
+        turns = np.flatnonzero((steps < -SECONDS_A_DAY / 2) | (steps > SECONDS_A_DAY - _MIDNIGHT_JITTER_S))
+        days = [self._days]
+        for is_midnight in (steps[turns] < 0).tolist():
+            days.append(days[-1] + 1 if is_midnight else max(0, days[-1] - 1))
+        self._days = days[-1]
+        return times + np.repeat(days, np.diff([0, *turns, len(times)])) * float(SECONDS_A_DAY)
+
+    def _recordings(self, lines: pl.Series) -> list[tuple[int, float | None]]:
+        """Returns where recordings begin in a block of lines, each with the time from which its times count; None: that
+        of the block before.
+        """
+        begun: list[tuple[int, float | None]] = [(0, None)]
+        if not self._grammar.session:
+            return begun
+        marked = (
+            pl.DataFrame({"line": lines}).with_row_index().filter(pl.col("line").str.contains(self._grammar.session))
+        )
+        for position, line in marked.iter_rows():
+            match = re.search(self._grammar.session, line)
+            assert match is not None
+            if (start_s := _moment(match["date"], match["clock"])) is not None:
+                begun.append((position, start_s - start_s % SECONDS_A_DAY if self._grammar.from_midnight else start_s))
+        return begun
+
+
+def _moment(date: str, clock: str) -> float | None:
+    """Returns the seconds since 1970 of `31:1:2026` and `9:5:7:65`, whose last number is milliseconds; None where there
+    is no such day.
+    """
+    day, month, year = map(int, date.split(":"))
+    hour, minute, second, millisecond = map(int, clock.split(":"))
+    try:
+        midnight = datetime(year, month, day, tzinfo=UTC)
+    except ValueError:
+        return None
+    return (midnight + timedelta(0, second, 0, millisecond, minute, hour)).timestamp()

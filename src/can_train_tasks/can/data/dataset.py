@@ -1,0 +1,428 @@
+"""Prepares a CAN data set: the graphs of its logs, from the cache or made anew, and what each of them is for.
+
+Shapes: G windows of the data set, R of one log or part.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from can_train.errors import DataError
+from can_train.io.arrays import META, FolderDamageError, discard_folder
+from can_train.reporter import Reporter
+from can_train_tasks.can.data import graphs
+from can_train_tasks.can.data.digests import LogDigest, known_windows
+from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split, counted
+from can_train_tasks.can.data.layout import LOG, TEST, HashedLog, LogFile, drop_duplicates, find_logs, hash_logs
+from can_train_tasks.can.data.log_text import changed_log
+from can_train_tasks.can.data.reading import LogReader, decide_bases
+from can_train_tasks.can.data.sidecars import find_sidecar
+from can_train_tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.synthetic.writing import synthetic_folder
+
+# Windows. A shorter run of benign or attack windows is not cut by itself: a fifth of it would be a window or none.
+MIN_PHASE_WINDOWS: Final = 10
+
+LEAST_DRIVES: Final = 3  # benign logs from which one is kept from training as a whole
+
+_LEAST_WINDOWS: Final = 10  # of a log whose parts for training, validation and test shall each have some
+
+_KEY_LENGTH: Final = 24  # hexadecimal digits of a cache's name: 96 bits, so that two data sets never meet
+_MAX_NAMED: Final = 3  # logs that a notice names
+_PART_NAMES: Final = ("training", "validation", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSample:
+    """The data set behind a sample."""
+
+    train_windows: int  # estimate of the training windows of the whole data set
+    every_log: bool  # whether all logs for training were sampled
+    note: str  # what was sampled, as a sentence
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CanData:
+    """A data set that is ready for training and testing."""
+
+    flat: FlatGraphs  # its graphs, mapped from the cache
+    split: Split  # which of them train, validate and test
+    notices: tuple[str, ...]  # what the user should know about the data; the reporter has them already
+    sample: DataSample | None = None  # the data set that the graphs are a sample of; None where they are all graphs
+
+
+def load_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, reporter: Reporter) -> CanData:
+    """Finds a data set's logs, or simulates them, and prepares them for training.
+
+    Raises:
+        DataError: A log cannot be read, or is too short.
+    """
+    logs = find_logs(simulate_if_synthetic(dataset, cache_dir, reporter), data_root)
+    return prepare(dataset, logs, cache_dir, reporter)
+
+
+def simulate_if_synthetic(dataset: CanDatasetSettings, cache_dir: Path, reporter: Reporter) -> CanDatasetSettings:
+    """Returns the data set with the path of its logs, which are simulated first if it is synthetic and not cached."""
+    if not dataset.is_synthetic:
+        return dataset
+    return replace(dataset, path=str(synthetic_folder(cache_dir, dataset.synthetic, reporter)))
+
+
+def prepare(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter) -> CanData:
+    """Makes the graphs of logs, or finds them in the cache, and splits them.
+
+    Args:
+        dataset: How logs are read, windowed and split.
+        logs: The logs, those for training first.
+        cache_dir: Folder of prepared data sets, each a folder of its own.
+        reporter: Receives progress and notices.
+
+    Raises:
+        DataError: A log cannot be read, changed meanwhile, or is too short.
+        StateError: The cache folder cannot be written.
+    """
+    remaining, notices = drop_duplicates(hash_logs(logs, reporter))
+    folder = cache_dir / cache_key(dataset, remaining)
+    flat = None
+    if folder.exists():
+        try:
+            flat = graphs.read_graphs(folder)
+        except FolderDamageError as damage:
+            reporter.notice(f"The prepared graphs in {folder} are damaged and are made again: {damage}")
+            discard_folder(folder)
+    if flat is None:
+        flat = _build(dataset, remaining, folder, reporter)
+    return _split(dataset, remaining, replace(flat, notices=(*notices, *flat.notices)), reporter)
+
+
+def find_prepared(
+    dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter
+) -> CanData | None:
+    """Finds the graphs of logs in the cache without reading the logs: by their paths, and by their times, which tell
+    whether they changed since. Writes nothing, and does not verify the graphs.
+
+    Returns:
+        The data set; None where the cache has none that is surely of these logs.
+    """
+    for folder in sorted(cache_dir.glob("[!.]*/")):
+        remaining = _recorded_logs(folder, logs)
+        if remaining and cache_key(dataset, remaining) == folder.name:
+            try:
+                flat = graphs.read_graphs(folder, verify=False)
+            except FolderDamageError:
+                return None
+            return _split(dataset, remaining, flat, reporter)
+    return None
+
+
+def _recorded_logs(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
+    """Returns the logs that a cache was made of, with the recorded hashes; none where one is missing or changed since,
+    or where a log that was left out can be no copy of these.
+    """
+    try:
+        finished_ns, sources = (folder / META).stat().st_mtime_ns, graphs.read_sources(folder)
+        states = {log: log.path.stat() for log in logs}
+        sidecars = {sidecar.path: sidecar.path.stat() for log in logs if (sidecar := find_sidecar(log.path))}
+    except (OSError, FolderDamageError):
+        return []
+    # No program can set the time of a change (ctime): a log that was replaced by an older one shows by it.
+    seen = (*states.values(), *sidecars.values())
+    if any(max(state.st_mtime_ns, state.st_ctime_ns) > finished_ns for state in seen):
+        return []
+    places = {(log.path.resolve(), log.role, log.group): log for log in logs}
+    remaining = [
+        HashedLog(log=log, sha256=source.sha256, size=states[log].st_size, modified_ns=states[log].st_mtime_ns)
+        for source in sources
+        if (log := places.get((Path(source.path).resolve(), source.role, source.group)))
+    ]
+    sizes = {hashed.size for hashed in remaining}
+    return remaining if all(state.st_size in sizes for state in states.values()) else []
+
+
+def _split(dataset: CanDatasetSettings, logs: Sequence[HashedLog], flat: FlatGraphs, reporter: Reporter) -> CanData:
+    # The cache may have been made when the same logs lay elsewhere.
+    here = [replace(source, path=str(log.log.path)) for source, log in zip(flat.sources, logs, strict=True)]
+    flat = replace(flat, sources=tuple(here))
+    remaining, copied = _drop_copies(flat, logs)
+    split, cut = split_rows(flat, dataset.validation_share, dataset.test_share, remaining)
+    split, known = leave_out_known(flat, split, flat, np.concatenate([split.train, split.validation]))
+    notices = (*flat.notices, *copied, *cut, *known, *_unlabelled([flat.sources[index] for index in remaining]))
+    data = CanData(flat=flat, split=split, notices=notices)
+    for notice in data.notices:
+        reporter.notice(notice)
+    return data
+
+
+def _unlabelled(sources: Sequence[SourceFile]) -> list[str]:
+    """Says which logs have no labels although others have."""
+    names = [source.path for source in sources if not source.labelled]
+    if len(names) in (0, len(sources)):
+        return []
+    shown = ", ".join(Path(name).name for name in names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return [f"{len(names)} of {len(sources)} logs without labels: their frames count as benign ({shown}{more})"]
+
+
+def _drop_copies(flat: FlatGraphs, logs: Sequence[HashedLog]) -> tuple[list[int], list[str]]:
+    """Returns the indices of the sources that remain, and notices, as `drop_duplicates` does; by their frames."""
+    by_frames = [replace(log, sha256=source.frames_digest) for log, source in zip(logs, flat.sources, strict=True)]
+    remaining, notices = drop_duplicates(by_frames)
+    return [by_frames.index(log) for log in remaining], notices
+
+
+def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_rows: Ints) -> tuple[Split, list[str]]:
+    """Leaves windows out of testing that occur in training.
+
+    Windows stay if the time of their log was cut and they all occur: its bus repeats itself.
+
+    Args:
+        flat: The graphs.
+        split: Their split.
+        known: The graphs of training; the same or others.
+        known_rows: The windows of these that were trained or validated on.
+
+    Returns:
+        The split, and notices.
+
+    Raises:
+        DataError: Nothing is left to test.
+    """
+    own_time = {source.group for source in flat.sources if source.role == LOG}
+    test: dict[str, Ints] = {}
+    repeated: list[str] = []
+    lost: dict[str, int] = {}
+    for group, rows in split.test.items():
+        fresh = rows[~known_windows(flat, rows, known, known_rows)]
+        if not len(fresh) and group in own_time:
+            fresh = rows
+            occur = "the only test window occurs" if len(rows) == 1 else f"all {len(rows):,} test windows occur"
+            repeated.append(f"{group}: {occur} in training, so its figures are too good")
+        if len(fresh) < len(rows):
+            lost[group] = len(rows) - len(fresh)
+        if len(fresh):
+            test[group] = fresh
+    notices = [*repeated, *_lost_windows(lost, split.test, test)]
+    if split.test and not test:
+        raise DataError("A test needs windows that were not trained on", value=notices[0],
+                        remedy="Test on other logs")  # fmt: skip
+    return replace(split, test=test), notices
+
+
+def _lost_windows(lost: Mapping[str, int], before: Mapping[str, Ints], after: Mapping[str, Ints]) -> list[str]:
+    """Says how many windows of which test groups were left out."""
+    if not lost:
+        return []
+    count, total = sum(lost.values()), sum(map(len, before.values()))
+    occur = "occurs in training and is" if count == 1 else "occur in training and are"
+    named = ", ".join(f"{group} ({windows:,})" for group, windows in list(lost.items())[:_MAX_NAMED])
+    more = ", …" if len(lost) > _MAX_NAMED else ""
+    gone = [group for group in lost if group not in after]
+    return [
+        f"{count:,} of {counted(total, 'test window')} {occur} left out: {named}{more}",
+        *([f"Nothing is left to test of {', '.join(gone)}"] if gone else []),
+    ]
+
+
+def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
+    """Names the graphs of these logs under these settings."""
+    content = {
+        "schema": graphs.SCHEMA,
+        "window": dataset.window,
+        "stride": dataset.stride,
+        "format": dataset.format,
+        "columns": asdict(dataset.columns),
+        "id_base": dataset.id_base,
+        "byte_base": dataset.byte_base,
+        "time_unit": dataset.time_unit,
+        "channel": dataset.channel,
+        "benign_values": sorted(dataset.benign_values),
+        "max_malformed": dataset.max_malformed,
+        "logs": [(hashed.sha256, hashed.log.role, hashed.log.group, hashed.log.kind) for hashed in logs],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_KEY_LENGTH]
+
+
+def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path, reporter: Reporter) -> FlatGraphs:
+    bases = decide_bases([hashed.log.path for hashed in logs], dataset)
+    with (
+        graphs.writing_graphs(folder, dataset.window) as writer,
+        reporter.stage("Reading logs", total=sum(log.size for log in logs), unit="bytes") as stage,
+    ):
+        num_frames, notes = 0, [*bases.notes]
+        for hashed in logs:
+            log = hashed.log
+            reader = LogReader(log.path, bases.settings[log.path], kind=log.kind)
+            builder, digest = graphs.GraphBuilder(dataset.window, dataset.stride), LogDigest()
+            for frames in reader.blocks():
+                digest.update(frames)
+                for block in builder.feed(frames):
+                    writer.append(block, reader.kinds)
+                num_frames += len(frames)
+                stage.advance(0, frames=num_frames)
+            if not hashed.is_unchanged():  # since it was hashed, which was before it was opened
+                raise changed_log(log.path)
+            if builder.frames_seen < dataset.window:
+                raise too_short(f"{log.path} has {builder.frames_seen}, a window {dataset.window}", builder.frames_seen)
+            source = source_of(log, reader, frames=builder.frames_seen, sha256=hashed.sha256)
+            writer.end_log(replace(source, frames_digest=digest.hexdigest()), [*notes, *reader.report.summary()])
+            notes = []
+            stage.advance(hashed.size)
+        return writer.finish()
+
+
+def source_of(log: LogFile, reader: LogReader, *, frames: int, sha256: str) -> SourceFile:
+    """Describes a log that was read."""
+    return SourceFile(str(log.path), log.role, log.group, frames, reader.labelled, sha256,
+                      id_base=reader.id_base, byte_base=reader.byte_base)  # fmt: skip
+
+
+def too_short(found: str, frames: int) -> DataError:
+    """Makes the error for logs without a single window, the shortest of `frames` frames."""
+    return DataError("A log must hold at least one window of frames", value=found, remedy=_longer_logs(frames))
+
+
+def _longer_logs(frames: int) -> str:
+    # Smaller windows help only where each part of the log then has some; a finished run keeps those it was trained on.
+    window = frames // _LEAST_WINDOWS
+    return "Use longer logs" + (f", or train with smaller windows: --set dataset.window={window}" if window > 1 else "")
+
+
+def split_rows(
+    flat: FlatGraphs, validation_share: float, test_share: float, sources: Sequence[int] | None = None
+) -> tuple[Split, list[str]]:
+    """Splits all windows of `sources`, which are indices of logs, by the roles of these (see `SourceFile`).
+
+    The last `test_share` of a log is for testing, and the last `validation_share` of what remains for validation. Where
+    that leaves a part with one class only although the log has both, every benign and every attack phase of the log is
+    cut so. Of several benign logs some are for validation in place of training (see `find_held_out_logs`). Logs that
+    are all for testing leave the other parts empty.
+
+    Returns:
+        The split, and notices about logs that were cut by phases or lack a class.
+
+    Raises:
+        DataError: A part would be empty.
+    """
+    # In time, never at random: windows that overlap or follow one another are nearly equal, and a random split would
+    # test on what was trained on.
+    train: list[Ints] = []
+    validation: list[Ints] = []
+    test: dict[str, list[Ints]] = {}
+    paths_by_notice: dict[str, list[str]] = {}
+    present = range(len(flat.sources)) if sources is None else sources
+    held_out = find_held_out_logs(flat, validation_share, present)
+    for index in present:
+        source = flat.sources[index]
+        rows = np.flatnonzero(flat.source == index)
+        if source.role == TEST:
+            test.setdefault(source.group, []).append(rows)
+            continue
+        shares = (validation_share, test_share) if source.role == LOG else (validation_share,)
+        parts, log_notices = _cut_log(flat, rows, shares)
+        if index in held_out:
+            parts[:2] = [parts[0][:0], np.concatenate(parts[:2])]
+            log_notices = [*log_notices, "kept whole for validation, as a drive that training does not see"]
+        for notice in log_notices:
+            paths_by_notice.setdefault(notice, []).append(source.path)
+        train.append(parts[0])
+        validation.append(parts[1])
+        if source.role == LOG:
+            test.setdefault(source.group, []).append(parts[2])
+    none = np.empty(0, dtype=np.int64)
+    tests = {group: np.concatenate(rows) for group, rows in test.items()}
+    split = Split(train=np.concatenate([none, *train]), validation=np.concatenate([none, *validation]), test=tests)
+    needed = {f"test ({group})": rows for group, rows in split.test.items()}
+    if train:
+        needed = {"training": split.train, "validation": split.validation, **needed}
+    if empty := [name for name, rows in needed.items() if not len(rows)]:
+        raise DataError(
+            "Every part of a data set needs at least one window",
+            value=f"none for {', '.join(empty)}",
+            remedy=_longer_logs(min(source.frames for source in flat.sources)),
+        )
+    return split, [f"{_named(paths)}: {notice}" for notice, paths in paths_by_notice.items()]
+
+
+def find_held_out_logs(flat: FlatGraphs, validation_share: float, sources: Sequence[int]) -> set[int]:
+    """Finds the logs that are kept from training as wholes: thresholds do not carry over from the drives that a model
+    was trained on to others.
+
+    Of at least `LEAST_DRIVES` benign logs among `sources` it is a share: the last ones whose CAN IDs the other benign
+    logs have, and which are therefore of a vehicle with other drives.
+    """
+    benign = []
+    for index in sources:
+        rows = np.flatnonzero(flat.source == index)
+        if flat.sources[index].role != TEST and len(rows) and not flat.label[rows].any():
+            benign.append((index, np.unique(flat.node_code[flat.node_ptr[rows[0]] : flat.node_ptr[rows[-1] + 1]])))
+    found: set[int] = set()
+    if len(benign) < LEAST_DRIVES:
+        return found
+    for index, codes in reversed(benign):
+        others = [each for other, each in benign if other != index and other not in found]
+        if len(found) < max(1, round(validation_share * len(benign))) and np.isin(codes, np.concatenate(others)).all():
+            found.add(index)
+    return found
+
+
+def _named(paths: Sequence[str]) -> str:
+    if len(paths) == 1:
+        return paths[0]
+    names = [Path(path).name for path in paths]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{len(paths)} logs, each by itself ({', '.join(names[:_MAX_NAMED])}{more})"
+
+
+def _cut_log(flat: FlatGraphs, rows: Ints, shares: Sequence[float]) -> tuple[list[Ints], list[str]]:
+    """Cuts one log into training, validation and, where `shares` has a second share, test; returns notices too."""
+
+    def has_both_classes(part: Ints) -> bool:
+        return len(np.unique(flat.label[part] > 0)) > 1
+
+    is_attack = flat.label[rows] > 0
+    plain = _cut_phases(flat, rows, np.array([0]), shares)
+    lacking = [name for name, part in zip(_PART_NAMES, plain, strict=False) if not has_both_classes(part)]
+    if not lacking or not has_both_classes(rows):
+        return plain, []
+    by_phase = _cut_phases(flat, rows, find_phase_starts(is_attack), shares)
+    if all(has_both_classes(part) for part in by_phase):
+        return by_phase, ["a plain cut of its time leaves a part with one class only, so each phase is cut by itself"]
+    return plain, [f"its attacks lie so that one class is missing from {' and '.join(lacking)}"]
+
+
+def find_phase_starts(is_attack: Bools) -> Ints:
+    """Finds where phases of benign and of attack windows, [R] of one log, begin: ascending from 0.
+
+    Runs shorter than `MIN_PHASE_WINDOWS` belong to the phase before them (at the beginning, to the one after).
+    """
+    run_start = np.flatnonzero(np.diff(is_attack, prepend=~is_attack[:1]))
+    run_length = np.diff(run_start, append=len(is_attack))
+    long_run = run_start[run_length >= MIN_PHASE_WINDOWS]
+    changes = np.diff(is_attack[long_run], prepend=~is_attack[long_run[:1]])
+    return np.concatenate([[0], long_run[changes][1:]])
+
+
+def _cut_phases(flat: FlatGraphs, rows: Ints, starts: Ints, shares: Sequence[float]) -> list[Ints]:
+    """Cuts every phase of a log, [R] `rows` with phases that begin at `starts`, chronologically.
+
+    `shares` are those of the time before it that each later part takes: validation's, then test's.
+    """
+    first = flat.first_frame[rows]
+    num_parts = len(shares) + 1
+    bounds: list[int] = []
+    for begin, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+        cuts = [int(end)]
+        for share in reversed(shares):
+            cuts.append(cuts[-1] - round((cuts[-1] - int(begin)) * share))
+        bounds += [int(begin), *reversed(cuts[1:])]
+    cut_frames = np.append(first, np.iinfo(np.int64).max)[bounds]  # a part that begins at the end is empty
+    # Cuts lie where a window begins: only windows that overlap a cut are left out, and none where they do not overlap.
+    part = np.searchsorted(cut_frames, first, side="right") - 1
+    last_part = np.searchsorted(cut_frames, first + flat.window - 1, side="right") - 1
+    whole = part == last_part
+    return [rows[whole & (part % num_parts == index)] for index in range(num_parts)]

@@ -1,0 +1,630 @@
+"""The log formats: CSV files with any header, and how a log's format is recognised by its first lines."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from can_train.errors import DataError, unknown_name
+from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, guess_unit, plain_name, unit_of_name
+from can_train_tasks.can.data.grammar import (
+    BAD_DECIMALS,
+    BAD_ID,
+    BAD_PAYLOAD,
+    BAD_TIMESTAMP,
+    BYTE,
+    CELL,
+    CLOCK,
+    DATE,
+    DECIMAL_CELL,
+    DIGITS,
+    HEX,
+    MAX_CAN_ID,
+    NUMBER,
+    TIMESTAMP,
+    Grammar,
+    ParsedRows,
+    first_row,
+    parse_rows,
+)
+from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES
+from can_train_tasks.can.data.line_formats import (
+    LINE_GRAMMARS,
+    PUBLISHED_CSV_GRAMMARS,
+    RESAVED_CAR_HACKING,
+    line_grammars,
+    variants,
+)
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
+
+RECOGNISED_LINES: Final = 1000  # enough to outvote damaged rows, parsed by all grammars in milliseconds
+RECOGNISED_SHARE: Final = 0.5  # of those rows must be well-formed: with fewer, the grammar matches by accident
+
+_CUT_OFF_SHARE: Final = 0.01  # of the rows may have lost their label
+_DELIMITERS: Final = ",;\t"
+_REQUIRED_ROLES: Final = ("timestamp", "id", "data")
+# Names of columns, the most specific first, in lower case and without anything but letters and digits.
+_COLUMN_NAMES: Final = {
+    "timestamp": ("timestamp", "time", "ts", "epoch", "timestampepoch", "datetime", "date"),
+    "id": (
+        "canid",
+        "arbitrationid",
+        "arbid",
+        "canidentifier",
+        "identifier",
+        "messageid",
+        "msgid",
+        "id",
+        "aid",
+        "address",
+        "addr",
+    ),
+    # The length in bytes goes before CAN FD's code for it, which CANedge loggers write too.
+    "dlc": ("datalength", "datalen", "dlc", "length", "len", "messagelength"),
+    "data": ("data", "datafield", "payload", "databytes", "datahex", "message"),
+    "label": ("label", "labels", "attack", "class", "flag", "isattack", "anomaly"),
+    "remote": ("rtr", "remote", "isremote", "isremoteframe", "remoteframe"),
+    "channel": ("channel", "iface", "interface", "bus", "canchannel", "caninterface", "canbus", "busid", "buschannel"),
+}
+# A column of one payload byte, such as `data_0`, `DATA[0]` or `byte 1`.
+_BYTE_COLUMN: Final = re.compile(r"(?:data|databyte|byte|payload|d|b)(\d\d?)")
+_DATA_SEPARATORS: Final = " :._-"
+# The content of a column, without the blanks and quotes around it.
+_CONTENT: Final = {
+    "timestamp": TIMESTAMP,
+    "dlc": r"(?P<dlc>[0-9]*)(?:\.0)?",
+    "id": f"(?:0[xX])?(?P<id>{HEX})[xXhH]?",
+    "data": f"(?:0[xX])?(?P<data>(?:{BYTE}[{_DATA_SEPARATORS}]*)*)",
+}
+_DECIMAL_ID: Final = f"(?P<id>{DIGITS})"
+_HEX, _DEC = "hex", "dec"
+_WORDS: Final = {_HEX: "hexadecimal", _DEC: "decimal"}
+_NUMBERS: Final = {"id_base": "CAN IDs", "byte_base": "payload bytes"}  # by the setting of their base
+# Why numbers were read in a base, where neither they nor the training data tell it.
+_WHY: Final = {_DEC: "because none has a letter or a leading zero",
+               _HEX: "as CAN IDs are, although none has a letter or a leading zero"}  # fmt: skip
+# Different numbers of two digits or more, none of which has a letter, from which on all of them are decimal: of
+# hexadecimal numbers, three in eight digits are letters.
+_MANY: Final = 20
+_MAX_STANDARD_ID: Final = 0x7FF
+_TOKEN_DIGITS: Final = 4  # of a number that are looked at: more than a byte has
+# Columns of a log that CANedge's converter writes: all numbers of it but lengths and times are hexadecimal.
+_CANEDGE_COLUMNS: Final = {"timestampepoch", "buschannel", "databytes"}
+# A label behind the last column of a header that names none.
+_LATE_LABEL: Final = '[ "]*(?P<label>[01]|[A-Za-z_][0-9A-Za-z_ -]*?)?[ "]*'
+_LATE_LABEL_OF_BYTES: Final = '[ "]*(?P<label>[A-Za-z_][0-9A-Za-z_ -]{2,}?)?[ "]*'  # shorter ones may be bytes
+
+
+# What the cells of a column look like that holds a frame's time, ID or payload.
+_LOOKS: Final = {
+    "timestamp": re.compile(f"{NUMBER}|{DATE}|{CLOCK}|[0-9]+,[0-9]+"),
+    "id": re.compile("(?:0[xX])?[0-9A-Fa-f]{1,9}[xXhH]?"),
+    "data": re.compile(f"(?:0[xX])?(?:{BYTE}[{_DATA_SEPARATORS}]*)*|(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*"),
+}
+_CAR_HACKING_COLUMNS: Final = 3 + MAX_PAYLOAD_BYTES  # time, ID, DLC and bytes; most logs have a label, too
+_MOST: Final = 0.9  # of the times have at most as many digits
+_CHANNEL_GROUP: Final = re.compile(r"\(\?P<channel>[^()]*\)")
+_BUSMASTER_PROTOCOL: Final = r"^[^*]?\*\*\*PROTOCOL ([^*]+)\*"
+_SHOWN_CHARACTERS: Final = 80  # of a malformed row
+
+
+def _header_of(sample: pl.Series) -> _Header:
+    _, line = first_row(sample)
+    delimiter = max(_DELIMITERS, key=line.count)
+    try:
+        names = next(csv.reader([line], delimiter=delimiter), [])
+    except csv.Error:  # A cell beyond the parser's limit: no header.
+        names = []
+    return _Header(line, delimiter, [name.strip() for name in names])
+
+
+class _Header(NamedTuple):
+    line: str  # the first one of a CSV file
+    delimiter: str
+    names: list[str]
+
+
+def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Grammar]:
+    """Makes the grammars that a log's first line allows, if it is a CSV header; a published format comes first.
+
+    Args:
+        sample: The log's first lines, null where empty.
+        settings: The columns and the ID base that the user chose.
+
+    Raises:
+        ConfigError: The header lacks a column that the user named.
+        DataError: The user asked for columns, and one that is needed is neither named nor recognised.
+    """
+    header = _header_of(sample)
+    asked = any(asdict(settings.columns).values())
+    published = [] if asked else [grammar for grammar in PUBLISHED_CSV_GRAMMARS if grammar.header == header.line]
+    if not asked and _is_car_hacking(header):
+        published += [replace(grammar, header=header.line) for grammar in RESAVED_CAR_HACKING]
+    roles = _find_roles(header.names, settings.columns)
+    missing = [role for role in _REQUIRED_ROLES if role not in roles]
+    if not missing:
+        return [*published, *_columns_grammars(header, roles, sample, settings)]
+    if asked or settings.format == "columns":
+        raise DataError(f"A CSV file with a header must have a column for each of {', '.join(_REQUIRED_ROLES)}",
+                        value=f"no {missing[0]} column among {', '.join(header.names)}",
+                        remedy=f"Name it with `--set dataset.columns.{missing[0]}=NAME`")  # fmt: skip
+    return published
+
+
+def _is_car_hacking(header: _Header) -> bool:
+    """Returns whether columns are those of a Car-Hacking log that pandas wrote, numbered or named, perhaps behind the
+    number of the row.
+    """
+    plain = [plain_name(name) for name in header.names]
+    plain = plain[1:] if plain[:1] in ([""], ["index"], ["unnamed0"]) else plain
+    if header.delimiter != "," or len(plain) < _CAR_HACKING_COLUMNS:
+        return False
+    roles = zip(plain, ("timestamp", "id", "dlc"), strict=False)
+    is_named = all(name in _COLUMN_NAMES[role] for name, role in roles)
+    is_bytes = all(map(_BYTE_COLUMN.fullmatch, plain[3:_CAR_HACKING_COLUMNS]))
+    return (is_named and is_bytes) or plain == [str(i) for i in range(len(plain))]
+
+
+def _columns_grammars(
+    header: _Header, roles: Mapping[str, list[int]], sample: pl.Series, settings: CanDatasetSettings
+) -> list[Grammar]:
+    """Makes the grammar of a CSV file's rows, and the one that lets rows lack the label where it is the last cell."""
+    texts = _texts_of(header, roles, settings).read(sample)
+    decided = texts.decided()
+    id_content = _CONTENT["id"] if decided.id_base == _HEX else _DECIMAL_ID
+    decimal_bytes = decided.byte_base == _DEC
+    cells = _row_cells(header, roles, id_content, _DECIMAL_DATA if decimal_bytes else _HEX_DATA)
+    unit = unit_of_name(header.names[roles["timestamp"][0]], _COLUMN_NAMES["timestamp"])
+    grammar = Grammar(
+        name="columns",
+        pattern=f"^{header.delimiter.join(cells)}[ \\r]*$",
+        separators=_DATA_SEPARATORS,
+        id_base=16 if decided.id_base == _HEX else 10,
+        byte_columns=len(roles["data"]) if len(roles["data"]) > 1 else 0,
+        payload_code="decimal" if decimal_bytes else "hex",
+        padded=True,
+        fd_groups=("timestamp",),
+        ticks_per_second=TICKS_PER_SECOND.get(unit or "", 1),
+        unit_known=bool(unit),
+        any_character=f'[^"{header.delimiter}]',
+        header=header.line,
+        assumption=". ".join(map(str, texts.notes())),
+    )
+    last = len(cells) - 1
+    if "label" not in roles:
+        late = _LATE_LABEL_OF_BYTES if grammar.byte_columns else _LATE_LABEL
+        return [replace(grammar, pattern=_with_late_cell(header, cells, late), unlabelled_rows=True)]
+    if roles["label"] != [last]:
+        return [grammar]
+    pattern = _with_late_cell(header, cells[:last], cells[last])
+    return [grammar, replace(grammar, pattern=pattern, unlabelled_rows=True)]
+
+
+def _with_late_cell(header: _Header, cells: Sequence[str], late: str) -> str:
+    return f"^{header.delimiter.join(cells)}(?:{header.delimiter}{late})?[ \\r]*$"
+
+
+class BaseNote(NamedTuple):
+    """That numbers were read in a base that may be wrong."""
+
+    setting: str  # `id_base` or `byte_base`
+    base: str
+    fact: str
+
+    @property
+    def other_base(self) -> str:
+        """The base in which they were not read."""
+        return _DEC if self.base == _HEX else _HEX
+
+    @property
+    def doubt(self) -> str:
+        """The condition under which the other base is right."""
+        return f"if they are {_WORDS[self.other_base]}"
+
+    def __str__(self) -> str:
+        return f"{self.fact}; {self.doubt}, use `--set dataset.{self.setting}={self.other_base}`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberTexts:
+    """The different texts of the CAN IDs and the payload bytes of CSV logs, by which their bases are decided.
+
+    Attributes:
+        header: The line above the rows.
+        pattern: Regular expression of a row with any content.
+        settings: With the bases that the user chose, or that the training data of a finished run have.
+        header_base: The base that the header tells; empty where it tells none.
+        ids: Texts of IDs.
+        numbers: Texts of payload bytes; of more digits than a byte has, the first.
+        in_columns: Whether each byte has a column of its own.
+        separated: Whether any payload in one column has several numbers.
+    """
+
+    header: str
+    pattern: str
+    settings: CanDatasetSettings
+    header_base: str
+    ids: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
+    in_columns: bool = False
+    separated: bool = False
+
+    def read(self, lines: pl.Series) -> NumberTexts:
+        """Adds the texts of lines."""
+        rows = lines.filter(lines.str.strip_chars() != self.header)
+        fields = rows.str.extract_groups(self.pattern).struct.unnest()
+        ids = fields["id"].drop_nulls().unique()
+        cells = pl.concat([fields[name] for name in fields.columns if name.startswith("data")]).unique().drop_nulls()
+        numbers = cells.str.extract_all(r"\b[0-9A-Fa-fxX]+(?:\.0)?\b")
+        texts = numbers.explode().drop_nulls().str.head(_TOKEN_DIGITS).unique().to_list()
+        return replace(
+            self,
+            ids=self.ids | {*ids.filter(ids.str.contains("^(?:0[xX])?[0-9A-Fa-f]+[xXhH]?$")).to_list()},
+            numbers=self.numbers | {*texts},
+            separated=self.separated or bool((numbers.list.len() > 1).any()),
+        )
+
+    def joined(self, other: NumberTexts) -> NumberTexts:
+        """Adds the texts of another log."""
+        return replace(
+            self,
+            header_base=self.header_base or other.header_base,
+            ids=self.ids | other.ids,
+            numbers=self.numbers | other.numbers,
+            separated=self.separated or other.separated,
+        )
+
+    def decided(self) -> CanDatasetSettings:
+        """Returns the settings with both bases: the user's, else what the texts tell, else as in the training data."""
+        settings = self.settings
+        id_base = self.id_base() or _trained_base(settings.id_base) or _DEC
+        byte_base = self.byte_base() or self.usual_byte_base()
+        return replace(
+            settings,
+            id_base=id_base if _is_open(settings.id_base) else settings.id_base,
+            byte_base=byte_base if _is_open(settings.byte_base) else settings.byte_base,
+        )
+
+    def certain_id_base(self) -> str:
+        """Returns the base that the CAN IDs can only have; empty where both are possible."""
+        ids = pl.Series([*self.ids], dtype=pl.String)
+        if self.header_base or ids.str.contains("[A-Za-z]").any():
+            return self.header_base or _HEX
+        return _DEC if too_large_for_hexadecimal(ids) else ""
+
+    def id_base(self) -> str:
+        """Returns the base of CAN IDs; empty where it cannot be told."""
+        if certain := self.certain_id_base():
+            return certain
+        if looks_hexadecimal(pl.Series([*self.ids], dtype=pl.String)):
+            return _HEX
+        several = [text for text in self.ids if len(text) > 1 and text.isdecimal()]
+        # As hexadecimal numbers, standard IDs have three digits.
+        small = any(len(text) > 3 and int(text) <= _MAX_STANDARD_ID for text in several)
+        many = len(several) >= _MANY and not _trained_base(self.settings.id_base)
+        return _DEC if small or many else ""
+
+    def byte_base(self) -> str:
+        """Returns the base of payload bytes; empty where it cannot be told, or makes no difference."""
+        if self.header_base == _HEX or (not self.in_columns and not self.separated):
+            return _HEX
+        whole = {text.removesuffix(".0") for text in self.numbers}
+        if any(not text.isdecimal() or (len(text) > 3 and not self.in_columns) for text in whole):
+            return _HEX
+        if whole != self.numbers or any(len(text) > 2 for text in whole):
+            return _DEC
+        if any(len(text) == 2 and text.startswith("0") for text in whole):
+            return _HEX
+        many = len([text for text in whole if len(text) > 1]) >= _MANY
+        return _DEC if many and not _trained_base(self.settings.byte_base) else ""
+
+    def usual_byte_base(self) -> str:
+        """Returns the base of payload bytes where it cannot be told."""
+        # In one column, hexadecimal numbers have two digits.
+        if not self.in_columns and any(len(text) == 1 for text in self.numbers):
+            return _DEC
+        trained_ids, trained_bytes = map(_trained_base, (self.settings.id_base, self.settings.byte_base))
+        # A log whose IDs are not written as in training was written by another program.
+        if trained_bytes and self.id_base() in ("", trained_ids):
+            return trained_bytes
+        return _HEX if not self.in_columns or (self.id_base() or trained_ids) == _HEX else _DEC
+
+    def notes(self) -> list[BaseNote]:
+        """Says which bases are assumed, and which are not those of the training data."""
+        # Numbers of one digit are the same in either base, and a payload without separators is always hexadecimal.
+        differ = any(len(text) > 1 for text in self.numbers) and (self.in_columns or self.separated)
+        told = {"id_base": self.id_base(), **({"byte_base": self.byte_base()} if differ else {})}
+        return [note for setting, base in told.items() if (note := self._note(setting, base))]
+
+    def _note(self, setting: str, told: str) -> BaseNote | None:
+        wanted: str = getattr(self.settings, setting)
+        taken: str = getattr(self.decided(), setting)
+        trained = _trained_base(wanted)
+        if not _is_open(wanted) or (told and trained in ("", told)):
+            return None
+        if told:
+            why = f"as the log tells, although those of the training data are {_WORDS[trained]}"
+        elif taken == trained:
+            why = "as in the training data, because the log does not tell"
+        else:
+            why = _WHY[taken]
+        return BaseNote(setting, taken, f"{_NUMBERS[setting]} were read as {_WORDS[taken]} numbers, {why}")
+
+
+def number_texts(sample: pl.Series, settings: CanDatasetSettings) -> NumberTexts | None:
+    """Returns how a log's first lines write numbers; None where the log is no CSV file whose base is to be told.
+
+    Raises:
+        ConfigError: The header lacks a column that the user named.
+        DataError: A column that is needed is neither named nor recognised.
+    """
+    grammars = header_grammars(sample, settings)
+    if not grammars or grammars[0].name != "columns":
+        return None
+    header = _header_of(sample)
+    return _texts_of(header, _find_roles(header.names, settings.columns), settings).read(sample)
+
+
+def _is_open(base: str) -> bool:
+    return base.startswith("auto")
+
+
+def _trained_base(base: str) -> str:
+    return base.removeprefix("auto").removeprefix("_") if _is_open(base) else ""
+
+
+def _texts_of(header: _Header, roles: Mapping[str, list[int]], settings: CanDatasetSettings) -> NumberTexts:
+    names = [plain_name(header.names[roles[role][0]]) for role in ("id", "data")]
+    in_columns = len(roles["data"]) > 1
+    if {plain_name(name) for name in header.names} >= _CANEDGE_COLUMNS:
+        base = _HEX
+    else:
+        base = next((base for base in (_HEX, _DEC) if names[0].endswith(base)), "")
+    any_number = f'[^"{header.delimiter}]*?'
+    cells = _row_cells(header, roles, f"(?P<id>{any_number})", (f"(?P<data_N>{any_number})", f"(?P<data>{any_number})"))
+    needed = 1 + max(*roles["id"], *roles["data"])  # cells behind these may be missing
+    pattern = f"^{header.delimiter.join(cells[:needed])}(?:{header.delimiter}|[ \\r]*$)"
+    # Between commas, a decimal comma stands inside quotes.
+    any_time = f'(?: *"[-+0-9]+,[0-9]+"|[ "]*{any_number}[ "]*)'
+    pattern = pattern.replace(f'[ "]*{TIMESTAMP}[ "]*', any_time)
+    return NumberTexts(header=header.line, pattern=pattern, settings=settings, header_base=base, in_columns=in_columns)
+
+
+def looks_hexadecimal(ids: pl.Series) -> bool:
+    """Returns whether any ID, as text, has a letter (as in `0x` too) or a leading zero, which no decimal number has."""
+    return bool(ids.str.contains("[A-Za-z]|^0[0-9]").any())
+
+
+def too_large_for_hexadecimal(ids: pl.Series) -> bool:
+    """Returns whether any ID would have more than 29 bits if it were hexadecimal, so that all must be decimal."""
+    return bool((ids.str.to_integer(base=16, dtype=pl.UInt64, strict=False) > MAX_CAN_ID).any())
+
+
+# Of a column with one byte, whose number stands for N, and of one with the payload.
+_HEX_DATA: Final = (f"(?:0[xX])?(?P<data_N>{CELL})", _CONTENT["data"])
+_DECIMAL_DATA: Final = (
+    f"(?P<data_N>{DECIMAL_CELL})(?:\\.0)?",
+    rf"[\[(]?(?P<data>(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*)[\])]?",
+)
+
+
+def _row_cells(
+    header: _Header, roles: Mapping[str, list[int]], id_content: str, data_content: tuple[str, str]
+) -> list[str]:
+    # Quotes around the delimiter, doubled quotes inside quotes: both are runs of unquoted and quoted text.
+    any_cell = f'(?:[^"{header.delimiter}]|"[^"]*")*'
+    cells = [any_cell for _ in header.names]
+    for role, columns in roles.items():
+        for i, column in enumerate(columns):
+            if role == "label":
+                cells[column] = f"(?P<label>{any_cell})"
+            elif role == "remote":
+                cells[column] = f'[ "]*(?:(?P<remote>1|(?i:true|yes))|[^"{header.delimiter}]*?)[ "]*'
+            elif role == "channel":
+                cells[column] = f'[ "]*(?P<channel>[^"{header.delimiter}]*?)[ "]*'
+            elif len(columns) > 1:
+                cells[column] = f'[ "]*{data_content[0].replace("data_N", f"data_{i}")}[ "]*'
+            else:
+                content = {**_CONTENT, "id": id_content, "data": data_content[1]}[role]
+                cells[column] = f'[ "]*{content}[ "]*'
+    return cells
+
+
+def _find_roles(names: list[str], columns: ColumnSettings) -> dict[str, list[int]]:
+    """Returns the columns of each role. A column that the user named has no second role."""
+    named = {}
+    for role, name in asdict(columns).items():
+        if name:
+            wanted = name.split() if role == "data" and name not in names else [name]
+            if unknown := [one for one in wanted if one not in names]:
+                raise unknown_name(f"column (dataset.columns.{role})", unknown[0], names)
+            named[role] = [names.index(one) for one in wanted]
+    taken = [column for found in named.values() for column in found]
+    if len(set(taken)) < len(taken):
+        raise DataError("A column of a log holds one thing",
+                        value=f"{names[max(taken, key=taken.count)]!r} was named for several",
+                        remedy="Name a different column for each: `--set dataset.columns.id=NAME`")  # fmt: skip
+    free = ["" if column in taken else name for column, name in enumerate(names)]
+    recognised = {role: _recognised_columns(free, role) for role in _COLUMN_NAMES if role not in named}
+    return {role: found for role, found in (named | recognised).items() if found}
+
+
+def _recognised_columns(names: list[str], role: str) -> list[int]:
+    plain = [plain_name(name) for name in names]
+    for synonym in _COLUMN_NAMES[role]:
+        for name in (synonym, f"{synonym}hex", f"{synonym}dec"):
+            if name in plain:
+                return [plain.index(name)]
+    if role == "timestamp":
+        units = [unit_of_name(name, _COLUMN_NAMES[role]) for name in names]
+        return [column for column, unit in enumerate(units) if unit is not None][:1]
+    if role != "data":
+        return []
+    # One column per byte: their numbers count from 0 or 1, without a hole.
+    column_by_number = {int(match[1]): i for i, name in enumerate(plain) if (match := _BYTE_COLUMN.fullmatch(name))}
+    numbers = sorted(column_by_number)
+    whole = any(numbers == list(range(first, first + len(numbers))) for first in (0, 1))
+    return [column_by_number[number] for number in numbers] if whole else []
+
+
+class Recognised(NamedTuple):
+    """How a log is written."""
+
+    grammar: Grammar
+    narrow: Grammar | None  # the same for rows of `channel` without a label, which is faster; None where it is not
+    channel: str  # of all of the first rows
+
+
+def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Recognised:
+    """Returns the grammar that reads most of a log's first rows.
+
+    Raises:
+        ConfigError: The log lacks a column that the user named.
+        DataError: The log is of no known format, or has no rows.
+    """
+    known = variants([*header_grammars(sample, settings), *line_grammars(sample)], sample)
+    grammars = [grammar for grammar in known if settings.format in ("auto", grammar.name)]
+    if not grammars:
+        raise _unrecognised(sample, settings.format, path, first_row(sample))
+    first = sample.head(RECOGNISED_LINES)
+    # Most formats read no row; a look at each takes a tenth of the time of parsing.
+    grammars = [grammar for grammar in grammars if first.str.contains(grammar.pattern).any()] or grammars[:1]
+    parsed = [parse_rows(first, grammar) for grammar in grammars]
+    num_good = [len(rows.position) for rows in parsed]
+    # Another grammar may take an error frame for one without a payload.
+    left_out = [rows.error_frames + rows.xl_frames for rows in parsed]
+    lead = [_lead_of_labels(grammar, rows, settings) for grammar, rows in zip(grammars, parsed, strict=True)]
+    best = int(np.argmax([sum(counts) for counts in zip(num_good, left_out, lead, strict=True)]))
+    num_rows = num_good[best] + len(parsed[best].malformed)
+    if num_rows == 0:
+        raise DataError("A log must hold frames", value=f"{path} holds no rows", remedy="Give another log")
+    if num_good[best] < RECOGNISED_SHARE * num_rows:
+        if settings.format == "auto" and not grammars[best].header:
+            raise _missing_column(sample, settings, path) or _unrecognised(
+                sample, settings.format, path, first_row(sample)
+            )
+        bad = parsed[best].malformed.row(0)[:3]
+        raise _wrong_column(sample, settings, path, bad) or _unrecognised(sample, settings.format, path, bad)
+    grammar = with_unit(grammars[best], settings.time_unit, parsed[best], first)
+    return _narrowed(grammar, parsed[best])
+
+
+def _lead_of_labels(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSettings) -> float:
+    """Returns how many rows a grammar that needs a label or a direction in each row may read less than one that does
+    not.
+
+    Few rows without it were cut off. Where no row has a benign label, attacks alone are labelled, and the log may begin
+    with attacks.
+    """
+    if grammar.has("direction"):
+        return _CUT_OFF_SHARE * len(rows.position)
+    if rows.label is None or grammar.unlabelled_rows:
+        return 0.0
+    benign = {value.casefold() for value in settings.benign_values}
+    words = {word.casefold() for label in rows.label.unique().to_list() for word in (label.split() or [""])}
+    return _CUT_OFF_SHARE * len(rows.position) if words & benign else -0.5
+
+
+def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series) -> Grammar:
+    """Sets the unit of a grammar's times: `wanted`, or the guessed one (auto) where the grammar does not know it.
+
+    Args:
+        grammar: The grammar.
+        wanted: The setting `dataset.time_unit`.
+        rows: What the grammar reads of the first lines.
+        sample: The first lines, null where empty.
+    """
+    if grammar.dated or (wanted == "auto" and grammar.unit_known):
+        return grammar
+    if wanted != "auto":
+        return replace(grammar, ticks_per_second=TICKS_PER_SECOND[wanted], unit_known=True)
+    times = sample.str.extract_groups(grammar.pattern).struct.field("timestamp").drop_nulls()
+    decimals = times.str.extract(r"\.([0-9]*)").str.len_chars().fill_null(0).quantile(_MOST)
+    unit, note = guess_unit(rows.timestamp, rows.can_id, int(decimals or 0))
+    assumption = ". ".join(filter(None, (grammar.assumption, note)))
+    return replace(grammar, ticks_per_second=TICKS_PER_SECOND[unit], unit_known=True, assumption=assumption)
+
+
+def _narrowed(grammar: Grammar, rows: ParsedRows) -> Recognised:
+    unlabelled = rows.label is None or rows.label.null_count() == len(rows.label)
+    pattern = grammar.usual if grammar.usual and unlabelled else grammar.pattern
+    channel = ""
+    if rows.channel is not None and rows.channel.n_unique() == 1 and rows.channel[0] is not None:
+        channel = str(rows.channel[0])
+        pattern = _CHANNEL_GROUP.sub(lambda _: re.escape(channel), pattern)
+    narrow = replace(grammar, pattern=pattern) if pattern != grammar.pattern else None
+    return Recognised(grammar, narrow, channel)
+
+
+def _missing_column(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> DataError | None:
+    """Makes the error for a CSV file whose header names all needed columns but one; None for any other file."""
+    header = _header_of(sample)
+    roles = _find_roles(header.names, settings.columns)
+    missing = [role for role in _REQUIRED_ROLES if role not in roles]
+    if len(missing) != 1:
+        return None
+    has = ", ".join(f"{role} in {header.names[roles[role][0]]!r}" for role in _REQUIRED_ROLES if role in roles)
+    return DataError(f"A CSV log must have a column for each of {', '.join(_REQUIRED_ROLES)}",
+                     value=f"{path} has {has}, and no {missing[0]} among {', '.join(map(repr, header.names))}",
+                     remedy=_name_column(header, roles, missing[0], sample))  # fmt: skip
+
+
+def _wrong_column(
+    sample: pl.Series, settings: CanDatasetSettings, path: Path, bad: tuple[int, str, str]
+) -> DataError | None:
+    """Makes the error for a CSV file of which one column does not hold what its name says, as in the row `bad`."""
+    position, line, reason = bad
+    header = _header_of(sample)
+    roles = _find_roles(header.names, settings.columns)
+    role = {BAD_TIMESTAMP: "timestamp", BAD_ID: "id", BAD_PAYLOAD: "data", BAD_DECIMALS: "data"}.get(reason, "")
+    if not role or role not in roles:
+        return None
+    return DataError(f"The column {header.names[roles[role][0]]!r} of a CSV log must hold its {role}",
+                     value=f"{path}:{position + 1}: {shortened(line)!r}: {reason}",
+                     remedy=_name_column(header, roles, role, sample))  # fmt: skip
+
+
+def _name_column(header: _Header, roles: Mapping[str, Sequence[int]], role: str, sample: pl.Series) -> str:
+    """Writes the setting that names the column of a role: of those without a role, the one that looks most like it."""
+    taken = {column for columns in roles.values() for column in columns}
+    rows = list(csv.reader(sample.drop_nulls().head(RECOGNISED_LINES).to_list()[1:], delimiter=header.delimiter))
+    cells = {
+        name: {row[column].strip() for row in rows if column < len(row)}
+        for column, name in enumerate(header.names) if name and column not in taken
+    }  # fmt: skip
+    fitting = [name for name, texts in cells.items() if texts and all(map(_LOOKS[role].fullmatch, texts))]
+    name = max(fitting, key=lambda name: len(cells[name]), default="NAME")
+    setting = f"dataset.columns.{role}={name}" if name.isidentifier() else f"'dataset.columns.{role}=\"{name}\"'"
+    return f"{'Name the column' if fitting else 'Correct the log, or name the column'}: `--set {setting}`"
+
+
+def _unrecognised(sample: pl.Series, wanted: str, path: Path, row: tuple[int, str] | tuple[int, str, str]) -> DataError:
+    """Makes the error for a log of no known format; `row` is a bad one, with the reason where one is known."""
+    protocol = next(iter(sample.str.extract(_BUSMASTER_PROTOCOL).drop_nulls()), "CAN")
+    if protocol != "CAN":
+        return DataError("A BUSMASTER log must be of the protocol CAN", value=f"{path} is of the protocol {protocol}",
+                         remedy="Log the bus as CAN, whose rows are whole frames")  # fmt: skip
+    names = dict.fromkeys(grammar.name for grammar in (*PUBLISHED_CSV_GRAMMARS, *LINE_GRAMMARS))
+    all_formats = f"one of the formats {', '.join(names)}, columns"
+    return DataError(
+        f"A CAN log must be in {all_formats if wanted == 'auto' else f'the format {wanted}, as was asked for'}",
+        value=": ".join([f"{path}:{row[0] + 1}", repr(shortened(row[1])), *row[2:]]),
+        remedy=(
+            "If it is a CSV file with a header, name its columns: `--set dataset.columns.id=NAME` (the same for "
+            "timestamp, data, dlc, label); or choose the format: `--set dataset.format=FORMAT`"
+        ),
+    )
+
+
+def shortened(text: str) -> str:
+    """Cuts a row to a length that fits into a message."""
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

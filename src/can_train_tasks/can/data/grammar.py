@@ -1,0 +1,493 @@
+"""How the rows of a text format are written, and how polars turns them into numbers.
+
+Shapes: M rows that are frames, P payload bytes (8, or 64 where a block has CAN FD frames).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Floats, Ints
+
+MAX_CAN_ID: Final = 0x1FFF_FFFF  # 29 bits, the extended identifier of CAN 2.0B
+FD_LENGTHS: Final = (*range(9), 12, 16, 20, 24, 32, 48, 64)  # payload bytes by DLC
+MAX_TIME_S: Final = 1e11  # the year 5138: a time beyond it is none, and its square would not stay finite
+MAX_TICKS_PER_SECOND: Final = 10**9
+
+# Building blocks of the patterns, in Rust's dialect of regular expressions (polars).
+NUMBER: Final = "[-+.0-9eE]+"  # wider than a number: the cast to float64 refuses what is none
+CLOCK: Final = "[0-9]{1,3}:[0-9]{1,2}:[0-9]{1,2}(?:[.,:][0-9]{1,9})?"
+_DAY: Final = r"(?:[0-9]{4}[-/.][0-9]{1,2}[-/.][0-9]{1,2}|[0-9]{1,2}\.[0-9]{1,2}\.[0-9]{4})"
+DATE: Final = f"{_DAY}[T ]+{CLOCK}(?:Z|[-+][0-9]{{2}}:?[0-9]{{2}})?"
+# How times are written, as `Grammar.time_code` names it.
+NUMBER_CODE: Final = "number"
+COMMA_CODE: Final = "comma"
+DATE_CODE: Final = "date"
+CLOCK_CODE: Final = "clock"
+DIGITS: Final = "[0-9]+"
+HEX: Final = "[0-9A-Fa-f]+"
+BYTE: Final = "[0-9A-Fa-f]{2}"
+CELL: Final = "[0-9A-Fa-f]{0,2}"
+DECIMAL_CELL: Final = "[0-9]{0,3}"
+BASE64: Final = "[0-9A-Za-z+/]*={0,2}"
+BLANKS: Final = r"[ \t]*"
+GAP: Final = r"[ \t]+"
+END: Final = r"\r?$"  # files written on Windows
+SPACED_BYTES: Final = f"(?P<data>(?:{BYTE}{BLANKS})*)"
+TIMESTAMP: Final = f"(?P<timestamp>{NUMBER})"
+_TIMES: Final = {NUMBER_CODE: NUMBER, COMMA_CODE: "[-+]?[0-9]+,[0-9]+", DATE_CODE: DATE, CLOCK_CODE: CLOCK}
+_FRACTION: Final = "[.,:]"  # in front of the fraction of a second
+_ID: Final = f"(?P<id>{HEX})"
+_MARKED_ID: Final = f"(?:0[xX])?{_ID}[xXhH]?"
+_PARTS: Final = "parts of the time"
+_MOMENT: Final = (
+    r"^(?:(?P<year>[0-9]{4})[-/.](?P<month>[0-9]+)[-/.](?P<day>[0-9]+)[T ]+|"
+    r"(?P<day_first>[0-9]+)\.(?P<then_month>[0-9]+)\.(?P<then_year>[0-9]{4})[T ]+)?"
+    r"(?P<hour>[0-9]+):(?P<minute>[0-9]+):(?P<second>[0-9]+)(?:[.,:](?P<fraction>[0-9]+))?"
+    r"(?P<offset>[-+][0-9]{2}:?[0-9]{2})?"
+)
+
+_TEXTS: Final = ("label", "kind", "channel", "remote", "request", "fd")  # groups that are used as they are
+
+SECONDS_A_DAY: Final = 86_400
+
+NO_MATCH: Final = "the row is truncated or not of this format"
+BAD_TIMESTAMP: Final = "the timestamp is not a number"
+BAD_ID: Final = "the ID is not a number"
+BAD_PAYLOAD: Final = "the payload is not made of whole hexadecimal bytes"
+BAD_DECIMALS: Final = "the payload is not made of decimal numbers up to 255"
+LATE_TIMESTAMP: Final = "the timestamp is beyond any clock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """How one row is written.
+
+    Attributes:
+        name: The format's name.
+        pattern: Regular expression of a whole row. Its groups are `timestamp`, `id`, `data` (or `data_0`, `data_1`, ...
+            for one column per byte) and, where the format has them, `dlc`, `label`, `kind` (the attack's name beside
+            the label), `channel` (the interface), `remote` or `request` (present in a remote frame), `fd` (present in
+            a CAN FD frame), `direction` (received or sent) and `code` (the DLC of a classical frame as its code in the
+            IDs' base: 9 to 15 are 8 bytes).
+        usual: Regular expression of the rows without a label, which is matched faster and need not match each of them;
+            empty where there is none.
+        separators: Characters that may stand between payload bytes.
+        labels: The labels that the format allows; empty where it allows any text.
+        unlabelled_rows: Whether a row may lack the label, and is benign then.
+        several_labels: Whether the label is a list of words, any of which may mark an attack.
+        id_base: 16 or 10.
+        byte_columns: Number of groups `data_0`, ...; 0 where the payload is the one group `data`.
+        payload_code: How the payload is written: `hex`, `base64`, or `decimal` numbers.
+        cut_to_dlc: Whether other fields that look like bytes may follow the payload.
+        padded: Whether bytes behind the DLC fill the payload up: they are cut off, and the rows counted.
+        fd_groups: Groups of which any marks a row whose payload may be that of a CAN FD frame.
+        ticks_per_second: Unit of the timestamps.
+        unit_known: Whether that is certain, by the format or by the user.
+        time_code: How the timestamps are written: `number`, `comma` (a number with a decimal comma), `date` (ISO 8601,
+            or the day first and points between), or `clock` (the time of day, which begins anew at midnight).
+        relative: Whether a timestamp counts from the line before.
+        session: Pattern of a line that begins a recording inside the log, with its date and time in the groups `date`
+            (day, month and year between colons) and `clock`; empty where there is none.
+        from_midnight: Whether times count from the midnight before a recording begins, and not from its beginning.
+        error_frame: Pattern of the rows of error frames, which carry nothing.
+        xl_frame: Pattern of the rows of CAN XL frames, which have a priority in place of an ID.
+        no_row: Pattern of other lines that are neither frames nor malformed.
+        any_character: Character class of any field's content. With it, a malformed row is searched for its wrong field.
+        header: The line above the rows; empty where there is none.
+        assumption: A guess that may be wrong, as a sentence for the user; empty if there was none.
+    """
+
+    # A pattern in which each character allows only one way on is matched two to three times as fast as others. Hence
+    # the payload groups swallow the separators behind each byte.
+    name: str
+    pattern: str
+    usual: str = ""
+    separators: str = ""
+    labels: tuple[str, ...] = ()
+    unlabelled_rows: bool = False
+    several_labels: bool = False
+    id_base: int = 16
+    byte_columns: int = 0
+    payload_code: str = "hex"
+    cut_to_dlc: bool = False
+    padded: bool = False
+    fd_groups: tuple[str, ...] = ()
+    ticks_per_second: int = 1
+    unit_known: bool = False
+    time_code: str = NUMBER_CODE
+    relative: bool = False
+    session: str = ""
+    from_midnight: bool = False
+    error_frame: str = ""
+    xl_frame: str = ""
+    no_row: str = ""
+    any_character: str = r"[^\s,]"
+    header: str = ""
+    assumption: str = ""
+
+    def has(self, group: str) -> bool:
+        """Returns whether the pattern has a group of this name."""
+        return f"(?P<{group}>" in self.pattern
+
+    @property
+    def dated(self) -> bool:
+        """Whether the timestamps are dates or times of day, which have no unit."""
+        return self.time_code in (DATE_CODE, CLOCK_CODE)
+
+    def with_times(self, code: str) -> Grammar:
+        """Returns the same grammar for rows whose times are written in another way (see `time_code`)."""
+        token = f"(?P<timestamp>{_TIMES[code]})"
+        _, _, behind = self.pattern.partition(TIMESTAMP)
+        if behind.removeprefix('[ "]*').startswith(","):
+            # Between commas, a decimal comma stands inside quotes.
+            token = f'"{token}"' if code == COMMA_CODE else token.replace(_FRACTION, "[.:]")
+        pattern, usual = (one.replace(TIMESTAMP, token) for one in (self.pattern, self.usual))
+        changed = replace(self, pattern=pattern, usual=usual, time_code=code)
+        return replace(changed, unit_known=True, ticks_per_second=1) if changed.dated else changed
+
+    def with_marked_ids(self) -> Grammar:
+        """Returns the same grammar for rows whose IDs may be marked as hexadecimal: `0x110`, `110h` or `18FEF100x`."""
+        pattern, usual = (one.replace(_ID, _MARKED_ID) for one in (self.pattern, self.usual))
+        return replace(self, pattern=pattern, usual=usual)
+
+    @property
+    def max_ticks(self) -> float:
+        """The largest timestamp that may be one; wide as long as the unit is not known."""
+        return MAX_TIME_S * (self.ticks_per_second if self.unit_known else MAX_TICKS_PER_SECOND)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParsedRows:
+    """The rows of one block of a log: M well-formed ones, and the malformed ones."""
+
+    position: Ints  # [M] index of the row's line in the block
+    timestamp: Floats  # [M] seconds, where the grammar's unit is known
+    can_id: NDArray[np.uint32]  # [M]
+    length: NDArray[np.uint8]  # [M] payload bytes
+    payload: NDArray[np.uint8]  # [M, P] bytes
+    label: pl.Series | None  # [M] texts, null in rows without one; None where the format has no labels
+    kind: pl.Series | None  # [M] texts; None where the format does not name attacks beside the label
+    channel: pl.Series | None  # [M] texts; None where the grammar does not capture them
+    # `position`, `line` and `reason`; `id` and `label` where they can be told. Without blank lines, comments, headers.
+    malformed: pl.DataFrame
+    error_frames: int  # rows that are left out too, and are not malformed
+    xl_frames: int = 0  # the same of CAN XL frames
+    cut: int = 0  # well-formed rows whose payload was longer than their DLC, and was cut
+
+    def select(self, chosen: NDArray[np.bool_]) -> ParsedRows:
+        """Returns the well-formed rows that are marked in `chosen` [M], and all malformed ones."""
+        parts: dict[str, Any] = {}
+        for name in ("position", "timestamp", "can_id", "length", "payload"):
+            parts[name] = getattr(self, name)[chosen]
+        for name in ("label", "kind", "channel"):
+            texts = getattr(self, name)
+            parts[name] = None if texts is None else texts.filter(pl.Series(chosen))
+        return replace(self, **parts)
+
+
+def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
+    """Parses lines, of which empty ones are null."""
+    rows, num_cut = _columns(lines, grammar), 0
+    if grammar.padded and grammar.has("dlc") and (rows["length"] > rows["dlc"]).any():
+        rows, num_cut = _cut_to_dlc(_columns(lines, grammar, "digits"), fd=bool(grammar.fd_groups))
+    if grammar.several_labels and grammar.has("label"):
+        rows = rows.with_columns(label=_words(pl.col("label")))
+    rules = _rules(grammar, has_long=bool((rows["length"] > MAX_PAYLOAD_BYTES).any()))
+    holds = rows.select(pl.all_horizontal([rule for rule, _ in rules]).fill_null(False)).to_series()
+    good = rows if holds.all() else rows.filter(holds)
+    bad = rows.filter(~holds)
+    xl_frames = bad["line"].str.contains(grammar.xl_frame).fill_null(False) if grammar.xl_frame else None
+    malformed, error_frames = _malformed(bad if xl_frames is None else bad.filter(~xl_frames), rules, grammar)
+    return ParsedRows(
+        position=good["position"].to_numpy().astype(np.int64),
+        timestamp=good["timestamp"].to_numpy() / grammar.ticks_per_second,
+        can_id=good["id"].to_numpy().astype(np.uint32),
+        length=good["length"].to_numpy().astype(np.uint8),
+        payload=_payload_bytes(good),
+        label=good["label"] if grammar.has("label") else None,
+        kind=good["kind"] if grammar.has("kind") else None,
+        channel=good["channel"] if grammar.has("channel") else None,
+        malformed=malformed,
+        error_frames=error_frames,
+        xl_frames=0 if xl_frames is None else int(xl_frames.sum()),
+        cut=num_cut,
+    )
+
+
+def _columns(lines: pl.Series, grammar: Grammar, *more: str) -> pl.DataFrame:
+    """Matches lines and turns their fields into numbers; `more` names other columns that are kept."""
+    return (
+        pl.LazyFrame({"line": lines})
+        .with_row_index("position")
+        .with_columns(groups=pl.col("line").str.extract_groups(grammar.pattern))
+        .unnest("groups")
+        # A column of their own: polars would strip the separators once for each expression that uses the digits.
+        .with_columns(moment_parts(pl.col("timestamp")) if grammar.dated else [], digits=_payload_digits(grammar))
+        .select(
+            "position",
+            "line",
+            pl.col("timestamp").is_not_null().alias("matched"),
+            _seconds(grammar).alias("timestamp"),
+            pl.col("id").str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False),
+            *_payload_columns(pl.col("digits"), fd=bool(grammar.fd_groups)),
+            *more,
+            *_dlc(grammar),
+            *(pl.col(group) for group in _TEXTS if grammar.has(group)),
+        )
+        # The in-memory engine matches on one core only.
+        .collect(engine="streaming")
+    )
+
+
+def first_row(lines: pl.Series) -> tuple[int, str]:
+    """Returns position and text of the first line that is neither blank nor a comment; (0, "") if there is none."""
+    rows = pl.DataFrame({"line": lines}).with_row_index("position").filter(_is_row(pl.col("line")))
+    return (rows["position"][0], rows["line"][0].strip()) if len(rows) else (0, "")
+
+
+def _is_row(line: pl.Expr) -> pl.Expr:
+    text = line.fill_null("").str.strip_chars()
+    return (text != "") & ~text.str.starts_with("#")
+
+
+def _seconds(grammar: Grammar) -> pl.Expr:
+    text = pl.col("timestamp")
+    if grammar.dated:
+        return moment_seconds()
+    return (text.str.replace(",", ".", literal=True) if grammar.time_code == COMMA_CODE else text).cast(
+        pl.Float64, strict=False
+    )
+
+
+def moment_parts(text: pl.Expr) -> pl.Expr:
+    """Splits dates and times of day into the column from which `moment_seconds` computes. In an expression of its own:
+    polars would match once for each part.
+    """
+    return text.str.extract_groups(_MOMENT).alias(_PARTS)
+
+
+def moment_seconds() -> pl.Expr:
+    """Computes the seconds since 1970 of dates like `2026-01-31T12:00:00.5+01:00` and `31.01.2026 12:00:00,5`, which
+    are UTC without an offset; and the seconds since midnight of `12:00:00.5` and `12:00:00:5`.
+    """
+    parts = pl.col(_PARTS).struct
+
+    def number(name: str) -> pl.Expr:
+        return parts.field(name).cast(pl.Int64, strict=False)
+
+    hour, minute, second = number("hour"), number("minute"), number("second")
+    offset = parts.field("offset")
+    offset_s = offset.str.slice(1, 2).cast(pl.Int64) * 3600 + offset.str.tail(2).cast(pl.Int64) * 60
+    ahead_s = pl.when(offset.str.starts_with("-")).then(-offset_s).otherwise(offset_s).fill_null(0)
+    days = [("year", "month", "day"), ("then_year", "then_month", "day_first")]
+    day = pl.coalesce(pl.concat_str([parts.field(name) for name in names], separator="-") for names in days)
+    whole_days = day.str.to_date("%Y-%m-%d", strict=False).cast(pl.Int32).cast(pl.Int64)
+    has_day = parts.field("year").is_not_null() | parts.field("then_year").is_not_null()
+    midnight_s = pl.when(has_day).then(whole_days * SECONDS_A_DAY).otherwise(0)
+    whole_s = midnight_s + hour * 3600 + minute * 60 + second - ahead_s
+    # As text, so that the sum is rounded once, as it is in logs that hold seconds.
+    seconds = pl.concat_str(whole_s.cast(pl.String), pl.lit("."), parts.field("fraction").fill_null("0"))
+    # A recording that counts from its beginning may be longer than a day.
+    is_time = ((hour < 24) | ~has_day) & (minute < 60) & (second <= 60) & (whole_s >= 0)
+    return pl.when(is_time).then(seconds.cast(pl.Float64, strict=False))
+
+
+def _payload_digits(grammar: Grammar) -> pl.Expr:
+    if grammar.byte_columns:
+        cells = [pl.col(f"data_{i}") for i in range(grammar.byte_columns)]
+        # Dots stand for an empty cell: those behind the payload are dropped, one inside it makes the number unreadable.
+        return pl.concat_str(
+            pl.when(cell == "")
+            .then(pl.lit(".."))
+            .otherwise(_decimal_byte(cell) if grammar.payload_code == "decimal" else cell.str.zfill(2))
+            for cell in cells
+        ).str.strip_chars_end(".")
+    digits = pl.col("data").fill_null("")
+    if grammar.payload_code == "base64":
+        digits = digits.str.decode("base64", strict=False).bin.encode("hex")
+    elif grammar.payload_code == "decimal":
+        digits = digits.str.extract_all(DIGITS).list.eval(_decimal_byte(pl.element())).list.join("")
+    for separator in grammar.separators:
+        digits = digits.str.replace_all(separator, "", literal=True)
+    if grammar.cut_to_dlc:
+        digits = digits.str.head(2 * _dlc(grammar)[0].fill_null(0))
+    # A remote frame asks for data: its DLC is the length of the answer, and it has no payload of its own.
+    return pl.when(pl.col("remote").is_null()).then(digits).otherwise(pl.lit("")) if grammar.has("remote") else digits
+
+
+def _decimal_byte(text: pl.Expr) -> pl.Expr:
+    byte = text.cast(pl.UInt8, strict=False).cast(pl.Int32)
+    # A number beyond a byte has no place in the table, and makes the payload unreadable.
+    return byte.replace_strict({value: f"{value:02x}" for value in range(256)}, default="xx")
+
+
+def _payload_columns(digits: pl.Expr, *, fd: bool) -> list[pl.Expr]:
+    padded = digits.str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
+    long = [pl.when(digits.str.len_bytes() > 2 * MAX_PAYLOAD_BYTES).then(digits).alias("long")]
+    return [
+        (digits.str.len_bytes() // 2).alias("length"),  # in bytes
+        # A big-endian number with zeros behind the payload.
+        padded.str.to_integer(base=16, dtype=pl.UInt64, strict=False).alias("payload"),
+        *(long if fd else []),
+    ]
+
+
+def _dlc(grammar: Grammar) -> list[pl.Expr]:
+    """The payload's length in bytes as the row tells it."""
+    parts = [pl.col("dlc").cast(pl.UInt32, strict=False)] if grammar.has("dlc") else []
+    if grammar.has("code"):
+        code = pl.col("code").str.to_integer(base=grammar.id_base, dtype=pl.UInt32, strict=False)
+        parts.append(code.clip(upper_bound=MAX_PAYLOAD_BYTES))
+    return [pl.coalesce(parts).alias("dlc")] if parts else []
+
+
+def _cut_to_dlc(rows: pl.DataFrame, *, fd: bool) -> tuple[pl.DataFrame, int]:
+    """Cuts payloads that are filled up behind their DLC; returns how many rows these are, too."""
+    dlc, digits = pl.col("dlc"), pl.col("digits")
+    # CAN FD's code for its lengths, or the length itself.
+    coded = dlc.replace_strict(dict(enumerate(FD_LENGTHS)), default=None)
+    is_filled = ((pl.col("length") > dlc) & (pl.col("length") != coded)).fill_null(False)
+    num_cut = int(rows.select(is_filled.sum()).item())
+    length = pl.when(dlc.is_in(FD_LENGTHS)).then(dlc).otherwise(coded)
+    rows = rows.with_columns(digits=pl.when(is_filled).then(digits.str.head(2 * length)).otherwise(digits))
+    return rows.with_columns(_payload_columns(digits, fd=fd)), num_cut
+
+
+def _words(label: pl.Expr) -> pl.Expr:
+    """The words behind a row; null where there is none."""
+    words = label.str.strip_chars()
+    return pl.when(words != "").then(words)
+
+
+def _payload_bytes(rows: pl.DataFrame) -> NDArray[np.uint8]:
+    """Returns the payloads of well-formed rows [M, P]."""
+    short = rows["payload"].fill_null(0).to_numpy().astype(">u8").view(np.uint8).reshape(-1, MAX_PAYLOAD_BYTES)
+    if "long" not in rows.columns or (is_long := rows["long"].is_not_null()).sum() == 0:
+        return short
+    payload = np.zeros((len(rows), FD_PAYLOAD_BYTES), np.uint8)
+    payload[:, :MAX_PAYLOAD_BYTES] = short
+    whole = rows["long"].drop_nulls().str.pad_end(2 * FD_PAYLOAD_BYTES, "0").str.decode("hex")
+    payload[is_long.to_numpy()] = np.frombuffer(b"".join(whole), np.uint8).reshape(-1, FD_PAYLOAD_BYTES)
+    return payload
+
+
+def _rules(grammar: Grammar, *, has_long: bool) -> list[tuple[pl.Expr, str]]:
+    """The rules for a row's columns, each with the reason given where it is the first to be broken.
+
+    Args:
+        grammar: How the rows are written.
+        has_long: Whether any payload is longer than that of a classical frame.
+    """
+    timestamp, length = pl.col("timestamp"), pl.col("length")
+    rules = [
+        (pl.col("matched"), NO_MATCH),
+        (timestamp.is_finite(), BAD_TIMESTAMP),
+        (timestamp.abs() <= grammar.max_ticks, LATE_TIMESTAMP),
+        (pl.col("id") <= MAX_CAN_ID, "the ID does not fit into 29 bits"),
+        *_payload_rules(grammar.fd_groups if has_long else ()),
+    ]
+    if grammar.has("dlc") or grammar.has("code"):
+        # CAN FD's code for its lengths, or the length itself.
+        dlc = pl.col("dlc")
+        agrees = dlc.is_null() | (dlc == length)
+        if grammar.fd_groups and has_long:
+            agrees |= dlc.replace_strict(dict(enumerate(FD_LENGTHS)), default=None) == length
+        if grammar.padded or grammar.has("fd"):
+            # The DLC of a classical frame may be 9 to 15: it has 8 bytes.
+            classical = pl.col("fd").is_null() if grammar.has("fd") else pl.lit(True)
+            agrees |= classical & dlc.is_between(MAX_PAYLOAD_BYTES + 1, 15) & (length == MAX_PAYLOAD_BYTES)
+        for group in ("remote", "request"):
+            if grammar.has(group):
+                agrees |= pl.col(group).is_not_null()
+        rules.append((agrees, "the DLC disagrees with the payload"))
+    label = pl.col("label")
+    may_lack = label.is_null() if grammar.unlabelled_rows else pl.lit(False)
+    if grammar.has("label"):
+        rules.append((label.is_not_null() | may_lack, "the label is missing"))
+    if grammar.labels:
+        rules.append((label.is_in(grammar.labels) | may_lack, "the label is unknown in this format"))
+    return rules
+
+
+def _payload_rules(fd_groups: Sequence[str]) -> list[tuple[pl.Expr, str]]:
+    length, is_short = pl.col("length"), pl.col("length") <= MAX_PAYLOAD_BYTES
+    whole = pl.col("payload").is_not_null()
+    if not fd_groups:
+        return [(is_short, f"the payload is longer than {MAX_PAYLOAD_BYTES} bytes"), (whole, BAD_PAYLOAD)]
+    may_be_long = pl.any_horizontal(pl.col(group).is_not_null() for group in fd_groups)
+    has_digits = pl.col("long").str.decode("hex", strict=False).is_not_null()
+    return [
+        (is_short | may_be_long, f"the payload is longer than {MAX_PAYLOAD_BYTES} bytes"),
+        (is_short | (length <= FD_PAYLOAD_BYTES), f"the payload is longer than {FD_PAYLOAD_BYTES} bytes"),
+        (is_short | length.is_in(FD_LENGTHS), "no CAN FD frame has a payload of this length"),
+        (pl.when(is_short).then(whole).otherwise(has_digits), BAD_PAYLOAD),
+    ]
+
+
+def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Grammar) -> tuple[pl.DataFrame, int]:
+    """Returns position, line and reason of rows that broke a rule, without repeated headers; and the number of error
+    frames among them.
+    """
+    line = pl.col("line")
+    rows = rows.filter(_is_row(line), line.str.strip_chars() != grammar.header)
+    num_rows = len(rows)
+    if grammar.error_frame:
+        rows = rows.filter(~line.str.contains(grammar.error_frame))
+    error_frames = num_rows - len(rows)
+    if grammar.no_row:
+        rows = rows.filter(~line.str.contains(grammar.no_row))
+    reason = pl.lit(None, dtype=pl.String)
+    for rule, sentence in reversed(rules):
+        reason = pl.when(rule.fill_null(False)).then(reason).otherwise(pl.lit(sentence))
+    label = pl.col("label") if grammar.has("label") else pl.lit(None, dtype=pl.String)
+    broken = rows.select("position", "line", reason=reason, id="id", label=label)
+    fields = _fields(broken["line"], grammar)
+    unmatched = pl.col("reason") == NO_MATCH
+    broken = broken.hstack([column.alias(f"other_{column.name}") for column in fields.get_columns()]).select(
+        "position",
+        "line",
+        pl.when(unmatched).then("other_reason").otherwise("reason")
+        .replace({} if grammar.payload_code != "decimal" else {BAD_PAYLOAD: BAD_DECIMALS}).alias("reason"),
+        pl.coalesce("id", "other_id").alias("id"),
+        pl.coalesce("label", "other_label").alias("label"),
+    )  # fmt: skip
+    return broken, error_frames
+
+
+def _fields(lines: pl.Series, grammar: Grammar) -> pl.DataFrame:
+    """Tells of rows that do not match which field is wrong, their `id` and their `label`, null where they cannot be
+    told.
+    """
+    # The same pattern with any content of timestamp, ID and payload: where it matches, one of the three is wrong.
+    pattern, time = grammar.pattern, _TIMES[grammar.time_code]
+    if grammar.time_code != NUMBER_CODE:
+        for token in (time, time.replace(_FRACTION, "[.:]")):
+            pattern = pattern.replace(token, r"[^,;\t]+?")
+    for token in (CELL, DECIMAL_CELL):
+        pattern = pattern.replace(token, f"{grammar.any_character}*")
+    for token in (BYTE, HEX, NUMBER, DIGITS):
+        pattern = pattern.replace(token, f"{grammar.any_character}+")
+    fields = lines.str.extract_groups(pattern).struct.unnest()
+    # A row that was cut off has its ID where another field begins behind it.
+    begin = grammar.pattern.index("(?P<id>")
+    prefix = grammar.pattern[: grammar.pattern.index(")", begin) + 1]
+    ids = lines.str.extract_groups(f"{prefix}[^0-9A-Za-z]").struct.field("id")
+    label = pl.col("label") if grammar.has("label") else pl.lit(None, dtype=pl.String)
+    label = _words(label) if grammar.several_labels else label
+    is_id = pl.col("id").str.contains(f"^{HEX if grammar.id_base == 16 else DIGITS}$")
+    return fields.select(
+        pl.when(pl.col("timestamp").is_null()).then(pl.lit(NO_MATCH))
+        .when(~pl.col("timestamp").str.contains(f"^{time}$")).then(pl.lit(BAD_TIMESTAMP))
+        .when(~is_id).then(pl.lit(BAD_ID))
+        .otherwise(pl.lit(BAD_PAYLOAD)).alias("reason"),
+        pl.coalesce(pl.when(is_id).then("id"), pl.lit(ids))
+        .str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False).alias("id"),
+        label.alias("label"),
+    )  # fmt: skip

@@ -1,0 +1,586 @@
+"""CAN frames, the window graphs that they become, and these graphs on disk: all as flat arrays.
+
+Prepared graphs are a folder with one file for every array of `FlatGraphs`. The caller chooses the folder's name, and
+makes damaged folders anew.
+
+Shapes: M frames, G graphs (windows) of W frames, N nodes, E directed edges, A absences (a regular ID that a window
+lacks, see `IdHistory.absences`), R groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import ConfigError, DataError
+from can_train.io.arrays import ArrayWriter, noticing_damage, read_arrays, read_meta
+from can_train_tasks.can.data.behaviour import (
+    BEHAVIOUR,
+    Changes,
+    IdHistory,
+    Nodes,
+    payload_words,
+    sorted_columns,
+    summarise,
+    sums_to,
+    table_of,
+)
+from can_train_tasks.can.data.digests import window_digests, windows_of
+
+# Arrays as most signatures of the task have them.
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_PAYLOAD_BYTES: Final = 8  # of a classical CAN frame
+FD_PAYLOAD_BYTES: Final = 64  # of a CAN FD frame
+LARGEST_SHORT_ID: Final = 0x7FF  # 11 bits
+BENIGN: Final = "benign"  # the kind of label code 0
+MAX_KINDS: Final = 256  # label codes are bytes; a label column with more values is no label column
+
+# Stored per node. The ID index is the eleventh feature; it depends on the vocabulary, so the model adds it.
+NODE_FEATURES: Final = (*(f"byte_{i}_mean" for i in range(1, 9)), "count", "last_position")
+
+# Stored per directed edge between the IDs of consecutive frames.
+EDGE_FEATURES: Final = (
+    "count", "count_share", "interval_mean_ms", "interval_std_ms", "regularity",
+    "first_position", "last_position", "spread", "reverse_exists", "degree_product", "degree_ratio",
+)  # fmt: skip
+
+# Belongs in the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are
+# then not found.
+SCHEMA: Final = 5
+
+# Type and shape of one row of every array on disk.
+_ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
+    "node_ptr": ("int64", ()),
+    "edge_ptr": ("int64", ()),
+    "node_code": ("int32", ()),
+    "node_features": ("float32", (len(NODE_FEATURES),)),
+    "behaviour": ("float32", (len(BEHAVIOUR),)),
+    "past": ("float32", (len(BEHAVIOUR),)),
+    "past_windows": ("int32", ()),
+    "absent_ptr": ("int64", ()),
+    "absent_code": ("int32", ()),
+    "absent_silence": ("float32", ()),
+    "edge_index": ("int32", (2,)),  # [E, 2] on disk, so that it can be appended to
+    "edge_features": ("float32", (len(EDGE_FEATURES),)),
+    "label": ("uint8", ()),
+    "source": ("int32", ()),
+    "first_frame": ("int64", ()),
+    "start_time": ("float64", ()),
+    "end_time": ("float64", ()),
+    "digest": ("uint64", ()),
+    "ids": ("int64", ()),
+}
+_RECODED_NODES: Final = 2**20  # nodes that get their final code at a time
+
+# Frames. A sort key holds source, destination and position inside the window: three times 21 bits fit an integer.
+MAX_WINDOW: Final = 2**20
+
+# Frames, counted once for every window they are in, that are worked on at a time: overlapping windows cannot multiply
+# the memory, and the temporary arrays stay near the processor's cache (2**13 is a quarter slower, 2**16 5 % slower).
+_CHUNK_FRAMES: Final = 2**15
+# Frames that are compared with those before them at a time; where IDs are very many, some are forgotten in between.
+_COMPARED_FRAMES: Final = 2**16
+_NO_CHANGES: Final = Changes(np.empty(0, np.float32), np.empty(0, np.int8))
+_MILLISECONDS: Final = 1000.0  # in a second
+
+
+@dataclass(frozen=True, eq=False)
+class Frames:
+    """Consecutive frames of a CAN log, in the order of the file."""
+
+    timestamp: Floats  # [M] seconds
+    can_id: NDArray[np.uint32]  # [M] identifier, 11 or 29 bits
+    length: NDArray[np.uint8]  # [M] payload bytes, 0 to 64; 0 for a remote frame
+    payload: NDArray[np.uint8]  # [M, P] bytes, zero beyond `length`; P is 8, or 64 where there are CAN FD frames
+    label: NDArray[np.uint8]  # [M] index into the reader's `kinds`; 0 is benign
+
+    def __len__(self) -> int:
+        return len(self.timestamp)
+
+    def __getitem__(self, part: slice) -> Self:
+        """Returns a view of a contiguous part."""
+        return type(self)(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Joins at least one part, in order."""
+        joined = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
+        widest = max(part.payload.shape[1] for part in parts)
+        joined["payload"] = [
+            part if part.shape[1] == widest else np.pad(part, ((0, 0), (0, widest - part.shape[1])))
+            for part in joined["payload"]
+        ]
+        return cls(**{name: np.concatenate(arrays) for name, arrays in joined.items()})
+
+
+def id_text(can_id: int) -> str:
+    """Writes a CAN ID as logs do."""
+    return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
+
+
+_SINGULAR: Final = {"are": "is", "were": "was", "have": "has"}
+
+
+def counted(count: int, noun: str, verb: str = "") -> str:
+    """Writes a count with its noun, and with the verb that is given for several: `1 row is`, `2 rows are`."""
+    if count != 1:
+        return f"{count:,} {noun}s {verb}".rstrip()
+    return f"1 {noun} {_SINGULAR.get(verb, verb)}".rstrip()
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One log that contributed windows."""
+
+    path: str  # as it was found
+    # "train" (its time is cut into training and validation), "test" (all of it is for testing) or "log" (its time is
+    # cut into training, validation and test).
+    role: str
+    group: str  # the test folder it belongs to; for a "log", its own name
+    frames: int  # read, without malformed rows
+    labelled: bool  # whether the log says which frames are attacks
+    sha256: str  # of its content
+    frames_digest: str = ""  # of its frames, however they are written (`LogDigest`); empty where only parts were read
+    # How its text writes IDs and payload bytes: "hex" or "dec"; empty where it is binary, or writes bytes otherwise.
+    id_base: str = ""
+    byte_base: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlatGraphs:
+    """All windows of a data set."""
+
+    node_ptr: Ints  # [G + 1] the nodes of graph g are node_ptr[g]:node_ptr[g + 1]
+    edge_ptr: Ints  # [G + 1] the same for edges
+    node_code: NDArray[np.int32]  # [N] index into `ids`
+    node_features: NDArray[np.float32]  # [N, 10] columns `NODE_FEATURES`, unscaled
+    behaviour: NDArray[np.float32]  # [N, 7] columns `BEHAVIOUR`; NaN where no frame of the ID has one before it
+    past: NDArray[np.float32]  # [N, 7] means of the same over the log's earlier windows
+    past_windows: NDArray[np.int32]  # [N] how many earlier windows these are
+    absent_ptr: Ints  # [G + 1] the absences of graph g are absent_ptr[g]:absent_ptr[g + 1]
+    absent_code: NDArray[np.int32]  # [A] index into `ids`
+    absent_silence: NDArray[np.float32]  # [A] binary logarithm of seconds since the ID's last frame
+    edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside their own graph
+    edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
+    label: NDArray[np.uint8]  # [G] index into `kinds`: the window's most frequent attack kind, 0 where it has no attack
+    source: NDArray[np.int32]  # [G] index into `sources`
+    first_frame: Ints  # [G] position of the window's first frame in its file
+    start_time: Floats  # [G] seconds, of the window's first frame
+    end_time: Floats  # [G] seconds, of its last frame
+    digest: NDArray[np.uint64]  # [G] of the window's IDs, payloads and relative times (`window_digests`)
+    ids: Ints  # [K] the distinct CAN IDs, ascending
+    kinds: tuple[str, ...]  # names of the label codes; kinds[0] is "benign"
+    sources: tuple[SourceFile, ...]  # the files, in reading order
+    window: int  # frames in a window
+    notices: tuple[str, ...] = ()  # what the user should know about the files, as sentences
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    @property
+    def num_nodes(self) -> Ints:
+        """[G] nodes of each graph."""
+        return np.diff(self.node_ptr)
+
+    @property
+    def num_ids(self) -> Ints:
+        """[G] IDs that a score of each graph may be due to: its nodes and its absences."""
+        return self.num_nodes + np.diff(self.absent_ptr)
+
+    @property
+    def num_edges(self) -> Ints:
+        """[G] directed edges of each graph, self-loops included."""
+        return np.diff(self.edge_ptr)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Split:
+    """Ints of `FlatGraphs`, ascending in every part."""
+
+    train: Ints
+    validation: Ints  # for thresholds and early stopping
+    test: dict[str, Ints]  # of every test group; each group is tested by itself
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GraphBlock:
+    """Graphs of consecutive windows of one log, as in `FlatGraphs` but for this:
+
+    `can_id` [N] and `absent_id` [A] are ascending inside each graph, and edges are in ascending order of (source,
+    destination). `label` is the reader's code of the window's most frequent attack kind, the lowest of several.
+    """
+
+    num_nodes: Ints
+    num_edges: Ints
+    can_id: NDArray[np.uint32]
+    node_features: NDArray[np.float32]
+    behaviour: NDArray[np.float32]
+    past: NDArray[np.float32]
+    past_windows: NDArray[np.int32]
+    num_absent: Ints
+    absent_id: NDArray[np.uint32]
+    absent_silence: NDArray[np.float32]
+    edge_index: NDArray[np.int32]
+    edge_features: NDArray[np.float32]
+    label: NDArray[np.uint8]
+    first_frame: Ints
+    start_time: Floats
+    end_time: Floats
+    digest: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+class GraphBuilder:
+    """Builds the graphs of one log from its frames, which come in portions of any size."""
+
+    def __init__(self, window: int, stride: int) -> None:
+        if window > MAX_WINDOW:
+            raise ConfigError(
+                f"dataset.window must be at most {MAX_WINDOW}", value=str(window), remedy="Use --set dataset.window=100"
+            )
+        self._window = window
+        self._stride = stride
+        self._pending: _ComparedFrames | None = None
+        self._history = IdHistory()
+        self._pending_from = 0
+        self._next_start = 0
+        self.frames_seen = 0
+
+    def feed(self, frames: Frames) -> Iterator[GraphBlock]:
+        """Takes the log's next frames and yields the windows they complete, in order, in blocks of bounded size."""
+        changes = [_NO_CHANGES]
+        for begin in range(0, len(frames), _COMPARED_FRAMES):
+            part = frames[begin : begin + _COMPARED_FRAMES]
+            changes.append(self._history.changes(part.can_id, part.timestamp, part.payload))
+        changed = Changes(*(np.concatenate(column) for column in zip(*changes, strict=True)))
+        arrived = _ComparedFrames(**vars(frames), **changed._asdict())
+        known = _Joined(arrived[:0] if self._pending is None else self._pending, arrived)
+        joined_from, start = self._pending_from, self._next_start
+        self.frames_seen += len(frames)
+        num_windows = max(0, (self.frames_seen - start - self._window) // self._stride + 1)
+        self._next_start = start + num_windows * self._stride
+        self._pending_from = min(self._next_start, self.frames_seen)
+        self._pending = known.part(self._pending_from - joined_from, self.frames_seen - joined_from)
+        # A generator of its own, so that the frames are counted by this call and not by the first block taken.
+        return self._build(known, joined_from, start, num_windows)
+
+    def _build(self, known: _Joined, joined_from: int, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
+        per_chunk = max(1, _CHUNK_FRAMES // self._window)
+        for window in range(0, num_windows, per_chunk):
+            last = min(window + per_chunk, num_windows) - 1
+            begin, end = (first_frame + window * self._stride, first_frame + last * self._stride + self._window)
+            chunk = _Chunk(known.part(begin - joined_from, end - joined_from), self._window, self._stride)
+            yield _build_chunk(chunk, begin, self._history)
+
+
+@dataclass(frozen=True, eq=False)
+class _ComparedFrames(Frames):
+    """Frames with their `Changes`."""
+
+    gap_s: NDArray[np.float32]  # [M]
+    bits: NDArray[np.int8]  # [M]
+
+
+class _Joined(NamedTuple):
+    """Frames that wait for their windows to fill, and those that arrived after them."""
+
+    waiting: _ComparedFrames
+    arrived: _ComparedFrames
+
+    def part(self, begin: int, end: int) -> _ComparedFrames:
+        """Returns frames from `begin` to before `end`; copies them only where some of them waited."""
+        count = len(self.waiting)
+        if begin >= count:
+            return self.arrived[begin - count : end - count]
+        return _ComparedFrames.concatenate([self.waiting[begin:], self.arrived[: end - count]])
+
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """The equal keys of every row, rows one after another and keys ascending inside a row."""
+
+    key: Ints  # [R]
+    row: Ints  # [R] the row of each group
+    count: Ints  # [R] members of each group
+    first: Ints  # [R] where its members begin in `member`
+    last: Ints  # [R] where its last member is
+    member: Ints  # [G · L] flat index (row · L + column) of every entry, ordered by group, then column
+    column: Ints  # [G · L] column of every entry in this order
+
+
+def _group_rows(keys: NDArray[Any], largest: int) -> _Groups:
+    """Groups the entries of each row of `keys` [G, L], which are at most `largest`."""
+    # One sort of (key, column): rows are short, so it is fast, and no table grows with the number of different IDs,
+    # which fuzzing drives up.
+    num_rows, length = keys.shape
+    key, column = sorted_columns(keys, largest)
+    begins = np.ones((num_rows, length), dtype=np.bool_)
+    begins[:, 1:] = key[:, 1:] != key[:, :-1]
+    first = np.flatnonzero(begins)
+    member = (column + np.arange(num_rows)[:, None] * length).ravel()
+    last = np.append(first[1:], keys.size) - 1
+    return _Groups(
+        key=key.ravel()[first].astype(np.int64), row=first // length, count=last - first + 1, first=first, last=last,
+        member=member, column=column.ravel(),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Frames whose windows are built at a time."""
+
+    frames: _ComparedFrames
+    window: int
+    stride: int
+
+
+def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBlock:
+    """Builds the graphs of all windows of a chunk, whose first frame is frame `first_frame` of the log."""
+    frames, window, stride = chunk.frames, chunk.window, chunk.stride
+
+    def windows(values: NDArray[Any]) -> NDArray[Any]:
+        return windows_of(values, window, stride)  # [G, W]
+
+    nodes = _group_rows(windows(frames.can_id), int(frames.can_id.max()))
+    times = windows(frames.timestamp)
+    num_graphs = len(times)
+    num_nodes = np.bincount(nodes.row, minlength=num_graphs)
+    node_start = np.cumsum(num_nodes) - num_nodes
+
+    position = np.arange(len(nodes.key)) - node_start[nodes.row]  # [N] inside the own graph
+    node_of_frame = np.empty((num_graphs, window), dtype=np.int64)
+    node_of_frame.ravel()[nodes.member] = np.repeat(position, nodes.count)
+    columns = _byte_means(windows(payload_words(frames.payload)).ravel()[nodes.member], nodes)
+    columns["count"] = nodes.count
+    columns["last_position"] = nodes.column[nodes.last] / (window - 1)
+    in_order = Changes(*(windows(column).ravel()[nodes.member] for column in (frames.gap_s, frames.bits)))
+    duration_s = (times[:, -1] - times[:, 0])[nodes.row]
+    seen_s = times.ravel()[nodes.member[nodes.last]]
+    silence_s = np.maximum(times[nodes.row, -1] - seen_s, 0.0)
+    can_id = nodes.key.astype(np.uint32)
+    absences = history.absences(Nodes(can_id, nodes.row, seen_s, times[:, -1]))
+    behaviour = history.past(can_id, summarise(in_order, nodes.first, nodes.count, duration_s, silence_s))
+    bits = window.bit_length()
+    edges = _group_rows(node_of_frame[:, :-1] << bits | node_of_frame[:, 1:], window << bits)
+    edge_index = np.stack([edges.key >> bits, edges.key & ((1 << bits) - 1)])  # [2, E]
+    return GraphBlock(
+        num_nodes=num_nodes,
+        num_edges=np.bincount(edges.row, minlength=num_graphs),
+        can_id=can_id,
+        node_features=table_of(columns, NODE_FEATURES),
+        behaviour=behaviour.now,
+        past=behaviour.past,
+        past_windows=behaviour.past_windows,
+        num_absent=absences.num_absent,
+        absent_id=absences.can_id,
+        absent_silence=absences.silence,
+        edge_index=edge_index.astype(np.int32),
+        edge_features=_edge_features(edges, edge_index, node_start, times),
+        label=_window_labels(windows(frames.label)),
+        first_frame=first_frame + np.arange(num_graphs) * stride,
+        start_time=times[:, 0].copy(),
+        end_time=times[:, -1].copy(),
+        digest=window_digests(frames, window, stride),
+    )
+
+
+def _byte_means(words: Ints, nodes: _Groups) -> dict[str, NDArray[Any]]:
+    """Returns the means of the nodes' payload bytes from the words that hold them, one node's after another's. Bytes
+    beyond a frame's length count as 0.
+    """
+    means: dict[str, NDArray[Any]] = {}
+    divisor = 255.0 * nodes.count
+    # Several bytes are added at a time, each in as many bits as its sum needs.
+    width = 16 if nodes.count.max() * 255 < 2**16 else 32
+    lowest = (1 << width) - 1
+    mask = 0x00FF_00FF_00FF_00FF if width == 16 else 0x0000_00FF_0000_00FF
+    for begin in range(0, width, 8):
+        sums = sums_to((words >> begin) & mask, nodes.last)
+        for bit in range(begin, 64, width):
+            means[f"byte_{bit // 8 + 1}_mean"] = ((sums >> (bit - begin)) & lowest) / divisor
+    return means
+
+
+def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Floats) -> NDArray[np.float32]:
+    """Computes `EDGE_FEATURES` [E, 11] from `times` [G, W]. Means and standard deviations (of the population) are those
+    of the time from source to destination frame.
+
+    Positions are those of the edge's source frames, 0 to 1. Regularity is 1 / (1 + std / mean), and 1 where all
+    intervals are 0: those do not vary either. Degrees count distinct edges in and out, so a self-loop counts twice.
+    """
+    window = times.shape[1]
+    # Public captures run backwards by up to 7.9 ms; a negative interval would make a mean of 0 or less.
+    interval = np.maximum(np.diff(times, axis=1), 0.0).ravel()[edges.member] * _MILLISECONDS
+    mean = np.add.reduceat(interval, edges.first) / edges.count
+    deviation = interval - np.repeat(mean, edges.count)
+    std = np.sqrt(np.add.reduceat(deviation * deviation, edges.first) / edges.count)
+    variation = np.divide(std, mean, out=np.zeros_like(std), where=mean > 0)
+    first, last = edges.column[edges.first] / (window - 1), edges.column[edges.last] / (window - 1)
+    source, target = edge_index + node_start[edges.row]
+    num_nodes = max(source.max(), target.max()) + 1  # every frame has a neighbour, so no node is left out
+    degree = np.bincount(source, minlength=num_nodes) + np.bincount(target, minlength=num_nodes)
+    source_degree, target_degree = degree[source], degree[target]
+    columns = {
+        "count": edges.count,
+        "count_share": edges.count / window,
+        "interval_mean_ms": mean,
+        "interval_std_ms": std,
+        "regularity": 1.0 / (1.0 + variation),
+        "first_position": first,
+        "last_position": last,
+        "spread": last - first,
+        "reverse_exists": _have_reverse(edges, edge_index),
+        "degree_product": source_degree * target_degree,
+        "degree_ratio": source_degree / target_degree,
+    }
+    return table_of(columns, EDGE_FEATURES)
+
+
+def _have_reverse(edges: _Groups, edge_index: Ints) -> Bools:
+    """Returns which edges [E] have one in the opposite direction; a self-loop has itself."""
+    # The two are neighbours when nodes are sorted without their direction; a search takes several times as long.
+    low, high = edge_index.min(axis=0), edge_index.max(axis=0)
+    size = int(high.max()) + 1
+    pairs = (edges.row * size + low) * size + high
+    (pair,), (edge,) = sorted_columns(pairs[None], int(pairs.max()))
+    exists: Bools = low == high
+    twin = np.flatnonzero(pair[1:] == pair[:-1])
+    exists[edge[twin]] = exists[edge[twin + 1]] = True
+    return exists
+
+
+def _window_labels(label: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Returns the most frequent attack code of each window of `label` [G, W], 0 where there is none: [G]."""
+    most_frequent = np.zeros(len(label), np.uint8)
+    attacked = np.flatnonzero(label.any(axis=1))
+    if len(attacked):
+        num_codes = int(label.max()) + 1
+        row = np.arange(len(attacked))[:, None] * num_codes
+        counts = np.bincount((label[attacked] + row).ravel(), minlength=row.size * num_codes).reshape(-1, num_codes)
+        counts[:, 0] = 0
+        most_frequent[attacked] = counts.argmax(axis=1)
+    return most_frequent
+
+
+def too_many_kinds(what: str, value: str) -> DataError:
+    """Makes the error for labels that codes do not suffice for."""
+    return DataError(f"{what} has at most {MAX_KINDS - 1} kinds of attack", value=value,
+                     remedy="Name the column that holds the label: `--set dataset.columns.label=NAME`")  # fmt: skip
+
+
+class GraphWriter:
+    """Writes the graphs of several logs to a folder, one log after another; made by `writing_graphs`.
+
+    Memory stays bounded: only the set of distinct CAN IDs grows with the data.
+    """
+
+    def __init__(self, arrays: ArrayWriter, window: int) -> None:
+        self._arrays = arrays
+        self._window = window
+        self._kinds = [BENIGN]
+        self._sources: list[SourceFile] = []
+        self._notices: list[str] = []
+        self._ids: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
+        self._num_nodes = 0
+        self._num_edges = 0
+        self._num_absent = 0
+        arrays.append({"node_ptr": np.zeros(1), "edge_ptr": np.zeros(1), "absent_ptr": np.zeros(1)})
+
+    def append(self, block: GraphBlock, kinds: Sequence[str]) -> None:
+        """Adds graphs of the current log, whose labels are codes of `kinds`.
+
+        Raises:
+            DataError: The logs have more kinds than there are codes.
+        """
+        self._kinds += [kind for kind in kinds if kind not in self._kinds]
+        if len(self._kinds) > MAX_KINDS:
+            raise too_many_kinds("A data set", f"{len(self._kinds) - 1}")
+        codes = np.array([self._kinds.index(kind) for kind in kinds], dtype=np.uint8)
+        names = (
+            "can_id", "node_features", "behaviour", "past", "past_windows", "absent_id", "absent_silence",
+            "edge_features", "first_frame", "start_time", "end_time", "digest",
+        )  # fmt: skip
+        self._arrays.append({name: getattr(block, name) for name in names})
+        self._arrays.append(
+            {
+                "edge_index": block.edge_index.T,
+                "label": codes[block.label],
+                "source": np.full(len(block), len(self._sources)),
+                "node_ptr": self._num_nodes + np.cumsum(block.num_nodes),
+                "edge_ptr": self._num_edges + np.cumsum(block.num_edges),
+                "absent_ptr": self._num_absent + np.cumsum(block.num_absent),
+            }
+        )
+        self._num_nodes += len(block.can_id)
+        self._num_absent += len(block.absent_id)
+        self._num_edges += block.edge_index.shape[1]
+        self._ids = np.union1d(self._ids, block.can_id)
+
+    def end_log(self, source: SourceFile, notices: Iterable[str]) -> None:
+        """Records the log that the last graphs came from."""
+        self._sources.append(source)
+        self._notices += notices
+
+    def finish(self) -> FlatGraphs:
+        """Completes the folder, moves it to its place (see `ArrayWriter.finish`) and maps it."""
+        self._arrays.append({"ids": self._ids})
+        # The codes of CAN IDs, their positions among all of them, are known only now.
+        for ids, codes in (("can_id", "node_code"), ("absent_id", "absent_code")):
+            for can_id in self._arrays.take_back(ids, _RECODED_NODES):
+                self._arrays.append({codes: np.searchsorted(self._ids, can_id)})
+        sources = [asdict(source) for source in self._sources]
+        meta = {"kinds": self._kinds, "sources": sources, "window": self._window, "notices": self._notices}
+        return _flat_graphs(self._arrays.finish(meta), meta)
+
+
+@contextmanager
+def writing_graphs(folder: Path, window: int) -> Iterator[GraphWriter]:
+    """Opens a folder for the graphs of windows of `window` frames; leaving it before `finish` leaves nothing behind."""
+    with ArrayWriter(folder, {**_ARRAYS, "can_id": ("uint32", ()), "absent_id": ("uint32", ())}) as arrays:
+        yield GraphWriter(arrays, window)
+
+
+def read_graphs(folder: Path, *, verify: bool = True) -> FlatGraphs:
+    """Maps graphs into memory, copy on write: the files cannot be changed through them.
+
+    Args:
+        folder: The graphs' folder.
+        verify: Whether every byte is read, in order to find altered ones; the sizes of files are always compared.
+
+    Raises:
+        FolderDamageError: A file is missing, truncated or altered.
+    """
+    arrays, meta = read_arrays(folder, list(_ARRAYS), verify=verify)
+    with noticing_damage():
+        return _flat_graphs(arrays, meta)
+
+
+def read_sources(folder: Path) -> list[SourceFile]:
+    """Reads which logs a folder's graphs were made of.
+
+    Raises:
+        FolderDamageError: The record is missing or altered, or the folder holds no graphs.
+    """
+    with noticing_damage():
+        return [SourceFile(**source) for source in read_meta(folder)["sources"]]
+
+
+def _flat_graphs(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> FlatGraphs:
+    return FlatGraphs(
+        **{**arrays, "edge_index": arrays["edge_index"].T},
+        kinds=tuple(meta["kinds"]),
+        sources=tuple(SourceFile(**source) for source in meta["sources"]),
+        window=meta["window"],
+        notices=tuple(meta["notices"]),
+    )

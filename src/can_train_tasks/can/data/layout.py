@@ -1,0 +1,248 @@
+"""Where the logs of a data set lie, and which of them are copies. Light: a submission looks for duplicate runs by
+it.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from can_train.errors import DataError, MissingDataError, unknown_name
+from can_train.io.records import expanded
+from can_train.reporter import Reporter
+from can_train_tasks.can.data.sidecars import find_sidecar
+from can_train_tasks.can.settings import CanDatasetSettings
+
+# The parts of can-train-and-test, the HCRL logs among them.
+NAMED_SETS: Final = ("hcrl_ch", "hcrl_sa", "set_01", "set_02", "set_03", "set_04")
+
+# Roles of a log.
+TRAIN: Final = "train"
+TEST: Final = "test"
+LOG: Final = "log"  # one that must serve for training and for testing
+
+UNNAMED_ATTACK: Final = "attack"  # the kind where a log's name gives none
+
+# Below the data root: nothing, or the clone of either release's repository.
+_COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
+_LOG_NAME: Final = re.compile(
+    r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc|pcap|pcapng)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4|db)", re.IGNORECASE
+)
+_SCHEMA_BYTES: Final = 2**16  # of a database, at its beginning, that has the names of its columns
+_DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)  # .txt files beside the logs
+# can-train-and-test: DoS-1, force-neutral-2, fuzzing-train.
+_NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
+# HCRL: DoS_dataset, Fuzzy_attack_dataset, Flooding_dataset_KIA_Soul, Malfunction1st_dataset_KIA_Soul.
+_HCRL_KIND: Final = re.compile(r"(?P<kind>[a-z]+?)_?(?:\d(?:st|nd|rd|th))?(?:_attack)?_dataset(?:_.*)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogFile:
+    """One log of a data set."""
+
+    path: Path
+    role: str  # `TRAIN`, `TEST` or `LOG`
+    group: str  # the folder of a `TEST` log, tested by itself; the name of a `LOG`
+    kind: str  # of the attacks that the log itself does not name
+
+
+def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
+    """Finds the logs of a data set, those for training first, in an order that does not depend on the machine.
+
+    Raises:
+        MissingDataError: There is no such file or folder, it holds no logs, or a published data set has another layout.
+        ConfigError: No data set has this name.
+    """
+    return _find(dataset, data_root, (TRAIN, TEST))
+
+
+def find_evaluation_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
+    """Finds the logs of a data set that no training saw: those of a published layout's test folders; otherwise all
+    logs, each a group of its own. Raises what `find_logs` does.
+    """
+    return [replace(log, role=TEST) for log in _find(dataset, data_root, (TEST,))]
+
+
+def data_files(dataset: CanDatasetSettings, data_root: Path) -> list[Path]:
+    """Lists the files of a data set; none where they are simulated. Raises what `find_logs` does."""
+    return [] if dataset.is_synthetic else [log.path for log in find_logs(dataset, data_root)]
+
+
+def data_digest(dataset: CanDatasetSettings, data_root: Path, reporter: Reporter) -> str:
+    """Computes the digest of the content of a data set's logs. Raises what `find_logs` does."""
+    logs, _ = drop_duplicates(hash_logs(find_logs(dataset, data_root), reporter))
+    return digest_of_logs((one.log.role, one.log.group, one.sha256) for one in logs)
+
+
+def digest_of_logs(logs: Iterable[tuple[str, str, str]]) -> str:
+    """Computes the digest of logs from the role, the group and the hash of each, wherever they are."""
+    # The group of a log without a layout is its name, which says nothing of its content.
+    content = [(role, "" if role == LOG else group, sha256) for role, group, sha256 in logs]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -> list[LogFile]:
+    """Finds the logs of a layout's folders of the wanted roles, or all logs where there is no layout."""
+    place = _place(dataset, data_root)
+    folders = {role: sorted(folder for folder in place.glob(f"{role}_*") if folder.is_dir()) for role in (TRAIN, TEST)}
+    if dataset.path and not any(folders.values()):
+        root, logs = (place, _logs_below(place)) if place.is_dir() else (place.parent, [place])
+        found = [(log, LOG, log.relative_to(root).as_posix()) for log in logs]
+    else:
+        for role in wanted:
+            if not folders[role]:
+                raise MissingDataError(
+                    f"{place} must hold folders named {role}_…",
+                    remedy="The published layout is train_01_attack_free and train_02_with_attacks (or one train_01) "
+                    "and test_01_…, test_02_…, with logs in each",
+                )
+        found = [(log, role, folder.name) for role in wanted for folder in folders[role] for log in _logs_below(folder)]
+    return [LogFile(path=path, role=role, group=group, kind=attack_kind(path.name)) for path, role, group in found]
+
+
+def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
+    if dataset.path:
+        path = expanded(dataset.path)
+        if path.is_file() or path.is_dir():
+            return path
+        raise MissingDataError("--dataset must name a file or folder that exists, or a known data set", value=str(path),
+                               remedy=f"Known: {', '.join(NAMED_SETS)}, synthetic")  # fmt: skip
+    if dataset.name not in NAMED_SETS:
+        raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
+    data_root = expanded(data_root)
+    # The published folders have a hyphen; an underscore is what one makes by hand from the name.
+    spellings = dict.fromkeys((dataset.name.replace("_", "-"), dataset.name))
+    for collection in _COLLECTIONS:
+        for spelling in spellings:
+            if (data_root / collection / spelling).is_dir():
+                return data_root / collection / spelling
+    raise MissingDataError(
+        f"Data set {dataset.name} must lie below the data root",
+        value=f"no folder {' or '.join(spellings)} in {data_root}, nor in {' or '.join(_COLLECTIONS[1:])} there",
+        remedy=(
+            "Download it from https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5 into the data root, or name "
+            "another with --data-root DIR. Any log works with --dataset PATH, and --dataset synthetic needs no files"
+        ),
+    )
+
+
+def attack_kind(file_name: str) -> str:
+    """Returns the kind of attack in a log's name; `UNNAMED_ATTACK` where the name follows no known pattern."""
+    named = _LOG_NAME.fullmatch(file_name)
+    stem = named["stem"] if named else file_name
+    numbered = _NUMBERED_KIND.fullmatch(stem)
+    # A name that is nothing but letters may be any word: only a number or a suffix makes it a kind.
+    match = _HCRL_KIND.fullmatch(stem) or (numbered if numbered and numbered["kind"] != stem else None)
+    return UNNAMED_ATTACK if match is None or match["kind"].lower() == "attack-free" else match["kind"]
+
+
+def _logs_below(folder: Path) -> list[Path]:
+    logs = []
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        named = not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name)
+        if named and path.is_file() and (path.suffix.lower() != ".db" or _is_log_database(path)):
+            logs.append(path)
+    if not logs:
+        raise MissingDataError(
+            "A folder of logs must hold files named *.csv, *.txt, *.log, *.asc, *.trc, *.pcap or *.pcapng, or these "
+            "with .gz, .bz2, .xz or .zst, or *.blf, *.mf4 or *.db",
+            value=f"none in {folder}",
+            remedy="Put the logs there, or give --dataset the path of another folder or of one file",
+        )
+    return sorted(logs, key=lambda log: log.relative_to(folder).as_posix())
+
+
+def _is_log_database(path: Path) -> bool:
+    """Returns whether a database has python-can's table: other programs leave databases in folders, too."""
+    try:
+        with path.open("rb") as file:
+            return b"arbitration_id" in file.read(_SCHEMA_BYTES)
+    except OSError:
+        return True  # whoever reads it raises the error
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashedLog:
+    """A log, the hash of its content and of the labels beside it, and size in bytes and modification time when it was
+    hashed.
+    """
+
+    log: LogFile
+    sha256: str
+    size: int
+    modified_ns: int
+
+    def is_unchanged(self) -> bool:
+        """Returns whether the file has the same size and time as when it was hashed."""
+        try:
+            status = self.log.path.stat()
+        except OSError:
+            return False
+        return (status.st_size, status.st_mtime_ns) == (self.size, self.modified_ns)
+
+
+def hash_logs(logs: Sequence[LogFile], reporter: Reporter) -> list[HashedLog]:
+    """Hashes logs.
+
+    Raises:
+        DataError: One cannot be read.
+    """
+    hashed = []
+    with reporter.stage("Checking logs", total=len(logs), unit="logs") as stage:
+        for log in logs:
+            try:
+                status = log.path.stat()
+                with log.path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                found = f"{log.path} ({error.strerror})"
+                raise DataError(
+                    "A log must be a file that can be read", value=found, remedy="Check its permissions"
+                ) from error
+            if sidecar := find_sidecar(log.path):
+                digest = hashlib.sha256(f"{digest} {sidecar.content}".encode()).hexdigest()
+            hashed.append(HashedLog(log=log, sha256=digest, size=status.st_size, modified_ns=status.st_mtime_ns))
+            stage.advance()
+    return hashed
+
+
+def drop_duplicates(logs: Sequence[HashedLog]) -> tuple[list[HashedLog], list[str]]:
+    """Leaves out copies: test logs that are trained on, and repeated logs of the training part or of one test group.
+
+    Returns:
+        The remaining logs, in their order, and notices that name the others.
+    """
+    # 62 of the 236 files of can-train-and-test are duplicates, and 26 are in training and test folders alike. The same
+    # log in two test groups stays in both: each group is tested by itself.
+    trained = {hashed.sha256 for hashed in logs if hashed.log.role != TEST}
+    seen: set[tuple[str, str]] = set()
+    remaining: list[HashedLog] = []
+    leaked: list[HashedLog] = []
+    copies: list[HashedLog] = []
+    for hashed in logs:
+        is_test = hashed.log.role == TEST
+        place = (hashed.log.group if is_test else "", hashed.sha256)
+        if is_test and hashed.sha256 in trained:
+            leaked.append(hashed)
+        elif place in seen:
+            copies.append(hashed)
+        else:
+            remaining.append(hashed)
+            seen.add(place)
+    notices = []
+    if leaked:
+        notices.append(f"Left out of testing, since identical to training logs: {_names(leaked)}")
+    if copies:
+        notices.append(f"Left out as copies of other logs: {_names(copies)}")
+    if lost := sorted({hashed.log.group for hashed in leaked} - {hashed.log.group for hashed in remaining}):
+        notices.append(f"Nothing is left to test of {', '.join(lost)}")
+    return remaining, notices
+
+
+def _names(logs: list[HashedLog]) -> str:
+    names = [f"{hashed.log.path.parent.name}/{hashed.log.path.name}" for hashed in logs]
+    return f"{', '.join(names)} ({len(names)} in all)" if len(names) > 1 else names[0]

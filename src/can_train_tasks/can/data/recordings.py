@@ -1,0 +1,318 @@
+"""Binary logs: BLF (which python-can reads) and MF4 (asammdf), captures (pcap), and python-can's databases (SQLite).
+
+Shapes: M frames.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from importlib import import_module
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+
+from can_train.errors import CanTrainError, DataError
+from can_train_tasks.can.data.captures import (
+    CAPTURE_MAGIC,
+    CUT_OFF,
+    GOOD,
+    LARGE_ID,
+    MISSING,
+    NO_LENGTH,
+    OTHER_LENGTH,
+    WRONG,
+    Recorded,
+    read_capture,
+)
+from can_train_tasks.can.data.grammar import FD_LENGTHS, LATE_TIMESTAMP, MAX_CAN_ID, MAX_TIME_S, ParsedRows
+from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
+from can_train_tasks.can.data.log_text import missing_package, unpacked
+
+BLOCK_FRAMES: Final = 2**17
+
+# By their first bytes.
+_UNFINISHED: Final = b"UnFinMF 4"  # of an MF4 file that its logger did not finalise, since it lost power
+_MAGIC: Final = {
+    b"LOGG": "blf",
+    b"MDF     4": "mf4",
+    _UNFINISHED: "mf4",
+    b"SQLite format 3\0": "sqlite",
+    **dict.fromkeys(CAPTURE_MAGIC, "pcap"),
+}
+_PACKAGES: Final = {"blf": "can", "mf4": "asammdf"}
+_SQLITE_TABLE: Final = "messages"
+# With the types of their values, as SQLite and as polars name them.
+_SQLITE_COLUMNS: Final = {
+    "ts": ("'real', 'integer'", pl.Float64),
+    "arbitration_id": ("'integer'", pl.Int64),
+    "remote": ("'integer'", pl.Int64),
+    "error": ("'integer'", pl.Int64),
+    "dlc": ("'integer'", pl.Int64),
+    "data": ("'blob'", pl.Binary),
+}
+
+
+class FrameNames(Sequence[str]):
+    """Stands for the lines of a recording, which has none."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def __len__(self) -> int:
+        return BLOCK_FRAMES
+
+    def __getitem__(self, position: Any) -> Any:
+        return f"frame {self._first + position}"
+
+
+def recording_format(path: Path) -> str:
+    """Returns the name of a binary format (one of `settings.RECORDINGS`) by a file's first bytes; empty: none."""
+    try:
+        with unpacked(path) as (stream, _):
+            start = stream.peek(max(map(len, _MAGIC)))
+    except CanTrainError:
+        return ""  # whoever reads it raises the error
+    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), "")
+
+
+class Recording:
+    """A binary log, read in blocks of up to `BLOCK_FRAMES` frames.
+
+    Raises:
+        DataError: The package that reads it is not installed, or it is damaged.
+    """
+
+    def __init__(self, path: Path, log_format: str) -> None:
+        self.path = path
+        self.format = log_format
+        with path.open("rb") as file:
+            is_packed = not file.read(max(map(len, _MAGIC))).startswith(tuple(_MAGIC))
+        if is_packed and log_format != "pcap":
+            raise DataError("Only logs of text and captures may be compressed",
+                            value=f"{path} is a {log_format.upper()} file that was compressed",
+                            remedy="Unpack it, and give the unpacked log")  # fmt: skip
+        if log_format not in _PACKAGES:
+            return
+        try:
+            self._package = import_module(_PACKAGES[log_format])
+        except ImportError as error:
+            raise missing_package(f"{log_format.upper()} files ({_PACKAGES[log_format]})", "logs") from error
+
+    def blocks(self) -> Iterator[tuple[int, FrameNames, ParsedRows]]:
+        """Yields the number of a block's first frame, counted from 1, stand-ins for its lines, and the block."""
+        readers = {"blf": self._blf_columns, "mf4": self._mf4_columns, "pcap": self._pcap, "sqlite": self._sqlite}
+        first = 1
+        try:
+            for recorded in readers[self.format]():
+                yield first, FrameNames(first), _rows(recorded)
+                first += len(recorded.timestamp)
+        except CanTrainError:
+            raise
+        # The packages raise errors of many kinds on a damaged file.
+        except Exception as error:  # noqa: BLE001 - raised below, once asammdf's object is gone
+            failure = self._unreadable(error)
+        else:
+            return
+        # asammdf's object of a file that it could not open complains, with a traceback, when it is collected.
+        with redirect_stderr(StringIO()):
+            gc.collect()
+        raise failure
+
+    def _unreadable(self, error: Exception) -> DataError:
+        if self._is_unfinished():
+            return DataError("An MF4 file that its logger did not finalise must be one that asammdf can read",
+                             value=f"{self.path}: {error}",
+                             remedy="Finalise it with the logger's own tool, such as CANedge's mdf2finalized",
+                             )  # fmt: skip
+        return DataError(f"A log must be a whole {self.format.upper()} file", value=f"{self.path}: {error}",
+                         remedy="Copy or download it again")  # fmt: skip
+
+    def _is_unfinished(self) -> bool:
+        with self.path.open("rb") as file:
+            return file.read(len(_UNFINISHED)) == _UNFINISHED
+
+    @contextmanager
+    def _opened_mf4(self) -> Iterator[Any]:
+        if not self._is_unfinished():
+            with self._package.MDF(str(self.path)) as mdf:
+                yield mdf
+            return
+        # asammdf finalises a file in place, and prints its traceback where it cannot.
+        with TemporaryFile() as copy, redirect_stdout(StringIO()), self.path.open("rb") as file:
+            shutil.copyfileobj(file, copy)
+            with self._package.MDF(copy) as mdf:
+                for group in mdf.groups:
+                    # It leaves the counters of groups that have their data for themselves as they are.
+                    counted = group.channel_group
+                    record_bytes = counted.samples_byte_nr + counted.invalidation_bytes_nr
+                    data_bytes = sum(block.original_size for block in group.get_data_blocks())
+                    counted.cycles_nr = data_bytes // max(record_bytes, 1)
+                yield mdf
+
+    def _blf_columns(self) -> Iterator[Recorded]:
+        # A reader that is given a path leaves a damaged file open.
+        with self.path.open("rb") as file:
+            messages = iter(self._package.BLFReader(file))
+            while block := list(islice(messages, BLOCK_FRAMES)):
+                frames = [message for message in block if not message.is_error_frame]
+                yield replace(_blf_frames(frames), error_frames=len(block) - len(frames))
+
+    def _mf4_columns(self) -> Iterator[Recorded]:
+        with self._opened_mf4() as mdf:
+            start_s = mdf.header.start_time.timestamp()
+            parts: list[Recorded] = []
+            error_frames = 0
+            for group, content in enumerate(mdf.groups):
+                names = {channel.name for channel in content.channels}
+                cycles = content.channel_group.cycles_nr
+                if "CAN_ErrorFrame" in names:
+                    error_frames += cycles
+                parts += [
+                    _mf4_group(mdf.get(name, group=group, raw=True), name, start_s)
+                    for name in ("CAN_DataFrame", "CAN_RemoteFrame")
+                    if name in names and cycles
+                ]
+        if not parts:
+            return
+        whole = Recorded.concatenate(parts)
+        # Each group is in the order of time; a bus has one for data and one for remote frames.
+        order = np.argsort(whole.timestamp, kind="stable")
+        for begin in range(0, len(order), BLOCK_FRAMES):
+            part = whole.select(order[begin : begin + BLOCK_FRAMES])
+            yield part if begin else replace(part, error_frames=error_frames)
+
+    def _pcap(self) -> Iterator[Recorded]:
+        with unpacked(self.path) as (stream, _):
+            yield from read_capture(stream, self.path)
+
+    def _sqlite(self) -> Iterator[Recorded]:
+        # Read only: a database beside which nothing may be written can be read, too.
+        with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            columns = {row[1] for row in database.execute(f"PRAGMA table_info({_SQLITE_TABLE})")}
+            if missing := [name for name in _SQLITE_COLUMNS if name not in columns]:
+                held = (
+                    f"a table {_SQLITE_TABLE} without {missing[0]}"
+                    if columns
+                    else f"the tables {', '.join(tables) or 'none'}"
+                )
+                wanted = f"{_SQLITE_TABLE} ({', '.join(_SQLITE_COLUMNS)})"
+                raise DataError(f"A database must have python-can's table {wanted}",
+                                value=f"{self.path} has {held}", remedy="Give another log")  # fmt: skip
+            # Columns of SQLite hold values of any type: those of another one become null.
+            cells = [
+                f"CASE WHEN typeof({name}) IN ({kinds}) THEN {name} END" for name, (kinds, _) in _SQLITE_COLUMNS.items()
+            ]
+            cursor = database.execute(f"SELECT {', '.join(cells)} FROM {_SQLITE_TABLE} ORDER BY rowid")
+            while rows := cursor.fetchmany(BLOCK_FRAMES):
+                yield _sqlite_frames(rows)
+
+
+def _blf_frames(frames: list[Any]) -> Recorded:
+    data = [b"" if frame.is_remote_frame else bytes(frame.data) for frame in frames]
+    payload = b"".join(one.ljust(FD_PAYLOAD_BYTES, b"\0") for one in data)
+    return Recorded(
+        timestamp=np.array([frame.timestamp for frame in frames], np.float64),
+        can_id=np.array([frame.arbitration_id for frame in frames], np.uint32),
+        length=np.array(list(map(len, data)), np.uint8),
+        payload=np.frombuffer(payload, np.uint8).reshape(-1, FD_PAYLOAD_BYTES),
+        channel=np.array([_number(frame.channel) for frame in frames], np.int64),
+        wrong=np.full(len(frames), GOOD),
+    )
+
+
+def _number(channel: Any) -> int:
+    return channel if isinstance(channel, int) else 0
+
+
+def _mf4_group(signal: Any, name: str, start_s: float) -> Recorded:
+    samples = signal.samples
+    fields = {field.removeprefix(f"{name}."): samples[field] for field in samples.dtype.names}
+    size = len(samples)
+    payload = np.zeros((size, FD_PAYLOAD_BYTES), np.uint8)
+    length = np.zeros(size, np.uint8)
+    if name == "CAN_DataFrame":
+        data = fields["DataBytes"].reshape(size, -1)[:, :FD_PAYLOAD_BYTES]
+        codes = np.array(FD_LENGTHS, np.uint8)
+        length = np.asarray(fields["DataLength"] if "DataLength" in fields else codes[fields["DLC"] & 15], np.uint8)
+        payload[:, : data.shape[1]] = data
+        payload[np.arange(FD_PAYLOAD_BYTES) >= length[:, None]] = 0
+    return Recorded(
+        timestamp=np.asarray(signal.timestamps, np.float64) + start_s,
+        can_id=np.asarray(fields["ID"], np.uint32) & np.uint32(MAX_CAN_ID),
+        length=length,
+        payload=payload,
+        channel=np.asarray(fields.get("BusChannel", np.zeros(size)), np.int64),
+        wrong=np.full(size, GOOD),
+    )
+
+
+def _sqlite_frames(rows: list[tuple[Any, ...]]) -> Recorded:
+    table = pl.DataFrame(rows, schema={name: kind for name, (_, kind) in _SQLITE_COLUMNS.items()}, orient="row")
+    remote, can_id, size = pl.col("remote").fill_null(0) != 0, pl.col("arbitration_id"), pl.col("data").bin.size()
+    frames = table.filter(pl.col("error").fill_null(0) == 0).with_columns(
+        data=pl.when(remote).then(pl.lit(b"")).otherwise("data")
+    )
+    frames = frames.select(
+        "ts",
+        can_id.fill_null(0).clip(0),
+        pl.col("data").fill_null(b"").bin.head(FD_PAYLOAD_BYTES + 1),
+        wrong=pl.when(pl.any_horizontal(pl.col("ts", "arbitration_id", "data").is_null())).then(MISSING)
+        .when(~can_id.is_between(0, MAX_CAN_ID)).then(LARGE_ID)
+        .when(~remote & (pl.col("dlc") != size)).then(OTHER_LENGTH)
+        .otherwise(GOOD),
+    )  # fmt: skip
+    payload = b"".join(data[:FD_PAYLOAD_BYTES].ljust(FD_PAYLOAD_BYTES, b"\0") for data in frames["data"])
+    return Recorded(
+        timestamp=frames["ts"].fill_null(0.0).to_numpy(),
+        can_id=frames["arbitration_id"].to_numpy(),
+        length=frames["data"].bin.size().to_numpy().astype(np.int64),
+        payload=np.frombuffer(payload, np.uint8).reshape(-1, FD_PAYLOAD_BYTES),
+        channel=np.zeros(len(frames), np.int64),
+        wrong=frames["wrong"].to_numpy(),
+        error_frames=len(table) - len(frames),
+    )
+
+
+def _rows(recorded: Recorded) -> ParsedRows:
+    length = recorded.length.astype(np.int64)
+    wrong = np.where((recorded.wrong == GOOD) & ~np.isin(length, FD_LENGTHS), NO_LENGTH, recorded.wrong)
+    is_time = np.abs(recorded.timestamp) <= MAX_TIME_S  # false for NaN
+    is_good = is_time & (wrong == GOOD)
+    bad = np.flatnonzero(~is_good)
+    reasons = [WRONG[code] if code else LATE_TIMESTAMP for code in wrong[bad].tolist()]
+    # Of a frame that was cut off or lacks a field, the ID may be a filler.
+    has_id = ~np.isin(wrong[bad], (CUT_OFF, MISSING))
+    malformed = pl.DataFrame(
+        {"position": pl.Series(bad).cast(pl.UInt32), "reason": pl.Series(reasons, dtype=pl.String)}
+    )
+    malformed = malformed.select(
+        "position", pl.format("frame {} of its block", pl.col("position") + 1).alias("line"), "reason",
+        id=pl.when(pl.Series(has_id)).then(pl.Series(recorded.can_id[bad].astype(np.uint64))),
+        label=pl.lit(None, dtype=pl.String),
+    )  # fmt: skip
+    is_long = bool((length[is_good] > MAX_PAYLOAD_BYTES).any())
+    payload = recorded.payload if is_long else recorded.payload[:, :MAX_PAYLOAD_BYTES]
+    return ParsedRows(
+        position=np.flatnonzero(is_good),
+        timestamp=recorded.timestamp[is_good].astype(np.float64),
+        can_id=recorded.can_id[is_good].astype(np.uint32),
+        length=length[is_good].astype(np.uint8),
+        payload=np.ascontiguousarray(payload[is_good]),
+        label=None,
+        kind=None,
+        channel=pl.Series(recorded.channel[is_good].astype(str).tolist(), dtype=pl.String),
+        malformed=malformed,
+        error_frames=recorded.error_frames,
+        xl_frames=recorded.xl_frames,
+    )

@@ -1,0 +1,192 @@
+"""A data set as a dry run needs it: in seconds, and without writing anything that stays. The graphs come from the cache
+where a training has left them; a small data set is read completely; of a large one, parts of some logs are read.
+"""
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from can_train.reporter import Reporter, SilentReporter
+from can_train_tasks.can.data.dataset import CanData, DataSample, find_prepared, prepare, source_of, too_short
+from can_train_tasks.can.data.graphs import FlatGraphs, GraphBuilder, GraphWriter, Split, writing_graphs
+from can_train_tasks.can.data.layout import LOG, TEST, LogFile, find_logs
+from can_train_tasks.can.data.log_text import COMPRESSIONS
+from can_train_tasks.can.data.reading import LogReader, LogSample, decide_bases
+from can_train_tasks.can.settings import CanDatasetSettings
+from can_train_tasks.can.synthetic.writing import synthetic_folder_name, write_synthetic
+
+# Training logs up to this size together are read completely: at 60 MB/s, in less than half a second.
+WHOLE_BYTES: Final = 24 * 2**20
+COMPRESSION: Final = 8  # text size ÷ file size assumed of a compressed log before it is read; CAN logs reach 4 to 7
+SAMPLED_LOGS: Final = 12  # at 0.03 s each for recognising the format
+SAMPLE_BYTES: Final = 9 * 2**20  # of text: a fifth of a million frames, parsed in 0.2 s
+PART_BYTES: Final = 256 * 2**10  # of text: some 5,000 frames, 50 windows
+MIN_PARTS: Final = 3  # of each log, since an attack may lie at its beginning, in its middle or at its end
+MIN_PART_WINDOWS: Final = 2  # room for one complete window, wherever it begins
+# Text of all compressed logs together that is decompressed on the way to the parts, in 0.3 s.
+REACH_BYTES: Final = 64 * 2**20
+SYNTHETIC_SECONDS: Final = 5.0  # length of the simulated drives of a sample, the shortest allowed
+_COMPARED_BYTES: Final = 2**14  # at either end of logs of one size, to recognise copies
+
+
+def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, reporter: Reporter) -> CanData:
+    """Looks at a data set for a few seconds. Logs for testing must exist, and are not read; `cache_dir` need not exist.
+
+    Raises:
+        DataError: A log for training cannot be read, or is too short.
+    """
+    if dataset.is_synthetic:
+        folder = cache_dir / synthetic_folder_name(dataset.synthetic)
+        if not folder.is_dir():
+            return _simulate_shorter(dataset, reporter)
+        dataset = replace(dataset, path=str(folder))
+    logs = find_logs(dataset, data_root)
+    if (prepared := find_prepared(dataset, logs, cache_dir, reporter)) is not None:
+        return prepared
+    training = [log for log in logs if log.role != TEST]
+    compressed = {".blf", ".mf4", *(one.suffix for one in COMPRESSIONS)}
+    factors = {log: COMPRESSION if log.path.suffix.lower() in compressed else 1 for log in training}
+    if sum(log.path.stat().st_size * factor for log, factor in factors.items()) <= WHOLE_BYTES:
+        return _prepare_in_memory(dataset, training, reporter)
+    return _sample_logs(dataset, drop_probable_duplicates(training), reporter)
+
+
+def _simulate_shorter(dataset: CanDatasetSettings, reporter: Reporter) -> CanData:
+    wanted_s = dataset.synthetic.drive_s
+    short = replace(dataset.synthetic, seconds=min(wanted_s, SYNTHETIC_SECONDS))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / synthetic_folder_name(short)
+        write_synthetic(folder, short, reporter)
+        logs = [log for log in find_logs(replace(dataset, path=str(folder)), folder) if log.role != TEST]
+        # Silent: a notice about these drives would not be one about those that will be trained on.
+        data = _prepare_in_memory(dataset, logs, SilentReporter())
+    if short.drive_s == wanted_s:
+        return data
+    sampled = len(data.split.train)
+    windows = round(sampled * wanted_s / short.drive_s)
+    note = (
+        f"simulated drives of {short.drive_s:g} s in place of {wanted_s:g} s: {sampled:,} training windows of about "
+        f"{windows:,}"
+    )
+    return replace(data, sample=DataSample(train_windows=windows, every_log=True, note=note))
+
+
+def _prepare_in_memory(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: Reporter) -> CanData:
+    with tempfile.TemporaryDirectory() as scratch:
+        data = prepare(dataset, logs, Path(scratch), reporter)
+        return replace(data, flat=_copy_to_memory(data.flat))
+
+
+def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: Reporter) -> CanData:
+    chosen = choose_logs(logs)
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        writing_graphs(Path(scratch) / "sample", dataset.window) as writer,
+        reporter.stage("Reading a sample of the logs", total=len(chosen), unit="logs") as stage,
+    ):
+        samples = {}
+        # The first lines alone: a dry run takes seconds.
+        bases = decide_bases([log.path for log in chosen], dataset, whole=False)
+        for log in chosen:
+            samples[log] = _sample_log(bases.settings[log.path], log, len(chosen), writer)
+            stage.advance()
+        flat = _copy_to_memory(writer.finish())
+    flat = replace(flat, notices=(*bases.notes, *flat.notices))
+    for notice in flat.notices:
+        reporter.notice(notice)
+    if not len(flat):
+        found = f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read"
+        raise too_short(found, min(sample.expected_frames for sample in samples.values()))
+    if (flat.label > 0).all():
+        # Models learn a vehicle from its benign windows, and fail without one. A window's memory does not depend on its
+        # label.
+        flat = replace(flat, label=np.zeros_like(flat.label))
+    train_windows = _train_windows(dataset, logs, samples)
+    read_mib = sum(sample.text.read_bytes for sample in samples.values()) / 2**20
+    mib = sum(log.path.stat().st_size for log in logs) / 2**20
+    note = (
+        f"a sample of {len(flat):,} windows from {len(chosen)} of {len(logs)} training logs "
+        f"({read_mib:.1f} MiB of text; {mib:,.0f} MiB of logs): about {train_windows:,} training windows in all"
+    )
+    # A sample shows what windows are like, not which of them train: so all of them do both.
+    rows = np.arange(len(flat))
+    split = Split(train=rows, validation=rows, test={})
+    sample = DataSample(train_windows=train_windows, every_log=len(chosen) == len(logs), note=note)
+    return CanData(flat=flat, split=split, notices=flat.notices, sample=sample)
+
+
+def choose_logs(logs: Sequence[LogFile]) -> list[LogFile]:
+    """Chooses the logs that are sampled: one of every folder and kind, then a second one, and so on."""
+    earlier: Counter[tuple[str, str]] = Counter()
+    turns = []
+    for index, log in enumerate(logs):
+        # Logs given by path are groups of their own, which tells nothing of their content.
+        family = ("" if log.role == LOG else log.group, log.kind)
+        turns.append((earlier[family], index))
+        earlier[family] += 1
+    return [logs[index] for index in sorted(index for _, index in sorted(turns)[:SAMPLED_LOGS])]
+
+
+def drop_probable_duplicates(logs: Sequence[LogFile]) -> list[LogFile]:
+    """Leaves out logs that have the size, the beginning and the end of an earlier one."""
+    # Training leaves out copies by their hash, which would take minutes here.
+    sizes = Counter(log.path.stat().st_size for log in logs)
+    first_by_ends: dict[tuple[int, bytes], LogFile] = {}
+    for log in logs:
+        size = log.path.stat().st_size
+        first_by_ends.setdefault((size, _read_ends(log.path) if sizes[size] > 1 else b""), log)
+    return list(first_by_ends.values())
+
+
+def _read_ends(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_COMPARED_BYTES)
+            file.seek(-len(begin), os.SEEK_END)
+            return begin + file.read()
+    except OSError:
+        return os.fsencode(path)  # no copy of any other; the reader will raise the error
+
+
+def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer: GraphWriter) -> LogSample:
+    reader = LogReader(log.path, dataset, kind=log.kind)
+    part_bytes = max(PART_BYTES, round(MIN_PART_WINDOWS * dataset.window * reader.line_bytes))
+    num_parts = max(MIN_PARTS, SAMPLE_BYTES // num_logs // part_bytes)
+    sample = reader.sample(num_parts, part_bytes, REACH_BYTES // num_logs)
+    for frames in sample.frames:
+        # A builder for each: no window reaches from one part into another.
+        for block in GraphBuilder(dataset.window, dataset.stride).feed(frames):
+            writer.append(block, reader.kinds)
+    notices = [f"{log.path.name}: {note}" for note in reader.report.notes]
+    # No error yet: a part may have more bad rows than the whole log.
+    if not sample.text.complete and reader.report.bad_share > dataset.max_malformed:
+        notices.append(
+            f"{log.path.name}: {reader.report.bad_share:.1%} of the sampled rows are malformed or run backwards in "
+            f"time; training refuses the log if more than {dataset.max_malformed:.2%} of all its rows are"
+        )
+    writer.end_log(source_of(log, reader, frames=sample.expected_frames, sha256=""), notices)
+    return sample
+
+
+def _train_windows(dataset: CanDatasetSettings, logs: Sequence[LogFile], samples: dict[LogFile, LogSample]) -> int:
+    sizes = {log: log.path.stat().st_size for log in logs}
+    frames_per_byte = sum(sample.expected_frames for sample in samples.values()) / sum(sizes[log] for log in samples)
+    windows = 0.0
+    for log, size in sizes.items():
+        frames = samples[log].expected_frames if log in samples else round(frames_per_byte * size)
+        share = (1 - dataset.validation_share) * (1 - dataset.test_share if log.role == LOG else 1)
+        windows += max(0, (frames - dataset.window) // dataset.stride + 1) * share
+    return max(1, round(windows))
+
+
+def _copy_to_memory(flat: FlatGraphs) -> FlatGraphs:
+    # The files are deleted, and a network file system may not keep those that are still mapped.
+    names = (field.name for field in fields(FlatGraphs) if isinstance(getattr(flat, field.name), np.ndarray))
+    copies: dict[str, Any] = {name: getattr(flat, name).copy() for name in names}
+    return replace(flat, **copies)

@@ -1,0 +1,152 @@
+"""Labels in a JSON file beside a log, as ROAD (`capture_metadata.json`) and CAN-MIRGU (`Attacks_metadata.json`) have
+them. Light: a submission identifies logs by it.
+
+Shapes: M frames.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import Bools, Floats, Frames
+
+# In the log's own folder and in the one above it: CAN-MIRGU has one file for three folders of logs.
+_NAMES: Final = "*metadata.json"
+_MAX_BYTES: Final = 16 * 2**20  # a larger file is data of another kind
+# Seconds since 1970 (CAN-MIRGU); smaller ones count from the log's first frame (ROAD).
+_LEAST_EPOCH_S: Final = 1e8
+_ANY: Final = "X"  # stands for any digit of an ID or a payload
+# `injection_interval`, or several with numbers; a suspended or imitated ECU's.
+_INTERVAL: Final = re.compile(r"(?P<what>injection|suspension|masquerade)_interval(?P<number>_\d+)?")
+_TRAILING_COMMA: Final = re.compile(r",(?=\s*[}\]])")  # CAN-MIRGU's file has some, which JSON has not
+_KIND: Final = re.compile(r"(?P<what>.*?)(?:_attack)?(?:_\d+)?(?P<masquerade>_masquerade)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injection:
+    """An attack's time and, where they are known, the ID and the digits of what was sent."""
+
+    begin_s: float
+    end_s: float
+    can_ids: frozenset[int]  # empty: any
+    digits: str  # hexadecimal, `_ANY` for any; empty: any payload
+    kind: str
+
+    def marks(self, frames: Frames, start_s: float) -> Bools:
+        """Returns which frames [M] of a log, whose first frame has the time `start_s`, belong to the attack."""
+        begin_s = 0.0 if self.begin_s >= _LEAST_EPOCH_S else start_s
+        # Microseconds are what logs hold.
+        elapsed: Floats = (frames.timestamp - begin_s).round(6)
+        marked: Bools = (elapsed >= self.begin_s) & (elapsed <= self.end_s)
+        if self.can_ids:
+            has_id = frames.can_id < 0
+            for can_id in self.can_ids:
+                has_id |= frames.can_id == can_id
+            marked &= has_id
+        for position, digit in enumerate(self.digits):
+            if digit == _ANY:
+                continue
+            marked &= frames.length > position // 2
+            if marked.any():
+                byte = frames.payload[:, position // 2]
+                marked &= (byte & 15 if position % 2 else byte >> 4) == int(digit, 16)
+        return marked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """What a JSON file says of one log."""
+
+    path: Path
+    entry: Mapping[str, Any]
+    injections: tuple[Injection, ...]
+    whole: bool  # whether it says when attacks were, or that there were none
+
+    @property
+    def content(self) -> str:
+        """What the labels depend on."""
+        return json.dumps(self.entry, sort_keys=True)
+
+
+def find_sidecar(log: Path) -> Sidecar | None:
+    """Returns what a JSON file beside a log, or above its folder, says of it; None where none does."""
+    name = re.sub(r"(?i)\.(?:gz|xz|bz2|zst)$", "", log.name).rpartition(".")[0] or log.name
+    folder = log.resolve().parent
+    for path in (folder / f"{name}.json", *sorted(folder.glob(_NAMES)), *sorted(folder.parent.glob(_NAMES))):
+        content = _content(path, _modified_ns(path))
+        entry = content if path.stem == name and any(map(_INTERVAL.fullmatch, content)) else content.get(name)
+        if isinstance(entry, dict):
+            injections = tuple(_injections(entry, name))
+            # ROAD's ambient captures have entries without any of these fields; for the captures of a vehicle that was
+            # attacked before they began, the fields are null.
+            harmless = not any(map(_INTERVAL.fullmatch, entry)) and "attack" not in name.casefold()
+            return Sidecar(path=path, entry=entry, injections=injections, whole=bool(injections) or harmless)
+    return None
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0
+    return status.st_mtime_ns if status.st_size <= _MAX_BYTES else 0
+
+
+@cache  # a folder of logs has one file for all
+def _content(path: Path, modified_ns: int) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig") if modified_ns else "{}"
+        content = json.loads(_TRAILING_COMMA.sub("", text))
+    except (OSError, ValueError, RecursionError):
+        return {}  # of another kind
+    return content if isinstance(content, dict) else {}
+
+
+def _injections(entry: Mapping[str, Any], name: str) -> Iterator[Injection]:
+    parts = _KIND.fullmatch(name)
+    kind = f"{parts['what']}{parts['masquerade'] or ''}" if parts else name
+    for key, value in entry.items():
+        if not (match := _INTERVAL.fullmatch(key)):
+            continue
+        what, number = match["what"], match["number"] or ""
+
+        def field(field_name: str, number: str = number) -> Any:
+            return entry.get(f"{field_name}{number}", entry.get(field_name))
+
+        for begin_s, end_s in _intervals(value):
+            suspended = what == "suspension"  # then the ID's frames are what is missing
+            yield Injection(
+                begin_s=begin_s,
+                end_s=end_s,
+                can_ids=frozenset() if suspended else frozenset(_can_ids(field(f"{what}_id") or field("injection_id"))),
+                digits="" if suspended else _digits(field("injection_data_str")),
+                kind=kind,
+            )
+
+
+def _intervals(value: Any) -> Iterator[tuple[float, float]]:
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        for one in value:
+            yield from _intervals(one)
+    elif isinstance(value, list) and len(value) == 2 and all(isinstance(one, int | float) for one in value):
+        yield float(value[0]), float(value[1])
+
+
+def _can_ids(value: Any) -> Iterator[int]:
+    for text in value if isinstance(value, list) else str(value if value is not None else "").split(","):
+        try:
+            yield text if isinstance(text, int) else int(str(text), 16)
+        except ValueError:
+            continue  # `XXX`: any
+
+
+def _digits(value: Any) -> str:
+    digits = re.sub(r"[\s_:-]", "", value).upper() if isinstance(value, str) else ""
+    return digits if re.fullmatch(f"[0-9A-F{_ANY}]*", digits) else ""

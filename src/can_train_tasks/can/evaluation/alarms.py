@@ -1,0 +1,339 @@
+"""Flagged windows as alarms: where in its log each one is, and which CAN IDs drove its score, by which properties.
+
+Shapes: R windows, I their IDs (of each its nodes, then its absences), P properties, K distinct CAN IDs.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from can_train.fit.packing import members
+from can_train.task import Alarm
+from can_train_tasks.can.contributions import (
+    BYTES,
+    CHANGE,
+    FRAMES,
+    GAP,
+    IDENTITY,
+    LAST,
+    LATENT,
+    NEIGHBOURS,
+    PERIOD,
+    PROPERTIES,
+    SILENCE,
+)
+from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools, FlatGraphs, Floats, Ints, id_text
+from can_train_tasks.can.evaluation.bursts import Hold, Timeline, held_scores
+
+# Windows of a log that are not flagged, from which "usual" is taken: seconds on a processor. With fewer than the least,
+# nothing is called usual.
+USUAL_WINDOWS: Final = 256
+LEAST_USUAL_WINDOWS: Final = 20
+WINDOWS_AT_A_TIME: Final = 2048  # whose contributions are in memory at the same time, a few megabytes
+KNOWN_SHARE: Final = 0.5  # of a log's IDs, from which it is of a bus that the model knows
+NAMED_IDS: Final = 3  # of a window
+TOLD_IDS: Final = 2  # of an alarm, in words
+TOLD_SHARE: Final = 0.2  # of the reason, from which a second ID is told of
+NAMED_PROPERTIES: Final = 2  # of an ID
+
+USUAL_NOTE: Final = "Usually: the median of this ID over windows of the same log that are not flagged"
+
+# How each property is told. Identity is told as "not in benign training data" where that is so.
+_WORDS: Final = {
+    IDENTITY: "the ID itself",
+    **{name: f"payload byte {number} averages {{:.0f}}" for number, name in enumerate(BYTES, 1)},
+    FRAMES: "{:.0f} frames",
+    LAST: "last seen at {:.0%} of the window",
+    GAP: "{:.3g} ms from the frames beside it",
+    PERIOD: "every {:.3g} ms",
+    SILENCE: "silent for {:.3g} ms at the end",
+    CHANGE: "{:.1f} bits change from frame to frame",
+    NEIGHBOURS: "{:.0f} other IDs beside it",
+    LATENT: "its pattern as a whole",
+}
+_USUAL_WORDS: Final = {
+    **dict.fromkeys((*BYTES, FRAMES, NEIGHBOURS), "{:.0f}"),
+    **dict.fromkeys((GAP, PERIOD, SILENCE), "{:.3g} ms"),
+    LAST: "{:.0%}",
+    CHANGE: "{:.1f}",
+}
+
+
+# Columns of `BEHAVIOUR`, which are logarithms, in the units that a person reads.
+_OF_BEHAVIOUR: Final[Mapping[str, tuple[str, Callable[[float], float]]]] = {
+    PERIOD: ("gap_mean", lambda value: 1000 * 2.0**value),
+    SILENCE: ("silence", lambda value: 1000 * 2.0**value),
+    CHANGE: ("bits_changed", lambda value: 2.0**value - 1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Property:
+    """A property of an ID in a window, with its value; None where it has none, or the usual one is not known."""
+
+    name: str
+    value: float | None
+    usual: float | None
+
+    def text(self) -> str:
+        """Tells the property, beside the usual value where one is known."""
+        told = _WORDS[self.name].format(self.value)
+        return told if self.usual is None else f"{told} (usually {_USUAL_WORDS[self.name].format(self.usual)})"
+
+    def looks_usual(self) -> bool:
+        """Returns whether it would be told with the usual value."""
+        if self.value is None or self.usual is None:
+            return False
+        words = _USUAL_WORDS[self.name]
+        return words.format(self.value) == words.format(self.usual)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A CAN ID that drove the score of a window."""
+
+    can_id: int
+    known: bool  # whether a benign training window has it
+    seconds: float  # that the window lasts
+    frames: Property  # its frames in the window
+    share: float  # of what raised the score above the usual
+    properties: Sequence[Property]  # that drove it most, the first one the most
+
+    def text(self, *, decimal: bool) -> str:
+        """Tells the cause; `decimal` if the log has decimal IDs."""
+        name = f"ID {id_text(self.can_id)}" + (f" (in the log: {self.can_id})" if decimal else "")
+        if not self.known:
+            name += ", not in benign training data"
+        # Whoever looks the ID up in the log needs to know how many frames to look for, whatever the reason.
+        frames = self.frames.text().replace("frames", f"frames in {self.seconds:.3g} s", 1)
+        frames = frames.replace("1 frames", "1 frame") if self.frames.value == 1 else frames
+        left_out = (FRAMES,) if self.known else (FRAMES, IDENTITY)
+        told = [each.text() for each in self.properties if each.name not in left_out and not each.looks_usual()]
+        return f"{name}: " + "; ".join([frames, *told])
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the cause as strict JSON."""
+        properties = [vars(each) for each in self.properties]
+        return {"id": id_text(self.can_id), "known": self.known, "frames": self.frames.value,
+                "share": round(self.share, 4), "properties": properties}  # fmt: skip
+
+
+# Returns [I, P] what raises the scores of windows [R].
+Contribute = Callable[[Ints], Floats]
+
+
+@dataclass(kw_only=True, eq=False)
+class Explainer:
+    """Names the causes of scores in one log, beside what is usual in its windows `usual_rows` [R]."""
+
+    flat: FlatGraphs
+    contribute: Contribute
+    vocabulary: Ints  # IDs of benign training windows
+    usual_rows: Ints
+    _known: Bools = field(init=False)  # [K] whether the ID is in the vocabulary
+    _foreign: Bools = field(init=False)  # [K] IDs of which nothing is usual
+    _usual_sums: Floats = field(init=False)  # [K, P] mean contributions of each ID
+    _medians: dict[tuple[int, str], float | None] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sums, counts = np.zeros((len(self.flat.ids), len(PROPERTIES))), np.zeros(len(self.flat.ids))
+        self._known = np.isin(self.flat.ids, self.vocabulary)
+        codes = self._codes(self.usual_rows)
+        if len(codes):
+            np.add.at(sums, codes, self.contribute(self.usual_rows))
+            np.add.at(counts, codes, 1)
+        # A weak model leaves windows with an injected ID among those that are not flagged. On a bus that it knows, that
+        # does not make the ID usual.
+        present = np.unique(codes)
+        knows_bus = len(present) > 0 and self._known[present].mean() > KNOWN_SHARE
+        self._foreign = ~self._known & knows_bus
+        sums[self._foreign] = 0.0
+        self._usual_sums = sums / np.maximum(counts, 1)[:, None]
+
+    def causes(self, rows: Ints) -> Iterator[list[Cause]]:
+        """Yields the causes of each window of `rows` [R], the first one the most important."""
+        for start in range(0, len(rows), WINDOWS_AT_A_TIME):
+            part = rows[start : start + WINDOWS_AT_A_TIME]
+            # Some IDs always contribute much. What is new about a window is what exceeds that.
+            excess = np.maximum(self.contribute(part) - self._usual_sums[self._codes(part)], 0.0)
+            bounds = np.cumsum(self.flat.num_ids[part])[:-1]
+            for row, own in zip(part, np.split(excess, bounds), strict=True):
+                yield self._window_causes(int(row), own)
+
+    def _window_causes(self, row: int, excess: Floats) -> list[Cause]:
+        flat, codes = self.flat, self._codes(np.array([row]))
+        by_id = excess.sum(axis=1)
+        whole = max(float(by_id.sum()), np.finfo(np.float64).tiny)
+        found = []
+        for own in np.argsort(-by_id, kind="stable")[:NAMED_IDS]:
+            code = int(codes[own])
+            strongest = np.argsort(-excess[own], kind="stable")[:NAMED_PROPERTIES]
+            names = [PROPERTIES[index] for index in strongest if excess[own, index] > 0]
+            frames, *properties = [
+                Property(name=name, value=value, usual=self._usual(code, name))
+                for name in (FRAMES, *names)
+                # An ID without an earlier frame has no period, and changed nothing.
+                if (value := id_value(flat, row, int(own), name)) is not None or name not in _OF_BEHAVIOUR
+            ]
+            found.append(
+                Cause(
+                    can_id=int(flat.ids[code]),
+                    known=bool(self._known[code]),
+                    share=float(by_id[own]) / whole,
+                    seconds=float(flat.end_time[row] - flat.start_time[row]),
+                    frames=frames,
+                    properties=properties,
+                )
+            )
+        return found
+
+    def _usual(self, code: int, name: str) -> float | None:
+        """Returns the median of an ID's property in usual windows; None where there is none."""
+        if self._foreign[code]:
+            return None
+        if (code, name) not in self._medians:
+            flat, values = self.flat, []
+            for row in self.usual_rows:
+                own = flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]]
+                values += [id_value(flat, int(row), int(node), name) for node in np.flatnonzero(own == code)]
+            numbers = [value for value in values if value is not None]
+            # Frames of an ID that is usually absent are usually 0.
+            absent = 0.0 if name == FRAMES and len(self.usual_rows) else None
+            self._medians[code, name] = float(np.median(numbers)) if numbers else absent
+        return self._medians[code, name]
+
+    def _codes(self, rows: Ints) -> Ints:
+        flat = self.flat
+        nodes, absences = members(flat.node_ptr, rows), members(flat.absent_ptr, rows)
+        codes = np.concatenate([flat.node_code[nodes.positions], flat.absent_code[absences.positions]])
+        window = np.concatenate([np.repeat(np.arange(len(rows)), part.sizes) for part in (nodes, absences)])
+        ordered: Ints = codes[np.argsort(window, kind="stable")].astype(np.int64)
+        return ordered
+
+
+def usual_windows(rows: Ints, flagged: Bools) -> Ints:
+    """Chooses those windows of a log, evenly over its time, that tell what is usual; none where too few are left."""
+    calm = rows[~flagged]
+    if len(calm) < LEAST_USUAL_WINDOWS:
+        return calm[:0]
+    return calm[np.unique(np.linspace(0, len(calm) - 1, USUAL_WINDOWS).astype(np.int64))]
+
+
+def id_value(flat: FlatGraphs, row: int, own: int, name: str) -> float | None:
+    """Returns a property of a window's ID as a person reads it in the log; None where it is no number."""
+    # `num_nodes` counts those of all windows.
+    absence = own - int(flat.node_ptr[row + 1] - flat.node_ptr[row])
+    if absence < 0:
+        return _node_value(flat, row, own, name)
+    if name == SILENCE:
+        return _OF_BEHAVIOUR[SILENCE][1](float(flat.absent_silence[flat.absent_ptr[row] + absence]))
+    return 0.0 if name == FRAMES else None
+
+
+def _node_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None:
+    features = flat.node_features[flat.node_ptr[row] + node]
+    if name in BYTES:
+        return float(features[BYTES.index(name)]) * 255
+    if name == FRAMES:
+        return float(features[NODE_FEATURES.index("count")])
+    if name == LAST:
+        return float(features[NODE_FEATURES.index("last_position")])
+    if name in _OF_BEHAVIOUR:
+        column, to_unit = _OF_BEHAVIOUR[name]
+        value = float(flat.behaviour[flat.node_ptr[row] + node, BEHAVIOUR.index(column)])
+        return None if math.isnan(value) else to_unit(value)
+    if name not in (GAP, NEIGHBOURS):
+        return None
+    edges = slice(flat.edge_ptr[row], flat.edge_ptr[row + 1])
+    source, target = flat.edge_index[:, edges]
+    touches = (source == node) | (target == node)
+    if name == NEIGHBOURS:
+        return float(len(np.setdiff1d([source[touches], target[touches]], node)))
+    gap, count = (
+        flat.edge_features[edges, EDGE_FEATURES.index(each)][touches] for each in ("interval_mean_ms", "count")
+    )
+    return float(np.average(gap, weights=count))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlaggedLog:
+    """Judged windows of one log, in its order."""
+
+    flat: FlatGraphs
+    rows: Ints  # [R]
+    score: Floats  # [R]
+    flagged: Bools  # [R]
+    threshold: float
+    lines: Ints  # [2, R] numbers of the first and of the last line of each
+    causes: Mapping[int, Sequence[Cause]]  # by position among the rows, of every flagged one at least
+    decimal: bool  # whether the log has decimal IDs
+    hold: Hold | None = None  # when flagged windows raise an alarm; None: each of them does
+
+    def reason(self, position: int) -> str | None:
+        """Tells why a window has its score; None where it was not explained."""
+        return self._told(self.causes[position]) if position in self.causes else None
+
+    def alarms(self) -> list[Alarm]:
+        """Joins flagged windows that follow one another to alarms; with a hold, to those events that it raises.
+
+        An event then reaches from its first flagged window to its last one, and is raised in a window between them.
+        """
+        if self.hold is None:
+            flagged = np.flatnonzero(self.flagged)
+            apart = self.flat.first_frame[self.rows[flagged[1:]]] - self.flat.first_frame[self.rows[flagged[:-1]]]
+            runs = np.split(flagged, np.flatnonzero(apart > self.flat.window) + 1)
+            return [self._alarm(run) for run in runs if len(run)]
+        timeline = Timeline.of(self.flat, self.rows)
+        raised = np.flatnonzero(held_scores(self.flagged.astype(np.float64), timeline.segment, self.hold) > 0.5)
+        if not len(raised):
+            return []
+        begins = np.flatnonzero(np.diff(timeline.groups(raised), prepend=-1))
+        alarms = []
+        for first, last in zip(raised[begins], raised[np.append(begins[1:], len(raised)) - 1], strict=True):
+            # Those that it was raised by lie before it.
+            event = np.arange(max(0, first - self.hold.of + 1), last + 1)
+            alarms.append(self._alarm(event[self.flagged[event]]))
+        return alarms
+
+    def _alarm(self, run: Ints) -> Alarm:
+        flat, rows = self.flat, self.rows[run]
+        source = flat.sources[flat.source[rows[0]]]
+        kinds = [flat.kinds[code] for code in np.unique(flat.label[rows]) if code]
+        label = ("attack" if kinds else "benign") if source.labelled else None
+        start_s, end_s = float(flat.start_time[rows[0]]), float(flat.end_time[rows].max())
+        first_line, last_line = int(self.lines[0][run[0]]), int(self.lines[1][run].max())
+        score, causes = float(self.score[run].max()), self._joined(run)
+        windows = f"{len(run)} windows" if len(run) > 1 else "1 window"
+        truth = "" if label is None else f", {label}" + (f" ({', '.join(kinds)})" if kinds else "")
+        return Alarm(
+            source=source.path,
+            place=f"lines {first_line:,}-{last_line:,}, {start_s:.6f}-{end_s:.6f} s, {windows}, "
+                  f"score {score:.3g} (> {self.threshold:.3g}){truth}",
+            reason=self._told(causes),
+            score=score,
+            record={
+                "log": source.path, "folder": source.group, "windows": len(run), "first_line": first_line,
+                "last_line": last_line, "first_frame": int(flat.first_frame[rows[0]]),
+                "last_frame": int(flat.first_frame[rows[-1]]) + flat.window - 1, "start_time": start_s,
+                "end_time": end_s, "score": score, "label": label, "kinds": kinds,
+                "reasons": [cause.plain() for cause in causes],
+            },
+        )  # fmt: skip
+
+    def _joined(self, run: Ints) -> list[Cause]:
+        """Returns an alarm's causes, by their mean share; each as it is in the window where its share is largest."""
+        shares: dict[int, float] = {}
+        largest: dict[int, Cause] = {}
+        for position in run:
+            for cause in self.causes[position]:
+                shares[cause.can_id] = shares.get(cause.can_id, 0.0) + cause.share / len(run)
+                largest[cause.can_id] = max(cause, largest.get(cause.can_id, cause), key=lambda each: each.share)
+        return [largest[can_id] for can_id in sorted(shares, key=shares.__getitem__, reverse=True)[:NAMED_IDS]]
+
+    def _told(self, causes: Sequence[Cause]) -> str:
+        told = [cause for cause in causes[:TOLD_IDS] if cause is causes[0] or cause.share >= TOLD_SHARE]
+        return ". ".join(cause.text(decimal=self.decimal) for cause in told)

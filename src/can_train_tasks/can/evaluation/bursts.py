@@ -1,0 +1,258 @@
+"""Attacks in a log as bursts, and what a detector's alarms make of them: bursts found, time to the first alarm, false
+events an hour, and how sure a difference between two detectors is.
+
+Shapes: R windows of one test folder, ascending by log and time; D detectors; K blocks; B draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypedDict
+
+import numpy as np
+
+from can_train_tasks.can.data.graphs import Bools, Floats, Ints
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import FlatGraphs
+
+SECONDS_PER_HOUR: Final = 3600.0
+# Seconds. Attack windows, or alarms, with less between them belong together: attackers send at intervals, so that a
+# window between two injected frames may be benign, and nobody wants an alarm for each.
+JOIN_S: Final = 1.0
+DRAWS: Final = 1000  # of the bootstrap: the ends of an interval then vary by about a twentieth of its width
+DRAWS_AT_A_TIME: Final = 100  # which bounds the memory where a log has ten thousand blocks
+CONFIDENCE: Final = 0.95  # of an interval
+# Bursts, and benign stretches, below which there is no interval: drawn from fewer, nearly all draws are alike, and the
+# interval would be narrow because little is known.
+LEAST_BLOCKS: Final = 5
+
+
+class Hold(NamedTuple):
+    """An alarm is raised when `needed` of the last `of` windows are flagged."""
+
+    needed: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.needed}/{self.of}"
+
+
+EACH_WINDOW: Final = Hold(1, 1)
+USUAL_HOLD: Final = Hold(2, 3)  # of burst-level figures: a single flagged window is most often a false one
+
+
+class BurstFigures(TypedDict):
+    """Burst-level figures of one detector on one test folder; those that the windows do not define are None."""
+
+    hold: str
+    bursts: int
+    bursts_found: float  # the mean where a detector is fitted several times
+    latency_s: float | None  # median over found bursts: from the start of the first attack window to the alarm
+    false_events: float
+    false_events_per_hour: float | None
+    false_alarm_share: float | None  # of the benign time, in which alarms are raised: one that never ends is one event
+
+
+class MccDifference(TypedDict):
+    """MCC of the model minus that of another detector, and the interval around it; None where nothing defines it."""
+
+    mcc: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """Windows of one test folder in their order.
+
+    Attributes:
+        segment: [R] number of the stretch of windows, without a gap between them, that each belongs to.
+        start_s: [R] time of the first frame.
+        end_s: [R] time of the last frame.
+        is_attack: [R] the truth.
+        benign_s: [R] seconds of benign traffic that each adds; 0 for attacks.
+    """
+
+    segment: Ints
+    start_s: Floats
+    end_s: Floats
+    is_attack: Bools
+    benign_s: Floats
+
+    @classmethod
+    def of(cls, flat: FlatGraphs, rows: Ints) -> Self:
+        """Arranges the windows `rows` [R], which are ascending."""
+        start, end, steps = flat.start_time[rows], flat.end_time[rows], np.diff(flat.first_frame[rows])
+        same_log = np.diff(flat.source[rows]) == 0
+        # Where the stride is larger than a window, windows with frames between them follow one another all the same.
+        stride = int(steps[same_log & (steps > 0)].min(initial=np.iinfo(np.int64).max))
+        apart = ~same_log | (steps > max(flat.window, stride))
+        adjoining = same_log & (steps <= flat.window)
+        # A window lasts until the next one begins, if that overlaps it or follows at once; otherwise until its own last
+        # frame. Some logs step back in time between windows.
+        until = np.append(np.where(adjoining, start[1:], end[:-1]), end[-1:])
+        seconds = np.where(flat.label[rows] == 0, np.maximum(until - start, 0.0), 0.0)
+        return cls(
+            segment=np.cumsum(np.append(np.zeros(min(len(rows), 1), np.int64), apart)),
+            start_s=start,
+            end_s=end,
+            is_attack=flat.label[rows] > 0,
+            benign_s=seconds,
+        )
+
+    def groups(self, positions: Ints) -> Ints:
+        """Numbers the groups that the windows at ascending positions form with less than `JOIN_S` between them."""
+        before, after = positions[:-1], positions[1:]
+        apart = self.start_s[after] - self.end_s[before] >= JOIN_S
+        new = apart | (self.segment[after] != self.segment[before])
+        return np.cumsum(np.append(np.zeros(min(len(positions), 1), np.int64), new))
+
+    def count_events(self, raised: Bools) -> int:
+        """Counts the events that raised alarms [R] form."""
+        groups = self.groups(np.flatnonzero(raised))
+        return int(groups[-1]) + 1 if len(groups) else 0
+
+    def bursts(self) -> Ints:
+        """Returns [R] the number of the burst that each window lies in, benign ones inside it included; -1: none."""
+        attacks = np.flatnonzero(self.is_attack)
+        groups = self.groups(attacks)
+        found = np.full(len(self.is_attack), -1)
+        first = np.flatnonzero(np.diff(groups, prepend=-1))
+        last = np.append(first[1:], len(attacks))[: len(first)] - 1
+        for number, (begin, end) in enumerate(zip(attacks[first], attacks[last], strict=True)):
+            found[begin : end + 1] = number
+        return found
+
+
+def held_scores(score: Floats, segment: Ints, hold: Hold) -> Floats:
+    """Returns [R] scores that exceed a threshold exactly where the alarm is raised.
+
+    `needed` of the last `of` windows exceed a threshold where the `needed`-th largest of them does.
+    """
+    if hold == EACH_WINDOW:
+        return score
+    recent = np.full((hold.of, len(score)), -np.inf)
+    for back in range(min(hold.of, len(score))):
+        same = segment[back:] == segment[: len(segment) - back]
+        recent[back, back:] = np.where(same, score[: len(score) - back], -np.inf)
+    held: Floats = np.sort(recent, axis=0)[hold.of - hold.needed]
+    return held
+
+
+def burst_figures(timeline: Timeline, score: Floats, threshold: float, hold: Hold) -> BurstFigures:
+    """Computes the burst-level figures of scores [R].
+
+    A burst is found if the alarm is raised in one of its windows. A false event is an alarm that windows outside all
+    bursts raise by themselves: what still holds from a burst is none.
+    """
+    burst = timeline.bursts()
+    outside = burst < 0
+    count = int(burst.max(initial=-1)) + 1
+    raised = np.flatnonzero((held_scores(score, timeline.segment, hold) > threshold) & ~outside)
+    found, first_alarm = np.unique(burst[raised], return_index=True)
+    inside = np.flatnonzero(~outside)
+    begins = inside[np.unique(burst[inside], return_index=True)[1]]
+    latency = timeline.end_s[raised[first_alarm]] - timeline.start_s[begins[found]]
+    alone = held_scores(np.where(outside, score, -np.inf), timeline.segment, hold) > threshold
+    false_events = timeline.count_events(alone)
+    benign_s = float(timeline.benign_s[outside].sum())
+    return BurstFigures(
+        hold=str(hold),
+        bursts=count,
+        bursts_found=len(found),
+        latency_s=float(np.median(np.maximum(latency, 0.0))) if len(found) else None,
+        false_events=false_events,
+        false_events_per_hour=false_events / benign_s * SECONDS_PER_HOUR if benign_s > 0 else None,
+        false_alarm_share=float(timeline.benign_s[outside & alone].sum()) / benign_s if benign_s > 0 else None,
+    )
+
+
+class Blocks:
+    """Bursts, and the benign stretches between them, which a bootstrap draws as wholes: windows that follow one another
+    are alike, and drawn one by one they would promise more certainty than there is.
+    """
+
+    def __init__(self, timeline: Timeline, seed: int) -> None:
+        burst = timeline.bursts()
+        new = (np.diff(burst) != 0) | (np.diff(timeline.segment) != 0)
+        self._block = np.cumsum(np.append(np.zeros(min(len(burst), 1), np.int64), new))  # [R]
+        self._is_burst = burst[np.flatnonzero(np.diff(self._block, prepend=-1))] >= 0  # [K]
+        self._is_attack = timeline.is_attack
+        self._seed = seed
+        self._attacks, self._benign = self._counts(timeline.is_attack), self._counts(~timeline.is_attack)
+
+    @property
+    def suffice(self) -> bool:
+        """Whether there are enough of both kinds for an interval."""
+        bursts = int(self._is_burst.sum())
+        return min(bursts, len(self._is_burst) - bursts) >= LEAST_BLOCKS
+
+    def differences(self, model: Bools, others: Mapping[str, Sequence[Bools]]) -> dict[str, MccDifference]:
+        """Compares the model's flags [R] with those of others, each fitted once or several times: their mean counts."""
+        if not 0 < self._is_attack.sum() < len(self._is_attack):
+            return {}
+        flags = {"": [model], **others}
+        counts = {name: [self._confusion(one) for one in several] for name, several in flags.items()}
+        whole = np.ones((1, len(self._is_burst)))
+        mcc = {name: self._mcc(several, whole) for name, several in counts.items()}
+        drawn = {name: np.concatenate([self._mcc(several, weights) for weights in self._draws()])
+                 for name, several in counts.items()} if self.suffice else {}  # fmt: skip
+        found = {}
+        for name in others:
+            low, high = None, None
+            if drawn:
+                ends = np.quantile(drawn[""] - drawn[name], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+                low, high = (float(end) for end in ends)
+            found[name] = MccDifference(mcc=float(mcc[""][0] - mcc[name][0]), low=low, high=high)
+        return found
+
+    def _draws(self) -> list[Floats]:
+        """Draws how often each block occurs, [B, K] in parts: as many bursts, and as many stretches, as there are."""
+        rng, kinds = np.random.default_rng(self._seed), (self._is_burst, ~self._is_burst)
+        parts = []
+        for _ in range(0, DRAWS, DRAWS_AT_A_TIME):
+            weights = np.zeros((DRAWS_AT_A_TIME, len(self._is_burst)))
+            for kind in kinds:
+                count = int(kind.sum())
+                weights[:, kind] = rng.multinomial(count, np.full(count, 1 / count), size=DRAWS_AT_A_TIME)
+            parts.append(weights)
+        return parts
+
+    def _counts(self, chosen: Bools) -> Floats:
+        return np.bincount(self._block[chosen], minlength=len(self._is_burst)).astype(np.float64)
+
+    def _confusion(self, flagged: Bools) -> tuple[Floats, Floats]:
+        return self._counts(flagged & self._is_attack), self._counts(flagged & ~self._is_attack)
+
+    def _mcc(self, several: Sequence[tuple[Floats, Floats]], weights: Floats) -> Floats:
+        """Returns [B] the mean MCC; 0 where all windows are flagged or none is, as elsewhere."""
+        attacks, benign = weights @ self._attacks, weights @ self._benign
+        found = []
+        for hits, false_alarms in several:
+            hit, false = weights @ hits, weights @ false_alarms
+            flagged = hit + false
+            scale = np.sqrt(flagged * (attacks + benign - flagged) * attacks * benign)
+            covariance = hit * (benign - false) - false * (attacks - hit)
+            found.append(np.divide(covariance, scale, out=np.zeros_like(scale), where=scale > 0))
+        mean: Floats = np.mean(found, axis=0)
+        return mean
+
+
+def mean_burst_figures(several: Sequence[BurstFigures]) -> BurstFigures:
+    """Returns the means over several fits of a detector; None where one of them is."""
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return float(np.mean(known)) if known and len(known) == len(values) else None
+
+    return BurstFigures(
+        hold=several[0]["hold"],
+        bursts=several[0]["bursts"],
+        bursts_found=mean([one["bursts_found"] for one in several]) or 0.0,
+        latency_s=mean([one["latency_s"] for one in several]),
+        false_events=mean([one["false_events"] for one in several]) or 0.0,
+        false_events_per_hour=mean([one["false_events_per_hour"] for one in several]),
+        false_alarm_share=mean([one["false_alarm_share"] for one in several]),
+    )

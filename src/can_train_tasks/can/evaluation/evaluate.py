@@ -1,0 +1,455 @@
+"""Judges a finished run once more: on its own test windows, or on everything in other logs.
+
+Shapes: R rows (windows), F windows of a test folder, S columns of raw scores, W judged windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.config.resolved import EvaluationData, FinishedModel
+from can_train.errors import CanTrainError, CheckpointError, ConfigError
+from can_train.io.records import expanded
+from can_train.reporter import SilentReporter
+from can_train.task import Alarm, AlarmRule, Evaluation, Explanation, Verdict
+from can_train_tasks.can.data.dataset import (
+    CanData,
+    find_prepared,
+    leave_out_known,
+    load_data,
+    prepare,
+    simulate_if_synthetic,
+)
+from can_train_tasks.can.data.graphs import Floats, Ints, Split, counted, id_text
+from can_train_tasks.can.data.layout import TEST, find_evaluation_logs, find_logs
+from can_train_tasks.can.data.reading import LogReader, decide_bases
+from can_train_tasks.can.evaluation import judging
+from can_train_tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, usual_windows
+from can_train_tasks.can.evaluation.baselines import Baselines, constant_baselines, vocabulary_lookup
+from can_train_tasks.can.evaluation.bursts import USUAL_HOLD, Hold
+from can_train_tasks.can.evaluation.calibration import BenignScores, Calibration, calibrate_logs, calibration_notes
+from can_train_tasks.can.evaluation.metrics import Threshold
+from can_train_tasks.can.fusion.agent import FinishedFusion
+from can_train_tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
+from can_train_tasks.can.fusion.mixing import WEIGHT, WindowScores
+from can_train_tasks.can.inputs import read_as_trained, slow_ids
+from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
+from can_train_tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
+from can_train_tasks.can.synthetic.writing import synthetic_folder_name
+
+# By folder: [F] final scores, or [F, S] raw ones.
+FolderScores = Mapping[str, Floats]
+# Loads the finished model of a role that a run builds on; raises RunError if it is gone.
+LoadModel = Callable[[str], FinishedModel]
+# Computes the [R, S] raw scores of windows by a model, in parts that fit; and [N, P] what raises their scores.
+Score = Callable[[WindowModel, Ints], Floats]
+Contribute = Callable[[WindowModel, Ints], Floats]
+
+# Dataset settings that the weights of a model depend on, and those that decide which of its windows it was trained on.
+_MODEL_SETTINGS: Final = ("window", "features", "identity")
+_SPLIT_SETTINGS: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
+
+_MAX_NAMED_LOGS: Final = 3  # in a notice; the others are an ellipsis
+_MAX_NAMED_IDS: Final = 5
+
+# Baselines that need training windows. Other logs have none: all of their windows are judged.
+FITTED_BASELINES: Final = ("gap_lookup", "silence", "random_forest")
+_NOT_CALIBRATED: Final = "not calibrated"
+_NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
+
+
+def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: EvaluationData) -> WindowEvaluation:
+    """Prepares the windows that are judged; `load_model` loads the models that the run builds on.
+
+    Raises:
+        ConfigError: A setting is one that the model or its split depends on.
+        DataError: A log cannot be read, or is too short.
+        RunError: A model that scoring needs is gone.
+        CheckpointError: The weights do not fit the run's settings, or its result has no threshold.
+    """
+    if "threshold" not in finished.result.get("judgement", ()):
+        raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
+    data, request = _judged_data(finished, request)
+    model: WindowModel
+    if isinstance(finished.run.model, FusionAgentSettings):
+        model = FinishedFusion(finished, data.flat, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
+    else:
+        model = FinishedNetwork(finished, data.flat)
+    return WindowEvaluation(model, data, load_model, request)
+
+
+def _judged_data(finished: FinishedModel, request: EvaluationData) -> tuple[CanData, EvaluationData]:
+    """Loads the windows, and completes the request: whether they are the run's own, split as they were for training,
+    and how other logs are read.
+    """
+    trained: CanDatasetSettings = finished.run.dataset
+    dataset: CanDatasetSettings = request.dataset
+    if trained.path and dataset.path:
+        same = expanded(trained.path).resolve() == expanded(dataset.path).resolve()
+    else:
+        same = (trained.path, trained.name, trained.synthetic) == (dataset.path, dataset.name, dataset.synthetic)
+    own = request.own or same
+    for name in (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own else ())):
+        before, now = getattr(trained, name), getattr(dataset, name)
+        if before != now:
+            why = "the model is bound to it" if name in _MODEL_SETTINGS else "it tells what the run was trained on"
+            raise ConfigError(f"dataset.{name} is the run's own, since {why}", value=f"{now}; the run has {before}",
+                              remedy="Leave it out; --dataset names other data")  # fmt: skip
+    if own:
+        return load_data(dataset, request.data_root, request.cache, request.reporter), replace(request, own=True)
+    dataset = read_as_trained(dataset, finished.result["judgement"])
+    logs = find_evaluation_logs(simulate_if_synthetic(dataset, request.cache, request.reporter), request.data_root)
+    data = prepare(dataset, logs, request.cache, request.reporter)
+    return _without_training_windows(trained, request, data), replace(request, dataset=dataset, own=False)
+
+
+def _without_training_windows(trained: CanDatasetSettings, request: EvaluationData, data: CanData) -> CanData:
+    """Leaves out windows that the run was trained or validated on, in whatever file they are, and says so.
+
+    Raises:
+        DataError: Nothing is left to judge.
+    """
+    if trained.is_synthetic:
+        trained = replace(trained, path=str(request.cache / synthetic_folder_name(trained.synthetic)))
+    try:
+        logs = find_logs(trained, request.data_root)
+        known = find_prepared(trained, logs, request.cache, SilentReporter())
+        if known is None:
+            training = [log for log in logs if log.role != TEST]
+            known = prepare(trained, training, request.cache, SilentReporter())
+    except (CanTrainError, OSError) as error:  # The logs are gone, or on another machine.
+        why = ": ".join(filter(None, (error.rule, error.value))) if isinstance(error, CanTrainError) else str(error)
+        request.reporter.notice(f"Whether the run was trained on these logs cannot be told: {why}")
+        return data
+    flat = data.flat
+    split, _ = leave_out_known(
+        flat, data.split, known.flat, np.concatenate([known.split.train, known.split.validation])
+    )
+    before, after = (np.concatenate([*one.test.values()]) for one in (data.split, split))
+    if len(after) == len(before):
+        return data
+    paths = [flat.sources[index].path for index in np.unique(flat.source[np.setdiff1d(before, after)])]
+    named = ", ".join(paths[:_MAX_NAMED_LOGS]) + (", …" if len(paths) > _MAX_NAMED_LOGS else "")
+    are = "is" if len(before) - len(after) == 1 else "are"
+    several = f"{len(paths)} of these {len(flat.sources)} logs or a part of them"
+    trained_on = several if len(flat.sources) > 1 else "this log or a part of it"
+    request.reporter.notice(
+        f"The run was trained on {trained_on}: "
+        f"{len(before) - len(after):,} of {counted(len(before), 'window')} {are} left out: {named}"
+    )
+    return replace(data, split=split)
+
+
+def _final_scores(model: WindowModel, raw: FolderScores, validation: Floats | None = None) -> judging.ModelScores:
+    final = np.empty(0) if validation is None else model.combine(validation)
+    test = {folder: model.combine(columns) for folder, columns in raw.items()}
+    return judging.ModelScores(validation=final, test=test, error_units=model.error_units)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluatedWindows:
+    """The outcome of an evaluation."""
+
+    judgement: Mapping[str, Any]  # as in a run's result; strict JSON
+    samples: Mapping[str, Sequence[Any] | NDArray[Any]]  # columns of [W] cells, by name: windows with times and scores
+    rows: Ints  # [W] the windows
+    threshold: float
+    hold: Hold | None  # as asked for: when flagged windows raise an alarm; None: each of them does
+    notes: Sequence[str]  # sentences about how the windows were judged
+
+
+class WindowEvaluation(Evaluation):
+    """Windows that are judged by the threshold that a run chose in validation.
+
+    Attributes:
+        own_split: Whether the windows are split as they were for training; else all of them are judged.
+    """
+
+    def __init__(self, model: WindowModel, data: CanData, load_model: LoadModel, request: EvaluationData) -> None:
+        self._model = model
+        self._data = data
+        self._request = request
+        self._run = model.finished.run
+        self._result = model.finished.result["judgement"]
+        self.own_split = request.own
+        self.dataset = request.dataset.path or request.dataset.name
+        self._rows = np.concatenate([*data.split.test.values()])
+        self.counted = self._count()
+        # Of a student: its teacher and the same student without one, as far as their runs are still there.
+        self._references: dict[str, FinishedNetwork] = {}
+        self._absent: dict[str, str] = {}
+        if "mixing" in self._result:
+            self._absent = {name: why for name, why in self._result["absent"].items() if name == BEST_MIX}
+        if "compared" in self._result:
+            for role, record in self._result["references"].items():
+                with self._absent_on_error(role):
+                    # With the threshold and the units that the student's run found, as at the end of that run.
+                    finished = replace(load_model(role), result={"judgement": record})
+                    self._references[role] = FinishedNetwork(finished, data.flat, full_precision=True)
+
+    @contextmanager
+    def _absent_on_error(self, role: str) -> Iterator[None]:
+        try:
+            yield
+        except CanTrainError as error:
+            self._absent[role] = ": ".join(filter(None, (error.rule, error.value)))
+
+    def _count(self) -> dict[str, int]:
+        """Counts judged windows and frames; a frame that several windows share counts once."""
+        flat, rows = self._data.flat, np.unique(self._rows)
+        # A window adds the frames since the start of the one before it, or all of its own where a log begins.
+        steps = np.diff(flat.first_frame[rows])
+        fresh = np.where(np.diff(flat.source[rows]) == 0, np.minimum(steps, flat.window), flat.window)
+        return {"windows": len(self._rows), "frames": flat.window + int(fresh.sum())}
+
+    def judge(self, score: Score, rule: AlarmRule) -> EvaluatedWindows:
+        """Judges each folder by itself, together with baselines and references, by the run's own threshold or another.
+
+        Raises:
+            ConfigError: The rule asks for what the run's result does not tell.
+            DataError: There are too few windows to calibrate on.
+            RunError: A score is not a finite number.
+        """
+        data, model, hold = self._data, self._model, Hold(*(rule.hold or USUAL_HOLD))
+        models = {"": model, **self._references}
+        timed = judging.TimedScore(lambda rows, role="": score(models[role], rows))
+        raw = self._folder_scores(timed)
+        validation = timed(data.split.validation) if len(data.split.validation) else None
+        scores = _final_scores(model, raw, validation)
+        chosen = self._threshold(rule, hold)
+        detectors = {judging.TRAINED: judging.Detector(scores, chosen)}
+        detectors |= {
+            name: judging.Detector(one, self._known(self._result["references"][name]))
+            for name, one in (self._reference_scores(timed) | self._mix_scores(raw)).items()
+        }
+        split, notes = data.split, list[str]()
+        if rule.calibrate_s is not None:
+            split, detectors, raw, notes = self._calibrate(rule.calibrate_s, detectors, raw, timed)
+        if self.own_split:
+            options = judging.JudgingOptions.of(self._run, supervised=not isinstance(self._run.model, VgaeSettings))
+            baselines = judging.own_baselines(data.flat, data.split, options)
+        else:
+            lookup = vocabulary_lookup(model.vocabulary)
+            baselines = Baselines((*constant_baselines(), lookup), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
+        judgement = judging.judge_at(data.flat, split, detectors, baselines, hold)
+        judgement["absent"] |= self._absent
+        for name in ("benign", "rare_ids", "bases"):
+            if self.own_split and name in self._result:
+                judgement[name] = self._result[name]
+        samples, rows = self._samples(split, detectors[judging.TRAINED].scores.test, chosen.value)
+        return EvaluatedWindows(
+            judgement=self._complete(judgement, raw, timed),
+            samples=samples,
+            rows=rows,
+            threshold=chosen.value,
+            hold=None if rule.hold is None else hold,
+            notes=[*notes, *self._unknown_ids(), *self._slow_ids(), *_notes(chosen, judgement["absent"])],
+        )
+
+    def _threshold(self, rule: AlarmRule, hold: Hold) -> Threshold:
+        if rule.threshold is not None:
+            return Threshold(value=rule.threshold, rule="as given")
+        if rule.alarms_per_hour is None:
+            return self._known(self._result)
+        return BenignScores.from_result(self._result, self._model.finished.run_id).threshold(rule.alarms_per_hour, hold)
+
+    def _calibrate(
+        self, seconds: float, detectors: Mapping[str, judging.Detector], raw: FolderScores, timed: judging.TimedScore
+    ) -> tuple[Split, dict[str, judging.Detector], FolderScores, list[str]]:
+        """Adapts the model's scores to the beginning of each log, and leaves those windows out of what is judged.
+
+        What it is compared with is left out, too: of that, no run's result tells how benign windows score.
+        """
+        model, flat, split = detectors[judging.TRAINED], self._data.flat, self._data.split
+        benign = BenignScores.from_result(self._result, self._model.finished.run_id)
+        make = partial(Calibration, seconds, benign, threshold=model.threshold.value, vocabulary=self._model.vocabulary)
+        calibrated = {
+            folder: calibrate_logs(
+                flat, rows, model.scores.test[folder], make, lambda own: self._model.combine(timed(own))
+            )
+            for folder, rows in split.test.items()
+        }
+        test = {folder: rows[calibrated[folder].judged] for folder, rows in split.test.items()}
+        scores = replace(model.scores, test={folder: one.score[one.judged] for folder, one in calibrated.items()})
+        self._absent |= dict.fromkeys((name for name in detectors if name != judging.TRAINED), _NOT_CALIBRATED)
+        notes = calibration_notes(flat, [*calibrated.values()], tested=self._rows, threshold=model.threshold.value)
+        self._rows = np.concatenate([*test.values()])
+        self.counted = self._count()
+        kept = {folder: columns[calibrated[folder].judged] for folder, columns in raw.items()}
+        return replace(split, test=test), {judging.TRAINED: replace(model, scores=scores)}, kept, notes
+
+    def explain(self, contribute: Contribute, verdict: Verdict, *, every: bool) -> Explanation:
+        """Names the CAN IDs, and their properties, that drove the scores; adds the numbers of the windows' lines."""
+        assert isinstance(verdict, EvaluatedWindows)
+        flat, rows = self._data.flat, verdict.rows
+        reasons: list[str | None] = [None] * len(rows)
+        lines = np.empty((2, len(rows)), np.int64)
+        alarms: list[Alarm] = []
+        for source in dict.fromkeys(flat.source[rows].tolist()):
+            own = np.flatnonzero(flat.source[rows] == source)
+            log = self._explain_log(partial(contribute, self._model), verdict, own, every=every)
+            lines[:, own] = log.lines
+            for position, place in enumerate(own):
+                reasons[place] = log.reason(position)
+            alarms += log.alarms()
+        columns = {"first_line": lines[0], "last_line": lines[1], "reason": reasons}
+        notes = [USUAL_NOTE] if any("(usually " in reason for reason in reasons if reason) else []
+        return Explanation(alarms=alarms, columns=columns, notes=notes)
+
+    def _explain_log(
+        self, contribute: Callable[[Ints], Floats], verdict: EvaluatedWindows, own: Ints, *, every: bool
+    ) -> FlaggedLog:
+        """Explains the windows at the positions `own` of a verdict, which are those of one log."""
+        flat, rows = self._data.flat, verdict.rows[own]
+        flagged = np.asarray(verdict.samples["flagged"])[own]
+        wanted = np.flatnonzero(flagged | every)
+        causes: dict[int, Sequence[Cause]] = {}
+        if len(wanted):
+            explainer = Explainer(flat=flat, contribute=contribute, vocabulary=self._model.vocabulary,
+                                  usual_rows=usual_windows(rows, flagged))  # fmt: skip
+            causes = dict(zip(wanted.tolist(), explainer.causes(rows[wanted]), strict=True))
+        first = flat.first_frame[rows]
+        paths = [Path(source.path) for source in flat.sources]
+        path = paths[flat.source[rows[0]]]
+        reader = LogReader(path, decide_bases(paths, self._request.dataset).settings[path])
+        lines = reader.line_numbers(np.concatenate([first, first + flat.window - 1])).reshape(2, -1)
+        return FlaggedLog(
+            flat=flat,
+            rows=rows,
+            score=np.asarray(verdict.samples["score"])[own],
+            flagged=flagged,
+            threshold=verdict.threshold,
+            lines=lines,
+            causes=causes,
+            decimal=reader.decimal_ids,
+            hold=verdict.hold,
+        )
+
+    def _reference_scores(self, timed: judging.TimedScore) -> dict[str, judging.ModelScores]:
+        """Returns the final scores of the reference models, by role; one that fails is absent."""
+        found = {}
+        for role, model in self._references.items():
+            with self._absent_on_error(role):
+                scores = _final_scores(model, self._folder_scores(timed, role))
+                judging.check_scores(scores)
+                found[role] = scores
+        return found
+
+    def _mix_scores(self, raw: FolderScores) -> dict[str, judging.ModelScores]:
+        """Returns the scores of the simple mixes of the two scores that an agent sees, as its run fitted them."""
+        if "mixing" not in self._result:
+            return {}
+        # The last five columns of a finished agent's scores.
+        tables = {
+            folder: WindowScores(anomaly=columns[:, -5], attack=columns[:, -4], errors=columns[:, -3:])
+            for folder, columns in raw.items()
+        }
+        return {
+            name: judging.ModelScores(
+                validation=np.empty(0),
+                test={folder: mix.score(table, np.arange(len(table.anomaly))) for folder, table in tables.items()},
+            )
+            for name, plain in self._result["mixing"]["mixes"].items()
+            for mix in [mix_from_plain(plain)]
+        }
+
+    def _complete(self, judgement: judging.Judgement, raw: FolderScores, timed: judging.TimedScore) -> dict[str, Any]:
+        """Adds to a judgement the sizes and speeds of a student, or the weights that an agent chose."""
+        if "mixing" in self._result:
+            weights = {folder: columns[:, WEIGHT] for folder, columns in raw.items()}
+            return with_choices(judgement, self._result["mixing"], weights)
+        if "compared" not in self._result:
+            return dict(judgement)
+        compared = {
+            name: {**known, "windows_per_second": timed.speed("" if name == judging.TRAINED else name)}
+            for name, known in self._result["compared"].items()
+            if name == judging.TRAINED or name in judgement["references"]
+        }
+        return {**judgement, "compared": compared}
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
+        """Writes each test folder as a table of all detectors."""
+        return judging.judgement_tables(judgement)
+
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
+        """Writes a judgement as two tables, a row for each test folder: of windows, and of bursts."""
+        return [*judging.summary_tables(judgement), judging.burst_summary(judgement)]
+
+    def _folder_scores(self, timed: judging.TimedScore, *role: str) -> FolderScores:
+        # The first call for a model is not timed; one window makes it short.
+        timed(self._rows[:1], *role)
+        return {folder: timed(rows, *role) for folder, rows in self._data.split.test.items()}
+
+    def _known(self, record: judging.ThresholdRecord) -> Threshold:
+        where = "" if self.own_split else f", in {self._run.dataset.name}"
+        return Threshold(value=record["threshold"], rule=f"{record['threshold_rule']}{where}")
+
+    def _unknown_ids(self) -> list[str]:
+        """Counts the CAN IDs that are new to a model with an ID embedding."""
+        flat, weights = self._data.flat, self._model.finished.weights
+        if self.own_split or not self._run.dataset.identity or "inputs.vocabulary" not in weights:
+            return []
+        unknown = flat.ids[~np.isin(flat.ids, np.asarray(weights["inputs.vocabulary"]))]
+        if not len(unknown):
+            return []
+        names = ", ".join(map(id_text, unknown[:_MAX_NAMED_IDS])) + (", …" if len(unknown) > _MAX_NAMED_IDS else "")
+        known = len(flat.ids) - len(unknown)
+        alternative = "a model that is trained with dataset.identity=false needs to know none"
+        return [f"The model knows {known} of the {len(flat.ids)} CAN IDs, not {names}; {alternative}"]
+
+    def _slow_ids(self) -> list[str]:
+        """Names the new CAN IDs that training was too short to see."""
+        if self.own_split or "rare_ids" not in self._result:
+            return []
+        log_s = self._result["rare_ids"]["log_s"]
+        slow = slow_ids(self._data.flat, self._rows, self._model.vocabulary, log_s)
+        if not len(slow):
+            return []
+        names = ", ".join(map(id_text, slow[:_MAX_NAMED_IDS])) + (", …" if len(slow) > _MAX_NAMED_IDS else "")
+        log = f"the {log_s:.3g} s of the longest benign training log"
+        return [f"New, but expected to be, since they come less often than once in {log}: {names}"]
+
+    def _samples(
+        self, split: Split, scores: FolderScores, threshold: float
+    ) -> tuple[dict[str, Sequence[Any] | NDArray[Any]], Ints]:
+        """Lists the judged windows log by log, those of each log in their order; returns their rows, too."""
+        flat, rows = self._data.flat, np.concatenate([*split.test.values()])
+        score = np.concatenate([*scores.values()])
+        folder = np.repeat(np.arange(len(scores)), [len(each) for each in scores.values()])
+        paths, folders = [source.path for source in flat.sources], list(scores)
+        # The second argsort turns the order of the paths into the rank of each.
+        by_path = np.argsort(np.argsort(np.array(paths), kind="stable"))
+        order = np.lexsort((folder, flat.first_frame[rows], by_path[flat.source[rows]]))
+        rows, score, folder = rows[order], score[order], folder[order]
+        source = flat.source[rows]
+        columns = {
+            "log": [paths[index] for index in source],
+            "folder": [folders[index] for index in folder],
+            "window": rows - np.searchsorted(flat.source, source),
+            "first_frame": flat.first_frame[rows],
+            "start_time": flat.start_time[rows],
+            "end_time": flat.end_time[rows],
+            "score": score,
+            "flagged": score > threshold,
+            "label": [
+                flat.kinds[label] if flat.sources[index].labelled else None
+                for label, index in zip(flat.label[rows], source, strict=True)
+            ],
+        }
+        return columns, rows
+
+
+def _notes(threshold: Threshold, absent: Mapping[str, str]) -> list[str]:
+    notes = [f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}"]
+    for reason in dict.fromkeys(absent.values()):
+        names = ", ".join(name for name, why in absent.items() if why == reason)
+        notes.append(f"Missing from the tables: {names} ({reason})")
+    return notes

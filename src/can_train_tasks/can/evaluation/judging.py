@@ -1,0 +1,534 @@
+"""Judges detectors folder by folder, compares them, and writes the judgement as tables.
+
+All that is decided about a detector, its threshold and the units of its errors, comes from validation windows.
+
+Shapes: R rows (windows).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NotRequired, TypedDict
+
+import numpy as np
+
+from can_train.config.resolved import ResolvedRun
+from can_train.errors import RunError
+from can_train.io.units import shortened
+from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, counted
+from can_train_tasks.can.evaluation import metrics
+from can_train_tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
+from can_train_tasks.can.evaluation.bursts import (
+    SECONDS_PER_HOUR,
+    USUAL_HOLD,
+    Blocks,
+    BurstFigures,
+    Hold,
+    MccDifference,
+    Timeline,
+    burst_figures,
+    mean_burst_figures,
+)
+from can_train_tasks.can.evaluation.calibration import BenignScores
+from can_train_tasks.can.inputs import rare_id_notes, rare_ids, training_bases
+from can_train_tasks.can.settings import BEHAVIOUR_FEATURES
+
+if TYPE_CHECKING:
+    from can_train_tasks.can.data.graphs import Split
+
+# Share of flagged windows from which a remark says that a detector flags everything.
+FLAGS_EVERYTHING_SHARE: Final = 0.99
+# False-positive rate below which that remark is left out: where nearly all windows are attacks, a good detector flags
+# nearly all of them.
+INDISCRIMINATE_FPR: Final = 0.5
+
+TRAINED: Final = "model"  # name of the model that the run trained, in results and tables
+UNDEFINED: Final = "-"  # cell of a figure that the folder does not define
+_YES: Final = "yes"
+_NO: Final = "NO"  # in capitals, so that it is seen in a column of `yes`
+_OPEN: Final = "open"  # the interval of the difference has both signs, or there is none
+MANY_ALARMS: Final = 100.0  # per hour, from which a decimal is noise
+
+# Figures of a table by heading. The headings are short because the widest row must fit 80 columns: `r@1%` is recall at
+# 1 % false positives, `alarm/h` are false alarms per hour.
+_RATES: Final = {
+    "f1": "f1", "prec": "precision", "recall": "recall", "mcc": "mcc", "pr_auc": "pr_auc", "roc_auc": "roc_auc",
+    "r@1%": "recall_at_fpr_1pct",
+}  # fmt: skip
+COLUMNS: Final = ("detector", *_RATES, "alarm/h")
+BURST_COLUMNS: Final = ("detector", "found", "latency s", "false/h", "in alarm", "MCC ahead", "95 % interval")
+BURST_SUMMARY_COLUMNS: Final = ("folder", "bursts found", "latency s", "false events/h", "in alarm")
+
+# The same for the summary, which has a row for each test folder.
+_SUMMARY_RATES: Final = {"MCC": "mcc", "PR-AUC": "pr_auc", "recall@1%": "recall_at_fpr_1pct"}
+SUMMARY_COLUMNS: Final = ("folder", *_SUMMARY_RATES, "alarms/h", "best baseline", "its MCC", "beaten")
+_LONGEST_NAME: Final = 15  # characters; longer ones are cut at their beginning
+_SUMMARY_LEGEND: Final = (
+    "MCC: 1 is perfect, 0 no better than chance",
+    "beaten: by the 95 % interval of the difference in MCC; open: neither",
+    "PR-AUC: area under the precision-recall curve",
+    "recall@1%: attack windows found where 1 % of the benign ones are flagged",
+    "alarms/h: false alarms in an hour of benign traffic",
+)
+_NOT_BEATEN: Final = "does not beat"  # begins the remark that the summary has as a column
+
+# Scores windows: `score(rows)` with the trained model, `score(rows, role)` with the reference model of that role.
+Score = Callable[..., Floats]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelScores:
+    """A detector's final scores, higher is more attack-like, aligned with the rows of a `Split`.
+
+    Attributes:
+        validation: [R] float64, one for each validation row; empty where the split has none.
+        test: The same for each test folder.
+        error_units: Units of an autoencoder's error terms, which the scores are made with.
+    """
+
+    validation: Floats
+    test: Mapping[str, Floats]
+    error_units: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Detector:
+    """A detector's scores and its threshold."""
+
+    scores: ModelScores
+    threshold: metrics.Threshold
+
+    def record(self) -> ThresholdRecord:
+        """Returns what validation decided about the detector, as strict JSON."""
+        record = ThresholdRecord(threshold=self.threshold.value, threshold_rule=self.threshold.rule)
+        if self.scores.error_units is not None:
+            record["error_units"] = self.scores.error_units
+        return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgingOptions:
+    """How a model is judged.
+
+    Attributes:
+        supervised: Whether it learned from attacks, which decides the threshold's rule.
+        validation_fpr: Share of the benign validation windows that an anomaly detector may flag.
+        baselines: Whether the baselines are computed, with `seed`, on the model's `features`.
+        hold: When an alarm is raised, for burst-level figures.
+    """
+
+    supervised: bool
+    validation_fpr: float
+    baselines: bool
+    seed: int
+    features: str = BEHAVIOUR_FEATURES
+    hold: Hold = USUAL_HOLD
+
+    @classmethod
+    def of(cls, run: ResolvedRun, *, supervised: bool) -> JudgingOptions:
+        """Takes the options from the settings of a run."""
+        mode, seed = run.mode, run.training.seed
+        return cls(supervised=supervised, validation_fpr=mode.validation_fpr, baselines=mode.baselines, seed=seed,
+                   features=run.dataset.features)  # fmt: skip
+
+
+class FolderJudgement(TypedDict):
+    """Figures of one test folder, by detector.
+
+    Those of a baseline that is fitted several times are means; `ranges` has the lowest and the highest of each figure.
+    `differences` are those of the model to each other detector.
+    """
+
+    model: metrics.Metrics
+    references: dict[str, metrics.Metrics]
+    baselines: dict[str, metrics.Metrics]
+    ranges: dict[str, dict[str, list[float]]]
+    bursts: dict[str, BurstFigures]
+    differences: dict[str, MccDifference]
+    recall_by_kind: dict[str, metrics.KindRecall]
+    remarks: list[str]
+
+
+class ThresholdRecord(TypedDict):
+    """What validation decided about a detector; `error_units` are those of an autoencoder."""
+
+    threshold: float
+    threshold_rule: str
+    error_units: NotRequired[list[float]]
+
+
+class Judgement(ThresholdRecord):
+    """The `judgement` of a run's result: strict JSON.
+
+    `references` are the models and mixes that the model is compared with; `absent` has the reason for each missing
+    detector. Data that no run was trained on have no validation part. `benign` is what benign validation windows teach
+    about the model's scores (see `BenignScores`), `rare_ids` the CAN IDs whose timing training was too short to tell,
+    `bases` how the training data write numbers (see `training_bases`).
+    """
+
+    validation: NotRequired[metrics.Metrics]
+    benign: NotRequired[dict[str, Any]]
+    rare_ids: NotRequired[dict[str, Any]]
+    bases: NotRequired[dict[str, str]]
+    test: dict[str, FolderJudgement]
+    references: dict[str, ThresholdRecord]
+    absent: dict[str, str]
+
+
+def judge(
+    flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingOptions, references: Mapping[str, ModelScores]
+) -> Judgement:
+    """Judges a model on every test folder, together with references by name; one rule chooses all thresholds.
+
+    Raises:
+        RunError: A score is not a finite number.
+        DataError: Validation allows no threshold.
+    """
+    is_attack = flat.label[split.validation] > 0
+
+    def with_threshold(one: ModelScores) -> Detector:
+        check_scores(one)
+        validation, fpr = one.validation, options.validation_fpr
+        threshold = metrics.choose_threshold(is_attack, validation, supervised=options.supervised, fpr=fpr)
+        return Detector(one, threshold)
+
+    model = with_threshold(scores)
+    others = {name: with_threshold(one) for name, one in references.items()}
+    judgement = judge_at(flat, split, {TRAINED: model, **others}, own_baselines(flat, split, options), options.hold)
+    judgement["rare_ids"] = rare_ids(flat, split.train)
+    judgement["bases"] = training_bases(flat, split.train)
+    if not is_attack.all():
+        timeline = Timeline.of(flat, split.validation[~is_attack])
+        judgement["benign"] = BenignScores.of(timeline, scores.validation[~is_attack]).plain()
+    return judgement
+
+
+def own_baselines(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Baselines:
+    """Fits the baselines on the training windows of a split, if the options ask for them.
+
+    Raises:
+        DataError: Validation allows no threshold.
+    """
+    if not options.baselines:
+        return Baselines()
+    wanted = BaselineOptions(seed=options.seed, fpr=options.validation_fpr, features=options.features)
+    return fit_baselines(flat, split.train, split.validation, wanted)
+
+
+def judge_at(
+    flat: FlatGraphs, split: Split, detectors: Mapping[str, Detector], baselines: Baselines, hold: Hold
+) -> Judgement:
+    """Judges the model `TRAINED`, and others beside it, whose thresholds are known. The split's validation part may be
+    empty.
+
+    Raises:
+        RunError: A score is not a finite number.
+    """
+    for detector in detectors.values():
+        check_scores(detector.scores)
+    model = detectors[TRAINED]
+    judgement = Judgement(
+        threshold=model.threshold.value,
+        threshold_rule=model.threshold.rule,
+        test={folder: _judge_folder(flat, split, folder, _fits(flat, split, folder, detectors, baselines), hold)
+              for folder in split.test},
+        references={name: other.record() for name, other in detectors.items() if name != TRAINED},
+        absent=baselines.absent,
+    )  # fmt: skip
+    if model.scores.error_units is not None:
+        judgement["error_units"] = model.scores.error_units
+    if len(split.validation):
+        judgement["validation"] = _metrics(flat, split.validation, model.scores.validation, model.threshold.value)
+    return judgement
+
+
+def check_scores(scores: ModelScores) -> None:
+    """Checks that all scores of a detector are finite.
+
+    Raises:
+        RunError: One is not.
+    """
+    for part, values in {"validation": scores.validation, **scores.test}.items():
+        broken = int(np.count_nonzero(~np.isfinite(values)))
+        if broken:
+            raise RunError(
+                "Every window's score must be a finite number",
+                value=f"{broken} of {len(values)} in {part} are not",
+                remedy="The model has diverged: lower the learning rate, clip gradients, or train in fp32",
+            )
+
+
+class _Fit(NamedTuple):
+    """A detector on one folder; a baseline that is fitted several times has several."""
+
+    score: Floats
+    threshold: float
+    is_baseline: bool
+
+
+def _fits(
+    flat: FlatGraphs, split: Split, folder: str, detectors: Mapping[str, Detector], baselines: Baselines
+) -> dict[str, list[_Fit]]:
+    rows = split.test[folder]
+    found = {name: [_Fit(one.scores.test[folder], one.threshold.value, False)] for name, one in detectors.items()}
+    for one in baselines.fitted:
+        found.setdefault(one.name, []).append(_Fit(one.score(flat, rows), one.threshold.value, True))
+    return found
+
+
+def _judge_folder(
+    flat: FlatGraphs, split: Split, folder: str, fits: Mapping[str, Sequence[_Fit]], hold: Hold
+) -> FolderJudgement:
+    rows, timeline = split.test[folder], Timeline.of(flat, split.test[folder])
+    every = {name: [_metrics(flat, rows, fit.score, fit.threshold) for fit in several]
+             for name, several in fits.items()}  # fmt: skip
+    means = {name: metrics.mean_metrics(several) for name, several in every.items()}
+    flagged = {name: [fit.score > fit.threshold for fit in several] for name, several in fits.items()}
+    others = {name: flags for name, flags in flagged.items() if name != TRAINED}
+    # The seed decides which blocks are drawn; the same ones for all runs, so that their intervals can be compared.
+    differences = Blocks(timeline, seed=0).differences(flagged[TRAINED][0], others)
+    labelled = np.array([source.labelled for source in flat.sources])[flat.source[rows]]
+    compared = {name: figures for name, figures in means.items() if name != TRAINED}
+    unlabelled = int(np.count_nonzero(~labelled))
+    return FolderJudgement(
+        model=means[TRAINED],
+        references={name: one for name, one in compared.items() if not fits[name][0].is_baseline},
+        baselines={name: one for name, one in compared.items() if fits[name][0].is_baseline},
+        ranges={name: metrics.metric_ranges(several) for name, several in every.items() if len(several) > 1},
+        bursts={
+            name: mean_burst_figures([burst_figures(timeline, fit.score, fit.threshold, hold) for fit in several])
+            for name, several in fits.items()
+        },
+        differences=differences,
+        recall_by_kind=metrics.recall_by_kind(flat.label[rows], flagged[TRAINED][0], flat.kinds),
+        remarks=remarks(means[TRAINED], compared, differences, unlabelled_windows=unlabelled),
+    )
+
+
+def _metrics(flat: FlatGraphs, rows: Ints, score: Floats, threshold: float) -> metrics.Metrics:
+    hours = benign_hours(flat, rows)
+    return metrics.detector_metrics(flat.label[rows] > 0, score, score > threshold, benign_hours=hours)
+
+
+def benign_hours(flat: FlatGraphs, rows: Ints) -> float:
+    """Computes how long [R] chosen windows, ascending, observed benign traffic, in hours.
+
+    No time counts twice, and none between chosen parts of a log (see `Timeline.of`).
+    """
+    return float(Timeline.of(flat, rows).benign_s.sum()) / SECONDS_PER_HOUR
+
+
+def remarks(
+    model: metrics.Metrics,
+    others: Mapping[str, metrics.Metrics],
+    differences: Mapping[str, MccDifference],
+    *,
+    unlabelled_windows: int,
+) -> list[str]:
+    """Writes sentences about what the figures of a folder hide; `others` are those of the compared detectors."""
+    windows, attacks = model["windows"], model["attack_windows"]
+    share, fpr, mcc = model["flagged_share"], model["false_positive_rate"], model["mcc"]
+    found = []
+    if unlabelled_windows == windows:
+        found.append("labels absent: all windows are presumed benign, only false-alarm figures are defined")
+    else:
+        if unlabelled_windows:
+            found.append(f"{unlabelled_windows} of {windows} windows have no labels and are presumed benign")
+        if not attacks:
+            found.append("no attacks: only false-alarm figures are defined")
+        if attacks == windows:
+            found.append("all windows are attacks: false-alarm figures are not defined")
+    if share == 0 and attacks:
+        found.append("flags nothing: every attack is missed")
+    elif share is not None and share >= FLAGS_EVERYTHING_SHARE and (fpr is None or fpr >= INDISCRIMINATE_FPR):
+        why = "(recall 1.0 says nothing; accuracy = attack share)"
+        found.append(f"flags everything {why}" if attacks else "flags everything: every alarm is a false one")
+    if mcc is not None:
+        unbeaten = [f"{name} ({others[name]['mcc']:.3f})" for name, one in differences.items() if _is_unbeaten(one)]
+        if unbeaten:
+            unsure = any(one["low"] is None for one in differences.values())
+            why = ", with too few bursts for an interval" if unsure else ""
+            found.append(f"{_NOT_BEATEN} {', '.join(unbeaten)} on MCC ({mcc:.3f}){why}")
+    return found
+
+
+def _is_unbeaten(difference: MccDifference) -> bool:
+    return (difference["mcc"] if difference["low"] is None else difference["low"]) <= 0
+
+
+class TimedScore:
+    """Scores windows and measures how long that takes.
+
+    The first call for each model is not counted: in it the model is moved to the device and its limits are found.
+    """
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+        self._counted: dict[str, tuple[int, float]] = {}
+
+    def __call__(self, rows: Ints, *role: str) -> Floats:
+        """Scores windows with the trained model, or with the reference model of a role."""
+        name = "".join(role)
+        started = time.perf_counter()
+        scores = self._score(rows, *role)
+        seconds = time.perf_counter() - started
+        windows, before = self._counted.get(name, (-len(rows), -seconds))
+        self._counted[name] = windows + len(rows), before + seconds
+        return scores
+
+    def speed(self, role: str = "") -> float | None:
+        """Returns windows a second; None where nothing was counted."""
+        windows, seconds = self._counted.get(role, (0, 0.0))
+        return round(windows / seconds, 1) if seconds > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgementTable:
+    """A table of a judgement, as text."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+    columns: tuple[str, ...] = COLUMNS
+
+
+def judgement_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
+    """Writes a judgement as two tables for each test folder, and one of sizes and speeds where it has them.
+
+    In the tables of a folder the model comes first, then the references, then the baselines.
+    """
+    folders = judgement["test"].items()
+    tables = [write(folder, judged) for folder, judged in folders for write in (_folder_table, _burst_table)
+              if write is _folder_table or judged.get("bursts")]  # fmt: skip
+    return [*tables, _comparison_table(judgement)] if "compared" in judgement else tables
+
+
+def _folder_table(folder: str, judged: FolderJudgement) -> JudgementTable:
+    model = judged["model"]
+    detectors: Mapping[str, Mapping[str, Any]] = {TRAINED: model, **judged["references"], **judged["baselines"]}
+    rows = []
+    for name, figures in detectors.items():
+        rates = (_cell(figures[rate], ".3f") for rate in _RATES.values())
+        rows.append((name, *rates, _alarms_cell(figures["false_alarms_per_hour"])))
+    by_kind = judged["recall_by_kind"].items()
+    kinds = ", ".join(f"{kind} {found['recall']:.3f} of {found['windows']:,}" for kind, found in by_kind)
+    title = f"{folder}: {counted(model['windows'], 'window')}, {counted(model['attack_windows'], 'attack')}"
+    ranges = [f"{name}: the mean of {FOREST_SEEDS} seeds, MCC {one['mcc'][0]:.3f} to {one['mcc'][1]:.3f}"
+              for name, one in judged.get("ranges", {}).items() if "mcc" in one]  # fmt: skip
+    notes = (*([f"recall by kind: {kinds}"] if kinds else []), *ranges, *judged["remarks"])
+    return JudgementTable(title=title, rows=tuple(rows), notes=notes)
+
+
+def _burst_table(folder: str, judged: FolderJudgement) -> JudgementTable:
+    rows = []
+    for name, figures in judged["bursts"].items():
+        difference = judged["differences"].get(name)
+        low, high = (difference["low"], difference["high"]) if difference else (None, None)
+        interval = UNDEFINED if low is None else f"{low:+.3f} to {high:+.3f}"
+        gained = UNDEFINED if difference is None else f"{difference['mcc']:+.3f}"
+        rows.append((name, *_burst_cells(figures), gained, interval))
+    hold = judged["bursts"][TRAINED]["hold"]
+    return JudgementTable(
+        title=f"{folder}: bursts of attacks, alarms with --hold {hold}", columns=BURST_COLUMNS, rows=tuple(rows)
+    )
+
+
+def _burst_cells(figures: BurstFigures) -> tuple[str, str, str, str]:
+    found = f"{figures['bursts_found']:.3g} of {figures['bursts']}" if figures["bursts"] else UNDEFINED
+    events = _alarms_cell(figures["false_events_per_hour"])
+    return found, _cell(figures["latency_s"], ".3g"), events, _cell(figures["false_alarm_share"], ".1%")
+
+
+def burst_summary(judgement: Mapping[str, Any]) -> JudgementTable:
+    """Writes the model's burst-level figures as a table, a row for each test folder."""
+    folders: Mapping[str, FolderJudgement] = judgement["test"]
+    short = _short_names([*folders])
+    by_name = {short[folder]: judged["bursts"][TRAINED] for folder, judged in folders.items()}
+    needed, _, of = next(iter(by_name.values()))["hold"].partition("/")
+    return JudgementTable(
+        title="How soon an alarm finds each burst of attacks",
+        columns=BURST_SUMMARY_COLUMNS,
+        rows=tuple((name, *_burst_cells(figures)) for name, figures in by_name.items()),
+        notes=(
+            f"An alarm is raised when {needed} of the last {of} windows are flagged (--hold {needed}/{of})",
+            "latency: seconds from the start of a burst's first window to the alarm, median",
+            "false events/h: alarms in an hour of benign traffic; those less than 1 s apart are one",
+            "in alarm: share of the benign time; an alarm that never ends is one event",
+        ),
+    )
+
+
+def summary_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
+    """Writes a judgement as one table: the model's figures in each test folder, and the best baseline there."""
+    folders: Mapping[str, FolderJudgement] = judgement["test"]
+    short = _short_names([*folders])
+    rows = tuple(_summary_row(short[folder], judged) for folder, judged in folders.items())
+    beaten = [row[-1] for row in rows if row[-1] != UNDEFINED]
+    notes = [f"The model beats the best baseline in {beaten.count(_YES)} of {len(beaten)} test folders."] * bool(beaten)
+    names_by_remark: dict[str, list[str]] = {}
+    for folder, judged in folders.items():
+        for remark in judged["remarks"]:
+            names_by_remark.setdefault(remark, []).append(short[folder])
+    remarks = {remark: names for remark, names in names_by_remark.items() if not remark.startswith(_NOT_BEATEN)}
+    notes += [f"{', '.join(names)}: {remark}." for remark, names in remarks.items()]
+    if timed := {short[folder]: judged["bursts"][TRAINED] for folder, judged in folders.items() if "bursts" in judged}:
+        found = [f"{name} {one['bursts_found']:g} of {one['bursts']}" for name, one in timed.items() if one["bursts"]]
+        notes += [f"Bursts of attacks in which an alarm is raised: {', '.join(found)}."] * bool(found)
+    notes += _SUMMARY_LEGEND
+    notes += [f"{note}." for note in rare_id_notes(judgement)]
+    if any(short[folder] != folder for folder in folders):
+        notes.append(", ".join(folders))
+    title = "How well the model finds attacks in each test folder"
+    return [JudgementTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))]
+
+
+def _short_names(folders: Sequence[str]) -> dict[str, str]:
+    """Shortens the names of folders so that the summary stays a table on 80 columns."""
+    short = shortened(folders)
+    for number, name in enumerate(folders, start=1):
+        if len(short[name]) > _LONGEST_NAME:
+            label = f"{number}:…" if len(folders) > 1 else "…"
+            short[name] = label + short[name][len(label) - _LONGEST_NAME :]
+    return short
+
+
+def _summary_row(name: str, judged: FolderJudgement) -> tuple[str, ...]:
+    model: Mapping[str, Any] = judged["model"]
+    rates = (_cell(model[rate], ".3f") for rate in _SUMMARY_RATES.values())
+    rivals = {rival: figures["mcc"] for rival, figures in judged["baselines"].items() if figures["mcc"] is not None}
+    best = max(rivals, key=lambda rival: rivals[rival], default=None)
+    alarms = _alarms_cell(model["false_alarms_per_hour"])
+    if best is None or model["mcc"] is None:
+        return (name, *rates, alarms, UNDEFINED, UNDEFINED, UNDEFINED)
+    difference = judged.get("differences", {}).get(best)
+    return (name, *rates, alarms, best, _cell(rivals[best], ".3f"), _beaten_cell(difference))
+
+
+def _beaten_cell(difference: MccDifference | None) -> str:
+    if difference is None or difference["high"] is None:
+        return _OPEN
+    return _YES if not _is_unbeaten(difference) else _NO if difference["high"] < 0 else _OPEN
+
+
+def _alarms_cell(alarms: float | None) -> str:
+    return _cell(alarms, ".1f" if alarms is not None and alarms < MANY_ALARMS else ",.0f")
+
+
+def _cell(value: float | None, spec: str) -> str:
+    return UNDEFINED if value is None else format(value, spec)
+
+
+def _comparison_table(judgement: Mapping[str, Any]) -> JudgementTable:
+    compared: Mapping[str, Mapping[str, Any]] = judgement["compared"]
+    remedy = "no student without a teacher is compared with it: --without-teacher RUN"
+    return JudgementTable(
+        title="size and speed, windows a second as they were judged",
+        columns=("detector", "parameters", "windows/s", "run"),
+        rows=tuple(
+            (name, _cell(one["parameters"], ","), _cell(one["windows_per_second"], ",.0f"), one["run"] or "")
+            for name, one in compared.items()
+        ),
+        notes=() if "without_teacher" in {*compared, *judgement["absent"]} else (remedy,),
+    )

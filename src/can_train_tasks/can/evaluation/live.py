@@ -1,0 +1,560 @@
+"""Live detection: windows are scored as soon as their last frame has arrived, and alarms told while they begin.
+
+The windows and their scores are those that evaluating a log of the same frames has. Memory stays bounded.
+
+Shapes: R windows of a block, N their nodes, E edges.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+
+from can_train.config.resolved import FinishedModel
+from can_train.errors import CheckpointError, DataError, RunError
+from can_train.fit.packing import members
+from can_train.task import AlarmRule, LiveDetection, LiveEvent, LiveSource
+from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.graphs import (
+    BENIGN,
+    EDGE_FEATURES,
+    NODE_FEATURES,
+    FlatGraphs,
+    Floats,
+    Frames,
+    GraphBlock,
+    GraphBuilder,
+    Ints,
+    SourceFile,
+    counted,
+)
+from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
+from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD, Hold
+from can_train_tasks.can.evaluation.calibration import (
+    LEAST_CALIBRATION_WINDOWS,
+    BenignScores,
+    Calibration,
+    Suspicion,
+)
+from can_train_tasks.can.evaluation.live_input import (
+    SILENCE_S,
+    BusErrors,
+    FrameInput,
+    open_input,
+)
+from can_train_tasks.can.evaluation.metrics import Threshold
+from can_train_tasks.can.fusion.agent import FinishedFusion
+from can_train_tasks.can.inputs import rare_id_notes, read_as_trained
+from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
+from can_train_tasks.can.settings import ColumnSettings, FusionAgentSettings
+
+USUAL_WINDOWS: Final = 64  # the latest calm ones, from which an alarm's reasons tell what is usual; half a megabyte
+USUAL_EVERY: Final = 16  # calm windows of which one is kept, so that they span a minute and not a second
+# Windows that are scored at a time, of those that arrived together. With more, a teacher's tensors leave the cache (256
+# take half as long again); with fewer, a student's calls take longer than what they compute.
+SCORED_WINDOWS: Final = 32
+TOLD_IDS: Final = 2  # of an alarm, in words
+MOST_BUSES: Final = 64  # that are watched, each with windows and an alarm of its own: more are no interfaces' names
+ERRORS_S: Final = 1.0  # seconds of a bus between two events that tell of its error frames, which come by thousands
+LIVE: Final = "live"  # name of the input where a log's would stand
+
+# Computes raw scores, and contributions, as `Evaluation` has them.
+Compute = Callable[[WindowModel, Ints], Floats]
+
+
+def make_live_detection(
+    finished: FinishedModel, load_model: Callable[[str], FinishedModel], source: LiveSource, rule: AlarmRule, *,
+    explain: bool,
+) -> LiveDetector:  # fmt: skip
+    """Opens an input for a finished run; `load_model` loads the models that it builds on.
+
+    Raises:
+        ConfigError: The input cannot be opened.
+        CheckpointError: The run's result does not tell what the rule asks for.
+    """
+    judgement = finished.result.get("judgement", {})
+    if "threshold" not in judgement:
+        raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
+    # False events are counted as `evaluate` counts them; without a number of them, the first flagged window is told.
+    hold = Hold(*(rule.hold or (EACH_WINDOW if rule.alarms_per_hour is None else USUAL_HOLD)))
+    threshold = Threshold(value=judgement["threshold"], rule=f"{judgement['threshold_rule']}")
+    if rule.threshold is not None:
+        threshold = Threshold(value=rule.threshold, rule="as given")
+    elif rule.alarms_per_hour is not None:
+        threshold = BenignScores.from_result(judgement, finished.run_id).threshold(rule.alarms_per_hour, hold)
+    benign = None if rule.calibrate_s is None else BenignScores.from_result(judgement, finished.run_id)
+    nothing = _flat_of(_empty_block(), finished.run.dataset.window)
+    model: WindowModel
+    if isinstance(finished.run.model, FusionAgentSettings):
+        model = FinishedFusion(finished, nothing, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
+    else:
+        model = FinishedNetwork(finished, nothing)
+    # How the training log was written says little about what is piped in.
+    dataset = replace(finished.run.dataset, format="auto", id_base="auto", byte_base="auto", columns=ColumnSettings(),
+                      channel=source.channel)  # fmt: skip
+    dataset = read_as_trained(dataset, judgement)
+    watch = Watch(hold=hold, threshold=threshold, calibrate_s=rule.calibrate_s, benign=benign, explain=explain)
+    return LiveDetector(model, open_input(source.name, dataset), watch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """How a bus is watched.
+
+    Attributes:
+        hold: When flagged windows raise an alarm.
+        threshold: Score above which a window is flagged.
+        calibrate_s: Seconds at its beginning that are taken for benign; None: none are.
+        benign: What validation taught about scores, where a bus is calibrated on.
+        explain: Whether an alarm names what drove it.
+    """
+
+    hold: Hold
+    threshold: Threshold
+    calibrate_s: float | None
+    benign: BenignScores | None
+    explain: bool
+
+    def calibration(self, vocabulary: Ints) -> Calibration | None:
+        """Begins the calibration of a bus, if it is calibrated on."""
+        if self.calibrate_s is None or self.benign is None:
+            return None
+        return Calibration(self.calibrate_s, self.benign, threshold=self.threshold.value, vocabulary=vocabulary)
+
+
+class _Flagged(NamedTuple):
+    """A flagged window."""
+
+    start_s: float
+    end_s: float
+    score: float
+
+
+@dataclass(kw_only=True)
+class LiveAlarm:
+    """An alarm that is raised, with the flagged windows from which it was raised on.
+
+    Attributes:
+        windows: How many.
+        score: The highest.
+        raised_until_s: End of the last window in which it was raised.
+    """
+
+    start_s: float
+    end_s: float
+    windows: int
+    score: float
+    raised_until_s: float
+
+    @classmethod
+    def of(cls, flagged: Sequence[_Flagged], end_s: float) -> Self:
+        """Raises an alarm with the window that ends at a time."""
+        score = max(one.score for one in flagged)
+        return cls(start_s=flagged[0].start_s, end_s=flagged[-1].end_s, windows=len(flagged), score=score,
+                   raised_until_s=end_s)  # fmt: skip
+
+    def extend(self, flagged: Sequence[_Flagged], end_s: float) -> None:
+        """Adds the flagged windows since it was last raised, which it is again."""
+        self.windows += len(flagged)
+        self.score = max([self.score, *(one.score for one in flagged)])
+        self.end_s = max([self.end_s, *(one.end_s for one in flagged)])
+        self.raised_until_s = end_s
+
+
+class AlarmState:
+    """Which alarm is raised at the moment: windows come in one by one, and alarms go out."""
+
+    def __init__(self, *, hold: Hold, threshold: Threshold) -> None:
+        self.hold = hold
+        self.threshold = threshold
+        self._recent: deque[_Flagged | None] = deque(maxlen=hold.of)  # the last windows; None: not flagged
+        self._since: list[_Flagged] = []  # flagged since the alarm was last raised
+        self._alarm: LiveAlarm | None = None
+        self.alarms = 0
+
+    def see(self, start_s: float, end_s: float, score: float) -> tuple[LiveAlarm | None, LiveAlarm | None]:
+        """Takes the next window; returns the alarm that ended before it, and the one that it raised, if any."""
+        one = _Flagged(start_s, end_s, score) if score > self.threshold.value else None
+        self._recent.append(one)
+        ended = None
+        if self._alarm is not None and start_s - self._alarm.raised_until_s >= JOIN_S:
+            ended, self._alarm = self._alarm, None
+        if self._alarm is not None and one is not None:
+            self._since.append(one)
+        raising = [each for each in self._recent if each is not None]
+        if len(raising) < self.hold.needed:
+            return ended, None
+        since, self._since = self._since, []
+        if self._alarm is not None:
+            self._alarm.extend(since, end_s)
+            return ended, None
+        self._alarm = LiveAlarm.of(raising, end_s)
+        self.alarms += 1
+        return ended, self._alarm
+
+    def finish(self) -> LiveAlarm | None:
+        """Returns the alarm that is still raised."""
+        ended, self._alarm = self._alarm, None
+        return ended
+
+
+class LiveBus:
+    """What is watched of one bus: its windows, its alarm, and whether it is silent.
+
+    Attributes:
+        name: The interface; empty where the input names none.
+        windows: How many were scored.
+        flagged: How many of them were flagged.
+        alarms: The alarm that is raised, and how many were.
+        arrived_s: When a frame came last, by the clock that stands still for nobody (`time.monotonic`).
+        is_silent: Whether none has come for so long that it was told.
+    """
+
+    def __init__(self, name: str, model: WindowModel, watch: Watch) -> None:
+        dataset = model.finished.run.dataset
+        self.name = name
+        self._model = model
+        self._watch = watch
+        self._calibration = watch.calibration(model.vocabulary)
+        self._window, self._stride = int(dataset.window), int(dataset.stride)
+        self._builder = GraphBuilder(dataset.window, dataset.stride)
+        self._usual: deque[GraphBlock] = deque(maxlen=USUAL_WINDOWS)
+        self.alarms = AlarmState(hold=watch.hold, threshold=watch.threshold)
+        self.windows = self.flagged = 0
+        self.arrived_s = time.monotonic()
+        self.is_silent = False
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._errors = self._bus_offs = 0  # that came
+        self._told_s: dict[str, float] = {}  # by kind of event, when error frames were told of last
+        self._untold = 0  # error frames since then
+
+    def see(self, frames: Frames, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
+        """Takes the next frames; yields what happens by them."""
+        if self.is_silent:
+            yield LiveEvent(text=f"{frames.timestamp[0]:.6f} s: frames arrive again",
+                            record={"event": "resumed", "time": float(frames.timestamp[0])})  # fmt: skip
+        self.is_silent, self.arrived_s = False, time.monotonic()
+        self._first_s = float(frames.timestamp[0]) if self._first_s is None else self._first_s
+        self._last_s = float(frames.timestamp[-1])
+        for block in self._builder.feed(frames):
+            yield from self._judge(block, score, contribute)
+
+    def silence(self) -> LiveEvent:
+        """Tells that no frame has come."""
+        self.is_silent = True
+        return _silence(None if self._first_s is None else self._last_s)
+
+    def fail(self, errors: BusErrors) -> Iterator[LiveEvent]:
+        """Takes error frames; yields an event for the first ones, and then for those of each `ERRORS_S`."""
+        self._errors += errors.error_frames
+        self._bus_offs += errors.bus_offs
+        self._untold += errors.error_frames
+        time_s = self._last_s if errors.time_s is None else errors.time_s
+        if errors.bus_offs and self._is_new("bus_off", time_s):
+            yield LiveEvent(text=f"{time_s:.6f} s: BUS OFF, the controller takes no part in the bus",
+                            record={"event": "bus_off", "time": time_s})  # fmt: skip
+        if self._is_new("error_frames", time_s):
+            count, self._untold = self._untold, 0
+            why = f" ({errors.text()})" if errors.text() else ""
+            yield LiveEvent(text=f"{time_s:.6f} s: {counted(count, 'error frame')}{why}",
+                            record={"event": "error_frames", "time": time_s, "count": count, "text": errors.text()}
+                            )  # fmt: skip
+
+    def _is_new(self, kind: str, time_s: float) -> bool:
+        """Returns whether an event of a kind is to be told, and remembers it."""
+        if abs(time_s - self._told_s.get(kind, -np.inf)) < ERRORS_S:
+            return False
+        self._told_s[kind] = time_s
+        return True
+
+    def finish(self) -> LiveEvent | None:
+        """Ends the alarm that is raised, if one is."""
+        ended = self.alarms.finish()
+        return None if ended is None else _ended(ended)
+
+    def summary(self) -> list[str]:
+        """Tells what was seen, in sentences."""
+        frames = self._builder.frames_seen
+        seconds = self._last_s - self._first_s if self._first_s is not None else 0.0
+        seen = f"{counted(frames, 'frame')} in {seconds:,.1f} s, {counted(self.windows, 'window')}"
+        sentences = [f"{seen}, {self.flagged:,} of them flagged, {counted(self.alarms.alarms, 'alarm')}"]
+        if self._errors:
+            off = f", {self._bus_offs:,} of them bus off" if self._bus_offs else ""
+            sentences.append(f"{counted(self._errors, 'error frame')}{off}")
+        if self._calibration is not None:
+            sentences += _calibration_summary(self._calibration)
+        left = frames - ((self.windows - 1) * self._stride + self._window if self.windows else 0)
+        if left > 0:
+            frames_left = "frame fills" if left == 1 else f"{left:,} frames fill"
+            sentences.append(f"The last {frames_left} no window and {'was' if left == 1 else 'were'} not judged")
+        return sentences
+
+    def _judge(self, block: GraphBlock, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
+        if not len(block):
+            return
+        flat = _flat_of(block, self._window)
+        model = self._model.on(flat)
+        parts = np.split(np.arange(len(block)), range(SCORED_WINDOWS, len(block), SCORED_WINDOWS))
+        scores = model.combine(np.concatenate([score(model, rows) for rows in parts]))
+        if not np.isfinite(scores).all():
+            raise RunError("Every window's score must be a finite number", value=f"that of {model.describe(0)} is not",
+                           remedy="The model has diverged: train it anew with a lower learning rate")  # fmt: skip
+        self.windows += len(block)
+        first = 0
+        if self._calibration is not None:
+            first = yield from self._calibrate(self._calibration, flat, scores)
+            if first == len(block):
+                return
+            scores = self._calibration.adapt(scores)
+        for row in range(first, len(block)):
+            start_s, end_s = float(block.start_time[row]), float(block.end_time[row])
+            # It shares frames with those that are taken for benign.
+            if self._calibration is not None and block.first_frame[row] < self._calibration.last_frame + self._window:
+                continue
+            self.flagged += bool(scores[row] > self.alarms.threshold.value)
+            ended, raised = self.alarms.see(start_s, end_s, float(scores[row]))
+            if ended is not None:
+                yield _ended(ended)
+            if raised is not None:
+                causes = self._causes(block, row, contribute) if self._watch.explain else []
+                yield _raised(raised, end_s, self.alarms.threshold.value, causes)
+            elif self._watch.explain and scores[row] <= self.alarms.threshold.value and row % USUAL_EVERY == 0:
+                self._usual.append(_select(block, row))
+
+    def _calibrate(self, calibration: Calibration, flat: FlatGraphs, scores: Floats) -> Generator[LiveEvent, None, int]:
+        """Calibrates on those of the next windows that are to be; returns how many, and tells when it is done."""
+        rows = np.arange(len(flat))
+        count = calibration.wanted(flat, rows)
+        calibration.add(flat, rows[:count], scores[:count])
+        if count < len(rows) and not calibration.done:
+            calibration.finish(where="the input")
+            suspicions = calibration.suspicions()
+            yield _calibrated(calibration.windows, float(flat.start_time[count]), suspicions)
+            yield from map(_suspected, suspicions)
+        return count
+
+    def _causes(self, block: GraphBlock, row: int, contribute: Compute) -> Sequence[Cause]:
+        """Names the CAN IDs that drove the score of a window, beside what is usual in the calm ones before it."""
+        usual = list(self._usual) if len(self._usual) >= LEAST_USUAL_WINDOWS else []
+        flat = _flat_of(_joined([*usual, _select(block, row)]), self._window)
+        model = self._model.on(flat)
+        explainer = Explainer(flat=flat, contribute=lambda rows: contribute(model, rows), vocabulary=model.vocabulary,
+                              usual_rows=np.arange(len(usual)))  # fmt: skip
+        return next(explainer.causes(np.array([len(usual)])))
+
+
+class LiveDetector(LiveDetection):
+    """A finished model on frames as they arrive, each bus by itself."""
+
+    def __init__(self, model: WindowModel, source: FrameInput, watch: Watch) -> None:
+        self._model = model
+        self._input = source
+        self._watch = watch
+        self._buses: dict[str, LiveBus] = {}
+        self._told = 0  # notes of the input
+        self._is_silent = False  # whether nothing has come yet, for so long that it was told
+
+    def events(self, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
+        """Yields alarms when they are raised and when they have ended, error frames, and when a bus falls silent and
+        speaks again.
+
+        Raises:
+            RunError: A score is not a finite number.
+            DataError: The input fails, or nothing in it is a frame.
+        """
+        for batch in self._input.batches():
+            yield from self._notes()
+            if batch is None:
+                yield from self._silences(0.0)
+            elif isinstance(batch, BusErrors):
+                bus = self._bus(batch.channel)
+                yield from self._named(bus, bus.fail(batch))
+            elif len(batch.frames):
+                bus = self._bus(batch.channel)
+                yield from self._named(bus, bus.see(batch.frames, score, contribute))
+                yield from self._silences(SILENCE_S)
+        yield from self._notes()
+        yield from self.finish()
+
+    def finish(self) -> Sequence[LiveEvent]:
+        """Ends the alarms that are raised."""
+        ended = [(bus, event) for bus in self._buses.values() if (event := bus.finish()) is not None]
+        return [told for bus, event in ended for told in self._named(bus, [event])]
+
+    def summary(self) -> Sequence[str]:
+        """Tells what was seen: frames, windows, alarms, and what was left out."""
+        if not self._buses:
+            return ["0 frames in 0.0 s, 0 windows", *filter(None, [self._input.malformed_text()])]
+        several = len(self._buses) > 1
+        sentences = [f"{bus.name}: {sentence}" if several else sentence
+                     for bus in self._buses.values() for sentence in bus.summary()]  # fmt: skip
+        threshold = self._watch.threshold
+        sentences.append(f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}")
+        sentences += rare_id_notes(self._model.finished.result.get("judgement", {}))
+        return [*sentences, *filter(None, [self._input.malformed_text()])]
+
+    def close(self) -> None:
+        """Closes the input."""
+        self._input.close()
+
+    def _notes(self) -> Iterator[LiveEvent]:
+        for note in self._input.notes[self._told :]:
+            yield LiveEvent(text=f"note: {note}", record={"event": "note", "text": note})
+        self._told = len(self._input.notes)
+
+    def _bus(self, name: str) -> LiveBus:
+        if name not in self._buses:
+            if len(self._buses) == MOST_BUSES:
+                raise DataError(f"An input has at most {MOST_BUSES} interfaces", value=f"{name} is one more",
+                                remedy="Name the one to watch with --channel")  # fmt: skip
+            bus = LiveBus(name, self._model, self._watch)
+            bus.is_silent = self._is_silent and not self._buses
+            self._buses[name] = bus
+        return self._buses[name]
+
+    def _named(self, bus: LiveBus, events: Iterable[LiveEvent]) -> Iterator[LiveEvent]:
+        """Adds to events of which bus they are."""
+        several = len(self._input.channels) > 1 and not self._input.channel
+        for event in events:
+            prefix = f"{bus.name}: " if several else ""
+            yield LiveEvent(text=prefix + event.text, record={**event.record, "bus": bus.name or None})
+
+    def _silences(self, least_s: float) -> Iterator[LiveEvent]:
+        """Tells of buses that have sent nothing for so long."""
+        if not self._buses and not self._is_silent:
+            self._is_silent = True
+            yield _silence(None)
+        now_s = time.monotonic()
+        for bus in self._buses.values():
+            if not bus.is_silent and now_s - bus.arrived_s >= least_s:
+                yield from self._named(bus, [bus.silence()])
+
+
+def _calibration_summary(calibration: Calibration) -> list[str]:
+    count, seconds = calibration.windows, calibration.seconds
+    first = "window was" if count == 1 else f"{count:,} windows were"
+    if calibration.done:
+        told = [f"The first {first} taken for benign, and not judged"]
+        return [*told, *(f"Warning: {suspicion.text()}" for suspicion in calibration.suspicions())]
+    if count < LEAST_CALIBRATION_WINDOWS:
+        return [f"The first {first} too few to calibrate on, so none was judged"]
+    judged = "its only window was not judged" if count == 1 else f"none of its {count:,} windows was judged"
+    return [f"The input ended within the {seconds:g} s that it was calibrated on: {judged}"]
+
+
+def _raised(alarm: LiveAlarm, end_s: float, threshold: float, causes: Sequence[Cause]) -> LiveEvent:
+    told = [cause for cause in causes[:TOLD_IDS] if cause is causes[0] or cause.share >= TOLD_SHARE]
+    text = f"{end_s:.6f} s: ALARM since {alarm.start_s:.6f} s, score {alarm.score:.3g} (> {threshold:.3g})"
+    return LiveEvent(
+        text="\n  ".join([text, *(cause.text(decimal=False) for cause in told)]),
+        record={
+            "event": "alarm", "time": end_s, "start_time": alarm.start_s, "score": alarm.score,
+            "threshold": threshold, "reasons": [cause.plain() for cause in causes],
+        },
+    )  # fmt: skip
+
+
+def _ended(alarm: LiveAlarm) -> LiveEvent:
+    windows = counted(alarm.windows, "window")
+    text = f"{alarm.end_s:.6f} s: alarm ended, since {alarm.start_s:.6f} s, {windows}, score up to {alarm.score:.3g}"
+    return LiveEvent(text=text, record={"event": "alarm_end", "start_time": alarm.start_s, "end_time": alarm.end_s,
+                                        "windows": alarm.windows, "score": alarm.score})  # fmt: skip
+
+
+def _silence(last_s: float | None) -> LiveEvent:
+    since = "" if last_s is None else f"{last_s:.6f} s: "
+    return LiveEvent(text=f"{since}the bus is silent, no frame for {SILENCE_S:g} s",
+                     record={"event": "silence", "time": last_s})  # fmt: skip
+
+
+def _calibrated(windows: int, at_s: float, suspicions: Sequence[Suspicion]) -> LiveEvent:
+    count = counted(windows, "window")
+    return LiveEvent(text=f"{at_s:.6f} s: calibrated on {count}, taken for benign; alarms from here on",
+                     record={"event": "calibrated", "time": at_s, "windows": windows,
+                             "suspicions": [vars(one) for one in suspicions]})  # fmt: skip
+
+
+def _suspected(suspicion: Suspicion) -> LiveEvent:
+    return LiveEvent(text=f"warning: {suspicion.text()}",
+                     record={"event": "warning", "text": suspicion.text(), **vars(suspicion)})  # fmt: skip
+
+
+# Blocks: [N] fields of nodes, [E] of edges, [A] of absences; the others are [R].
+_OF_NODES: Final = ("can_id", "node_features", "behaviour", "past", "past_windows")
+_OF_EDGES: Final = ("edge_features",)
+_OF_ABSENCES: Final = ("absent_id", "absent_silence")
+
+
+def _flat_of(block: GraphBlock, window: int) -> FlatGraphs:
+    """Arranges a block as a data set of its own."""
+    ids, codes = np.unique(np.concatenate([block.can_id, block.absent_id]), return_inverse=True)
+    num_nodes = len(block.can_id)
+    return FlatGraphs(
+        node_ptr=_bounds(block.num_nodes),
+        edge_ptr=_bounds(block.num_edges),
+        node_code=codes[:num_nodes].astype(np.int32),
+        node_features=block.node_features,
+        behaviour=block.behaviour,
+        past=block.past,
+        past_windows=block.past_windows,
+        absent_ptr=_bounds(block.num_absent),
+        absent_code=codes[num_nodes:].astype(np.int32),
+        absent_silence=block.absent_silence,
+        edge_index=block.edge_index,
+        edge_features=block.edge_features,
+        label=block.label,
+        digest=block.digest,
+        source=np.zeros(len(block), np.int32),
+        first_frame=block.first_frame,
+        start_time=block.start_time,
+        end_time=block.end_time,
+        ids=ids.astype(np.int64),
+        kinds=(BENIGN,),
+        sources=(SourceFile(path=LIVE, role="test", group=LIVE, frames=0, labelled=False, sha256=""),),
+        window=window,
+    )
+
+
+def _bounds(counts: Ints) -> Ints:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _empty_block() -> GraphBlock:
+    none, times = np.empty(0, np.int64), np.empty(0)
+    return GraphBlock(
+        num_nodes=none, num_edges=none, can_id=none.astype(np.uint32), edge_index=np.empty((2, 0), np.int32),
+        node_features=np.empty((0, len(NODE_FEATURES)), np.float32),
+        behaviour=np.empty((0, len(BEHAVIOUR)), np.float32), past=np.empty((0, len(BEHAVIOUR)), np.float32),
+        past_windows=np.empty(0, np.int32), digest=np.empty(0, np.uint64),
+        num_absent=none, absent_id=none.astype(np.uint32), absent_silence=np.empty(0, np.float32),
+        edge_features=np.empty((0, len(EDGE_FEATURES)), np.float32),
+        label=none.astype(np.uint8), first_frame=none, start_time=times, end_time=times,
+    )  # fmt: skip
+
+
+def _select(block: GraphBlock, row: int) -> GraphBlock:
+    """Copies one window of a block, which would keep all of it in memory."""
+    nodes = members(_bounds(block.num_nodes), np.array([row])).positions
+    edges = members(_bounds(block.num_edges), np.array([row])).positions
+    absences = members(_bounds(block.num_absent), np.array([row])).positions
+    parts: dict[str, Any] = {
+        name: getattr(block, name)[positions]
+        for names, positions in ((_OF_NODES, nodes), (_OF_EDGES, edges), (_OF_ABSENCES, absences))
+        for name in names
+    }
+    others = {name: value[row : row + 1].copy() for name, value in vars(block).items()
+              if name not in (*parts, "edge_index")}  # fmt: skip
+    return GraphBlock(**parts, **others, edge_index=block.edge_index[:, edges])
+
+
+def _joined(blocks: Sequence[GraphBlock]) -> GraphBlock:
+    names = vars(blocks[0])
+    parts = {name: np.concatenate([getattr(block, name) for block in blocks], axis=1 if name == "edge_index" else 0)
+             for name in names}  # fmt: skip
+    return GraphBlock(**parts)

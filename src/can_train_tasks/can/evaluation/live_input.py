@@ -1,0 +1,548 @@
+"""Frames as they arrive, bus by bus: text on a pipe, as candump prints it, or messages of CAN interfaces.
+
+Shapes: M frames.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shlex
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from can_train.errors import ConfigError, DataError
+from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
+from can_train_tasks.can.data.formats import BaseNote, header_grammars, number_texts, shortened, with_unit
+from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
+from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames, counted
+from can_train_tasks.can.data.line_formats import line_grammars, variants
+from can_train_tasks.can.data.recordings import recording_format
+from can_train_tasks.can.settings import CanDatasetSettings
+
+STANDARD_INPUT: Final = "-"
+_STANDARD_INPUT_DESCRIPTOR: Final = 0
+SILENCE_S: Final = (
+    2.0  # without a frame, after which a bus is called silent: many times the period of any usual message
+)
+# Seconds between two looks at the input. Frames are parsed together: one by one they would take fifty times as long.
+# It delays an alarm by less than a tenth of what a window of a busy bus lasts.
+PAUSE_S: Final = 0.005
+READ_BYTES: Final = 2**20  # of text that are parsed together at most, a tenth of a second of work
+MAX_LINE_BYTES: Final = 2**16  # a longer line is no frame, and is not kept in memory
+UNREADABLE_LINES: Final = 100  # lines, or bytes, of which none is a frame: the input is no log. Headers are shorter
+UNREADABLE_BYTES: Final = 2**17
+# First lines of a CSV log that tell the unit of its times and the bases of its numbers, where no heading does.
+TELLING_LINES: Final = 200
+MESSAGES: Final = 4096  # of an interface that are taken together at most
+# Rows from which it is told whether times are differences (candump -td), and the share of steps back that tells it:
+# differences go up and down like noise, and clocks step back rarely.
+DELTA_ROWS: Final = 20
+DELTA_SHARE: Final = 0.25
+LONGEST_DELTA_S: Final = 100.0  # no clock's time is so small, but for one that begins at zero and runs forwards
+_EXAMPLES: Final = 3  # reasons for malformed lines that are told
+_NAMED_CHANNELS: Final = 4  # that are told
+UNWATCHED_FRAMES: Final = 1000  # without one of the interface that is watched, after which a note says so
+_COMMENTS: Final = ("#", ";", "//")  # begin lines above the frames of a log, which may be many
+
+# What SocketCAN's error frames tell, by the bit of their identifier (linux/can/error.h).
+ERROR_CLASSES: Final = {
+    0x1: "transmission timed out", 0x2: "arbitration lost", 0x4: "controller problem", 0x8: "protocol violation",
+    0x10: "transceiver problem", 0x20: "no acknowledgement", 0x40: "bus off", 0x80: "bus error",
+    0x100: "controller restarted",
+}  # fmt: skip
+BUS_OFF: Final = 0x40
+_SOCKETCAN_LENGTH: Final = 8  # bytes of its error frames; the identifiers of other interfaces' mean something else
+_ERROR_LINE: Final = re.compile(
+    r"[ \t]*\((?P<time>[^)]*)\)[ \t]+(?P<channel>[!-~]+)[ \t]+(?:(?:RX|TX)[ \t]+[B-][ \t]+[E-][ \t]+)?"
+    r"(?P<id>[23][0-9A-Fa-f]{7})(?:#|[ \t]+\[)"
+)
+
+# `  can0  12A   [2]  00 F0`: candump's screen format without -t, whose lines have no time.
+_WITHOUT_TIME: Final = re.compile(r"[ \t]*[A-Za-z][!-~]*[ \t]+[0-9A-Fa-f]{3,8}[ \t]+(?:(?:TX|RX)[ \t-]+)?\[\d+\]")
+
+
+class BusFrames(NamedTuple):
+    """Frames of one bus, which arrived together."""
+
+    channel: str  # the interface, as the input names it; empty where it names none
+    frames: Frames
+
+
+class BusErrors(NamedTuple):
+    """Error frames of one bus, which arrived together."""
+
+    channel: str
+    time_s: float | None  # of the first one; None where the input does not tell
+    error_frames: int
+    bus_offs: int  # of these, those that tell that the controller left the bus
+    classes: int  # bits of `ERROR_CLASSES`
+
+    def text(self) -> str:
+        """Names the classes; empty where the input does not tell them."""
+        return ", ".join(name for bit, name in ERROR_CLASSES.items() if self.classes & bit)
+
+
+class FrameInput(ABC):
+    """Where frames arrive.
+
+    Attributes:
+        channel: The one interface that is watched; empty: every one.
+        frames: How many frames of watched interfaces arrived.
+        channels: How many frames arrived of each interface, those that are not watched too.
+        errors: How many error frames arrived.
+        bus_offs: How many of them tell that a controller left its bus.
+        malformed: How many lines or messages were none, and were left out, by reason.
+        notes: What a person should know about the input, in sentences.
+    """
+
+    def __init__(self, channel: str = "") -> None:
+        self.channel = channel
+        self.frames = 0
+        self.channels: Counter[str] = Counter()
+        self.errors = self.bus_offs = 0
+        self.malformed: Counter[str] = Counter()
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def batches(self) -> Iterator[BusFrames | BusErrors | None]:
+        """Yields frames soon after they arrive, until the input ends; None where nothing arrives for `SILENCE_S`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the input back."""
+
+    def malformed_text(self) -> str:
+        """Tells what was left out, as a sentence; empty if nothing was."""
+        count = self.malformed.total()
+        if not count:
+            return ""
+        found = [f"{number:,} × {reason}" for reason, number in self.malformed.most_common(_EXAMPLES) if number]
+        return f"{counted(count, 'line', 'are')} malformed and left out: {', '.join(found)}"
+
+    def _by_bus(self, frames: Frames, channels: NDArray[Any]) -> Iterator[BusFrames]:
+        """Yields [M] frames bus by bus; `channels` [M] names the interface of each.
+
+        Raises:
+            DataError: One is to be watched, and the input names none.
+        """
+        names = list(dict.fromkeys(channels.tolist()))
+        if self.channel and "" in names:
+            raise DataError("Only an input that names interfaces has some to choose from",
+                            value=f"--channel {self.channel}", remedy="Leave out --channel")  # fmt: skip
+        for name in names:
+            self._meet(name)
+        for name in names:
+            own = channels == name
+            count = int(np.count_nonzero(own))
+            self.channels[name] += count
+            if self.channel in ("", name):
+                self.frames += count
+                yield BusFrames(name, frames if count == len(frames) else _chosen(frames, own))
+        if not self.frames and not self.notes and self.channels.total() >= UNWATCHED_FRAMES:
+            self.notes.append(f"No frame of {self.channel} so far: the input has {self._named_channels()}")
+
+    def _meet(self, name: str) -> None:
+        """Tells when an input has more than one interface."""
+        if name in self.channels:
+            return
+        self.channels[name] = 0
+        if len(self.channels) > 1 and not self.channel:
+            first = next(iter(self.channels)) or name
+            self.notes.append(f"The input has several buses, each watched by itself: {', '.join(self.channels)}; "
+                              f"--channel {first} watches one")  # fmt: skip
+
+    def _counted(self, errors: BusErrors) -> Iterator[BusErrors]:
+        self._meet(errors.channel)
+        if self.channel in ("", errors.channel):
+            self.errors += errors.error_frames
+            self.bus_offs += errors.bus_offs
+            yield errors
+
+    def _check(self) -> None:
+        """Refuses an input that has ended without a frame that is watched.
+
+        Raises:
+            DataError: It has.
+        """
+        if self.frames or self.errors:
+            return
+        if self.channels:
+            raise DataError("--channel is an interface of the input",
+                            value=f"{self.channel}; the input has {self._named_channels()}",
+                            remedy=f"Use --channel {self.channels.most_common(1)[0][0]}")  # fmt: skip
+        raise DataError("An input has at least one frame before it ends", value="it ended without one",
+                        remedy="Check what is piped: candump -L can0 | can-train detect RUN")  # fmt: skip
+
+    def _named_channels(self) -> str:
+        return ", ".join(
+            f"{name} ({counted(count, 'frame')})" for name, count in self.channels.most_common(_NAMED_CHANNELS)
+        )
+
+
+def _chosen(frames: Frames, chosen: NDArray[np.bool_]) -> Frames:
+    return Frames(**{field.name: getattr(frames, field.name)[chosen] for field in fields(frames)})
+
+
+def open_input(name: str, dataset: CanDatasetSettings) -> FrameInput:
+    """Opens standard input (`-`), a file, or a CAN interface (`can0`, or `INTERFACE:CHANNEL` as python-can has them);
+    `dataset.channel` is the one interface that is watched.
+
+    Raises:
+        ConfigError: It cannot be opened, or python-can is not installed.
+    """
+    try:
+        if name == STANDARD_INPUT:
+            os.fstat(_STANDARD_INPUT_DESCRIPTOR)  # it may be closed
+            return TextInput(_STANDARD_INPUT_DESCRIPTOR, dataset)
+        if Path(name).exists() and not Path(name).is_dir():
+            if binary := recording_format(Path(name)):
+                raise ConfigError("Live detection reads text", value=f"{name} is {binary.upper()}, which is binary",
+                                  remedy=f"Use can-train evaluate RUN --dataset {shlex.quote(name)}")  # fmt: skip
+            return TextInput(os.open(name, os.O_RDONLY), dataset)
+    except OSError as error:
+        what = "standard input" if name == STANDARD_INPUT else name
+        raise ConfigError("The input must be readable", value=f"{what}: {error.strerror}",
+                          remedy="Check its permissions, or pipe: candump -L can0 | can-train detect RUN"
+                          ) from error  # fmt: skip
+    return BusInput(_open_bus(name), dataset.channel)
+
+
+class TextInput(FrameInput):
+    """Lines of text from a file descriptor, in any of the formats that logs have."""
+
+    def __init__(self, descriptor: int, dataset: CanDatasetSettings) -> None:
+        super().__init__(dataset.channel)
+        self._descriptor = descriptor
+        self._settings = dataset
+        self._grammar: Grammar | None = None
+        self._log_clock: LogClock | None = None  # once the grammar is known
+        self._unknown: list[str | None] = []  # the first lines, as long as no format reads one of them
+        self._unknown_bytes = 0
+        self._awaits_more = False  # whether a format reads them, and more of them are to tell how it is written
+        self._untimed = False  # whether the lines have no times, and get those of their arrival
+        self._deltas: bool | None = None  # whether the times are differences; None: not known yet
+        self._undecided: list[tuple[Frames, NDArray[Any]]] = []  # with the interface of each frame
+        self._clock_s = 0.0  # sum of the differences
+        self._arrived_s = time.time()
+
+    def batches(self) -> Iterator[BusFrames | BusErrors | None]:
+        """Yields the frames of whole lines.
+
+        Raises:
+            DataError: None of the first lines is a frame, or the input ends without one.
+        """
+        rest, skipping = b"", False
+        for text in self._chunks():
+            if text is None:
+                yield from self._recognised(final=True)
+                if self._unknown_rows() and not self.notes:
+                    self.notes.append(f"No line is a frame so far: {self._unknown_text()}")
+                yield None
+                continue
+            whole, newline, rest = (rest + text).rpartition(b"\n")
+            if skipping and newline:
+                # What is left of a line that was too long.
+                whole, skipping = whole.partition(b"\n")[2], False
+            if len(rest) > MAX_LINE_BYTES:
+                self.malformed["the line is too long"] += not skipping
+                rest, skipping = b"", True
+            if newline:
+                yield from self._frames(whole)
+            self._refuse_unreadable(len(text))
+        if rest and not skipping:
+            yield from self._frames(rest)
+        yield from self._recognised(final=True)
+        yield from self._decided(final=True)
+        if self._unknown_rows():
+            raise self._unreadable()
+        self._check()
+
+    def close(self) -> None:
+        """Closes the file; standard input is left to the process."""
+        if self._descriptor != _STANDARD_INPUT_DESCRIPTOR:
+            os.close(self._descriptor)
+
+    def _chunks(self) -> Iterator[bytes | None]:
+        """Yields what has arrived, up to `READ_BYTES`; None where nothing did for `SILENCE_S`."""
+        ended, looked_s = False, 0.0
+        while not ended:
+            if not select.select([self._descriptor], [], [], SILENCE_S)[0]:
+                yield None
+                continue
+            # A busy bus sends a line every 0.1 ms.
+            time.sleep(max(0.0, looked_s + PAUSE_S - time.monotonic()))
+            looked_s = time.monotonic()
+            parts, size = [], 0
+            while size < READ_BYTES and select.select([self._descriptor], [], [], 0)[0]:
+                try:
+                    part = os.read(self._descriptor, READ_BYTES - size)
+                except OSError as error:
+                    raise DataError("The input must stay readable", value=error.strerror or str(error),
+                                    remedy="Start it again") from error  # fmt: skip
+                if not part:
+                    ended = True
+                    break
+                parts.append(part)
+                size += len(part)
+            if parts:
+                yield b"".join(parts)
+
+    def _unknown_rows(self) -> list[str]:
+        return [line for line in self._unknown if line and line.strip() and not line.lstrip().startswith(_COMMENTS)]
+
+    def _unknown_text(self) -> str:
+        rows = self._unknown_rows()
+        if not rows:
+            return "it has no lines, as binary data have none"
+        first = shortened(rows[0])
+        if len(rows) == 1:
+            return f"the only line is {first!r}"
+        return f"none of the first {min(len(rows), UNREADABLE_LINES):,} lines is; the first is {first!r}"
+
+    def _refuse_unreadable(self, size: int) -> None:
+        """Refuses the input if what it has sent so far, with the latest `size` bytes, shows that it is no log."""
+        if self._grammar is not None or self._awaits_more:
+            return
+        self._unknown_bytes += size
+        if self._unknown_bytes > UNREADABLE_BYTES or len(self._unknown_rows()) >= UNREADABLE_LINES:
+            raise self._unreadable()
+
+    def _unreadable(self) -> DataError:
+        return DataError("An input has lines of a CAN log, each with time, ID and data", value=self._unknown_text(),
+                         remedy="Pipe candump -L can0, or text as `zcat` prints it; can-train evaluate reads other logs"
+                         )  # fmt: skip
+
+    def _frames(self, text: bytes) -> Iterator[BusFrames | BusErrors]:
+        lines = [line or None for line in text.decode(errors="replace").split("\n")]
+        if self._grammar is None:
+            self._unknown += lines
+            yield from self._recognised()
+        else:
+            yield from self._parsed(lines, self._grammar)
+
+    def _recognised(self, *, final: bool = False) -> Iterator[BusFrames | BusErrors]:
+        """Yields the frames of the first lines, once their format is known; with `final` no other lines are waited for
+        that tell more of it.
+        """
+        if self._grammar is not None or not self._unknown:
+            return
+        lines, self._unknown = self._unknown, []
+        self._grammar = self._recognise(lines, final=final)
+        if self._grammar is not None:
+            yield from self._parsed(lines, self._grammar)
+            return
+        self._unknown = lines
+
+    def _parsed(self, lines: list[str | None], grammar: Grammar) -> Iterator[BusFrames | BusErrors]:
+        now_s = time.time()
+        if self._untimed:
+            lines = _with_times(lines, self._arrived_s, now_s)
+        self._arrived_s = now_s
+        series = pl.Series("line", lines, dtype=pl.String)
+        self._log_clock = self._log_clock or LogClock(grammar)
+        rows = self._log_clock.of(parse_rows(series, grammar), series)
+        self.malformed.update(rows.malformed["reason"].to_list())
+        if len(rows.timestamp):
+            label = np.zeros(len(rows.timestamp), np.uint8)
+            channels = (
+                np.full(len(label), "", object) if rows.channel is None else rows.channel.fill_null("").to_numpy()
+            )
+            self._undecided.append((Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label), channels))
+            yield from self._decided()
+        if rows.error_frames:
+            for errors in self._errors(lines, rows.error_frames, grammar):
+                yield from self._counted(errors)
+
+    def _errors(self, lines: list[str | None], count: int, grammar: Grammar) -> Iterator[BusErrors]:
+        """Yields the `count` error frames among lines, bus by bus as far as the lines tell."""
+        found = [match for line in lines if line and (match := _ERROR_LINE.match(line))]
+        if not grammar.name.startswith("candump") or len(found) != count:
+            yield BusErrors("", None, count, 0, 0)
+            return
+        for channel in dict.fromkeys(match["channel"] for match in found):
+            own = [match for match in found if match["channel"] == channel]
+            kinds = [int(match["id"], 16) & MAX_CAN_ID for match in own]
+            # A difference is no time.
+            time_s = None if self._deltas or grammar.dated else _number(own[0]["time"])
+            yield BusErrors(channel, time_s, len(own), sum(1 for kind in kinds if kind & BUS_OFF), _union(kinds))
+
+    def _recognise(self, lines: Sequence[str | None], *, final: bool) -> Grammar | None:
+        """Finds the grammar that reads most of the first lines, if any reads one; None also where more of them are to
+        tell the unit of its times or the bases of its numbers.
+        """
+        sample = list(lines)
+        self._untimed = any(line and _WITHOUT_TIME.match(line) for line in sample)
+        if self._untimed:
+            now_s = time.time()
+            sample = _with_times(sample, now_s, now_s)
+        series = pl.Series("line", sample, dtype=pl.String)
+        known = variants([*header_grammars(series, self._settings), *line_grammars(series)], series)
+        parsed = [parse_rows(series, grammar) for grammar in known]
+        # A bus in trouble may send nothing but errors.
+        counts = [(len(rows.position), rows.error_frames) for rows in parsed]
+        best = max(range(len(counts)), key=counts.__getitem__)
+        if not any(counts[best]):
+            return None
+        grammar, wanted = known[best], self._settings.time_unit
+        needs_unit = bool(grammar.header) and not (grammar.dated or (wanted == "auto" and grammar.unit_known))
+        texts = number_texts(series, self._settings) if grammar.name == "columns" else None
+        bases = texts.notes() if texts else []
+        is_open = (needs_unit and wanted == "auto") or bool(bases)
+        self._awaits_more = is_open and len(lines) < TELLING_LINES and not final
+        if self._awaits_more:
+            return None
+        self.notes += map(_base_text, bases)
+        if needs_unit:
+            grammar = self._with_unit(grammar, parsed[best], series)
+        if self._untimed:
+            self.notes.append("The lines have no times, so those of their arrival are used, which are less exact; "
+                              "candump -ta or -L prints times")  # fmt: skip
+        return grammar
+
+    def _with_unit(self, grammar: Grammar, rows: ParsedRows, lines: pl.Series) -> Grammar:
+        """Sets the unit of the times, and tells it where it is a guess."""
+        decided = with_unit(grammar, self._settings.time_unit, rows, lines)
+        if decided.assumption != grammar.assumption:
+            unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == decided.ticks_per_second)
+            self.notes.append(f"No heading tells the unit of the times, which are taken for {unit} because of how "
+                              "often IDs repeat; one such as `time [ms]` tells it")  # fmt: skip
+        return decided
+
+    def _decided(self, *, final: bool = False) -> Iterator[BusFrames]:
+        """Yields the frames that wait, once it is known what their times are."""
+        if not self._undecided:
+            return
+        frames = Frames.concatenate([waiting for waiting, _ in self._undecided])
+        channels = np.concatenate([names for _, names in self._undecided])
+        if self._deltas is None and (len(frames) >= DELTA_ROWS or final):
+            steps = np.diff(frames.timestamp)
+            backwards = np.count_nonzero(steps < 0) > DELTA_SHARE * max(len(steps), 1)
+            self._deltas = bool(backwards and frames.timestamp.min() >= 0 and frames.timestamp.max() < LONGEST_DELTA_S)
+            if self._deltas:
+                self.notes.append("The times are differences from line to line (candump -td), and were added up")
+        if self._deltas is None:
+            return
+        self._undecided = []
+        if self._deltas:
+            times = self._clock_s + np.cumsum(frames.timestamp)
+            self._clock_s = float(times[-1])
+            frames = Frames(times, frames.can_id, frames.length, frames.payload, frames.label)
+        yield from self._by_bus(frames, channels)
+
+
+def _base_text(note: BaseNote) -> str:
+    # A heading tells the base of IDs only.
+    remedy = f"; {note.doubt}, a heading such as `id_{note.other_base}` tells it" if note.setting == "id_base" else ""
+    return f"{note.fact[0].upper()}{note.fact[1:]}{remedy}"
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _union(kinds: Sequence[int]) -> int:
+    """Joins the bits of identifiers."""
+    return int(np.bitwise_or.reduce(np.array(kinds, np.int64)))
+
+
+def _with_times(lines: Sequence[str | None], since_s: float, now_s: float) -> list[str | None]:
+    """Puts times before lines that have none, as if they had arrived evenly since the ones before."""
+    times = np.linspace(since_s, now_s, len(lines) + 1)[1:]
+    return [line and f"({at:.6f}) {line.lstrip()}" for line, at in zip(lines, times.tolist(), strict=True)]
+
+
+class BusInput(FrameInput):
+    """Messages of CAN interfaces, by python-can."""
+
+    def __init__(self, bus: Any, channel: str = "") -> None:
+        super().__init__(channel)
+        self._bus = bus
+
+    def batches(self) -> Iterator[BusFrames | BusErrors | None]:
+        """Yields the frames that arrive within `PAUSE_S` together.
+
+        Raises:
+            DataError: The interface fails.
+        """
+        from can import CanError
+
+        while True:
+            try:
+                first = self._bus.recv(SILENCE_S)
+                messages = [] if first is None else [first, *self._waiting()]
+            except (CanError, OSError) as error:
+                raise DataError("A CAN interface must stay up", value=str(error),
+                                remedy="Bring it up: ip link set can0 up") from error  # fmt: skip
+            if not messages:
+                yield None
+                continue
+            yield from self._frames([one for one in messages if not one.is_error_frame])
+            yield from self._errors([one for one in messages if one.is_error_frame])
+
+    def close(self) -> None:
+        """Shuts the bus down."""
+        self._bus.shutdown()
+
+    def _waiting(self) -> Iterator[Any]:
+        until_s = time.monotonic() + PAUSE_S
+        for _ in range(MESSAGES):
+            message = self._bus.recv(max(0.0, until_s - time.monotonic()))
+            if message is None:
+                return
+            yield message
+
+    def _errors(self, messages: Sequence[Any]) -> Iterator[BusErrors]:
+        for channel in dict.fromkeys(map(_channel, messages)):
+            own = [one for one in messages if _channel(one) == channel]
+            kinds = [one.arbitration_id if one.dlc == _SOCKETCAN_LENGTH else 0 for one in own]
+            bus_offs = sum(1 for kind in kinds if kind & BUS_OFF)
+            yield from self._counted(BusErrors(channel, own[0].timestamp, len(own), bus_offs, _union(kinds)))
+
+    def _frames(self, messages: Sequence[Any]) -> Iterator[BusFrames]:
+        good = [one for one in messages if len(one.data) <= MAX_PAYLOAD_BYTES]
+        if len(good) < len(messages):
+            self.malformed[f"more than {MAX_PAYLOAD_BYTES} bytes"] += len(messages) - len(good)
+        payload = b"".join(bytes(one.data).ljust(MAX_PAYLOAD_BYTES, b"\0") for one in good)
+        frames = Frames(
+            timestamp=np.array([one.timestamp for one in good], np.float64),
+            can_id=np.array([one.arbitration_id for one in good], np.uint32),
+            # A remote frame asks for data, and has none.
+            length=np.array([0 if one.is_remote_frame else len(one.data) for one in good], np.uint8),
+            payload=np.frombuffer(payload, np.uint8).reshape(-1, MAX_PAYLOAD_BYTES),
+            label=np.zeros(len(good), np.uint8),
+        )
+        yield from self._by_bus(frames, np.array([_channel(one) for one in good], object))
+
+
+def _channel(message: Any) -> str:
+    return "" if message.channel is None else str(message.channel)
+
+
+def _open_bus(name: str) -> Any:
+    try:
+        import can
+    except ImportError as error:
+        raise ConfigError("A CAN interface is read by python-can, which is not installed", value=f"--input {name}",
+                          remedy="pip install 'can-train[live]', or pipe: candump -L can0 | can-train detect RUN"
+                          ) from error  # fmt: skip
+    interface, colon, channel = name.partition(":")
+    try:
+        return can.Bus(interface=interface if colon else "socketcan", channel=channel if colon else name)
+    except (can.CanError, OSError, ValueError, ImportError, NotImplementedError) as error:
+        raise ConfigError("--input is -, a file, or a CAN interface that is up", value=f"{name}: {error}",
+                          remedy="ip -brief link shows interfaces; python-can's others are INTERFACE:CHANNEL"
+                          ) from error  # fmt: skip

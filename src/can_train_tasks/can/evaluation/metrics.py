@@ -1,0 +1,245 @@
+"""Thresholds and figures of one detector on one set of windows.
+
+Shapes: V validation windows, W judged windows, R windows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypedDict, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import DataError
+from can_train_tasks.can.data.graphs import Bools, Floats
+
+# False-positive rate at which `recall_at_fpr_1pct` is read. It is customary, and means hundreds of alarms an hour.
+FIXED_FPR: Final = 0.01
+# What an autoencoder's anomaly score is made of: mean errors of a window's nodes and edges and of their latents, the
+# mean error of its worst nodes, and what no reconstruction shows: IDs that training did not see, and those overdue.
+ERROR_TERMS: Final = ("node", "edge", "latent", "worst", "ids")
+# The first three are those that users of this detector know.
+ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25, 0.5, 1.0)
+RECONSTRUCTION_TERMS: Final = 3
+ODD: Final = 3.0  # times the usual reach of a benign window's score, from which it is an odd one
+# How much further another drive goes. MCC on other drives of six simulated vehicles, trained on 27 and 60 s of one:
+# 0.41 and 0.58 with 1, 0.44 and 0.64 with this.
+SHORT_DRIVE_MARGIN: Final = 1.75
+LEAST_IDS: Final = 0.02  # unit of the last term where benign windows have none: one weighs as 50 of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold:
+    """A score above which windows are flagged, and a sentence about the rule that chose it."""
+
+    value: float
+    rule: str
+
+
+def choose_threshold(is_attack: Bools, score: Floats, *, supervised: bool, fpr: float) -> Threshold:
+    """Chooses the threshold of a detector from [V] validation windows.
+
+    A supervised detector gets the best F1, if there are attacks to measure it on. Any other one may flag a share `fpr`
+    of the benign windows.
+
+    Raises:
+        DataError: There is no benign window to measure the rate on.
+    """
+    if supervised and is_attack.any():
+        rule = "max F1 on validation" + (" (which holds attacks only)" if is_attack.all() else "")
+        return Threshold(value=threshold_max_f1(is_attack, score), rule=rule)
+    if is_attack.all():
+        raise DataError("The threshold needs benign windows in the validation part",
+                        value=f"{len(is_attack)} windows, none of them benign",
+                        remedy="Use a longer log, or raise dataset.validation_share")  # fmt: skip
+    benign = score[~is_attack]
+    where = "on validation" + (" (which holds no attacks)" if supervised else "")
+    if fpr * len(benign) >= 1:
+        rule = f"at most {100 * fpr:g} % of benign windows flagged {where}"
+        return Threshold(value=threshold_at_fpr(benign, fpr), rule=rule)
+    # With fewer windows than would show the rate, the threshold is the largest score, which one odd window decides. And
+    # they are minutes of the same drive: another one goes further.
+    usual = without_odd(benign, fpr)
+    middle = float(np.median(benign))
+    # By an exponential tail, which each median of it halves: how much further than the highest score the rate lies.
+    beyond = math.log2(0.5 / fpr) / max(math.log2(len(benign) / 2), 1.0)
+    margin = SHORT_DRIVE_MARGIN * beyond
+    value = middle + margin * (threshold_at_fpr(usual, fpr) - middle)
+    rule = f"{margin:.2g} times as far above the median as the highest of {len(benign)} benign windows"
+    if left_out := len(benign) - len(usual):
+        rule += f", without {left_out} far above the others"
+    return Threshold(value=value, rule=f"{rule}, too few for {100 * fpr:g} %, {where}")
+
+
+def without_odd(benign_score: Floats, fpr: float) -> Floats:
+    """Leaves out scores that lie `ODD` times as far above the median as an exponential tail would reach at `fpr`."""
+    middle = float(np.median(benign_score))
+    above = benign_score[benign_score > middle] - middle
+    if not len(above):
+        return benign_score
+    reach = float(np.median(above)) * math.log2(0.5 / fpr)
+    return benign_score[benign_score <= middle + ODD * reach]
+
+
+def threshold_max_f1(is_attack: Bools, score: Floats) -> float:
+    """Returns the threshold with the best attack-class F1; of equally good ones, the one that flags fewest windows.
+
+    It lies midway between the lowest flagged score and the highest one that is not flagged. There must be an attack.
+    """
+    # Only the distinct scores can be thresholds. From the highest down, every level flags all windows above it.
+    levels, level_of = np.unique(-score, return_inverse=True)
+    flagged = np.cumsum(np.bincount(level_of))
+    hits = np.cumsum(np.bincount(level_of, weights=is_attack))
+    f1 = 2 * hits / (flagged + hits[-1])
+    best = int(np.argmax(f1))
+    lowest_flagged = -float(levels[best])
+    if best + 1 == len(levels):
+        return float(np.nextafter(lowest_flagged, -np.inf))
+    highest_passed = -float(levels[best + 1])
+    # Between neighbouring or huge numbers, rounding or overflow can put the middle outside.
+    middle = (highest_passed + lowest_flagged) / 2
+    return middle if highest_passed <= middle < lowest_flagged else highest_passed
+
+
+def threshold_at_fpr(benign_score: Floats, fpr: float) -> float:
+    """Returns the lowest benign score that leaves at most a share `fpr` of them strictly above it.
+
+    There must be at least one score.
+    """
+    # Equal scores are flagged together or not at all, so the rate that is reached may be lower, but never higher.
+    count = len(benign_score)
+    # Rates are compared, not counts: 0.29 · 100 is 28.999999999999996, one window too few.
+    rates = np.arange(1, count) / count
+    allowed = int(np.searchsorted(rates, fpr, side="right"))
+    return float(np.sort(benign_score)[count - 1 - allowed])
+
+
+class Metrics(TypedDict):
+    """Figures of one detector on one set of windows; the rates are in [0, 1], `mcc` in [-1, 1]."""
+
+    f1: float | None
+    precision: float | None
+    recall: float | None
+    mcc: float | None
+    pr_auc: float | None
+    roc_auc: float | None
+    recall_at_fpr_1pct: float | None
+    false_positive_rate: float | None
+    false_alarms_per_hour: float | None
+    flagged_share: float | None
+    windows: int
+    attack_windows: int
+
+
+_COUNTS: Final = ("windows", "attack_windows")  # which no detector changes
+
+
+class KindRecall(TypedDict):
+    """Share of the windows of one attack kind that were flagged, and the number of its windows."""
+
+    recall: float
+    windows: int
+
+
+def detector_metrics(is_attack: Bools, score: Floats, flagged: Bools, *, benign_hours: float) -> Metrics:
+    """Computes every figure of one detector; figures that the windows do not define are None.
+
+    The precision is 0 where nothing is flagged, as in scikit-learn, and so is the MCC where all windows or none are.
+
+    Args:
+        is_attack: [W] the truth.
+        score: [W] higher is more attack-like; finite.
+        flagged: [W] which windows the detector calls attacks.
+        benign_hours: Hours that benign windows observed.
+    """
+    # scikit-learn takes seconds to import; most of a training needs only the thresholds of this module.
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
+    hits = int(np.count_nonzero(is_attack & flagged))
+    false_alarms = int(np.count_nonzero(flagged)) - hits
+    attacks = int(np.count_nonzero(is_attack))
+    benign = len(is_attack) - attacks
+    both = attacks > 0 and benign > 0
+    return Metrics(
+        f1=2 * hits / (hits + false_alarms + attacks) if attacks else None,
+        precision=hits / max(hits + false_alarms, 1) if attacks else None,
+        recall=_ratio(hits, attacks),
+        mcc=_mcc(hits, false_alarms, attacks, benign) if both else None,
+        pr_auc=float(average_precision_score(is_attack, score)) if attacks else None,
+        roc_auc=float(roc_auc_score(is_attack, score)) if both else None,
+        recall_at_fpr_1pct=recall_at_fpr(is_attack, score, FIXED_FPR) if both else None,
+        false_positive_rate=_ratio(false_alarms, benign),
+        false_alarms_per_hour=_ratio(false_alarms, benign_hours),
+        flagged_share=_ratio(hits + false_alarms, len(is_attack)),
+        windows=len(is_attack),
+        attack_windows=attacks,
+    )
+
+
+def mean_metrics(several: Sequence[Metrics]) -> Metrics:
+    """Returns the means of figures on the same windows; None where one of them is."""
+    if len(several) == 1:
+        return several[0]
+    columns: dict[str, list[Any]] = {name: [dict(one)[name] for one in several] for name in several[0]}
+    means: dict[str, Any] = {
+        name: None if None in values else values[0] if name in _COUNTS else sum(values) / len(values)
+        for name, values in columns.items()
+    }
+    return cast(Metrics, means)
+
+
+def metric_ranges(several: Sequence[Metrics]) -> dict[str, list[float]]:
+    """Returns the lowest and the highest of each figure that all of several fits have."""
+    columns: dict[str, list[Any]] = {name: [dict(one)[name] for one in several] for name in several[0]}
+    return {
+        name: [min(values), max(values)]
+        for name, values in columns.items()
+        if None not in values and name not in _COUNTS
+    }
+
+
+def _ratio(part: int, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _mcc(hits: int, false_alarms: int, attacks: int, benign: int) -> float:
+    # Python integers: the product of the four sums exceeds 64 bits at a million windows.
+    flagged = hits + false_alarms
+    passed = attacks + benign - flagged
+    if not flagged or not passed:
+        return 0.0
+    covariance = hits * (benign - false_alarms) - false_alarms * (attacks - hits)
+    return float(covariance / (flagged * passed * attacks * benign) ** 0.5)
+
+
+def recall_at_fpr(is_attack: Bools, score: Floats, fpr: float) -> float:
+    """Returns the best recall of any threshold that flags at most a share `fpr` of the benign windows.
+
+    It measures how well the scores rank, independently of the chosen threshold. Both classes must occur.
+    """
+    threshold = threshold_at_fpr(score[~is_attack], fpr)
+    return float(np.mean(score[is_attack] > threshold))
+
+
+def recall_by_kind(label: NDArray[np.uint8], flagged: Bools, kinds: tuple[str, ...]) -> dict[str, KindRecall]:
+    """Computes the recall of every attack kind that occurs; labels are [W] indices into `kinds`, and 0 is benign."""
+    found = {}
+    for code in np.unique(label[label > 0]):
+        of_kind = label == code
+        found[kinds[code]] = KindRecall(recall=float(np.mean(flagged[of_kind])), windows=int(np.count_nonzero(of_kind)))
+    return found
+
+
+def error_units(benign_errors: Floats) -> list[float]:
+    """Returns the [5] units of `ERROR_TERMS`: their means over [R, 5] errors of benign validation windows."""
+    # The smallest positive number stands for a mean of 0, which could not be divided by.
+    least = [np.finfo(np.float64).tiny] * (len(ERROR_TERMS) - 1) + [LEAST_IDS]
+    units: list[float] = np.maximum(benign_errors.mean(axis=0), least).tolist()
+    return units
+
+
+def anomaly_scores(errors: Floats, units: Sequence[float]) -> Floats:
+    """Returns [R] weighted sums of [R, 5] `ERROR_TERMS`, in units of the mean benign window."""
+    scores: Floats = errors @ (np.array(ERROR_WEIGHTS) / np.asarray(units))
+    return scores

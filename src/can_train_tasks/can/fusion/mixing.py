@@ -1,0 +1,97 @@
+"""The two scores that fusion mixes, brought to one scale: in [0, 1], with the model's own threshold at 0.5.
+
+Shapes: G windows of a data set, R rows (windows).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train_tasks.can.data.graphs import Floats, Ints
+
+# Numbers that the agent sees of a window: anomaly score, attack probability, the confidence of each, and the node, edge
+# and latent error of the autoencoder.
+STATE_WIDTH: Final = 7
+
+NO_WINDOW: Final = -1  # stands for the window after the last one
+THRESHOLD: Final = 0.5  # of a fused score, and of the two scores in it
+
+# Columns of the fused score and of the chosen mixing weight in an agent's `scores`.
+FUSED: Final = 0
+WEIGHT: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WindowScores:
+    """Scores of windows by an autoencoder and a classifier, all in [0, 1]."""
+
+    anomaly: Floats  # [G] of the autoencoder; 0.5 is its threshold
+    attack: Floats  # [G] of the classifier; 0.5 is its threshold
+    errors: Floats  # [G, 3] node, edge and latent errors; 0.5 is the mean benign window of validation
+
+    def states(self, rows: Ints) -> NDArray[np.float32]:
+        """Returns [R, 7] the numbers that the agent sees."""
+        scores = np.stack([self.anomaly[rows], self.attack[rows]], axis=1)
+        return np.concatenate([scores, confidence(scores), self.errors[rows]], axis=1, dtype=np.float32)
+
+    def fused(self, rows: Ints, weights: Floats | float) -> Floats:
+        """Returns [R] (1 − α) · anomaly + α · attack, with [R] weights α or one for all windows."""
+        fused: Floats = (1 - weights) * self.anomaly[rows] + weights * self.attack[rows]
+        return fused
+
+
+def mixing_weights(count: int) -> Floats:
+    """Returns the [count] weights α that the agent chooses from, evenly spaced in [0, 1]."""
+    return np.linspace(0.0, 1.0, count)
+
+
+def confidence(score: Floats) -> Floats:
+    """Returns the distance of scores in [0, 1] from their threshold: 0 on it, 1 at either end."""
+    distance: Floats = np.abs(score - THRESHOLD) * 2
+    return distance
+
+
+def bounded_anomaly(score: Floats, threshold: float) -> Floats:
+    """Returns [R] anomaly scores, none negative, as s / (s + threshold): in the same order, the threshold at 0.5."""
+    # With a threshold of 0, every score above it becomes 1.
+    bounded: Floats = score / (score + max(threshold, np.finfo(np.float64).tiny))
+    return bounded
+
+
+def attack_probability(logit_difference: Floats, threshold: float) -> Floats:
+    """Returns the logistic function of [R] logit differences (attack minus benign), with the threshold at 0.5."""
+    # A classifier that is trained with classes of equal weight flags too much at 0.5 where attacks are rare. Without
+    # the shift, the agent would have to outvote it even where it is right.
+    return logistic(logit_difference - threshold)
+
+
+def logistic(logit_difference: Floats) -> Floats:
+    """Returns probabilities of logit differences."""
+    # 1 / (1 + exp(-x)) overflows for large negative x; the equivalent hyperbolic tangent does not.
+    probability: Floats = 0.5 * (1 + np.tanh(logit_difference / 2))
+    return probability
+
+
+def bounded_errors(errors: Floats, units: Sequence[float]) -> Floats:
+    """Returns [R, 3] error terms as e / (e + unit): in [0, 1], their mean over benign validation windows at 0.5."""
+    bounded: Floats = errors / (errors + np.asarray(units))
+    return bounded
+
+
+def next_windows(rows: Ints, source: NDArray[np.int32]) -> Ints:
+    """Returns [G] the window that follows each one in time, within its log and within one part [R] of the data set.
+
+    It is `NO_WINDOW` where there is none, and for windows of other parts. `source` is [G] the log of every window; the
+    windows of a log are adjacent and in time order.
+    """
+    following = np.full(len(source), NO_WINDOW, dtype=np.int64)
+    # A next window of another part counts as none: training must not see validation or test, even as a next state.
+    in_part = np.zeros(len(source) + 1, dtype=np.bool_)
+    in_part[rows] = True
+    same_log = np.append(source[1:] == source[:-1], False)
+    continued = rows[in_part[rows + 1] & same_log[rows]]
+    following[continued] = continued + 1
+    return following

@@ -1,0 +1,263 @@
+"""The networks of the CAN task: the classifier and the autoencoder.
+
+Shapes: B graphs, N nodes, E edges, D deviations of a node (see `InputEncoder.deviations`), Z latent width.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.nn import JumpingKnowledge, global_max_pool, global_mean_pool
+from torch_geometric.nn.inits import glorot
+from torch_geometric.utils import add_self_loops, remove_self_loops, scatter, softmax
+
+from can_train_tasks.can.data.batches import GraphBatch
+from can_train_tasks.can.data.behaviour import BEHAVIOUR
+from can_train_tasks.can.data.graphs import EDGE_FEATURES
+from can_train_tasks.can.inputs import InputEncoder
+from can_train_tasks.can.settings import GatSettings, VgaeSettings
+
+WORST_NODES: Final = 3  # of a window, whose error is scored beside the mean over all
+# Logits for an attack that a classifier begins with: for a shortest gap whose deviation is -1, and for one unknown ID
+# on a known bus. By definition, benign training windows have no such ID: they can teach nothing about it.
+CLOSE_FRAMES: Final = 2.0
+STRANGE_ID: Final = 8.0
+# What a classifier's score grows by for one ID that is overdue. It is no part of the loss: by definition, benign
+# training windows have no such ID, so that nothing could be learned of it.
+MISSING_ID: Final = 8.0
+NEGATIVE_SLOPE: Final = 0.2  # of the attention's leaky ReLU: GATConv's
+MAX_LOG_STD: Final = 5.0  # log standard deviations are clipped to ± this: their exp() stays finite in half precision
+
+
+class EdgeAttention(nn.Module):
+    r"""`GATConv` of torch_geometric on edges that have features and contain the self-loops (see `with_self_loops`).
+
+    A head's attention takes :math:`a_e^\top W_e e_{ij}` from an edge. :math:`W_e^\top a_e` is computed first: E edges
+    are multiplied by [features, heads] and not by [features, heads · channels], which takes as much memory as the
+    messages do. Weights, their names and outputs are those of `GATConv` (Source: Veličković et al., 2018).
+
+    Shapes:
+        x [N, wide], ends [2, E] and features [E, 11] of the edges → [N, heads · channels].
+    """
+
+    # Not a subclass: for each class of its own, torch_geometric writes a module into the folder of temporary files.
+    def __init__(self, wide: int, channels: int, *, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.channels, self.dropout = heads, channels, dropout
+        self.lin = nn.Linear(wide, heads * channels, bias=False)
+        self.lin_edge = nn.Linear(len(EDGE_FEATURES), heads * channels, bias=False)
+        self.att_src, self.att_dst, self.att_edge = (nn.Parameter(torch.empty(1, heads, channels)) for _ in range(3))
+        self.bias = nn.Parameter(torch.zeros(heads * channels))
+        for weight in (self.lin.weight, self.lin_edge.weight, self.att_src, self.att_dst, self.att_edge):
+            glorot(weight)
+
+    def forward(self, x: Tensor, ends: Tensor, edge: Tensor) -> Tensor:
+        """Returns the nodes' sums of the messages that enter them, weighted by attention."""
+        source, target = ends
+        message = self.lin(x).view(-1, self.heads, self.channels)
+        folded = (self.lin_edge.weight.view(self.heads, self.channels, -1) * self.att_edge[0, :, :, None]).sum(1)
+        of_source, of_target = ((message * weight).sum(-1) for weight in (self.att_src, self.att_dst))
+        alpha = of_source.index_select(0, source) + of_target.index_select(0, target) + F.linear(edge, folded)
+        alpha = softmax(F.leaky_relu(alpha, NEGATIVE_SLOPE), target, num_nodes=len(x))
+        alpha = F.dropout(alpha, self.dropout, self.training)
+        entering = alpha[:, :, None] * message.index_select(0, source)
+        summed: Tensor = scatter(entering, target, dim=0, dim_size=len(x), reduce="sum")
+        return summed.flatten(1) + self.bias
+
+
+def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces self-loops by one for each node, whose features are the mean of those of the edges that enter it.
+
+    Returns:
+        Ends [2, E' + N] and features [E' + N, 11] of the edges, E' of which are no self-loops.
+    """
+    ends, edge = remove_self_loops(batch.edge_index, edge)
+    return add_self_loops(ends, edge, fill_value="mean", num_nodes=len(batch.can_id))  # type: ignore[no-any-return]
+
+
+class GatClassifier(nn.Module):
+    r"""Graph attention over a window's ID graph; the outputs of all layers are joined, mean-pooled and classified.
+
+    The classifier also sees the largest and the smallest of each deviation in the window: in a mean over all IDs, one
+    that is out of step is lost. It begins with what is known of injected frames before any training: they come too
+    close to an ID's others, or have an ID that the bus does not have.
+
+    Each layer is :math:`h_i' = \Vert_k \mathrm{ELU}\left(\sum_{j \in N(i) \cup i} \alpha^k_{ij} W^k h_j\right)`, whose
+    attention :math:`\alpha` sees edge features (GAT: Veličković et al., 2018; jumping knowledge: Xu et al., 2018).
+
+    Shapes:
+        batch of N nodes and E edges in B graphs → logits [B, 2] (benign, attack).
+    """
+
+    def __init__(self, settings: GatSettings, inputs: InputEncoder) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.dropout = settings.dropout
+        self.graph_dropout = 1 - (1 - settings.dropout) ** 2
+        width = settings.hidden * settings.heads
+        self.layers = nn.ModuleList(
+            EdgeAttention(wide, settings.hidden, heads=settings.heads, dropout=settings.dropout)
+            for wide in [inputs.width] + [width] * (settings.layers - 1)
+        )
+        self.jump = JumpingKnowledge("cat")
+        width *= settings.layers
+        head: list[nn.Module] = []
+        for _ in range(settings.head_layers - 1):
+            head += [nn.Linear(width, width), nn.ELU(), nn.Dropout(settings.dropout)]
+        self.head = nn.Sequential(*head)
+        self.output = nn.Linear(width + 2 * inputs.num_deviations, 2)
+        if inputs.num_deviations:
+            self._expect_injection(largest=width, smallest=width + inputs.num_deviations)
+
+    @torch.no_grad()
+    def _expect_injection(self, *, largest: int, smallest: int) -> None:
+        """Sets the weights of the shortest gap and of the strangest ID; the extremes begin at these columns."""
+        sides = torch.tensor([-0.5, 0.5])  # benign, attack
+        self.output.weight[:, smallest + BEHAVIOUR.index("gap_min")] = -CLOSE_FRAMES * sides
+        self.output.weight[:, smallest - 1] = STRANGE_ID * sides
+
+    def forward(self, batch: GraphBatch) -> Tensor:
+        """Returns logits [B, 2]."""
+        return self.classify(self.inputs(batch), batch)
+
+    def classify(self, inputs: tuple[Tensor, Tensor], batch: GraphBatch) -> Tensor:
+        """Returns logits [B, 2] of node inputs [N, width] and edge inputs [E, 11]."""
+        x, edge = inputs
+        deviations = x[:, x.shape[1] - self.inputs.num_deviations :]
+        extremes = (sign * global_max_pool(sign * deviations, batch.batch, batch.num_graphs) for sign in (1, -1))
+        ends, edge = with_self_loops(batch, edge)
+        outputs = []
+        for layer in self.layers:
+            x = F.elu(layer(x, ends, edge))
+            x = F.dropout(x, self.dropout, self.training)
+            outputs.append(x)
+        pooled = self.head(global_mean_pool(self.jump(outputs), batch.batch, batch.num_graphs))
+        if self.inputs.num_deviations:
+            # The graph is left out of some windows: else it explains the few attacks of training, and the extremes,
+            # which hold for others too, learn nothing.
+            pooled = pooled * F.dropout(pooled.new_ones(len(pooled), 1), self.graph_dropout, self.training)
+        logits: Tensor = self.output(torch.cat([pooled, *extremes], dim=1))
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruction:
+    """Errors of a reconstruction, of each node or edge."""
+
+    node: Tensor  # [N] weighted mean squared error of the node's features, see `InputEncoder.targets`
+    edge: Tensor  # [E] mean squared error of the standardised edge features
+    can_id: Tensor | None  # [N] cross-entropy of the node's own ID; None where identity is off
+    kl: Tensor  # [N] KL divergence of the latent from a standard normal, in nats
+
+
+def worst_nodes(error: Tensor, graph: Tensor) -> Tensor:
+    """Returns the positions of the `WORST_NODES` largest errors [N] of each graph, of all where it has no more."""
+    order = torch.argsort(error, descending=True, stable=True)
+    order = order[torch.argsort(graph[order], stable=True)]
+    first = torch.searchsorted(graph[order], graph[order])
+    return order[torch.arange(len(order), device=order.device) - first < WORST_NODES]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """The latent of a batch, and its reconstruction."""
+
+    mean: Tensor  # [N, Z] of the latent
+    log_std: Tensor  # [N, Z] of the latent
+    node: Tensor  # [N, T] the node's features, see `InputEncoder.targets`
+    edge: Tensor  # [E, 11] standardised edge features
+    id_logits: Tensor | None  # [N, V + 1] of the node's own ID; None where identity is off
+
+
+class Vgae(nn.Module):
+    r"""Attention encoder to a normal latent per node; decoders for node features, edge features and the node's CAN ID.
+
+    :math:`z = \mu + \varepsilon \cdot \sigma`; edges are decoded from :math:`(z_\mathrm{source},
+    z_\mathrm{destination})` (VGAE: Kipf and Welling, 2016).
+
+    Args:
+        settings: Widths.
+        inputs: Encoder of IDs and features.
+        projected: Width of the teacher's latent, to which it projects its own; 0: no teacher.
+
+    Shapes:
+        batch of N nodes and E edges, noise ε [N, Z] (None: the mean is decoded) → `Reconstruction`.
+    """
+
+    def __init__(self, settings: VgaeSettings, inputs: InputEncoder, *, projected: int = 0) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.dropout = settings.dropout
+        widths = [inputs.width, *settings.hidden]
+        heads, dropout = settings.heads, settings.dropout
+        self.layers = nn.ModuleList(
+            EdgeAttention(wide, out // heads, heads=heads, dropout=dropout) for wide, out in pairwise(widths)
+        )
+        self.mean = nn.Linear(widths[-1], settings.latent)
+        self.log_std = nn.Linear(widths[-1], settings.latent)
+        mirrored = [settings.latent, *reversed(settings.hidden)]
+        self.decoder = _mlp(mirrored)
+        self.node_head = nn.Linear(mirrored[-1], len(inputs.target_weights))
+        self.id_head = nn.Linear(mirrored[-1], len(inputs.vocabulary) + 1) if inputs.identity else None
+        pair = _mlp([2 * settings.latent, mirrored[1]])
+        self.edge_decoder = nn.Sequential(pair, nn.Linear(mirrored[1], len(EDGE_FEATURES)))
+        self.projection = nn.Linear(settings.latent, projected) if projected else None
+
+    def encode(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
+        """Returns mean and log standard deviation of the latent, [N, Z] each."""
+        # A function of its own: what it computes on the way is freed before the decoder begins.
+        x, edge = self.inputs(batch)
+        ends, edge = with_self_loops(batch, edge)
+        for layer in self.layers:
+            x = F.elu(layer(x, ends, edge))
+            x = F.dropout(x, self.dropout, self.training)
+        return self.mean(x), self.log_std(x).clamp(-MAX_LOG_STD, MAX_LOG_STD)
+
+    def decode(self, batch: GraphBatch, noise: Tensor | None) -> Decoded:
+        """Encodes a batch and reconstructs it."""
+        mean, log_std = self.encode(batch)
+        latent = mean if noise is None else mean + noise.to(mean.dtype) * log_std.exp()
+        hidden = self.decoder(latent)
+        source, destination = batch.edge_index
+        return Decoded(
+            mean=mean,
+            log_std=log_std,
+            node=self.node_head(hidden),
+            edge=self.edge_decoder(torch.cat([latent[source], latent[destination]], dim=1)),
+            id_logits=None if self.id_head is None else self.id_head(hidden),
+        )
+
+    def errors(self, batch: GraphBatch, decoded: Decoded) -> Reconstruction:
+        """Compares a reconstruction with its batch."""
+        node, edge = self.inputs.targets(batch)
+        mean, log_std = decoded.mean, decoded.log_std
+        can_id = None
+        if decoded.id_logits is not None:
+            can_id = F.cross_entropy(decoded.id_logits, self.inputs.id_index(batch), reduction="none")
+        return Reconstruction(
+            node=(decoded.node - node).square() @ self.inputs.target_weights.to(node.dtype),
+            edge=(decoded.edge - edge).square().mean(dim=1),
+            can_id=can_id,
+            kl=0.5 * (mean.square() + (2 * log_std).exp() - 2 * log_std - 1).sum(dim=1),
+        )
+
+    def forward(self, batch: GraphBatch, noise: Tensor | None) -> Reconstruction:
+        """Reconstructs a batch and returns the errors."""
+        return self.errors(batch, self.decode(batch, noise))
+
+
+def _mlp(widths: list[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for wide, out in pairwise(widths):
+        layers += [nn.Linear(wide, out), nn.ELU()]
+    return nn.Sequential(*layers)
+
+
+def build_network(settings: Any, inputs: InputEncoder, *, projected: int = 0) -> nn.Module:
+    """Makes a classifier or an autoencoder, which projects its latent to a teacher's width if it learns from one."""
+    if isinstance(settings, GatSettings):
+        return GatClassifier(settings, inputs)
+    return Vgae(settings, inputs, projected=projected)

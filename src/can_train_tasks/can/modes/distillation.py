@@ -1,0 +1,154 @@
+"""Knowledge distillation: a student learns from a teacher's outputs in addition to its own loss, a classifier from
+softened logits, an autoencoder from latents and reconstructions.
+
+Shapes: R rows (windows).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from can_train.config.resolved import FinishedModel, ResolvedRun
+from can_train.errors import CheckpointError
+from can_train.task import Outputs
+from can_train_tasks.can.data.dataset import CanData
+from can_train_tasks.can.data.graphs import Floats, Ints
+from can_train_tasks.can.losses import DistilledAutoencoderBatch, DistilledClassifierBatch
+from can_train_tasks.can.models import build_network
+from can_train_tasks.can.modes.windows import AutoencoderTask, ClassifierTask, WindowTask
+from can_train_tasks.can.reference_models import WindowReferenceModel
+from can_train_tasks.can.settings import DistillationSettings, GatSettings
+
+# Weights of the distances from the teacher's latents and from its reconstructions, which weigh as much together.
+TEACHER_WEIGHTS: Final = {"teacher_latent": 0.5, "teacher_node": 0.25, "teacher_edge": 0.25}
+
+
+def distillation_task(run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> WindowTask:
+    """Makes the task of a student, which is a classifier or an autoencoder.
+
+    Raises:
+        DataError: The windows lack what the student learns from.
+        CheckpointError: The teacher does not fit them.
+    """
+    student = DistilledClassifierTask if isinstance(run.model, GatSettings) else DistilledAutoencoderTask
+    return student(run, data, finished)
+
+
+class _Student(WindowTask):
+    """What both kinds of students have in common; it comes before the class of the plain model in their bases."""
+
+    _teacher: WindowReferenceModel
+    _references: Sequence[WindowReferenceModel]
+    _outputs: Outputs | None = None
+    _projected = 0  # width of the teacher's latent, where the student projects its own to it
+    _parameters = 0  # of the student, without that projection, which only training needs
+
+    def build_model(self) -> nn.Module:
+        """Makes the network."""
+        model = build_network(self._run.model, self._inputs(), projected=self._projected)
+        named = model.named_parameters()
+        self._parameters = sum(one.numel() for name, one in named if not name.startswith("projection."))
+        return model
+
+    def reference_models(self) -> Sequence[WindowReferenceModel]:
+        """Returns the teacher and, where one is named, the student that was trained without it."""
+        return self._references
+
+    def bind_outputs(self, role: str, outputs: Outputs) -> None:
+        """Receives the source of the teacher's outputs."""
+        self._outputs = outputs
+
+    def judge(self, score: Callable[..., Floats]) -> Mapping[str, Any]:
+        """Judges the student as a plain model, and compares it in size and speed with the reference models."""
+        from can_train_tasks.can.evaluation.judging import TRAINED, TimedScore
+
+        timed = TimedScore(score)
+        judgement = super().judge(timed)
+        sizes: dict[str, tuple[str | None, int]] = {TRAINED: (None, self._parameters)}
+        sizes |= {
+            one.role: (one.name, sum(each.numel() for each in one.model.parameters())) for one in self._references
+        }
+        compared = {
+            role: {"run": run, "parameters": size, "windows_per_second": timed.speed("" if role == TRAINED else role)}
+            for role, (run, size) in sizes.items()
+        }
+        return {**judgement, "compared": compared}
+
+    def _learn_from(self, finished: Mapping[str, FinishedModel], output: str) -> None:
+        rows = np.unique(np.concatenate([self.train_rows, self.validation_rows]))
+        self._references = [
+            WindowReferenceModel(role, finished[role], self._data, rows, output=output)
+            for role in ("teacher", "without_teacher")
+            if role in finished
+        ]
+        self._teacher, *others = self._references
+        mode: DistillationSettings = self._run.mode
+        if mode.offload_teacher_to_cpu:
+            self._teacher.placements = ("offload",)
+        elif mode.teacher_placement == "auto":
+            self._teacher.placements = ("device", "cache", "offload")
+        else:
+            self._teacher.placements = (mode.teacher_placement,)
+        for other in others:
+            other.placements = ()  # it is only scored, for the comparison
+        self.reference_roles = [one.role for one in self._references]
+
+    def _teacher_outputs(self) -> Outputs:
+        assert self._outputs is not None, "training binds the outputs before it asks for a batch"
+        return self._outputs
+
+
+class DistilledClassifierTask(_Student, ClassifierTask):
+    r"""A classifier learns from a teacher's softened logits and from labels (Source: Hinton et al., 2015):
+
+    :math:`\alpha T^2 \mathrm{KL}(p_\mathrm{teacher}^{(T)} \| p_\mathrm{student}^{(T)}) + (1 - \alpha) \mathrm{CE}`.
+
+    Raises:
+        DataError: There are no labels, or windows of one class only.
+        CheckpointError: The teacher does not fit the windows.
+    """
+
+    def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
+        super().__init__(run, data)
+        self._learn_from(finished, "logits")
+        mode = run.mode
+        # The gradient of the softened term falls with 1/T²; the factor makes α independent of the temperature.
+        self.loss_weights = {"classification": 1 - mode.alpha, "distillation": mode.alpha * mode.temperature**2}
+
+    def logical_batch(
+        self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> DistilledClassifierBatch:
+        """Prepares a logical batch."""
+        gather, temperature = self.gather_to(device, dtype), self._run.mode.temperature
+        teacher, hidden = self._teacher_outputs(), self.hidden_ids(rows, generator)
+        return DistilledClassifierBatch(rows, gather, self._weights(rows), teacher, temperature, hidden=hidden)
+
+
+class DistilledAutoencoderTask(_Student, AutoencoderTask):
+    """An autoencoder learns from a teacher's latents, to which it projects its own, and reconstructions.
+
+    Raises:
+        DataError: None of the windows is benign.
+        CheckpointError: The teacher does not fit them.
+    """
+
+    def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
+        super().__init__(run, data)
+        theirs, ours = finished["teacher"].run.dataset.features, run.dataset.features
+        if theirs != ours:
+            raise CheckpointError("A student reconstructs what its teacher does",
+                                  value=f"dataset.features={theirs} of the teacher and {ours} of the student",
+                                  remedy=f"Add --set dataset.features={theirs}")  # fmt: skip
+        self._learn_from(finished, "reconstruction")
+        self._projected = self._teacher.widths["latent"]
+        self.loss_weights = {**self.loss_weights, **TEACHER_WEIGHTS}
+
+    def logical_batch(
+        self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> DistilledAutoencoderBatch:
+        """Prepares a logical batch with the noise of all its windows."""
+        plain = super().logical_batch(rows, device, dtype, generator)
+        return DistilledAutoencoderBatch(**vars(plain), teacher=self._teacher_outputs())

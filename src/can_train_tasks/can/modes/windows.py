@@ -1,0 +1,250 @@
+"""The modes that learn from windows alone: a classifier from attack labels, with both classes of equal weight; an
+autoencoder from benign windows, where one that it reconstructs badly is an anomaly. Other modes build on them.
+
+Shapes: R rows (windows), S columns of raw scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from can_train.errors import DataError
+from can_train.task import BatchTask, Feature, Predictions
+from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
+from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
+from can_train_tasks.can.data.layout import TEST, digest_of_logs
+from can_train_tasks.can.inputs import InputEncoder, InputStatistics
+from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch, hide_ids
+from can_train_tasks.can.models import build_network
+
+if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
+    from can_train_tasks.can.data.dataset import CanData
+    from can_train_tasks.can.evaluation.judging import JudgementTable, ModelScores, Score
+    from can_train_tasks.can.losses import Gather
+
+_MAX_NAMED_LOGS: Final = 3  # in an error
+_REMEDY: Final = "Use a log with labelled attacks, or train an autoencoder: --model vgae"
+_LABEL_REMEDY: Final = (
+    "If a CSV column has labels, name it: `--set dataset.columns.label=NAME`. Else use a log with labelled attacks, or "
+    "train an autoencoder: --model vgae"
+)
+_BENIGN_REMEDY: Final = "Use a log that also has attack-free driving, before and after the attacks"
+
+
+class WindowTask(BatchTask):
+    """A task on the windows of a CAN data set.
+
+    Attributes:
+        supervised: Whether the mode learns from attacks.
+        reference_roles: Roles of the reference models that the trained model is compared with.
+    """
+
+    memory_features: Sequence[Feature] = GRAPH_FEATURES
+    supervised = True
+    reference_roles: Sequence[str] = ()
+
+    def __init__(self, run: ResolvedRun, data: CanData, train_rows: Ints, validation_rows: Ints) -> None:
+        self._run = run
+        self._data = data
+        self._gather = Gatherer(data.flat)
+        self.validation_rows = validation_rows
+        self.sample_note = "" if data.sample is None else data.sample.note
+        self._train_on(train_rows)
+
+    def data_digest(self) -> str:
+        """Returns a digest of the logs: their contents, roles and order, wherever they are."""
+        return digest_of_logs((source.role, source.group, source.sha256) for source in self._data.flat.sources)
+
+    def build_model(self) -> nn.Module:
+        """Makes the network; vocabulary and scale come from the training windows."""
+        return build_network(self._run.model, self._inputs())
+
+    def describe(self, row: int) -> str:
+        """Names a window in a message."""
+        nodes, edges, _ = self._gather.batch_features(np.asarray([row]))[0]
+        return f"window {row} ({nodes:.0f} nodes, {edges:.0f} edges)"
+
+    def batch_features(self, rows: Ints) -> Floats:
+        """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
+        return self._gather.batch_features(rows)
+
+    def gather_to(self, device: torch.device, dtype: torch.dtype) -> Gather:
+        """Returns a function that makes a batch of [R] windows on a device."""
+        return lambda rows: self._gather(rows).to(device, dtype)
+
+    def hidden_ids(self, rows: Ints, generator: torch.Generator | None) -> Bools | None:
+        """Draws in which windows of a logical batch [R] IDs are hidden; None: in none."""
+        dataset = self._run.dataset
+        return hide_ids(dataset.id_dropout if dataset.identity else 0.0, rows, generator)
+
+    def judge(self, score: Score) -> Mapping[str, Any]:
+        """Judges each test folder by itself, together with the reference models and the baselines."""
+        # scikit-learn takes a second to import, which only a run that has come to its end needs.
+        from can_train_tasks.can.evaluation.judging import JudgingOptions, judge
+
+        references = {role: self._final_scores(score, role) for role in self.reference_roles}
+        options = JudgingOptions.of(self._run, supervised=self.supervised)
+        return judge(self._data.flat, self._data.split, self._final_scores(score), options, references)
+
+    def predictions(self, judgement: Mapping[str, Any], score: Score) -> Mapping[str, Predictions]:
+        """Returns the windows of each test folder; where it has several logs, one begins where the one before ends."""
+        flat, scores = self._data.flat, self._final_scores(score).test
+        return {
+            folder: Predictions(
+                score=scores[folder],
+                positive=flat.label[rows] > 0,
+                flagged=scores[folder] > judgement["threshold"],
+                time_s=elapsed_s(flat, rows),
+                words=("window", "attack", "benign"),
+            )
+            for folder, rows in self._data.split.test.items()
+        }
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[JudgementTable]:
+        """Writes each test folder as a table of all detectors."""
+        from can_train_tasks.can.evaluation.judging import judgement_tables
+
+        return judgement_tables(judgement)
+
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[JudgementTable]:
+        """Writes a judgement as one table, a row for each test folder."""
+        from can_train_tasks.can.evaluation.judging import summary_tables
+
+        return summary_tables(judgement)
+
+    def _final_scores(self, score: Score, *role: str) -> ModelScores:
+        """Scores the validation and test windows with the trained model, or with the reference model of a role."""
+        from can_train_tasks.can.evaluation.judging import ModelScores
+
+        split = self._data.split
+        test = {folder: score(rows, *role)[:, 0] for folder, rows in split.test.items()}
+        return ModelScores(validation=score(split.validation, *role)[:, 0], test=test)
+
+    def _train_on(self, rows: Ints) -> None:
+        train_windows, sample = len(self._data.split.train), self._data.sample
+        whole = train_windows if sample is None else sample.train_windows
+        self.train_rows = rows
+        self.estimated_train_rows = max(1, round(whole * len(rows) / train_windows))
+
+    def _inputs(self) -> InputEncoder:
+        statistics = InputStatistics.fit(self._data.flat, self._data.split.train)
+        return InputEncoder(statistics, embedding=self._run.model.embedding, dataset=self._run.dataset)
+
+
+def elapsed_s(flat: FlatGraphs, rows: Ints) -> Floats:
+    """Returns [R] seconds at which windows begin, ascending by log, where each log begins as the one before ends."""
+    seconds, before = np.zeros(len(rows)), 0.0
+    for source in np.unique(flat.source[rows]):
+        own = flat.source[rows] == source
+        begins = float(flat.start_time[rows][own].min())
+        seconds[own] = before + flat.start_time[rows][own] - begins
+        before += float(flat.end_time[rows][own].max()) - begins
+    return seconds
+
+
+class ClassifierTask(WindowTask):
+    """Labelled windows.
+
+    Raises:
+        DataError: There are no labels, or windows of one class only.
+    """
+
+    loss_weights: Mapping[str, float] = {"classification": 1.0}
+
+    def __init__(self, run: ResolvedRun, data: CanData) -> None:
+        super().__init__(run, data, data.split.train, data.split.validation)
+        is_attack = data.flat.label[self.train_rows] > 0
+        check_classes(data, is_attack)
+        # A class without windows, as in a sample, gets a finite weight that no window uses.
+        counts = np.array([len(is_attack) - is_attack.sum(), is_attack.sum()])
+        self._class_weights: Floats = len(is_attack) / (2.0 * np.maximum(counts, 1))
+
+    def logical_batch(
+        self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> ClassifierBatch:
+        """Prepares a logical batch."""
+        hidden = self.hidden_ids(rows, generator)
+        return ClassifierBatch(rows, self.gather_to(device, dtype), self._weights(rows), hidden=hidden)
+
+    def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns [R, 1] attack logit differences."""
+        return ClassifierBatch.scores(model, self.gather_to(device, dtype)(rows))
+
+    def _weights(self, rows: Ints) -> Floats:
+        return self._class_weights[(self._data.flat.label[rows] > 0).astype(np.int64)]
+
+
+def check_classes(data: CanData, is_attack: Bools) -> None:
+    """Checks that windows, of which [R] train, can train a supervised mode.
+
+    Raises:
+        DataError: There are no labels, or windows of one class only.
+    """
+    training = [source for source in data.flat.sources if source.role != TEST]
+    # What a sample of the data lacks may be in the rest of them.
+    if (data.sample is None or data.sample.every_log) and not any(source.labelled for source in training):
+        raise DataError("A supervised mode learns from labels, and no training log has any",
+                        value=", ".join(source.path for source in data.flat.sources[:_MAX_NAMED_LOGS]),
+                        remedy=_LABEL_REMEDY)  # fmt: skip
+    attacks = int(is_attack.sum())
+    if data.sample is None and attacks in (0, len(is_attack)):
+        missing, remedy = ("no attack", _REMEDY) if attacks == 0 else ("no benign", _BENIGN_REMEDY)
+        raise DataError("A supervised mode learns from both classes, and the training part is one-sided",
+                        value=f"{missing} window among {len(is_attack)}", remedy=remedy)  # fmt: skip
+
+
+class AutoencoderTask(WindowTask):
+    """Benign windows.
+
+    Raises:
+        DataError: None of the windows is benign.
+    """
+
+    supervised = False
+
+    def __init__(self, run: ResolvedRun, data: CanData) -> None:
+        is_attack = data.flat.label > 0
+        train = _benign(data.split.train, is_attack, "training")
+        super().__init__(run, data, train, _benign(data.split.validation, is_attack, "validation"))
+        self.loss_weights: Mapping[str, float] = {
+            "node": 1.0, "edge": 1.0, "can_id": run.mode.can_id_weight, "kl": run.mode.kl_weight,
+        }  # fmt: skip
+
+    def logical_batch(
+        self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> AutoencoderBatch:
+        """Prepares a logical batch with the noise of all its windows."""
+        flat = self._data.flat
+        counts = (flat.num_nodes[rows], flat.num_edges[rows])
+        latent = self._run.model.latent if generator is not None else 0
+        batch = AutoencoderBatch.draw(rows, self.gather_to(device, dtype), counts, latent, generator)
+        return replace(batch, hidden=self.hidden_ids(rows, generator))
+
+    def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns [R, 5] `ERROR_TERMS`."""
+        return AutoencoderBatch.scores(model, self.gather_to(device, dtype)(rows))
+
+    def _final_scores(self, score: Score, *role: str) -> ModelScores:
+        from can_train_tasks.can.evaluation.judging import ModelScores
+        from can_train_tasks.can.evaluation.metrics import anomaly_scores, error_units
+
+        split = self._data.split
+        validation = score(split.validation, *role)
+        units = error_units(validation[self._data.flat.label[split.validation] == 0])
+        test = {folder: anomaly_scores(score(rows, *role), units) for folder, rows in split.test.items()}
+        return ModelScores(validation=anomaly_scores(validation, units), test=test, error_units=units)
+
+
+def _benign(rows: Ints, is_attack: Bools, part: str) -> Ints:
+    benign = rows[~is_attack[rows]]
+    if not len(benign):
+        raise DataError(f"The autoencoder learns from benign windows, and the {part} part has none",
+                        remedy=_BENIGN_REMEDY)  # fmt: skip
+    return benign

@@ -1,0 +1,343 @@
+"""What attackers make of a drive: which frames are added, removed or replaced, and which of them are labelled.
+
+Each attack comes in bursts whose strength is drawn anew, from blatant to barely visible. A frame that the attacker sent
+is an attack. A suppressed message leaves nothing to label; there the frame that became ready next after each missing
+one is labelled, so that the attack windows are those that lack a frame.
+
+Masquerade at a plausible value is hard, and stays so. The victim is silent, and its frames come in its rhythm, with its
+counter and checksum; in version 2 the forged reading is one that the victim could have sent. Only its disagreement with
+what other messages say betrays it, and the first and the last frame, by less than the bus delays others. A detector
+that finds most of it there has found a flaw of the simulation.
+
+Shapes: M frames.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Ints
+from can_train_tasks.can.synthetic.traffic import SECOND_US, TimeSpan, Traffic, draw_time_spans
+from can_train_tasks.can.synthetic.vehicles import Message, Signal, Vehicle, write_checksum
+
+_T = TypeVar("_T")
+
+_FIRST_BURST_CYCLE_US: Final = 6 * SECOND_US  # version 1: a burst in each, which is a quarter of a drive
+
+# Version 2. In can-train-and-test 36 to 927 frames are benign for each attack; here it is windows.
+_ATTACK_SHARE: Final = 1 / 55  # of a drive's time: the windows at the edges of a burst are attacks too
+_MIN_BURSTS: Final = 2  # one in the part of a drive that trains, one in the part that validates
+_BURST_CYCLE_US: Final = 60 * SECOND_US  # longer drives have a burst in each
+_MIN_BURST_US: Final = SECOND_US // 4  # in drives of a few seconds: a fast message is sent ten times in it
+# Where the last burst of a drive lies: a plain cut that keeps the last fifth for validation leaves one to either part.
+_LAST_BURST: Final = (0.82, 0.97)
+_LAST_LENGTH: Final = 0.5  # of the last burst ÷ that of the others, so that training keeps most attacks
+# From a bus at four fifths of its capacity down to one frame in most windows.
+_DOS_PERIODS_US: Final = (400, 1_000, 4_000, 15_000, 60_000)
+_FUZZING_PERIODS_US: Final = (800, 3_000, 12_000, 40_000, 120_000)
+_SPOOFED_SHARES: Final = (1.0, 0.5, 0.2, 0.08)  # of the real frames are followed by a forged one
+_MIN_SPOOF_DELAY_US: Final = 300
+# Longest delay of the forged frame, as a share of the period: the sooner it follows, the longer receivers believe it.
+_MAX_SPOOF_DELAYS: Final = (0.1, 0.5, 1.0)
+_INTERVAL_FACTORS: Final = (0.13, 0.3, 0.55, 0.85, 1.3)  # the attacker's period ÷ the real one
+# Version 2's masquerade: how late its frames are at most, and by which part of its range a reading drifts in a burst.
+_MAX_TAKEOVER_SHIFT_US: Final = 200
+_DRIFTS: Final = (0.05, 0.1, 0.2, 0.3)
+_REPLAYED_SHARES: Final = (1.0, 0.4, 0.1)  # of a vehicle's IDs are replayed together
+# Longest period of a message worth suppressing, and of the one that every replay includes: it shows in each window.
+_FAST_US: Final = 50_000
+_MODERATE_US: Final = 200_000  # longest period of a message sent at a wrong interval: several frames in a burst
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttackContext:
+    """One drive before the attack: what the vehicle wants to send, ordered by time, and when the attacker is active."""
+
+    vehicle: Vehicle
+    traffic: Traffic
+    bursts: tuple[TimeSpan, ...]
+    rng: np.random.Generator
+
+    def rows(self, message: Message, burst: TimeSpan) -> Ints:
+        """Returns the positions of a message's frames inside a burst."""
+        first, last = self.edges(self.traffic, burst)
+        rows: Ints = first + np.flatnonzero(self.traffic.can_id[first:last] == message.can_id)
+        return rows
+
+    @staticmethod
+    def edges(traffic: Traffic, burst: TimeSpan) -> tuple[int, int]:
+        """Returns the positions of a burst's first frame, and of the first one after it."""
+        first, last = np.searchsorted(traffic.time_us, [burst.start_us, burst.end_us])
+        return int(first), int(last)
+
+
+def attack(kind: str, rng: np.random.Generator, vehicle: Vehicle, traffic: Traffic, duration_us: int) -> Traffic:
+    """Attacks a drive, as version 2 does.
+
+    Args:
+        kind: A name of `ATTACKS`.
+        rng: The attacker's choices.
+        vehicle: The vehicle attacked.
+        traffic: What it wants to send, ordered by time.
+        duration_us: Length of the drive.
+
+    Returns:
+        What is sent instead, ordered by the time it is ready, attack frames labelled.
+    """
+    bursts = draw_bursts(rng, duration_us)
+    while True:
+        context = AttackContext(vehicle=vehicle, traffic=traffic, bursts=bursts, rng=rng)
+        attacked = ATTACKS[kind](context)
+        # A weak attack may draw not a single frame.
+        if all(attacked.attack[slice(*context.edges(attacked, burst))].any() for burst in bursts):
+            return attacked
+
+
+def attack_often(kind: str, rng: np.random.Generator, vehicle: Vehicle, traffic: Traffic, duration_us: int) -> Traffic:
+    """Attacks a drive as version 1 does; `kind` is a name of `FIRST_ATTACKS`. Otherwise like `attack`."""
+    bursts = draw_time_spans(rng, duration_us, cycle_us=_FIRST_BURST_CYCLE_US)
+    return FIRST_ATTACKS[kind](AttackContext(vehicle=vehicle, traffic=traffic, bursts=bursts, rng=rng))
+
+
+def draw_bursts(rng: np.random.Generator, duration_us: int) -> tuple[TimeSpan, ...]:
+    """Draws when a drive is attacked: a few bursts that together take `_ATTACK_SHARE` of it, in order and apart."""
+    num_bursts = max(_MIN_BURSTS, round(duration_us / _BURST_CYCLE_US))
+    last_from_us, last_to_us = (int(duration_us * share) for share in _LAST_BURST)
+    cycle_us = last_from_us // (num_bursts - 1)
+    ranges = [(cycle_us * number + cycle_us // 10, cycle_us * (number + 1)) for number in range(num_bursts - 1)]
+    mean_us = duration_us * _ATTACK_SHARE / (num_bursts - 1 + _LAST_LENGTH)
+    bursts = []
+    for (from_us, to_us), factor in [*((one, 1.0) for one in ranges), ((last_from_us, last_to_us), _LAST_LENGTH)]:
+        length_us = max(_MIN_BURST_US, int(factor * mean_us * (0.5 + rng.random())))
+        start_us = from_us + int((to_us - from_us - length_us) * rng.random())
+        bursts.append(TimeSpan(start_us=start_us, end_us=start_us + length_us))
+    return tuple(bursts)
+
+
+def _inject(burst_frames: Callable[[AttackContext, TimeSpan], Traffic], context: AttackContext) -> Traffic:
+    return Traffic.merge([context.traffic, *(burst_frames(context, burst) for burst in context.bursts)])
+
+
+def _flood(context: AttackContext, burst: TimeSpan) -> Traffic:
+    """Floods the bus with ID 0, which always wins arbitration."""
+    time_us = _periodic(context.rng, burst, _draw(context.rng, _DOS_PERIODS_US))
+    payload = np.full((len(time_us), MAX_PAYLOAD_BYTES), _draw(context.rng, (0x00, 0xFF)), np.uint8)
+    return _attack_frames(time_us, np.zeros_like(time_us), np.full_like(time_us, MAX_PAYLOAD_BYTES), payload)
+
+
+def _fuzz(context: AttackContext, burst: TimeSpan) -> Traffic:
+    """Sends random payloads, in some bursts under random IDs, in others under the vehicle's own."""
+    rng = context.rng
+    time_us = _periodic(rng, burst, _draw(rng, _FUZZING_PERIODS_US))
+    if rng.random() < 0.5:
+        can_id = rng.integers(context.vehicle.max_id + 1, size=len(time_us))
+        length = rng.integers(MAX_PAYLOAD_BYTES + 1, size=len(time_us))
+    else:
+        own = np.array([(message.can_id, message.length) for message in context.vehicle.messages])
+        can_id, length = own[rng.integers(len(own), size=len(time_us))].T
+    payload = rng.integers(256, size=(len(time_us), MAX_PAYLOAD_BYTES), dtype=np.uint8)
+    payload[np.arange(MAX_PAYLOAD_BYTES) >= length[:, None]] = 0
+    return _attack_frames(time_us, can_id, length, payload)
+
+
+def _systematise(context: AttackContext, burst: TimeSpan) -> Traffic:
+    """Tries one ID after another, or one payload after another under an ID of the vehicle."""
+    rng = context.rng
+    time_us = _periodic(rng, burst, _draw(rng, _FUZZING_PERIODS_US))
+    steps = int(rng.integers(context.vehicle.max_id + 1)) + np.arange(len(time_us))
+    payload = np.full((len(time_us), MAX_PAYLOAD_BYTES), _draw(rng, (0x00, 0xFF)), np.uint8)
+    if rng.random() < 0.5:
+        can_id, length = steps % (context.vehicle.max_id + 1), np.full_like(time_us, MAX_PAYLOAD_BYTES)
+    else:
+        victim = _draw(rng, [message for message in context.vehicle.messages if message.length])
+        can_id, length = np.full_like(time_us, victim.can_id), np.full_like(time_us, victim.length)
+        payload[:, int(rng.integers(victim.length))] = steps % 256
+        payload[:, victim.length :] = 0
+    return _attack_frames(time_us, can_id, length, payload)
+
+
+# The raw values [M] that an attacker claims, from the signal and what the real frames [M, 8] said.
+_Claim = Callable[[np.random.Generator, Signal, NDArray[np.uint8]], Ints]
+
+
+def _claim_another(rng: np.random.Generator, signal: Signal, payload: NDArray[np.uint8]) -> Ints:
+    """One value of any size, or the real values moved by up to a fifth of the range."""
+    span = signal.high - signal.low
+    if rng.random() < 0.5:
+        return np.full(len(payload), signal.low + int(span * rng.random()))
+    return signal.read(payload) + int(span * (0.4 * rng.random() - 0.2))
+
+
+def _claim_zero(rng: np.random.Generator, signal: Signal, payload: NDArray[np.uint8]) -> Ints:
+    """No speed, or no gear."""
+    return np.full(len(payload), signal.low)
+
+
+def _spoof(channels: Sequence[str], claim: _Claim, context: AttackContext, burst: TimeSpan) -> Traffic:
+    """Sends a forged frame after the real ones that carry the channels."""
+    return Traffic.merge([_spoof_channel(channel, claim, context, burst) for channel in channels])
+
+
+def _spoof_channel(channel: str, claim: _Claim, context: AttackContext, burst: TimeSpan) -> Traffic:
+    rng = context.rng
+    message, signal = context.vehicle.fastest_carrier(channel)
+    rows = context.rows(message, burst)
+    rows = rows[rng.random(len(rows)) < _draw(rng, _SPOOFED_SHARES)]
+    forged = context.traffic.take(rows)
+    max_delay_us = int(message.period_us * _draw(rng, _MAX_SPOOF_DELAYS))
+    forged.time_us[:] += rng.integers(_MIN_SPOOF_DELAY_US, max_delay_us, size=len(rows))
+    signal.write(forged.payload, claim(rng, signal, forged.payload))
+    # Not every attacker knows the checksum.
+    if rng.random() < 0.5:
+        write_checksum(message, forged.payload)
+    forged.attack[:] = True
+    return forged
+
+
+def _change_interval(context: AttackContext, burst: TimeSpan) -> Traffic:
+    """Sends a real message's latest payload again, with a period of the attacker's own."""
+    message = _draw(context.rng, context.vehicle.cyclic_messages(_MODERATE_US))
+    time_us = _periodic(context.rng, burst, int(message.period_us * _draw(context.rng, _INTERVAL_FACTORS)))
+    own = np.flatnonzero(context.traffic.can_id == message.can_id)
+    latest = np.searchsorted(context.traffic.time_us[own], time_us, side="right") - 1
+    forged = context.traffic.take(own[np.maximum(latest, 0)])
+    return _attack_frames(time_us, forged.can_id, forged.length, forged.payload)
+
+
+def _replay(context: AttackContext, burst: TimeSpan) -> Traffic:
+    """Sends again what some of the vehicle's IDs sent in an earlier time span as long as the burst."""
+    rng = context.rng
+    duration_us = min(burst.end_us - burst.start_us, burst.start_us)
+    recorded_us = int((burst.start_us - duration_us) * rng.random())
+    ids = np.array([message.can_id for message in context.vehicle.messages])
+    # One fast message at least, so that no burst is without a frame.
+    always = _draw(rng, context.vehicle.cyclic_messages(_FAST_US)).can_id
+    ids = ids[(rng.random(len(ids)) < _draw(rng, _REPLAYED_SHARES)) | (ids == always)]
+    first, last = np.searchsorted(context.traffic.time_us, [recorded_us, recorded_us + duration_us])
+    forged = context.traffic.take(first + np.flatnonzero(np.isin(context.traffic.can_id[first:last], ids)))
+    forged.time_us[:] += burst.start_us - recorded_us
+    forged.attack[:] = True
+    return forged
+
+
+def _suppress(context: AttackContext) -> Traffic:
+    """Silences one to three messages; the head of this file says which frames are labelled."""
+    missing = np.zeros(len(context.traffic), np.bool_)
+    for burst in context.bursts:
+        candidates = context.vehicle.cyclic_messages(_FAST_US)
+        for _ in range(int(context.rng.integers(1, 4))):
+            missing[context.rows(_draw(context.rng, candidates), burst)] = True
+    rest = context.traffic.take(~missing)
+    next_ready = np.searchsorted(rest.time_us, context.traffic.time_us[missing])
+    rest.attack[np.minimum(next_ready, len(rest) - 1)] = True
+    return rest
+
+
+def _masquerade_roughly(context: AttackContext) -> Traffic:
+    """Version 1: silences a message and sends it in its place, with a wrong reading and timing a little off."""
+    rng = context.rng
+
+    def forge(message: Message, signal: Signal, rows: Ints) -> Traffic:
+        forged = context.traffic.take(rows)
+        # The attacker's clock is not the victim's: another phase, and the jitter of software instead of a timer's.
+        shift_us = message.period_us * (0.3 * rng.random() + 0.1 * rng.random(len(rows)))
+        forged.time_us[:] += np.floor(shift_us).astype(np.int64)
+        raw = signal.read(forged.payload)
+        if rng.random() < 0.5:
+            signal.write(forged.payload, np.full_like(raw, raw[0]))
+        else:
+            final_error = (signal.high - signal.low) * _draw(rng, (-0.5, -0.2, 0.2, 0.5))
+            signal.write(forged.payload, raw + np.floor(np.linspace(0.0, final_error, len(raw))).astype(np.int64))
+        return forged
+
+    return _take_over(context, forge)
+
+
+def _masquerade(context: AttackContext) -> Traffic:
+    """Silences a message and sends it in its place, in its rhythm; one reading is wrong, and plausible."""
+    return _take_over(context, partial(_forge_plausibly, context))
+
+
+def _forge_plausibly(context: AttackContext, message: Message, signal: Signal, rows: Ints) -> Traffic:
+    """Freezes a reading, repeats an earlier course of it, or lets it drift."""
+    rng = context.rng
+    forged = context.traffic.take(rows)
+    forged.time_us[:] += int(rng.integers(_MAX_TAKEOVER_SHIFT_US))
+    real = signal.read(forged.payload)
+    drifting = _drift(rng, signal, real, forged.time_us)
+    own = np.flatnonzero(context.traffic.can_id == message.can_id)
+    before = int(np.searchsorted(own, rows[0]))
+    earlier = own[int(rng.integers(max(1, before - len(rows)))) :][: len(rows)]
+    claimed = _draw(rng, (np.full_like(real, real[0]), signal.read(context.traffic.payload[earlier]), drifting))
+    # While the vehicle stands, the first two are often what the victim says anyway.
+    signal.write(forged.payload, drifting if np.array_equal(claimed, real) else claimed)
+    return forged
+
+
+def _drift(rng: np.random.Generator, signal: Signal, real: Ints, time_us: Ints) -> Ints:
+    """Moves readings [M] ever more towards the other end of their range."""
+    # The error grows when the victim would have sampled, so that the reading changes as often as ever.
+    sampled_us = time_us - time_us % signal.every_us if signal.every_us else time_us
+    progress = (sampled_us - sampled_us[0]) / max(1, sampled_us[-1] - sampled_us[0])
+    span = signal.high - signal.low
+    direction = 1 if 2 * (real[0] - signal.low) < span else -1
+    drifted: Ints = real + direction * np.floor(progress * _draw(rng, _DRIFTS) * span).astype(np.int64)
+    return drifted
+
+
+def _take_over(context: AttackContext, forge: Callable[[Message, Signal, Ints], Traffic]) -> Traffic:
+    """Replaces a message in each burst by what `forge` makes of it, with the right checksum."""
+    replaced = np.zeros(len(context.traffic), np.bool_)
+    parts = []
+    for burst in context.bursts:
+        message, signal = context.vehicle.fastest_carrier(_draw(context.rng, ("rpm", "speed", "steering")))
+        rows = context.rows(message, burst)
+        replaced[rows] = True
+        forged = forge(message, signal, rows)
+        write_checksum(message, forged.payload)
+        forged.attack[:] = True
+        parts.append(forged)
+    return Traffic.merge([context.traffic.take(~replaced), *parts])
+
+
+def _periodic(rng: np.random.Generator, burst: TimeSpan, period_us: int) -> Ints:
+    """Draws the attacker's sending times: a period with up to a tenth of jitter, [M] ascending, at least one."""
+    time_us = np.arange(burst.start_us, burst.end_us, period_us)
+    return time_us + rng.integers(period_us // 10 + 1, size=len(time_us))
+
+
+def _attack_frames(time_us: Ints, can_id: Ints, length: Ints, payload: NDArray[np.uint8]) -> Traffic:
+    labels = np.ones(len(time_us), np.bool_)
+    return Traffic(time_us=time_us, can_id=can_id, length=length, payload=payload, attack=labels)
+
+
+def _draw(rng: np.random.Generator, choices: Sequence[_T]) -> _T:
+    return choices[int(rng.integers(len(choices)))]
+
+
+_Attack = Callable[[AttackContext], Traffic]
+
+# By the name of its files; can-train-and-test calls spoofed signals by what they claim.
+FIRST_ATTACKS: Final[Mapping[str, _Attack]] = {
+    "DoS": partial(_inject, _flood),
+    "fuzzing": partial(_inject, _fuzz),
+    "rpm": partial(_inject, partial(_spoof, ("rpm",), _claim_another)),
+    "interval": partial(_inject, _change_interval),
+    "replay": partial(_inject, _replay),
+    "speed": partial(_inject, partial(_spoof, ("speed",), _claim_another)),
+    "double": partial(_inject, partial(_spoof, ("steering", "speed"), _claim_another)),
+    "suppress": _suppress,
+    "masquerade": _masquerade_roughly,
+}
+ATTACKS: Final[Mapping[str, _Attack]] = {
+    **FIRST_ATTACKS,
+    "masquerade": _masquerade,
+    "systematic": partial(_inject, _systematise),
+    "triple": partial(_inject, partial(_spoof, ("rpm", "speed", "gear"), _claim_another)),
+    "standstill": partial(_inject, partial(_spoof, ("speed",), _claim_zero)),
+    "force-neutral": partial(_inject, partial(_spoof, ("gear",), _claim_zero)),
+}

@@ -1,0 +1,305 @@
+"""The vehicles of version 2: a car with 11-bit IDs, a truck with the 29-bit IDs of SAE J1939, and two cars that have
+both, the last of which training never sees. What they send is drawn so that periods, payloads and bus load are like
+those of logged vehicles (`scripts/bench/bus` compares them).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import numpy as np
+
+from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES
+from can_train_tasks.can.synthetic.vehicles import (
+    MAX_EXTENDED_ID,
+    MAX_STANDARD_ID,
+    NUM_VEHICLES,
+    STATUS_CHANNELS,
+    Checksum,
+    Message,
+    SendType,
+    Signal,
+    Vehicle,
+)
+
+_T = TypeVar("_T")
+
+# Attacks forge them, so every vehicle sends each in a fast message of its own.
+TARGETS: Final = ("rpm", "speed", "steering", "gear")
+_LIVELY: Final = ("rpm", "speed", "steering", "throttle", "torque", "yaw", "brake")
+_SLOW: Final = ("coolant", "fuel", "speed", "speed", "rpm", "torque", "yaw")
+GEARS: Final = 6  # and neutral, which is a reading of 0
+
+_MS: Final = 1_000  # microseconds
+_STANDARD_IDS: Final = (0x010, 0x7E0)  # those below and above are left to bus management and diagnostics
+_PARAMETER_GROUPS: Final = (0xF000, 0xFEFF)  # PGNs of SAE J1939 that are broadcast
+_PRIORITIES: Final = (3, 6)  # of J1939's control messages, and of all others
+_PRIORITY_SHIFT: Final = 26
+_SHARED_IDS: Final = 24  # IDs that any vehicle may use, each with a meaning of its own, as makers do
+_SHARED_PART: Final = 8  # one in this many of a vehicle's IDs is a shared one
+_OWN_IDS: Final = 110  # reserved for each vehicle: enough for the largest
+_UNITS: Final = (6, 10)  # fewest and most control units of a vehicle
+_MAX_ADDRESS: Final = 64  # of a control unit, in the last byte of a 29-bit ID
+_ADDRESS_BITS: Final = 8
+_CONTROL_MS: Final = 50  # longest period of a message that controls
+_SCHEDULE_US: Final = 5 * _MS  # a control unit looks this often for what is due
+_SAMPLES_MS: Final = (100, 200, 500, 1000)  # from one sample of a slow reading to the next
+_REPEAT_MS: Final = 50  # a message that is sent on changes only is repeated after this time
+
+# Shares of the messages that may be such.
+_TARGETS_PROTECTED: Final = 3  # times as often as other messages have they a counter and a checksum
+_MIN_PROTECTED_BYTES: Final = 4
+_MULTIPLEXED: Final = 0.1
+_MAX_LIVELY_MS: Final = 100  # longest period of a reading that always changes
+_NOISY: Final = 0.3  # of lively readings
+_MIN_EVENT_MS: Final = 100  # faster messages are control loops, which never pause
+_SENT_IF_ACTIVE: Final = 0.15
+_SENT_ON_CHANGE_TOO: Final = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class VehicleKind:
+    """What is common to vehicles of a kind. Shares are of messages."""
+
+    periods_ms: Mapping[int, tuple[int, int]]  # fewest and most messages of each period
+    target_periods_ms: tuple[int, ...]  # of the messages that carry `TARGETS`, in their order
+    extended: float  # have a 29-bit ID
+    protected: float  # have a counter and a checksum
+    counted: float  # have a counter alone
+    constant: float  # never change
+    lively: float  # carry a reading that differs in most frames
+    on_change: int  # messages without a period
+    fillers: tuple[int, ...]  # bytes that stand where nothing is sent
+    lengths: tuple[int, ...]  # payload bytes to draw from
+    jitters_us: tuple[int, ...]  # largest usual delays of a control unit behind its own schedule, to draw from
+    bit_us: int
+    max_id: int
+
+
+_CAR: Final = VehicleKind(
+    periods_ms={10: (0, 1), 20: (3, 5), 50: (4, 6), 100: (9, 13), 200: (5, 8), 500: (4, 8), 1000: (6, 10)},
+    target_periods_ms=(10, 20, 20, 50),
+    extended=0.0,
+    protected=0.18,
+    counted=0.1,
+    constant=0.2,
+    lively=0.3,
+    on_change=4,
+    fillers=(0x00, 0x00, 0x00, 0x00, 0xFF),
+    lengths=(8, 8, 8, 8, 8, 8, 8, 7, 6, 5, 4, 2, 0),
+    jitters_us=(50, 150, 400, 800),
+    bit_us=2,
+    max_id=MAX_STANDARD_ID,
+)
+_MIXED: Final = VehicleKind(
+    periods_ms={10: (0, 1), 25: (3, 5), 50: (3, 6), 100: (10, 14), 250: (4, 7), 500: (4, 8), 1000: (8, 12)},
+    target_periods_ms=(10, 25, 25, 50),
+    extended=0.3,
+    protected=0.15,
+    counted=0.15,
+    constant=0.2,
+    lively=0.3,
+    on_change=5,
+    fillers=(0x00, 0x00, 0xFF, 0x55),
+    lengths=(8, 8, 8, 8, 8, 7, 6, 4, 3, 1),
+    jitters_us=(50, 150, 400, 800),
+    bit_us=2,
+    max_id=MAX_STANDARD_ID,
+)
+_TRUCK: Final = VehicleKind(
+    periods_ms={10: (0, 1), 20: (2, 4), 50: (4, 7), 100: (12, 18), 250: (4, 8), 500: (6, 10), 1000: (18, 28)},
+    target_periods_ms=(20, 20, 10, 50),
+    extended=1.0,
+    protected=0.05,
+    counted=0.05,
+    constant=0.15,
+    lively=0.4,
+    on_change=3,
+    fillers=(0xFF, 0xFF, 0xFF, 0xFF, 0x00),
+    lengths=(8,),
+    jitters_us=(60, 150, 400),
+    bit_us=4,
+    max_id=MAX_EXTENDED_ID,
+)
+_KINDS: Final = (_CAR, _TRUCK, _MIXED, _MIXED)
+
+
+def make_fleet(seed: int) -> tuple[Vehicle, ...]:
+    """Designs the vehicles of a data set; vehicle i does not depend on how many others there are."""
+    order = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
+    standard = order.permutation(np.arange(*_STANDARD_IDS)).tolist()
+    groups = order.permutation(np.arange(*_PARAMETER_GROUPS)).tolist()
+    vehicles = []
+    for number in range(NUM_VEHICLES):
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, number)))
+        pools = [_draw_part(rng, pool, number) for pool in (standard, groups)]
+        vehicles.append(_make_vehicle(rng, _KINDS[number], *pools))
+    return tuple(vehicles)
+
+
+def _draw_part(rng: np.random.Generator, pool: Sequence[int], number: int) -> list[int]:
+    """Returns a vehicle's part of a pool of IDs, in random order; a few of them are other vehicles' too."""
+    own = _SHARED_IDS + number * _OWN_IDS
+    shared = rng.permutation(pool[:_SHARED_IDS]).tolist()
+    mixed: list[int] = rng.permutation([*shared[: _OWN_IDS // _SHARED_PART], *pool[own : own + _OWN_IDS]]).tolist()
+    return mixed
+
+
+def _make_vehicle(rng: np.random.Generator, kind: VehicleKind, standard: list[int], groups: list[int]) -> Vehicle:
+    slots = _draw_slots(rng, kind)
+    addresses = rng.permutation(_MAX_ADDRESS)[: int(rng.integers(*_UNITS, endpoint=True))].tolist()
+    jitters_us = tuple(_draw(rng, kind.jitters_us) for _ in addresses)
+    extended = rng.random(len(slots)) < kind.extended
+    standard = sorted(standard[: int((~extended).sum())])
+    groups = sorted(groups[: int(extended.sum())])
+    messages = []
+    for (period_ms, content), is_extended in zip(slots, extended.tolist(), strict=True):
+        unit = int(rng.integers(len(addresses)))
+        priority = _PRIORITIES[period_ms > _CONTROL_MS]
+        can_id = (
+            priority << _PRIORITY_SHIFT | groups.pop(0) << _ADDRESS_BITS | addresses[unit]
+            if is_extended
+            else standard.pop(0)
+        )
+        frame = _Slot(can_id=can_id, period_ms=period_ms, unit=unit, content=content)
+        messages.append(_make_message(rng, kind, frame))
+    by_id = sorted(messages, key=lambda message: message.can_id)
+    return Vehicle(messages=tuple(by_id), jitters_us=jitters_us, bit_us=kind.bit_us, max_id=kind.max_id)
+
+
+def _draw_slots(rng: np.random.Generator, kind: VehicleKind) -> list[tuple[int, str]]:
+    """Draws period and content of every message, roughly from fast to slow: lower IDs win arbitration."""
+    slots = list(zip(kind.target_periods_ms, TARGETS, strict=True))
+    slots += [(_REPEAT_MS, "on_change")] * kind.on_change
+    for period_ms, (fewest, most) in kind.periods_ms.items():
+        for _ in range(int(rng.integers(fewest, most, endpoint=True))):
+            draw = rng.random()
+            lively = kind.lively if period_ms <= _MAX_LIVELY_MS else 0.0
+            if draw < lively:
+                content = "lively"
+            elif draw < lively + kind.constant:
+                content = "constant"
+            else:
+                content = ("slow", "flags")[int(rng.integers(2))]
+            slots.append((period_ms, content))
+    order = np.argsort([period_ms * (0.5 + rng.random()) for period_ms, _ in slots], kind="stable")
+    return [slots[position] for position in order.tolist()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slot:
+    """What is decided of a message before its payload."""
+
+    can_id: int
+    period_ms: int
+    unit: int
+    content: str  # a name of `TARGETS`, or "lively", "slow", "flags", "constant" or "on_change"
+
+
+def _make_message(rng: np.random.Generator, kind: VehicleKind, slot: _Slot) -> Message:
+    is_target = slot.content in TARGETS
+    length = MAX_PAYLOAD_BYTES if is_target else _draw(rng, kind.lengths)
+    if slot.content == "on_change":
+        length = max(1, length)
+    draw = rng.random() / (_TARGETS_PROTECTED if is_target else 1)
+    fits = length >= _MIN_PROTECTED_BYTES and slot.content != "on_change"
+    protected = fits and draw < kind.protected
+    counted = protected or (fits and draw < kind.protected + kind.counted)
+    free_bytes = length - protected - counted
+    signals = _draw_signals(rng, slot, free_bytes)
+    send_type = _draw_send_type(rng, slot) if signals else SendType.CYCLIC
+    # The first byte tells the page.
+    paged = length == MAX_PAYLOAD_BYTES and all(signal.byte for signal in signals) and rng.random() < _MULTIPLEXED
+    return Message(
+        can_id=slot.can_id,
+        period_us=slot.period_ms * _MS,
+        length=length,
+        send_type=send_type,
+        constants=_draw_constants(rng, kind, length),
+        signals=signals,
+        counter_byte=free_bytes if counted else None,
+        checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))] if protected else Checksum.NONE,
+        pages=_draw_pages(rng, kind) if paged and not counted and send_type is SendType.CYCLIC else (),
+        trigger="" if send_type is SendType.CYCLIC else signals[0].channel,
+        unit=slot.unit,
+        offset_us=_SCHEDULE_US * int(rng.integers(max(1, slot.period_ms * _MS // _SCHEDULE_US))),
+    )
+
+
+def _draw_send_type(rng: np.random.Generator, slot: _Slot) -> SendType:
+    draw = rng.random()
+    if slot.content == "on_change":
+        return SendType.ON_CHANGE
+    if slot.content == "flags" and slot.period_ms >= _MIN_EVENT_MS:
+        if draw < _SENT_IF_ACTIVE:
+            return SendType.CYCLIC_IF_ACTIVE
+        if draw < _SENT_IF_ACTIVE + _SENT_ON_CHANGE_TOO:
+            return SendType.CYCLIC_AND_ON_CHANGE
+    return SendType.CYCLIC
+
+
+def _draw_constants(rng: np.random.Generator, kind: VehicleKind, length: int) -> tuple[int, ...]:
+    palette = (*kind.fillers, int(rng.integers(256)))
+    filled = [_draw(rng, palette) for _ in range(length)]
+    return tuple(filled + [0] * (MAX_PAYLOAD_BYTES - length))
+
+
+def _draw_pages(rng: np.random.Generator, kind: VehicleKind) -> tuple[tuple[int, ...], ...]:
+    num_pages = int(rng.integers(2, 5))
+    return tuple((page, *_draw_constants(rng, kind, MAX_PAYLOAD_BYTES)[1:]) for page in range(num_pages))
+
+
+def _draw_signals(rng: np.random.Generator, slot: _Slot, free_bytes: int) -> tuple[Signal, ...]:
+    if slot.content == "constant" or not free_bytes:
+        return ()
+    if slot.content in TARGETS:
+        return _target_signals(rng, slot)
+    # Sent on changes: of a status first, which triggers it.
+    content = "flags" if slot.content == "on_change" else slot.content
+    signals = []
+    byte = int(rng.integers(max(1, free_bytes // 2)))
+    for _ in range(int(rng.integers(1, 4 if content == "slow" else 3))):
+        if byte >= free_bytes:
+            break
+        width = 2 if content == "lively" and byte + 1 < free_bytes and rng.random() < 0.5 else 1
+        signals.append(_draw_signal(rng, content, _draw(rng, _channels(content, slot.period_ms)), byte, width))
+        byte += width + int(rng.integers(2))
+    return tuple(signals)
+
+
+def _target_signals(rng: np.random.Generator, slot: _Slot) -> tuple[Signal, ...]:
+    """The reading that attackers are after, and one more."""
+    channel = slot.content
+    if channel == "gear":
+        target = Signal(
+            channel=channel, byte=int(rng.integers(3)), width=1, low=0, high=GEARS * int(rng.integers(1, 9))
+        )
+    else:
+        low, high = int(rng.integers(500)), int(rng.integers(4_000, 60_000))
+        every_us = slot.period_ms * _MS * int(rng.integers(1, 3))
+        target = Signal(channel=channel, byte=int(rng.integers(3)), width=2, low=low, high=high, every_us=every_us)
+    content = _draw(rng, ("slow", "lively", "flags"))
+    return (target, _draw_signal(rng, content, _draw(rng, _channels(content, slot.period_ms)), 4, 1))
+
+
+def _channels(content: str, period_ms: int) -> Sequence[str]:
+    """Lists what may be in a message. In a fast one nothing that attackers are after: that has a message of its own."""
+    names = {"flags": STATUS_CHANNELS, "slow": _SLOW, "lively": _LIVELY}[content]
+    return [name for name in names if period_ms > _CONTROL_MS or name not in TARGETS]
+
+
+def _draw_signal(rng: np.random.Generator, content: str, channel: str, byte: int, width: int) -> Signal:
+    low, high = np.sort(rng.integers(256**width, size=2)).tolist()
+    if content == "flags":
+        # Readings of a status have four levels: in so many raw values they are two, three or four.
+        low, span = int(rng.integers(4)), _draw(rng, (2, 3, 4, 64))
+        return Signal(channel=channel, byte=byte, width=width, low=low, high=low + span)
+    if content == "slow":
+        every_us = _draw(rng, _SAMPLES_MS) * _MS
+        return Signal(channel=channel, byte=byte, width=width, low=low, high=high, every_us=every_us)
+    noise = int(rng.integers(1, 4)) if rng.random() < _NOISY else 0
+    return Signal(channel=channel, byte=byte, width=width, low=low, high=high, noise=noise)
+
+
+def _draw(rng: np.random.Generator, choices: Sequence[_T]) -> _T:
+    return choices[int(rng.integers(len(choices)))]

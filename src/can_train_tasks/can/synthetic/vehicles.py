@@ -1,0 +1,236 @@
+"""What a simulated vehicle is: which CAN IDs it sends, how often, and what the bytes of a payload mean. The vehicles of
+version 1.
+
+Shapes: M frames.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Floats, Ints
+
+MAX_STANDARD_ID: Final = 0x7FF  # of 11 bits; larger ones have 29
+MAX_EXTENDED_ID: Final = 0x1FFF_FFFF
+NUM_VEHICLES: Final = 4  # three that training sees and one that only the tests have, as in can-train-and-test
+
+# Readings of the vehicle's state, most of them smooth. Attacks forge the first three, so every vehicle sends those.
+ANALOG_CHANNELS: Final = ("rpm", "speed", "steering", "throttle", "brake", "torque", "yaw", "coolant", "fuel", "gear")
+# Readings that hold one of a few levels for seconds: doors, lamps, modes.
+STATUS_CHANNELS: Final = ("status_1", "status_2", "status_3", "status_4")
+_NUM_TARGETS: Final = 3  # of `ANALOG_CHANNELS`, from the first, get a fast and cyclic message of their own
+
+# Fewest and most messages of each period: 25 to 43 IDs, some 800 to 1,200 frames/s, about a fifth of 500 kbit/s.
+_PERIODS_MS: Final = {10: (4, 6), 20: (5, 8), 50: (3, 6), 100: (5, 9), 200: (3, 5), 500: (2, 5), 1000: (3, 6)}
+_ID_RANGE: Final = (0x010, 0x7E0)  # 11 bits; those below and above are left to bus management and diagnostics
+_SHARED_IDS: Final = 24  # IDs that any vehicle may use, each with a meaning of its own, as makers do
+_SHARED_PART: Final = 3  # one in this many of a vehicle's IDs is a shared one
+_OWN_IDS: Final = 45  # reserved for each vehicle: enough for the largest
+# Payload bytes to draw from: most messages fill a frame, a few carry nothing but their ID.
+_LENGTHS: Final = (8, 8, 8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 0)
+_CRC8_POLYNOMIAL: Final = 0x1D  # SAE J1850: x^8 + x^4 + x^3 + x^2 + 1
+_CRC8_START: Final = 0xFF  # initial value and final XOR of SAE J1850
+
+
+class SendType(Enum):
+    """When a message is sent: every period; every period while active; every period, and on changes; or on changes."""
+
+    CYCLIC = auto()
+    CYCLIC_IF_ACTIVE = auto()
+    CYCLIC_AND_ON_CHANGE = auto()
+    ON_CHANGE = auto()
+
+
+class Checksum(Enum):
+    """How the last byte protects the others and the ID."""
+
+    NONE = auto()
+    XOR = auto()
+    CRC8 = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """One reading inside a payload, most significant byte first."""
+
+    channel: str  # the reading it carries
+    byte: int  # position of its first byte
+    width: int  # bytes: 1 or 2
+    low: int  # raw value for a reading of 0
+    high: int  # raw value for a reading of 1
+    every_us: int = 0  # from one sample of the reading to the next; 0: each frame has its own
+    noise: int = 0  # largest error of a sample, in raw values
+
+    def to_raw(self, reading: Floats) -> Ints:
+        """Converts readings in [0, 1] to raw values, [M]."""
+        return self.low + np.floor(reading * (self.high - self.low)).astype(np.int64)
+
+    def read(self, payload: NDArray[np.uint8]) -> Ints:
+        """Extracts the raw values from payloads [M, 8]."""
+        value = np.zeros(len(payload), np.int64)
+        for position in range(self.byte, self.byte + self.width):
+            value = value * 256 + payload[:, position]
+        return value
+
+    def write(self, payload: NDArray[np.uint8], raw: Ints) -> None:
+        """Writes raw values [M], clipped to the signal's range, into payloads [M, 8]."""
+        value = np.clip(raw, min(self.low, self.high), max(self.low, self.high))
+        for position in reversed(range(self.byte, self.byte + self.width)):
+            payload[:, position] = value % 256
+            value = value // 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One CAN ID of a vehicle."""
+
+    can_id: int  # 11 bits, or 29
+    period_us: int  # microseconds between two frames; of a message that is sent on changes, between its repetitions
+    length: int  # payload bytes
+    send_type: SendType
+    constants: tuple[int, ...]  # the 8 payload bytes before anything is written into them; zero beyond `length`
+    signals: tuple[Signal, ...]  # the readings it carries
+    counter_byte: int | None  # byte whose low nibble counts the frames; None without a counter
+    checksum: Checksum  # of its last byte
+    pages: tuple[tuple[int, ...], ...] = ()  # constants that take turns, where a message is multiplexed
+    trigger: str = ""  # the channel that decides when it is sent, where it is not merely cyclic
+    unit: int = 0  # the control unit that sends it, and whose clock it follows
+    offset_us: int = 0  # from the beginning of the unit's schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vehicle:
+    """A vehicle's messages, by ascending ID, and its bus."""
+
+    messages: tuple[Message, ...]
+    jitters_us: tuple[int, ...] = ()  # largest usual delay of each control unit behind its own schedule
+    bit_us: int = 2  # duration of a bit: at 500 kbit/s, the usual speed of a powertrain bus
+    max_id: int = MAX_STANDARD_ID  # the largest ID that may be sent
+
+    def fastest_carrier(self, channel: str) -> tuple[Message, Signal]:
+        """Returns the fastest message that is always sent and carries a channel, and the signal in it."""
+        cyclic = [m for m in self.messages if m.send_type is SendType.CYCLIC]
+        found = [(m, s) for m in cyclic for s in m.signals if s.channel == channel]
+        return min(found, key=lambda pair: (pair[0].period_us, pair[0].can_id))
+
+    def cyclic_messages(self, max_period_us: int) -> list[Message]:
+        """Returns the messages that are always sent, with a period of at most `max_period_us`."""
+        return [m for m in self.messages if m.send_type is SendType.CYCLIC and m.period_us <= max_period_us]
+
+
+def make_vehicles(seed: int) -> tuple[Vehicle, ...]:
+    """Designs the vehicles of a data set; vehicle i does not depend on how many others there are."""
+    ids = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,))).permutation(np.arange(*_ID_RANGE))
+    vehicles = []
+    for number in range(NUM_VEHICLES):
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, number)))
+        own = _SHARED_IDS + number * _OWN_IDS
+        vehicles.append(_make_vehicle(rng, shared=ids[:_SHARED_IDS], own=ids[own : own + _OWN_IDS]))
+    return tuple(vehicles)
+
+
+def write_checksum(message: Message, payload: NDArray[np.uint8]) -> None:
+    """Writes the checksum into payloads [M, 8] of one message."""
+    if message.checksum is Checksum.NONE:
+        return
+    last = message.length - 1
+    # The ID comes first: a payload that is copied under another ID then fails the check, as in AUTOSAR's profiles.
+    id_bytes = message.can_id.to_bytes(2 if message.can_id < 2**16 else 4)
+    protected = [np.full(len(payload), byte, np.uint8) for byte in id_bytes]
+    protected += [payload[:, position] for position in range(last)]
+    payload[:, last] = _crc8(protected) if message.checksum is Checksum.CRC8 else np.bitwise_xor.reduce(protected)
+
+
+def _crc8(columns: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    table = np.arange(256)
+    for _ in range(8):
+        table = (table << 1) ^ np.where(table & 0x80, 0x100 | _CRC8_POLYNOMIAL, 0)
+    steps = table.astype(np.uint8)
+    value = np.full(len(columns[0]), _CRC8_START, np.uint8)
+    for column in columns:
+        value = steps[value ^ column]
+    return value ^ np.uint8(_CRC8_START)
+
+
+def _make_vehicle(rng: np.random.Generator, *, shared: Ints, own: Ints) -> Vehicle:
+    periods_ms = []
+    for period_ms, (fewest, most) in _PERIODS_MS.items():
+        periods_ms += [period_ms] * int(rng.integers(fewest, most, endpoint=True))
+    num_shared = len(periods_ms) // _SHARED_PART
+    ids = np.concatenate([rng.permutation(shared)[:num_shared], own[: len(periods_ms) - num_shared]])
+    # Lower IDs win arbitration, so makers give them to the faster messages.
+    messages = [
+        _make_target(rng, int(can_id), period_ms, ANALOG_CHANNELS[rank])
+        if rank < _NUM_TARGETS
+        else _make_message(rng, int(can_id), period_ms)
+        for rank, (can_id, period_ms) in enumerate(zip(np.sort(ids), periods_ms, strict=True))
+    ]
+    return Vehicle(messages=tuple(messages))
+
+
+def _make_target(rng: np.random.Generator, can_id: int, period_ms: int, channel: str) -> Message:
+    """A full frame with the channel in two bytes, another reading, a counter and a checksum."""
+    high = int(rng.integers(8_000, 60_000))
+    second_channel = ANALOG_CHANNELS[int(rng.integers(_NUM_TARGETS, len(ANALOG_CHANNELS)))]
+    return Message(
+        can_id=can_id,
+        period_us=period_ms * 1000,
+        length=MAX_PAYLOAD_BYTES,
+        send_type=SendType.CYCLIC,
+        constants=_constants(rng, MAX_PAYLOAD_BYTES),
+        signals=(
+            Signal(channel=channel, byte=int(rng.integers(0, 3)), width=2, low=int(rng.integers(0, 500)), high=high),
+            Signal(channel=second_channel, byte=4, width=1, low=0, high=255),
+        ),
+        counter_byte=MAX_PAYLOAD_BYTES - 2,
+        checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))],
+    )
+
+
+def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Message:
+    length = _LENGTHS[int(rng.integers(len(_LENGTHS)))]
+    protected = length >= 4 and rng.random() < 0.5
+    counter_byte = length - 2 if protected or (length >= 2 and rng.random() < 0.2) else None
+    # Control loops (10 ms) never pause; the slower a message, the likelier it depends on events.
+    draw, send_type = rng.random(), SendType.CYCLIC
+    if period_ms >= 20 and draw < 0.15:
+        send_type = SendType.CYCLIC_AND_ON_CHANGE
+    elif period_ms >= 100 and draw > 0.75:
+        send_type = SendType.CYCLIC_IF_ACTIVE
+    return Message(
+        can_id=can_id,
+        period_us=period_ms * 1000,
+        length=length,
+        send_type=send_type,
+        constants=_constants(rng, length),
+        signals=_draw_signals(rng, free_bytes=length if counter_byte is None else counter_byte),
+        counter_byte=counter_byte,
+        checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))] if protected else Checksum.NONE,
+    )
+
+
+def _constants(rng: np.random.Generator, length: int) -> tuple[int, ...]:
+    """Typical filler: mostly zeros and ones, now and then a fixed code."""
+    palette = [0x00, 0x00, 0x00, 0xFF, 0xFF, int(rng.integers(256))]
+    filled = [palette[int(rng.integers(len(palette)))] for _ in range(length)]
+    return tuple(filled + [0] * (MAX_PAYLOAD_BYTES - length))
+
+
+def _draw_signals(rng: np.random.Generator, free_bytes: int) -> tuple[Signal, ...]:
+    """Fills the bytes from the left with readings of one or two bytes and, where it draws none, leaves constants."""
+    signals = []
+    byte = 0
+    while byte < free_bytes:
+        draw = rng.random()
+        wide = draw < 0.3 and byte + 1 < free_bytes
+        if draw < 0.6:
+            names = ANALOG_CHANNELS if draw < 0.5 else STATUS_CHANNELS
+            low, high = np.sort(rng.integers(0, 65_536 if wide else 256, size=2)).tolist()
+            channel = names[int(rng.integers(len(names)))]
+            signals.append(Signal(channel=channel, byte=byte, width=2 if wide else 1, low=low, high=high))
+        byte += 2 if wide else 1
+    return tuple(signals)

@@ -1,0 +1,304 @@
+"""Air showers as files hold them: parquet, CSV and HDF5 with one line a muon, and the HDF5 of CORSIKA's ground
+particles. What is read is checked; an error names the file and the line.
+
+Shapes: M muons, S showers.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import DataError, MissingDataError
+from can_train.io.records import expanded
+from can_train_tasks.muon.settings import ShowerDatasetSettings
+
+Floats = NDArray[np.float64]
+Columns = dict[str, Floats]
+
+ENERGY, ZENITH, PRIMARY, DEPTH = "primary_E_GeV", "primary_zenith_rad", "primary_id", "depth_g_cm2"
+EVENT, PARTICLE = "event", "muon_id"
+VARIABLE_COLUMNS: Final = {"x": "x_m", "y": "y_m", "energy": "muon_E_GeV", "time": "t_ns"}
+"""Column of each variable of a muon."""
+MUON_TABLE: Final = "muons"
+"""Dataset of an HDF5 file that has one line a muon."""
+MUON_IDS: Final = (5, 6)
+"""CORSIKA's numbers of μ+ and μ−."""
+_GROUND_TABLE: Final = "groundparticles"  # Dataset of CORSIKA's particles as HiSPARC's tools store them
+_SHOWER_COLUMNS: Final = (EVENT, PRIMARY, ENERGY, ZENITH)
+_OPTIONAL: Final = (DEPTH, PARTICLE)
+_MUON_MASS_EV: Final = 105.6583755e6
+_EV_PER_GEV: Final = 1e9
+_NUCLEON_IDS: Final = (13, 14, 15, 25)  # CORSIKA's neutron, proton and their antiparticles
+_FIRST_NUCLEUS_ID: Final = 200  # CORSIKA numbers a nucleus 100 · A + Z
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Showers:
+    """Showers with their muons, those of a shower in succession.
+
+    Attributes:
+        energy_gev: [S] of the primary particle.
+        zenith_rad: [S] of its direction.
+        mass: [S] its number of nucleons.
+        depth_g_cm2: [S] atmosphere above the observer.
+        counts: [S] muons.
+        muons: [M] by variable, in the units of the files: m, GeV, and ns since the shower's first muon.
+    """
+
+    energy_gev: Floats
+    zenith_rad: Floats
+    mass: Floats
+    depth_g_cm2: Floats
+    counts: NDArray[np.int64]
+    muons: Mapping[str, Floats]
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
+    """Lists the files of a data set, sorted; none where they are simulated.
+
+    Raises:
+        MissingDataError: There is no such file or folder, or no file of showers in it.
+    """
+    if dataset.is_synthetic:
+        return []
+    suffixes = ", ".join(sorted(READERS))
+    if not dataset.path:
+        raise MissingDataError("A data set of showers is synthetic, or a file or folder", value=repr(dataset.name),
+                               remedy="Give --dataset synthetic or --dataset PATH")  # fmt: skip
+    path = expanded(dataset.path)
+    if not path.is_absolute() and not path.exists():
+        path = data_root / path
+    if path.is_dir():
+        found = sorted(one for one in path.rglob("*") if one.suffix.lower() in READERS and one.is_file())
+    else:
+        found = [path] if path.is_file() and path.suffix.lower() in READERS else []
+    if not found:
+        what = (
+            "holds no file of showers" if path.is_dir() else "is no file of showers" if path.exists() else "is missing"
+        )
+        raise MissingDataError(f"Showers are read from files that end in {suffixes}", value=f"{path} {what}",
+                               remedy="Check the path, or try --dataset synthetic")  # fmt: skip
+    return found
+
+
+def read_showers(files: Sequence[Path], dataset: ShowerDatasetSettings) -> Showers:
+    """Reads showers; the events of each file are its own.
+
+    Raises:
+        DataError: A file cannot be read or breaks a rule; names file and line.
+    """
+    read = [_showers_of(_read(path), dataset) for path in files]
+    joined = {name: np.concatenate([getattr(one, name) for one in read])
+              for name in ("energy_gev", "zenith_rad", "mass", "depth_g_cm2", "counts")}  # fmt: skip
+    muons = {name: np.concatenate([one.muons[name] for one in read]) for name in dataset.variables}
+    return Showers(**joined, muons=muons)
+
+
+def showers_of_columns(columns: Columns, dataset: ShowerDatasetSettings) -> Showers:
+    """Makes showers of columns in memory, one line a muon, checked like those of a file."""
+    lines = np.arange(1, len(columns[EVENT]) + 1)
+    return _showers_of(_Table(path=Path(dataset.name), columns=columns, lines=lines), dataset)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Table:
+    """Columns of a file."""
+
+    path: Path
+    columns: Columns
+    lines: NDArray[np.int64]  # Number of each line in the file
+    line: str = "row"  # What a line is called
+
+    def check(self, holds: NDArray[np.bool_], name: str, rule: str) -> None:
+        """Raises DataError, which names the first line that breaks a rule."""
+        if not holds.all():
+            row = int(np.argmin(holds))
+            where, found = f"{self.path}, {self.line} {self.lines[row]}", self.columns[name][row]
+            raise DataError(f"{where}: {name} {rule}", value=f"{found:.12g}", remedy="Correct the line or leave it out")
+
+    def only(self, kept: NDArray[np.bool_]) -> "_Table":
+        """Returns the table with some of its lines."""
+        columns = {name: values[kept] for name, values in self.columns.items()}
+        return replace(self, columns=columns, lines=self.lines[kept])
+
+
+def _read(path: Path) -> _Table:
+    try:
+        return READERS[path.suffix.lower()](path)
+    except DataError:
+        raise
+    except OSError as error:
+        # h5py raises it for damaged files, too.
+        raise DataError(f"{path} must be readable", value=_short(error), remedy="Check the file") from error
+    except Exception as error:
+        if not type(error).__module__.startswith("polars"):
+            raise
+        raise DataError(f"{path} must be readable", value=_short(error), remedy="Check the file") from error
+
+
+def _short(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+def _read_csv(path: Path) -> _Table:
+    import polars
+
+    # The header is line 1.
+    return _table_of(polars.read_csv(path, infer_schema=False), path, "line", first=2)
+
+
+def _read_parquet(path: Path) -> _Table:
+    import polars
+
+    frame = polars.read_parquet(path)
+    lists = [name for name, kind in frame.schema.items() if isinstance(kind, polars.List | polars.Array)]
+    if lists:
+        # One line a shower, with its muons in lists.
+        frame = frame.explode(lists).drop_nulls(lists)
+    return _table_of(frame, path, "row", first=1)
+
+
+def _table_of(frame: Any, path: Path, line: str, first: int) -> _Table:
+    """Makes a table of the columns that are known; raises DataError for what is no number."""
+    import polars
+
+    columns = {}
+    for name in _known(frame.columns):
+        numbers = frame[name].cast(polars.Float64, strict=False)
+        if numbers.null_count():
+            row = int(numbers.is_null().arg_max() or 0)
+            raise DataError(f"{path}, {line} {row + first}: {name} must be a number", value=repr(frame[name][row]),
+                            remedy="Correct the line or leave it out")  # fmt: skip
+        columns[name] = numbers.to_numpy().astype(np.float64)
+    return _Table(path=path, columns=columns, lines=np.arange(first, len(frame) + first), line=line)
+
+
+def _read_hdf5(path: Path) -> _Table:
+    import h5py
+
+    with h5py.File(path) as file:
+        for name, read in ((MUON_TABLE, _muon_table), (_GROUND_TABLE, _ground_particles)):
+            if isinstance(file.get(name), h5py.Dataset) and file[name].dtype.names:
+                columns = read(file, path)
+                return _Table(path=path, columns=columns, lines=np.arange(1, len(file[name]) + 1))
+    raise DataError(f"{path} must hold a table '{MUON_TABLE}' or '{_GROUND_TABLE}'", value="neither is there",
+                    remedy=f"Write one line a muon into '{MUON_TABLE}', with the columns of docs/muon.md")  # fmt: skip
+
+
+def _muon_table(file: Any, path: Path) -> Columns:
+    table = file[MUON_TABLE][:]
+    for name in _known(table.dtype.names):
+        if table.dtype[name].kind not in "fiu" or table.dtype[name].shape:
+            raise DataError(f"{path}: {name} must be a column of numbers", value=str(table.dtype[name]),
+                            remedy="Store it as float64")  # fmt: skip
+    return {name: table[name].astype(np.float64) for name in _known(table.dtype.names)}
+
+
+def _ground_particles(file: Any, path: Path) -> Columns:
+    table = file[_GROUND_TABLE][:]
+    missing = [name for name in ("particle_id", "x", "y", "t", "p_x", "p_y", "p_z") if name not in table.dtype.names]
+    if missing:
+        raise DataError(f"{path}: the ground particles must have all columns", value=f"without {', '.join(missing)}")
+    header = file.attrs.get("event_header")
+    header = bytes(header) if isinstance(header, bytes) else b""
+    primary = {
+        PRIMARY: _header_number(header, "particle_id", path),
+        ENERGY: _header_number(header, "energy", path) / _EV_PER_GEV,
+        ZENITH: _header_number(header, "zenith", path),
+    }
+    momentum = np.stack([table[name].astype(np.float64) for name in ("p_x", "p_y", "p_z")])
+    muons = {
+        PARTICLE: table["particle_id"].astype(np.float64),
+        "x_m": table["x"].astype(np.float64),
+        "y_m": table["y"].astype(np.float64),
+        "muon_E_GeV": np.sqrt((momentum**2).sum(axis=0) + _MUON_MASS_EV**2) / _EV_PER_GEV,
+        "t_ns": table["t"].astype(np.float64),
+    }
+    shower = {name: np.full(len(table), value) for name, value in (primary | {EVENT: 1.0}).items()}
+    return shower | muons
+
+
+def _header_number(header: bytes, name: str, path: Path) -> float:
+    """Finds a number in the pickled header of a shower without unpickling it: unpickling runs what a file says."""
+    found = re.search(rb"S'%s'\np\d+\n[FI]([-+.\deE]+)\n" % name.encode(), header)
+    if found is None:
+        raise DataError(f"{path}: the attribute 'event_header' must give the primary's {name}", value="not found",
+                        remedy="Convert the file to parquet, with the columns of docs/muon.md")  # fmt: skip
+    return float(found[1])
+
+
+READERS: Final[Mapping[str, Callable[[Path], _Table]]] = {
+    ".parquet": _read_parquet, ".csv": _read_csv, ".h5": _read_hdf5, ".hdf5": _read_hdf5,
+}  # fmt: skip
+"""Reader of each kind of file, by the end of its name."""
+
+
+def _known(names: Sequence[str]) -> list[str]:
+    known = {*_SHOWER_COLUMNS, *_OPTIONAL, *VARIABLE_COLUMNS.values()}
+    return [name for name in names if name in known]
+
+
+def _showers_of(table: _Table, dataset: ShowerDatasetSettings) -> Showers:
+    table = _muons_of(_complete(table, dataset), dataset)
+    columns = table.columns
+    _, first, shower = np.unique(columns[EVENT], return_index=True, return_inverse=True)
+    for name in (PRIMARY, ENERGY, ZENITH, DEPTH):
+        same = columns[name] == columns[name][first][shower]
+        table.check(same, name, "must be the same for all muons of an event")
+    order = np.argsort(shower, kind="stable")
+    counts = np.bincount(shower, minlength=len(first)).astype(np.int64)
+    muons = {name: columns[VARIABLE_COLUMNS[name]][order] for name in dataset.variables}
+    if "time" in muons:
+        starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        muons["time"] = muons["time"] - np.repeat(np.minimum.reduceat(muons["time"], starts), counts)
+    return Showers(
+        energy_gev=columns[ENERGY][first], zenith_rad=columns[ZENITH][first], mass=_mass(columns[PRIMARY][first]),
+        depth_g_cm2=columns[DEPTH][first], counts=counts, muons=muons,
+    )  # fmt: skip
+
+
+def _complete(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
+    """Returns the table with the columns that may be left out; raises DataError without those that may not."""
+    needed = [*_SHOWER_COLUMNS, *(VARIABLE_COLUMNS[name] for name in dataset.variables)]
+    missing = [name for name in needed if name not in table.columns]
+    if missing:
+        learned = {VARIABLE_COLUMNS[name] for name in ("energy", "time")}
+        remedy = ("Learn less of each muon: --set dataset.variables=[x,y]" if set(missing) <= learned
+                  else "Name the columns as docs/muon.md does")  # fmt: skip
+        raise DataError(f"{table.path} must have the columns {', '.join(needed)}",
+                        value=f"without {', '.join(missing)}", remedy=remedy)  # fmt: skip
+    size = len(table.lines)
+    defaults = {DEPTH: np.full(size, dataset.depth_g_cm2), PARTICLE: np.full(size, float(MUON_IDS[0]))}
+    return replace(table, columns=defaults | table.columns)
+
+
+def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
+    """Returns the muons of a table of particles, after checking them."""
+    table = table.only(np.isin(table.columns[PARTICLE], MUON_IDS))
+    if not len(table.lines):
+        raise DataError(f"{table.path} must hold muons, which are the particles {MUON_IDS[0]} and {MUON_IDS[1]}",
+                        value="none of its particles is one", remedy="Leave the file out")  # fmt: skip
+    columns = table.columns
+    for name in (*_SHOWER_COLUMNS, DEPTH, *(VARIABLE_COLUMNS[name] for name in dataset.variables)):
+        table.check(np.isfinite(columns[name]), name, "must be finite")
+    table.check(columns[ENERGY] > 0, ENERGY, "must be greater than 0")
+    table.check((columns[ZENITH] >= 0) & (columns[ZENITH] < np.pi / 2), ZENITH, "must be at least 0 and less than π/2")
+    table.check(_mass(columns[PRIMARY]) > 0, PRIMARY, "must be CORSIKA's number of a nucleon or nucleus (100·A + Z)")
+    table.check(columns[DEPTH] > 0, DEPTH, "must be greater than 0")
+    if "energy" in dataset.variables:
+        table.check(columns["muon_E_GeV"] > 0, "muon_E_GeV", "must be greater than 0")
+    return table
+
+
+def _mass(primary_id: Floats) -> Floats:
+    """Returns the number of nucleons; 0 of what is no nucleus."""
+    nucleus = np.where(primary_id >= _FIRST_NUCLEUS_ID, primary_id // 100, 0.0)
+    return np.where(np.isin(primary_id, _NUCLEON_IDS), 1.0, nucleus)

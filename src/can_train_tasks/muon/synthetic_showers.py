@@ -1,0 +1,182 @@
+"""The simulated showers behind `--dataset synthetic`, and their files, which the reader of real showers reads back. The
+numbers depend on the settings only.
+
+Shapes: S showers, M muons.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import StateError
+from can_train.reporter import Reporter
+from can_train_tasks.muon.settings import SyntheticShowerSettings
+from can_train_tasks.muon.showers import (
+    DEPTH,
+    ENERGY,
+    EVENT,
+    MUON_IDS,
+    MUON_TABLE,
+    PARTICLE,
+    PRIMARY,
+    VARIABLE_COLUMNS,
+    ZENITH,
+    Columns,
+    Floats,
+)
+
+# Raise it whenever the same settings give other numbers, so that folders written before are not taken for new ones.
+GENERATOR_VERSION: Final = 1
+
+_PRIMARIES: Final = (14, 402, 1407, 2814, 5626)  # Protons, helium, nitrogen, silicon, iron in CORSIKA's numbers
+_PROTON: Final = 14
+_DEPTHS_G_CM2: Final = (700.0, 1036.0)  # Of observers in the mountains and at sea level
+_MAX_ZENITH_RAD: Final = np.pi / 3  # Beyond, the ground is far from the shower's plane
+_SEA_LEVEL_G_CM2: Final = 1036.0
+_PEV_GEV: Final = 1e6
+# Muons grow as A^0.1 · E^0.9: each nucleon makes a shower of its own, of E/A.
+_MASS_EXPONENT: Final = 0.1
+_ENERGY_EXPONENT: Final = 0.9
+_ATTENUATION_G_CM2: Final = 1500.0  # Slant depth over which 1 - 1/e of the muons decay or stop
+_SPREAD: Final = 0.16  # Of the logarithm of a proton shower's muons; that of A nucleons averages out
+_SPREAD_FREEDOM: Final = 5  # Degrees of freedom of Student's t: now and then a shower has far more
+_MAX_SPREADS: Final = 6.0
+# Greisen's lateral distribution of muons, as r ~ r0 · Beta'(a, b): dN/dr ∝ r^0.25 (1 + r/r0)^-4.75
+_LATERAL: Final = (1.25, 3.5)
+_LATERAL_M: Final = 1100.0  # r0 at sea level: half of the muons are within 300 m of the core
+_MAX_RADIUS_M: Final = 10_000.0
+_CORE_ENERGY_GEV: Final = 20.0  # Near the core; it falls by a power of the distance
+_MIN_ENERGY_GEV: Final = 0.3  # CORSIKA's usual cut
+_DELAY_NS: Final = 35.0  # Of the shower's front at 300 m from the core, behind that at the core
+_ARRIVAL_NS: Final = 160_000.0  # After the first interaction
+
+
+def synthetic_files(cache: Path, settings: SyntheticShowerSettings, reporter: Reporter) -> list[Path]:
+    """Returns the files of the simulated data set below `cache`; simulates and writes them if they are not there.
+
+    Raises:
+        StateError: They cannot be written.
+    """
+    identity = json.dumps([GENERATOR_VERSION, asdict(settings)])
+    folder = cache / f"showers-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if not folder.is_dir():
+        write_synthetic(folder, settings, reporter)
+    return sorted(folder.iterdir())
+
+
+def write_synthetic(folder: Path, settings: SyntheticShowerSettings, reporter: Reporter) -> None:
+    """Simulates the data set and writes it. The folder appears complete or not at all.
+
+    Raises:
+        StateError: It cannot be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
+            staged = Path(staging) / folder.name
+            staged.mkdir()
+            with reporter.stage("simulating showers", total=settings.files, unit="files") as stage:
+                for number in range(settings.files):
+                    _write(staged, number, settings)
+                    stage.advance()
+            try:
+                staged.rename(folder)
+            except OSError:
+                # Two runs may have started on the same settings. Their files are the same: the first to finish stays.
+                if not folder.is_dir():
+                    raise
+    except OSError as error:
+        raise StateError(f"The simulated showers must be writable to {folder}", value=error.strerror or str(error),
+                         remedy="Make room there or choose another folder with --state-dir DIR") from error  # fmt: skip
+
+
+def simulate_showers(settings: SyntheticShowerSettings, number: int, showers: int) -> Columns:
+    """Simulates the showers of one file; returns its columns, one line a muon."""
+    rng = np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(number,)))
+    primary = rng.choice(_PRIMARIES, showers).astype(np.float64)
+    mass = np.where(primary == _PROTON, 1.0, primary // 100)
+    energy = np.exp(rng.uniform(np.log(settings.min_energy_gev), np.log(settings.max_energy_gev), showers))
+    # As many as pass a horizontal plane from each direction: uniform in sin².
+    zenith = np.arcsin(np.sqrt(rng.uniform(0.0, np.sin(_MAX_ZENITH_RAD) ** 2, showers)))
+    depth = rng.uniform(*_DEPTHS_G_CM2, showers)
+    slant = depth / np.cos(zenith)
+    expected = settings.muons_per_pev * mass**_MASS_EXPONENT * (energy / _PEV_GEV) ** _ENERGY_EXPONENT
+    expected *= np.exp(-(slant - _SEA_LEVEL_G_CM2) / _ATTENUATION_G_CM2)
+    spreads = np.clip(rng.standard_t(_SPREAD_FREEDOM, showers), -_MAX_SPREADS, _MAX_SPREADS)
+    counts = np.maximum(rng.poisson(expected * np.exp(_SPREAD / np.sqrt(mass) * spreads)), 1)
+    conditions = {EVENT: np.arange(1.0, showers + 1), PRIMARY: primary, ENERGY: energy, ZENITH: zenith, DEPTH: depth}
+    lines = {name: np.repeat(values, counts) for name, values in conditions.items()}
+    return lines | _muons(rng, np.repeat(slant, counts), np.repeat(zenith, counts))
+
+
+def _muons(rng: np.random.Generator, slant: Floats, zenith: Floats) -> Columns:
+    """Simulates muons at the ground.
+
+    Args:
+        rng: Source of randomness.
+        slant: [M] atmosphere that each one's shower has passed, g/cm².
+        zenith: [M] of the shower.
+    """
+    share = rng.beta(*_LATERAL, len(slant))
+    # Showers that began higher above the ground are wider.
+    radius = np.minimum(_LATERAL_M * slant / _SEA_LEVEL_G_CM2 * share / (1.0 - share), _MAX_RADIUS_M)
+    angle = rng.uniform(-np.pi, np.pi, len(slant))
+    energy = _CORE_ENERGY_GEV * (1.0 + radius / 50.0) ** -0.8 * np.exp(rng.normal(0.0, 0.8, len(slant)))
+    delay = _DELAY_NS * (radius / 300.0) ** 1.75 * np.exp(rng.normal(0.0, 0.4, len(slant)))
+    return {
+        PARTICLE: rng.choice(MUON_IDS, len(slant)).astype(np.float64),
+        VARIABLE_COLUMNS["energy"]: np.maximum(energy, _MIN_ENERGY_GEV),
+        # The shower comes from +x: its plane meets the ground stretched along x.
+        VARIABLE_COLUMNS["x"]: radius * np.cos(angle) / np.cos(zenith),
+        VARIABLE_COLUMNS["y"]: radius * np.sin(angle),
+        VARIABLE_COLUMNS["time"]: _ARRIVAL_NS + delay,
+    }
+
+
+def showers_in_file(settings: SyntheticShowerSettings, number: int) -> int:
+    """Returns how many of the showers a file has: all files alike, but for one shower."""
+    whole, more = divmod(settings.showers, settings.files)
+    return whole + (number < more)
+
+
+def _write(folder: Path, number: int, settings: SyntheticShowerSettings) -> None:
+    columns = simulate_showers(settings, number, showers_in_file(settings, number))
+    path = folder / f"showers-{number:04d}.{'parquet' if settings.format == 'parquet' else 'h5'}"
+    if settings.format == "parquet":
+        write_parquet(path, columns)
+    else:
+        write_hdf5(path, columns)
+    # Before the rename: after a power failure a complete folder must not hold empty files.
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def write_parquet(path: Path, columns: Columns) -> None:
+    """Writes one line a muon as parquet."""
+    import polars
+
+    polars.DataFrame(_typed(columns)).write_parquet(path)
+
+
+def write_hdf5(path: Path, columns: Columns) -> None:
+    """Writes one line a muon as a table of HDF5."""
+    import h5py
+
+    typed = _typed(columns)
+    table = np.empty(len(columns[EVENT]), dtype=[(name, values.dtype) for name, values in typed.items()])
+    for name, values in typed.items():
+        table[name] = values
+    with h5py.File(path, "w") as file:
+        file.create_dataset(MUON_TABLE, data=table, compression="gzip")
+
+
+def _typed(columns: Columns) -> dict[str, NDArray[np.int64] | Floats]:
+    whole = (EVENT, PRIMARY, PARTICLE)
+    return {name: values.astype(np.int64) if name in whole else values for name, values in columns.items()}

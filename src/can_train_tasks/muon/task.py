@@ -1,0 +1,266 @@
+"""The muon task: a conditional WGAN-GP that generates the muons of air showers.
+
+Shapes: B events, V variables of a muon; the rest as in `point_sets`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.errors import DataError
+from can_train.task import Feature, Phase
+from can_train.training.sample_judging import TEST, TRAIN, VALIDATION
+from can_train.training.sample_task import Losses, Task, TaskContext
+from can_train_tasks.muon.point_sets import (
+    CONDITIONS,
+    Drawn,
+    MuonBatch,
+    MuonEvent,
+    MuonGan,
+    MuonGenerator,
+    SetCritic,
+    collate_events,
+)
+from can_train_tasks.muon.settings import MuonGanSettings, MuonSettings, ShowerDatasetSettings
+from can_train_tasks.muon.shower_metrics import (
+    nearest_events,
+    normal_events,
+    sliced_energy_distance,
+    wasserstein_distances,
+)
+from can_train_tasks.muon.showers import Showers, read_showers, shower_files, showers_of_columns
+from can_train_tasks.muon.synthetic_showers import showers_in_file, simulate_showers, synthetic_files
+
+_PEV_GEV: Final = 1e6
+_KM_G_CM2: Final = 1000.0  # Unit of depth
+_POSITION_M: Final = 500.0  # Unit of x and y
+_DELAY_NS: Final = 1.0  # Added to a delay before its logarithm is taken: the first muon's is 0
+_UNITS: Final = {"x": _POSITION_M, "y": _POSITION_M, "energy": 1.0, "time": 1.0}
+_METRICS: Final = {"x": "w1_x_m", "y": "w1_y_m", "energy": "w1_log10_energy", "time": "w1_log10_delay"}
+# Showers below which single events, which may be parts of one shower, are kept for testing instead of whole showers.
+_FEW_SHOWERS: Final = 10
+_EVENTS: Final = 128  # That few showers are cut into
+_SAMPLED: Final = 200  # Simulated showers that a plan looks at
+_RIDGE: Final = 1e-6  # Of the line through ln n: conditions that never vary have no slope
+_CUT_SEED: Final = 0  # Of the cut into events and sets, the same for every seed: runs that differ in it are compared
+_POISSON_SPREADS: Final = 3.0  # Standard deviations above the bound, for events of few muons
+_CRITIC, _GENERATOR = "critic", "generator"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Moments:
+    """What the training events say of all of them."""
+
+    expectation: NDArray[np.float64]  # [1 + C] line through ln n
+    mean: NDArray[np.float64]  # [V] of the muons
+    deviation: NDArray[np.float64]  # [V]
+
+
+class MuonTask(Task):
+    """Generates muons of air showers from the energy, direction and mass of the primary and the observer's depth."""
+
+    Settings = MuonSettings
+    DatasetSettings = ShowerDatasetSettings
+
+    def __init__(self, context: TaskContext | None = None) -> None:
+        super().__init__(context or TaskContext(settings=MuonSettings(), dataset=ShowerDatasetSettings(),
+                                                model=MuonGanSettings()))  # fmt: skip
+        self._cut = ""
+
+    @classmethod
+    def files(cls, dataset: Any, data_root: Path) -> Sequence[Path]:
+        """Lists the files of a data set; none where it is simulated."""
+        return shower_files(dataset, data_root)
+
+    def datasets(self) -> Mapping[str, Sequence[MuonEvent]]:
+        """Returns the events of each set."""
+        files = shower_files(self.dataset, self.context.data_root)
+        if self.dataset.is_synthetic:
+            files = synthetic_files(self.context.cache, self.dataset.synthetic, self.context.reporter)
+        return self._sets_of(read_showers(files, self.dataset))
+
+    def sample_datasets(self) -> Mapping[str, Sequence[MuonEvent]]:
+        """Returns the same; of simulated showers the first ones of the first file, which is not written."""
+        settings = self.dataset.synthetic
+        if not self.dataset.is_synthetic:
+            return self.datasets()
+        number = min(showers_in_file(settings, 0), _SAMPLED)
+        sets = self._sets_of(showers_of_columns(simulate_showers(settings, 0, number), self.dataset))
+        self.estimated_train_rows = round(len(sets[TRAIN]) * settings.showers / number)
+        self.sample_note = f"{number:,} of {settings.showers:,} simulated showers were looked at"
+        return sets
+
+    def _sets_of(self, showers: Showers) -> Mapping[str, Sequence[MuonEvent]]:
+        few = len(showers) < _FEW_SHOWERS
+        parts = self.dataset.parts or (-(-_EVENTS // len(showers)) if few else 1)
+        rng = np.random.default_rng(_CUT_SEED)
+        muons = _normalised_muons(showers, self.dataset.variables)
+        starts = np.cumsum(showers.counts) - showers.counts
+        # Muons are dealt out at random: each part is the same shower, thinner.
+        part_of = rng.integers(0, parts, len(muons)) if parts > 1 else np.zeros(len(muons), np.int64)
+        conditions = torch.from_numpy(_conditions(showers)).float()
+        events, owners = [], []
+        for shower, (start, count) in enumerate(zip(starts, showers.counts, strict=True)):
+            own, dealt = muons[start : start + count], part_of[start : start + count]
+            for part in np.unique(dealt):
+                events.append((conditions[shower], torch.from_numpy(own[dealt == part]).float()))
+                owners.append(len(events) - 1 if few else shower)
+        if parts > 1:
+            self._cut = (f"{len(showers):,} showers are cut into {len(events):,} events of"
+                         f" {len(muons) / len(events):,.0f} muons: dataset.parts {parts}")  # fmt: skip
+        return self._split(events, np.asarray(owners), rng)
+
+    def _split(
+        self, events: list[tuple[Tensor, Tensor]], owners: NDArray[np.int64], rng: np.random.Generator
+    ) -> Mapping[str, Sequence[MuonEvent]]:
+        """Splits events into sets; those with the same owner stay together."""
+        groups = int(owners.max()) + 1
+        kept = [max(1, round(share * groups)) for share in (self.dataset.validation_share, self.dataset.test_share)]
+        if groups - sum(kept) < 1:
+            raise DataError("Training, validation and test take an event each at least", value=f"{groups} events",
+                            remedy="Give more data, or --set dataset.parts=128")  # fmt: skip
+        shuffled = rng.permutation(groups)
+        edges = np.cumsum([0, *kept])
+        chosen = {VALIDATION: shuffled[: edges[1]], TEST: shuffled[edges[1] : edges[2]], TRAIN: shuffled[edges[2] :]}
+        rows = {name: np.flatnonzero(np.isin(owners, chosen[name])) for name in (TRAIN, VALIDATION, TEST)}
+        known = {name: np.asarray(values) for name, values in self.context.state.items()}
+        self._moments = _Moments(**known) if known else _moments([events[row] for row in rows[TRAIN]])
+        return {name: [self._event(*events[row]) for row in rows[name]] for name in rows}
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the moments of the training events."""
+        return {name: values.tolist() for name, values in vars(self._moments).items()}
+
+    def _event(self, conditions: Tensor, muons: Tensor) -> MuonEvent:
+        model, line = self.model_settings, self._moments.expectation
+        logarithm = line[0] + line[1:] @ conditions.double().numpy()
+        expected = float(np.exp(min(logarithm, np.log(model.max_generated))))
+        bound = int(np.ceil(model.bound * expected + _POISSON_SPREADS * np.sqrt(expected)))
+        return MuonEvent(conditions=conditions, muons=muons, bound=max(2, min(bound, model.max_generated)))
+
+    def notices(self) -> Sequence[str]:
+        """Returns sentences that are printed with the plan."""
+        _ = self.sets
+        return (*super().notices(), *([self._cut] if self._cut else []))
+
+    def model(self) -> nn.Module:
+        """Makes generator and critic."""
+        _ = self.sets
+        moments, settings = self._moments, self.model_settings
+        line, mean, deviation = (torch.from_numpy(values).float()
+                                 for values in (moments.expectation, moments.mean, moments.deviation))  # fmt: skip
+        return MuonGan(MuonGenerator(line, mean, deviation, settings), SetCritic(len(mean), settings))
+
+    def phases(self) -> Sequence[Phase]:
+        """Returns the critic's phase, of several steps, and the generator's."""
+        return (
+            Phase(name=_CRITIC, parameters=(_CRITIC,), loss=self.critic_loss, steps=self.settings.critic_steps),
+            Phase(name=_GENERATOR, parameters=(_GENERATOR,), loss=self.generator_loss),
+        )
+
+    def features(self, sample: MuonEvent) -> Mapping[str | Feature, float]:
+        """Counts real muons with those that may be generated, the latter alone, and the pairs of both."""
+        real, bound = len(sample.muons), sample.bound
+        return {"muons": real + bound, "generated muons": bound, "pairs": min(real, bound)}
+
+    def draw(self, samples: Sequence[MuonEvent], generator: torch.Generator) -> Sequence[MuonEvent]:
+        """Draws, for each event, the random numbers of as many muons as it may be given, and its α."""
+        model, bounds = self.model_settings, [sample.bound for sample in samples]
+        noise = torch.randn(sum(bounds), model.noise, generator=generator).split(bounds)
+        of_events = torch.randn(len(samples), model.shower_noise + 1, generator=generator)
+        alphas = torch.rand(len(samples), generator=generator).tolist()
+        return [replace(sample, drawn=Drawn(noise=own, shower_noise=shared[1:], alpha=alpha,
+                                            multiplicity_noise=float(shared[0])))
+                for sample, own, shared, alpha in zip(samples, noise, of_events, alphas, strict=True)]  # fmt: skip
+
+    def collate(self, samples: Sequence[MuonEvent]) -> MuonBatch:
+        """Puts events one after another."""
+        return collate_events(samples)
+
+    def critic_loss(self, model: Any, batch: MuonBatch) -> Losses:
+        """Computes the critic's loss: generated against real sets, and the penalty of its gradient between them."""
+        with torch.no_grad():
+            generated, counts = model.generator(batch)
+        real = model.critic(batch.real, batch.real_event, batch.counts, batch.conditions)
+        difference = model.score(batch, generated, counts) - real
+        penalty = self.settings.gradient_penalty * (model.gradient_norm(batch, generated, counts) - 1).square()
+        return {"critic": (difference.sum(), len(batch.counts)), "penalty": (penalty.sum(), len(batch.counts))}
+
+    def generator_loss(self, model: Any, batch: MuonBatch) -> Losses:
+        """Computes the generator's loss: the critic's score of its sets, and the likelihood of the real multiplicities,
+        since whole numbers have no gradient.
+        """
+        generated, counts = model.generator(batch)
+        score = model.score(batch, generated, counts)
+        unlikely = model.generator.multiplicity.negative_log_likelihood(batch.conditions, batch.counts)
+        return {"generator": (-score.sum(), len(batch.counts)), "multiplicity": (unlikely.sum(), len(batch.counts))}
+
+    def loss(self, model: Any, batch: MuonBatch) -> Losses:
+        """Computes the generator's loss."""
+        return self.generator_loss(model, batch)
+
+    def validation_loss(self, model: Any, batch: MuonBatch) -> Losses:
+        """Computes how far generated events are from real ones, which the losses of critic and generator do not say."""
+        # All muons that may be generated: there are at least two, and they have the same distribution.
+        generated, _ = model.generator(batch)
+        distance = sliced_energy_distance(batch.real, batch.counts, generated, batch.bounds)
+        of_counts = model.generator.multiplicity.distance(batch.conditions, batch.counts)
+        return {"distance": (distance.sum(), len(batch.counts)), "multiplicity": (of_counts.sum(), len(batch.counts))}
+
+    def predict(self, model: Any, batch: MuonBatch) -> Sequence[Tensor]:
+        """Generates the muons of each event: [n, V]."""
+        generated, counts = model.generator(batch)
+        return [own[:count] for own, count in
+                zip(generated.split(batch.bounds.tolist()), counts.tolist(), strict=True)]  # fmt: skip
+
+    def measure(self, samples: Sequence[MuonEvent], predictions: Sequence[Any]) -> Mapping[str, float]:
+        """Computes Wasserstein distances between real and generated events."""
+        return self._distances(samples, [one.double().numpy() for one in predictions])
+
+    def baselines(self, samples: Sequence[MuonEvent]) -> Mapping[str, Mapping[str, float]]:
+        """Computes the distances of two methods that learn nothing."""
+        training = [self.sample(int(row)) for row in self.train_rows]
+        methods = {"nearest training event": nearest_events, "normal distribution": normal_events}
+        return {name: self._distances(samples, method(samples, training)) for name, method in methods.items()}
+
+    def _distances(self, samples: Sequence[MuonEvent], made: Sequence[NDArray[np.float64]]) -> dict[str, float]:
+        names = self.dataset.variables
+        real = [sample.muons.double().numpy() for sample in samples]
+        return wasserstein_distances(real, made, [_METRICS[name] for name in names], [_UNITS[name] for name in names])
+
+
+def _conditions(showers: Showers) -> NDArray[np.float64]:
+    """Returns [S, C] normalised conditions."""
+    columns = (np.log10(showers.energy_gev / _PEV_GEV), np.cos(showers.zenith_rad), np.log10(showers.mass),
+               showers.depth_g_cm2 / _KM_G_CM2)  # fmt: skip
+    return np.stack(columns, axis=1)
+
+
+def _normalised_muons(showers: Showers, variables: Sequence[str]) -> NDArray[np.float64]:
+    """Returns [M, V] normalised muons."""
+    columns = []
+    for name in variables:
+        values = showers.muons[name]
+        if name == "energy":
+            values = np.log10(values)
+        columns.append(np.log10(values + _DELAY_NS) if name == "time" else values / _UNITS[name])
+    return np.stack(columns, axis=1)
+
+
+def _moments(events: Sequence[tuple[Tensor, Tensor]]) -> _Moments:
+    conditions = np.stack([np.r_[1.0, conditions.double().numpy()] for conditions, _ in events])
+    logarithms = np.log([len(muons) for _, muons in events])
+    centre = conditions.mean(axis=0) * (np.arange(1 + CONDITIONS) > 0)
+    from_centre = conditions - centre
+    ridge = _RIDGE * len(events) * np.eye(1 + CONDITIONS)
+    slopes = np.linalg.solve(from_centre.T @ from_centre + ridge, from_centre.T @ logarithms)
+    slopes[0] -= slopes @ centre
+    muons = torch.cat([muons for _, muons in events]).double().numpy()
+    deviation = np.maximum(muons.std(axis=0), np.finfo(np.float32).eps)
+    return _Moments(expectation=slopes, mean=muons.mean(axis=0), deviation=deviation)

@@ -1,0 +1,281 @@
+"""The models: an attentive LSTM and a transformer. Both read a source, and tell the logits of each next symbol of a
+target of which they have seen the symbols before it. And the search that writes targets with them.
+
+Shapes: N pairs, S symbols of the longest source, T of the longest target; B hypotheses of each target, L symbols
+written so far; V symbols of the vocabulary; E width of the embeddings, H hidden units.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from can_train_tasks.seq2seq.pair_tables import END, PAD, START
+from can_train_tasks.seq2seq.settings import LstmSettings, TransformerSettings
+
+_LONGEST_WAVE: Final = 10_000.0  # of the positions' sines, in units of 2π: that of Vaswani et al. 2017
+
+
+class Encoded(NamedTuple):
+    """A source that has been read."""
+
+    memory: Tensor  # [N, S, …] what the decoder attends to
+    mean: Tensor  # [N, …] of what was read
+    padded: Tensor  # [N, S] where a source has ended
+
+
+class Seq2seqModel(nn.Module, ABC):
+    """Reads sources and writes targets."""
+
+    @abstractmethod
+    def encode(self, source: Tensor) -> Encoded:
+        """Reads sources [N, S], padded with `PAD`."""
+
+    @abstractmethod
+    def decode(self, encoded: Encoded, target: Tensor) -> Tensor:
+        """Returns [N, T, V]: after each symbol of targets [N, T], the logits of the next one."""
+
+    @abstractmethod
+    def begin(self, encoded: Encoded, width: int) -> Any:
+        """Returns the state of a decoder that has written nothing of `width` hypotheses for each source."""
+
+    @abstractmethod
+    def step(self, encoded: Encoded, state: Any, last: Tensor) -> tuple[Tensor, Any]:
+        """Returns the logits [N, B, V] of the symbols after `last` [N, B], and the next state."""
+
+    @abstractmethod
+    def chosen(self, state: Any, beams: Tensor) -> Any:
+        """Returns the state in which hypothesis b of source n is what `beams` [N, B] was of it."""
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Returns [N, T, V]: after each symbol of targets [N, T], the logits of the next one."""
+        return self.decode(self.encode(source), target)
+
+
+def reversed_sources(values: Tensor, lengths: Tensor) -> Tensor:
+    """Reverses each of padded sequences [N, S, …] within its length [N]; what follows stays."""
+    steps = torch.arange(values.shape[1], device=values.device)
+    turned = torch.where(steps < lengths[:, None], lengths[:, None] - 1 - steps, steps)
+    return values.gather(1, turned[..., None].expand_as(values))
+
+
+def mean_of(values: Tensor, padded: Tensor) -> Tensor:
+    """Returns [N, …], the means of sequences [N, S, …] without their padding [N, S]."""
+    shares = (~padded).to(values.dtype) / (~padded).sum(dim=1, keepdim=True)
+    return torch.bmm(shares[:, None], values).squeeze(1)
+
+
+class BidirectionalLstm(nn.Module):
+    """One layer that reads padded sequences in both directions.
+
+    The backward direction reads each sequence from its own last symbol, so that padding never reaches a state. Unlike
+    PyTorch's packed sequences this takes the same kernels, and the same memory, as any padded batch.
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.ahead = nn.LSTM(width, hidden, batch_first=True)
+        self.back = nn.LSTM(width, hidden, batch_first=True)
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Reads [N, S, width] of lengths [N]; returns [N, S, 2H]."""
+        back, _ = self.back(reversed_sources(values, lengths))
+        return torch.cat([self.ahead(values)[0], reversed_sources(back, lengths)], dim=-1)
+
+
+class AttentiveLstm(Seq2seqModel):
+    """An LSTM encoder and decoder with attention: each step of the decoder attends to the source with what it has
+    written so far, and reads what it found beside its last symbol.
+
+    What is found and what is compared with are the same H numbers for each symbol. With separate ones, of 2H, gradients
+    of all symbols would be added up beside the decoder's activations in every step of a backward pass, and decide its
+    peak where sources are longer than targets.
+
+    Source: Bahdanau et al. 2015, with Luong et al.'s (2015) product as the score.
+    """
+
+    def __init__(self, settings: LstmSettings, symbols: int) -> None:
+        super().__init__()
+        hidden, memory = settings.hidden, 2 * settings.hidden
+        self.embedding = nn.Embedding(symbols, settings.embedding, padding_idx=PAD)
+        self.dropout = nn.Dropout(settings.dropout)
+        widths = [settings.embedding, *[memory] * (settings.layers - 1)]
+        self.encoder = nn.ModuleList(BidirectionalLstm(width, hidden) for width in widths)
+        self.narrow = nn.Linear(memory, hidden)
+        self.first = nn.Linear(memory, 2 * hidden)
+        self.cell = nn.LSTMCell(settings.embedding + hidden, hidden)
+        self.join = nn.Linear(2 * hidden, hidden)
+        self.output = nn.Linear(hidden, symbols)
+
+    def encode(self, source: Tensor) -> Encoded:
+        """Reads sources [N, S]."""
+        padded = source == PAD
+        lengths = (~padded).sum(dim=1)
+        memory = self.dropout(self.embedding(source))
+        for layer in self.encoder:
+            memory = self.dropout(layer(memory, lengths))
+        return Encoded(self.narrow(memory), mean_of(memory, padded), padded)
+
+    def decode(self, encoded: Encoded, target: Tensor) -> Tensor:
+        """Returns [N, T, V] logits."""
+        state, found = self.begin(encoded, 1), []
+        embedded = self.dropout(self.embedding(target))
+        for position in range(target.shape[1]):
+            joined, state = self._advance(encoded, state, embedded[:, position : position + 1])
+            found.append(joined)
+        return self._logits(torch.cat(found, dim=1))
+
+    def begin(self, encoded: Encoded, width: int) -> tuple[Tensor, Tensor]:
+        """Returns hidden and cell state, each [N, B, H], from the mean of the source."""
+        hidden, cell = self.first(encoded.mean)[:, None].expand(-1, width, -1).chunk(2, dim=-1)
+        return torch.tanh(hidden), cell.contiguous()
+
+    def step(self, encoded: Encoded, state: Any, last: Tensor) -> tuple[Tensor, Any]:
+        """Returns [N, B, V] logits, and the next state."""
+        joined, state = self._advance(encoded, state, self.dropout(self.embedding(last)))
+        return self._logits(joined), state
+
+    def chosen(self, state: Any, beams: Tensor) -> Any:
+        """Returns the state of other hypotheses."""
+        hidden, cell = (part.gather(1, beams[..., None].expand(-1, -1, part.shape[-1])) for part in state)
+        return hidden, cell
+
+    def _advance(
+        self, encoded: Encoded, state: tuple[Tensor, Tensor], embedded: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Reads embedded symbols [N, B, E]; returns [N, B, 2H] what the logits are made of, and the next state."""
+        hidden, cell = state
+        scores = torch.bmm(hidden, encoded.memory.transpose(1, 2)) * hidden.shape[-1] ** -0.5
+        weights = scores.masked_fill(encoded.padded[:, None], -torch.inf).softmax(dim=-1)
+        context = torch.bmm(weights, encoded.memory)
+        size = hidden.shape[:2]
+        flat = (hidden.flatten(0, 1), cell.flatten(0, 1))
+        hidden, cell = self.cell(torch.cat([embedded, context], dim=-1).flatten(0, 1), flat)
+        hidden, cell = hidden.unflatten(0, size), cell.unflatten(0, size)
+        return torch.cat([hidden, context], dim=-1), (hidden, cell)
+
+    def _logits(self, joined: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.dropout(torch.tanh(self.join(joined))))
+        return logits
+
+
+class Transformer(Seq2seqModel):
+    """An encoder-decoder transformer.
+
+    Source: Vaswani et al. 2017, normalised before each sublayer (Xiong et al. 2020), which trains without a warm-up.
+    """
+
+    def __init__(self, settings: TransformerSettings, symbols: int) -> None:
+        super().__init__()
+        width = settings.embedding
+        self.embedding = nn.Embedding(symbols, width, padding_idx=PAD)
+        self.dropout = nn.Dropout(settings.dropout)
+        common: dict[str, Any] = {"dim_feedforward": settings.hidden, "dropout": settings.dropout, "batch_first": True,
+                  "norm_first": True}  # fmt: skip
+        # Nested tensors save no memory that grows with a batch, and hide it from who counts it.
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(width, settings.heads, **common), settings.layers, nn.LayerNorm(width),
+            enable_nested_tensor=False,
+        )  # fmt: skip
+        self.decoder = nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(width, settings.heads, **common), settings.layers, nn.LayerNorm(width)
+        )
+        self.output = nn.Linear(width, symbols)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        for weight in [*self.encoder.parameters(), *self.decoder.parameters()]:
+            if weight.ndim > 1:
+                nn.init.xavier_uniform_(weight)
+
+    def encode(self, source: Tensor) -> Encoded:
+        """Reads sources [N, S]."""
+        padded = source == PAD
+        memory = self.encoder(self._embedded(source), src_key_padding_mask=padded)
+        return Encoded(memory, mean_of(memory, padded), padded)
+
+    def decode(self, encoded: Encoded, target: Tensor) -> Tensor:
+        """Returns [N, T, V] logits."""
+        length = target.shape[1]
+        # Padding follows all symbols of a target, so that hiding later symbols hides it too.
+        later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+        found = self.decoder(self._embedded(target), encoded.memory, tgt_mask=later, tgt_is_causal=True,
+                             memory_key_padding_mask=encoded.padded)  # fmt: skip
+        logits: Tensor = self.output(found)
+        return logits
+
+    def begin(self, encoded: Encoded, width: int) -> Tensor:
+        """Returns [N, B, 0]: the symbols that are written."""
+        return encoded.padded.new_zeros((len(encoded.memory), width, 0), dtype=torch.int64)
+
+    def step(self, encoded: Encoded, state: Any, last: Tensor) -> tuple[Tensor, Any]:
+        """Returns [N, B, V] logits, and the next state."""
+        written = torch.cat([state, last[..., None]], dim=-1)
+        width = written.shape[1]
+        copies = Encoded(*(part.repeat_interleave(width, dim=0) for part in encoded)) if width > 1 else encoded
+        logits = self.decode(copies, written.flatten(0, 1))[:, -1]
+        return logits.unflatten(0, written.shape[:2]), written
+
+    def chosen(self, state: Any, beams: Tensor) -> Any:
+        """Returns the symbols of other hypotheses."""
+        return state.gather(1, beams[..., None].expand_as(state))
+
+    def _embedded(self, symbols: Tensor) -> Tensor:
+        width = self.embedding.embedding_dim
+        found: Tensor = self.dropout(self.embedding(symbols) * width**0.5 + positions(symbols.shape[1], width, self))
+        return found
+
+
+def positions(length: int, width: int, like: nn.Module) -> Tensor:
+    """Returns [length, width] sines and cosines of positions, in the number format of a module's weights."""
+    weight = next(like.parameters())
+    rates = _LONGEST_WAVE ** -torch.arange(0, 1, 2 / width, device=weight.device, dtype=weight.dtype)
+    angles = torch.arange(length, device=weight.device, dtype=weight.dtype)[:, None] * rates
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+
+
+def write(model: Seq2seqModel, source: Tensor, *, width: int, longest: int) -> Tensor:
+    """Returns [N, L]: the best target that a beam search finds for each of padded sources [N, S], up to `END`.
+
+    Hypotheses are compared by the logarithm of their probability, divided in the end by their length: otherwise the
+    shortest would win. With one hypothesis the search is greedy.
+
+    Args:
+        model: In evaluation mode.
+        source: Padded sources.
+        width: Hypotheses that are kept of each target.
+        longest: Symbols after which a target ends at the latest.
+    """
+    encoded = model.encode(source)
+    count, device = len(source), source.device
+    state = model.begin(encoded, width)
+    written = torch.full((count, width, 1), START, device=device)
+    # At first all hypotheses are alike: only the first one counts.
+    scores = torch.full((count, width), -torch.inf, device=device)
+    scores[:, 0] = 0.0
+    for _ in range(longest):
+        ended = (written == END).any(dim=-1)
+        if bool(ended.all()):
+            break
+        logits, state = model.step(encoded, state, written[..., -1])
+        scores, beams, symbols = _continued(scores, logits, ended)
+        state = model.chosen(state, beams)
+        before = written.gather(1, beams[..., None].expand_as(written))
+        written = torch.cat([before, symbols[..., None]], dim=-1)
+    lengths = ((written != PAD).sum(dim=-1) - 1).clamp(min=1)
+    best = (scores / lengths).argmax(dim=1)
+    return written[torch.arange(count, device=device), best, 1:]
+
+
+def _continued(scores: Tensor, logits: Tensor, ended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Chooses the best continuations of hypotheses with scores [N, B]; returns their scores, which hypothesis each
+    continues and with which symbol, all [N, B].
+    """
+    gains = logits.to(scores.dtype).log_softmax(dim=-1)
+    gains[..., [PAD, START]] = -torch.inf
+    # One that has ended is continued by padding alone, which costs nothing.
+    only_padding = torch.full_like(gains[0, 0], -torch.inf)
+    only_padding[PAD] = 0.0
+    gains = torch.where(ended[..., None], only_padding, gains)
+    width, size = gains.shape[1:]
+    found, places = (scores[..., None] + gains).flatten(1).topk(width, dim=1)
+    return found, places // size, places % size

@@ -1,0 +1,207 @@
+"""Finds and reads tables of pairs, without torch: tab-separated values, one pair a line, columns by number; and numbers
+their symbols.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+from can_train.errors import DataError, MissingDataError
+from can_train.reporter import Reporter
+from can_train_tasks.seq2seq.settings import Seq2seqDatasetSettings
+
+Symbols = tuple[str, ...]
+TRAIN, DEV, TEST = "train", "dev", "test"
+# Numbers of the symbols that are a model's own.
+PAD, START, END, UNKNOWN = range(4)
+_OWN: Final = ("<pad>", "<start>", "<end>", "<unknown>")
+# What stands for `train` in the names of the tables beside a training table.
+_BESIDE: Final = {DEV: ("dev", "valid", "validation", "val"), TEST: ("test",)}
+_WORDS: Final = {"space": " "}  # separators that a command line would lose
+_FEATURES_COLUMN: Final = 3  # where features stand by custom, in inflection tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One line of a table."""
+
+    source: Symbols
+    target: Symbols
+    features: Symbols = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """The files of a data set."""
+
+    train: Path
+    dev: Path | None = None
+    test: Path | None = None
+
+    @property
+    def by_name(self) -> dict[str, Path]:
+        """The tables that there are, the training table first."""
+        found = {TRAIN: self.train, DEV: self.dev, TEST: self.test}
+        return {name: path for name, path in found.items() if path}
+
+
+def find_tables(dataset: Seq2seqDatasetSettings, data_root: Path) -> Tables:
+    """Finds the files of a data set that is not synthetic; raises MissingDataError where one is absent."""
+    train = _training_table(Path(dataset.path) if dataset.path else data_root / dataset.name)
+    given = {name: Path(path) for name, path in ((DEV, dataset.dev), (TEST, dataset.test)) if path}
+    for name, path in given.items():
+        if not path.is_file():
+            raise MissingDataError(f"dataset.{name} is a table", value=f"{path} does not exist",
+                                   remedy=f"Correct the path, or leave dataset.{name} away")  # fmt: skip
+    return Tables(train=train, **{name: given.get(name) or _beside(train, name) for name in _BESIDE})
+
+
+def _training_table(place: Path) -> Path:
+    if place.is_file():
+        return place
+    remedy = "Name the training table itself: --dataset path/to/train.tsv"
+    if not place.is_dir():
+        raise MissingDataError("A data set is a table of tab-separated values, or a folder of them",
+                               value=f"{place} does not exist", remedy=remedy)  # fmt: skip
+    found = sorted(path for path in place.glob("*.tsv") if TRAIN in path.name)
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise MissingDataError(f"{place} must hold one training table, …train….tsv", value=names, remedy=remedy)
+    return found[0]
+
+
+def _beside(train: Path, name: str) -> Path | None:
+    before, found, after = train.name.rpartition(TRAIN)
+    paths = [train.with_name(f"{before}{word}{after}") for word in _BESIDE[name]] if found else []
+    return next((path for path in paths if path.is_file()), None)
+
+
+def data_files(dataset: Seq2seqDatasetSettings, data_root: Path) -> list[Path]:
+    """Lists the files of a data set; none where they are generated. Raises what `find_tables` does."""
+    return [] if dataset.is_synthetic else list(find_tables(dataset, data_root).by_name.values())
+
+
+def data_digest(dataset: Seq2seqDatasetSettings, data_root: Path, reporter: Reporter) -> str:
+    """Computes the digest of the content of a data set's files. Raises what `find_tables` does."""
+    return digest_of(find_tables(dataset, data_root))
+
+
+def digest_of(tables: Tables) -> str:
+    """Computes the digest of the content of tables, wherever they are."""
+    hashes = [f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in tables.by_name.items()]
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def with_features_column(dataset: Seq2seqDatasetSettings, train: Path) -> Seq2seqDatasetSettings:
+    """Decides by the first line of the training table whether there are features, where that is left open."""
+    if dataset.features_col >= 0:
+        return dataset
+    first = next((line for line in _lines(train) if line), "")
+    taken = (dataset.source_col, dataset.target_col)
+    there = first.count("\t") + 1 >= _FEATURES_COLUMN and _FEATURES_COLUMN not in taken
+    return replace(dataset, features_col=_FEATURES_COLUMN if there else 0)
+
+
+def read_table(path: Path, dataset: Seq2seqDatasetSettings) -> list[Pair]:
+    """Reads the pairs of a table; empty lines are passed over.
+
+    Raises:
+        DataError: A line lacks a column, or has nothing in it; the message names file and line.
+    """
+    pairs = [_pair(line, f"{path}:{number}", dataset) for number, line in enumerate(_lines(path), start=1) if line]
+    if not pairs:
+        raise DataError("A table has at least one pair", value=f"{path} is empty")
+    return pairs
+
+
+def _lines(path: Path) -> Sequence[str]:
+    try:
+        # Only line breaks end a line: the next-line character, say, may be a symbol.
+        return re.split(r"\r?\n", path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise DataError("Tables are text in UTF-8", value=f"{path}:{line}: {error.reason}",
+                        remedy=f"Convert it: iconv -f LATIN1 -t UTF-8 {path.name}") from error  # fmt: skip
+    except OSError as error:
+        raise DataError("A table can be read", value=f"{path}: {error.strerror}") from error
+
+
+def _pair(line: str, where: str, dataset: Seq2seqDatasetSettings) -> Pair:
+    cells = line.split("\t")
+    found = {}
+    for name in ("source", "target", "features"):
+        column = getattr(dataset, f"{name}_col")
+        if column > len(cells):
+            raise DataError(f"Every line has a column {column}, the {name}", value=f"{where}: {len(cells)} columns",
+                            remedy=f"Set dataset.{name}_col, and see that columns are separated by tabs")  # fmt: skip
+        cell = cells[column - 1] if column else ""
+        found[name] = _split(cell, getattr(dataset, f"{name}_sep"))
+        if not found[name] and name != "features":
+            raise DataError(f"Every line has a {name}", value=f"{where}: column {column} is empty")
+    return Pair(**found)
+
+
+def _split(cell: str, separator: str) -> Symbols:
+    separator = _WORDS.get(separator, separator)
+    return tuple(part for part in cell.split(separator) if part) if separator else tuple(cell)
+
+
+def joined(symbols: Sequence[str], separator: str) -> str:
+    """Writes symbols as they stand in a table."""
+    return _WORDS.get(separator, separator).join(symbols)
+
+
+class Vocabulary:
+    """Numbers symbols; those of sources and targets share theirs, since many texts are partly copied.
+
+    Features have numbers of their own: one may be written like a symbol.
+    """
+
+    def __init__(self, symbols: Sequence[str], features: Sequence[str]) -> None:
+        self._symbols = (*_OWN, *symbols)
+        self._numbers = {symbol: number for number, symbol in enumerate(symbols, start=len(_OWN))}
+        self._features = {feature: number for number, feature in enumerate(features, start=len(self._symbols))}
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> "Vocabulary":
+        """Numbers the symbols and the features of some pairs."""
+        symbols = sorted(set(chain.from_iterable((*pair.source, *pair.target) for pair in pairs)))
+        return cls(symbols, sorted(set(chain.from_iterable(pair.features for pair in pairs))))
+
+    def to_plain(self) -> dict[str, list[str]]:
+        """Returns the symbols and the features, in the order of their numbers."""
+        return {"symbols": [*self._symbols[len(_OWN) :]], "features": [*self._features]}
+
+    def __len__(self) -> int:
+        return len(self._symbols) + len(self._features)
+
+    def source(self, pair: Pair) -> list[int]:
+        """Returns what a model reads: the features, the symbols of the source and its end."""
+        features = [self._features.get(feature, UNKNOWN) for feature in pair.features]
+        return [*features, *self._numbered(pair.source), END]
+
+    def target(self, pair: Pair) -> list[int]:
+        """Returns what a model is to write: the symbols of the target and its end."""
+        return [*self._numbered(pair.target), END]
+
+    def unknown(self, pairs: Iterable[Pair]) -> set[str]:
+        """Returns the symbols of some pairs that are not in the training pairs."""
+        seen = chain.from_iterable((*pair.source, *pair.target) for pair in pairs)
+        return {symbol for symbol in seen if symbol not in self._numbers}
+
+    def written(self, numbers: Iterable[int]) -> Symbols:
+        """Returns the symbols before the end; those that are none of a text are left away."""
+        found = []
+        for number in numbers:
+            if number == END:
+                break
+            if len(_OWN) <= number < len(self._symbols):
+                found.append(self._symbols[number])
+        return tuple(found)
+
+    def _numbered(self, symbols: Symbols) -> list[int]:
+        return [self._numbers.get(symbol, UNKNOWN) for symbol in symbols]

@@ -1,0 +1,75 @@
+"""Compares predicted targets with true ones, and the simple methods that a model's score stands beside."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import NamedTuple
+
+from can_train_tasks.seq2seq.pair_tables import Pair, Symbols
+
+EXACT_MATCH, ERROR_RATE = "exact_match", "character_error_rate"
+
+
+def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
+    """Counts the insertions, deletions and substitutions that make one sequence of the other.
+
+    >>> edit_distance("kitten", "sitting")
+    3
+
+    Source: Wagner & Fischer 1974.
+    """
+    row = list(range(len(second) + 1))
+    for number, symbol in enumerate(first, start=1):
+        left = [number]
+        for (diagonal, above), other in zip(pairwise(row), second, strict=True):
+            left.append(min(above + 1, left[-1] + 1, diagonal + (symbol != other)))
+        row = left
+    return row[-1]
+
+
+def score(pairs: Sequence[Pair], written: Sequence[Symbols]) -> dict[str, float]:
+    """Returns the share of targets that are written exactly, and the edits that the others need, for each symbol of the
+    true targets.
+    """
+    exact = sum(pair.target == one for pair, one in zip(pairs, written, strict=True))
+    edits = sum(edit_distance(one, pair.target) for pair, one in zip(pairs, written, strict=True))
+    symbols = sum(len(pair.target) for pair in pairs)
+    return {EXACT_MATCH: exact / len(pairs), ERROR_RATE: edits / symbols}
+
+
+class SuffixRule(NamedTuple):
+    """What is taken from the end of a source, and what is added."""
+
+    taken: Symbols
+    added: Symbols
+
+    @classmethod
+    def of(cls, pair: Pair) -> "SuffixRule":
+        """Returns the rule that makes the target of the source and takes least."""
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(pair.source, pair.target, strict=False))
+        kept = sum(1 for _ in alike)
+        return cls(pair.source[kept:], pair.target[kept:])
+
+    def applies(self, source: Symbols) -> bool:
+        """Tells whether a source ends with what the rule takes."""
+        return source[len(source) - len(self.taken) :] == self.taken
+
+    def apply(self, source: Symbols) -> Symbols:
+        """Returns the target that the rule makes of a source."""
+        return source[: len(source) - len(self.taken)] + self.added
+
+
+class SuffixRules:
+    """Makes targets by the rule that was most frequent among training pairs with the same features."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        rules: Mapping[Symbols, Counter[SuffixRule]] = defaultdict(Counter)
+        for pair in pairs:
+            # Features are a set, whose order says nothing.
+            rules[tuple(sorted(pair.features))][SuffixRule.of(pair)] += 1
+        self._rules = {features: [rule for rule, _ in counted.most_common()] for features, counted in rules.items()}
+
+    def write(self, pair: Pair) -> Symbols:
+        """Returns the target of a source; the source itself where no rule applies."""
+        rules = self._rules.get(tuple(sorted(pair.features)), [])
+        return next((rule.apply(pair.source) for rule in rules if rule.applies(pair.source)), pair.source)

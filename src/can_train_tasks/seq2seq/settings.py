@@ -1,0 +1,148 @@
+"""Settings of the seq2seq task: its data sets, models and decoding."""
+
+from dataclasses import dataclass, field
+
+from can_train.config.settings import check_range
+from can_train.config.task_settings import ModelSpec, TaskSettings
+from can_train.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageSettings:
+    """The made-up language behind `--dataset synthetic`."""
+
+    seed: int = 0
+    """Seed of its words and of their inflected forms."""
+    words: int = 2000
+    """Training pairs; development and test pairs are a tenth as many each."""
+
+    def __post_init__(self) -> None:
+        check_range("dataset.synthetic.seed", self.seed, low=0)
+        check_range("dataset.synthetic.words", self.words, low=20, high=1_000_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seq2seqDatasetSettings:
+    """Tables of tab-separated values, one pair of source and target a line, without a header."""
+
+    name: str = "synthetic"
+    """Name in keys and run ids."""
+    path: str = ""
+    """The training table, or a folder that holds one `…train….tsv`; empty: `name` under the data root."""
+    dev: str = ""
+    """The table that validates; empty: the one beside the training table that has `dev` or `valid` in its name in place
+    of `train`, else a tenth of the training pairs."""
+    test: str = ""
+    """The table that is tested; empty: the one beside the training table with `test` in its name, if there is one."""
+    source_col: int = 1
+    """Column of the source, counted from 1."""
+    target_col: int = 2
+    """Column of the target."""
+    features_col: int = -1
+    """Column of the features, which are read beside the source; 0: there are none; -1: the third one, where the
+    training table has three."""
+    source_sep: str = ""
+    """What separates the symbols of a source: text, or the word space; empty: every character is a symbol."""
+    target_sep: str = ""
+    """What separates the symbols of a target."""
+    features_sep: str = ";"
+    """What separates features."""
+    synthetic: LanguageSettings = field(default_factory=LanguageSettings)
+    """Size and seed of the made-up language; used by `synthetic` only."""
+
+    def __post_init__(self) -> None:
+        check_range("dataset.source_col", self.source_col, low=1)
+        check_range("dataset.target_col", self.target_col, low=1)
+        check_range("dataset.features_col", self.features_col, low=-1)
+        if self.source_col == self.target_col:
+            raise ConfigError("Source and target are different columns", value=f"both are column {self.source_col}",
+                              remedy="Set dataset.source_col and dataset.target_col")  # fmt: skip
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the tables are written by the generator."""
+        return self.name.startswith("synthetic") and not self.path
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingSettings:
+    """How a trained model writes targets."""
+
+    beam_width: int = 1
+    """Hypotheses that are kept of each target while it is written; 1: the likeliest symbol is taken (greedy)."""
+    label_smoothing: float = 0.0
+    """Share of the probability that training gives to symbols that are not the target's."""
+
+    def __post_init__(self) -> None:
+        check_range("task.beam_width", self.beam_width, low=1, high=100)
+        check_range("task.label_smoothing", self.label_smoothing, low=0.0, high=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LstmSettings:
+    """A bidirectional LSTM reads the source, another one writes the target and attends to it at every symbol."""
+
+    embedding: int = 128
+    """Width of the symbols' embeddings."""
+    hidden: int = 512
+    """Units of each LSTM layer and direction."""
+    layers: int = 1
+    """LSTM layers of the encoder; the decoder has one."""
+    dropout: float = 0.2
+    """Dropout of embeddings and outputs."""
+
+    def __post_init__(self) -> None:
+        for name in ("embedding", "hidden", "layers"):
+            check_range(f"model.{name}", getattr(self, name), low=1)
+        check_range("model.dropout", self.dropout, low=0.0, high=0.99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSettings:
+    """An encoder-decoder transformer that normalises before each sublayer."""
+
+    embedding: int = 128
+    """Width of the symbols' embeddings, and of the model."""
+    hidden: int = 512
+    """Width of its feed-forward layers."""
+    layers: int = 4
+    """Layers of the encoder, and of the decoder."""
+    heads: int = 4
+    """Attention heads of each layer."""
+    dropout: float = 0.2
+    """Dropout of embeddings, attention and sublayers."""
+
+    def __post_init__(self) -> None:
+        for name in ("embedding", "hidden", "layers", "heads"):
+            check_range(f"model.{name}", getattr(self, name), low=1)
+        check_range("model.dropout", self.dropout, low=0.0, high=0.99)
+        if self.embedding % (2 * self.heads):
+            # Positions are written as pairs of sine and cosine, and heads share the width out.
+            raise ConfigError("model.embedding is a multiple of twice model.heads",
+                              value=f"embedding {self.embedding}, heads {self.heads}")  # fmt: skip
+
+
+TASK = TaskSettings(
+    task_class="can_train_tasks.seq2seq.task:Seq2seq",
+    settings=DecodingSettings,
+    dataset=Seq2seqDatasetSettings,
+    training={"lr_batch_size": 32, "lr": 1e-3, "epochs": 30},
+    inputs=(
+        "name",
+        "source_col",
+        "target_col",
+        "features_col",
+        "source_sep",
+        "target_sep",
+        "features_sep",
+        "synthetic",
+    ),
+    inherited=("source_col", "target_col", "features_col", "source_sep", "target_sep", "features_sep"),
+    models={
+        "lstm": ModelSpec(settings=LstmSettings, modes=("",)),
+        "transformer": ModelSpec(settings=TransformerSettings, modes=("",)),
+    },
+    default_model="lstm",
+    files="can_train_tasks.seq2seq.pair_tables:data_files",
+    digest="can_train_tasks.seq2seq.pair_tables:data_digest",
+)

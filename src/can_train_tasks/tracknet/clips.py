@@ -1,0 +1,401 @@
+"""Clips of video with the ball's position in each picture: the label files of two layouts, the pictures beside them,
+and which clips train, validate and test.
+
+Shapes: T pictures of a clip; H, W height and width to which pictures are resized.
+"""
+
+import csv
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import ConfigError, DataError, MissingDataError
+from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
+from can_train.io.records import is_file, is_folder
+from can_train.reporter import Reporter
+from can_train_tasks.tracknet.settings import TrackNetDatasetSettings
+
+FRAMES_OF_INPUT: Final = 3
+"""Pictures that the network sees: the one whose ball it looks for, after the two before it."""
+
+ABSENT, EASY, HARD, OCCLUDED = range(4)
+"""Values of `visibility`: not in the picture, visible, visible with difficulty (blurred), behind something."""
+
+# Columns: of the picture, of the visibility, of x and of y; in small letters.
+_COLUMNS: Final = {
+    "TrackNet": ("file name", "visibility", "x-coordinate", "y-coordinate"),
+    "rally": ("frame", "visibility", "x", "y"),
+}
+_LABEL_FILES: Final = ("game*/Clip*/Label.csv", "Clip*/Label.csv", "Label.csv", "*.csv")
+_SUFFIXES: Final = (".png", ".jpg", ".jpeg")
+_FEWEST_PARTS: Final = 3  # of what is split into training, validation and test
+_PICTURES_KEPT: Final = 64  # of those that are read without a cache, for a plan
+
+# Raise it whenever the same picture would be prepared otherwise.
+_CACHE_VERSION: Final = 1
+
+Picture = NDArray[np.uint8]
+"""[H, W, 3] red, green and blue."""
+Floats = NDArray[np.float64]
+
+
+class Pictures(Protocol):
+    """The T pictures of a clip."""
+
+    def read(self, position: int, width: int, height: int) -> Picture:
+        """Returns a picture resized to [height, width, 3]."""
+
+    def identity(self) -> Iterator[str]:
+        """Yields what tells these pictures from others."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Clip:
+    """Consecutive pictures of one camera.
+
+    Attributes:
+        name: Of the clip in its data set.
+        group: Clips of one group are alike (a game), and belong to one set.
+        size: Width and height of the pictures to which the coordinates belong.
+        visibility: [T].
+        x, y: [T] position of the ball in pixels, 0 where there is none.
+        starts: [T] first picture of the unbroken sequence that a picture belongs to.
+    """
+
+    name: str
+    group: str
+    size: tuple[int, int]
+    visibility: NDArray[np.int64]
+    x: Floats
+    y: Floats
+    starts: NDArray[np.int64]
+    pictures: Pictures
+
+    def __len__(self) -> int:
+        return len(self.visibility)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Labels:
+    """The rows of one label file: [T] each; `lines` are those of the file."""
+
+    numbers: NDArray[np.int64]
+    visibility: NDArray[np.int64]
+    x: Floats
+    y: Floats
+    lines: NDArray[np.int64]
+    layout: str = "TrackNet"
+
+    def clip(self, *, name: str, group: str, size: tuple[int, int], pictures: Pictures) -> Clip:
+        """Makes the clip of these labels."""
+        breaks = np.flatnonzero(np.diff(self.numbers, prepend=self.numbers[0] - 1) != 1)
+        starts = np.zeros(len(self.numbers), np.int64)
+        starts[breaks] = breaks
+        return Clip(name=name, group=group, size=size, visibility=self.visibility, x=self.x, y=self.y,
+                    starts=np.maximum.accumulate(starts), pictures=pictures)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class FilePictures:
+    """Pictures in files of their own."""
+
+    paths: Sequence[Path]
+
+    def read(self, position: int, width: int, height: int) -> Picture:
+        """Returns a picture resized to [height, width, 3].
+
+        Raises:
+            DataError: The file is not a picture.
+        """
+        Image, path = _pillow(), self.paths[position]
+        try:
+            with Image.open(path) as image:
+                # A JPEG file is decoded at a half or a quarter of its size, where that is enough.
+                image.draft("RGB", (2 * width, 2 * height))
+                small = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise _no_picture(path, error) from error
+        return np.asarray(small, dtype=np.uint8)
+
+    def size(self) -> tuple[int, int]:
+        """Returns width and height of the first picture, in pixels."""
+        try:
+            with _pillow().open(self.paths[0]) as image:
+                size: tuple[int, int] = image.size
+        except (OSError, ValueError, SyntaxError) as error:
+            raise _no_picture(self.paths[0], error) from error
+        return size
+
+    def identity(self) -> Iterator[str]:
+        """Yields paths, sizes and times of the files."""
+        for path in self.paths:
+            status = path.stat()
+            yield f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError("Pictures are read by Pillow, which is not installed",
+                          remedy="Install it: pip install 'can-train[tracknet]'") from error  # fmt: skip
+    return Image
+
+
+def _no_picture(path: Path, error: Exception) -> DataError:
+    return DataError("A picture cannot be read", value=f"{path}: {error}", remedy="Extract it from the video once more")
+
+
+def label_files(path: Path) -> list[Path]:
+    """Lists the label files of a data set in the order of their names, numbers in them by value.
+
+    Raises:
+        MissingDataError: There are none.
+    """
+    if is_file(path):
+        return [path]
+    for pattern in _LABEL_FILES:
+        if found := sorted(path.glob(pattern), key=_by_numbers):
+            return found
+    raise MissingDataError("A data set of clips has label files", value=f"none in {path}",
+                           remedy="Give a folder of game*/Clip*/Label.csv, or CSV files with the columns"
+                           " Frame,Visibility,X,Y; or --dataset synthetic")  # fmt: skip
+
+
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    # Clip10 comes after Clip9.
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def read_labels(path: Path) -> Labels:
+    """Reads a label file of either layout.
+
+    Raises:
+        DataError: A row does not fit the layout; names file and line.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.reader(file)
+            layout, columns = _layout(path, next(rows, []))
+            parsed = [(*_parsed(path, rows.line_num, [row[c] if c < len(row) else "" for c in columns]), rows.line_num)
+                      for row in rows if any(cell.strip() for cell in row)]  # fmt: skip
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError("A label file cannot be read", value=f"{path}: {error}", remedy="Check the file") from error
+    if not parsed:
+        raise DataError("A label file has rows", value=f"{path}: only a header", remedy="Leave the file out")
+    numbers, visibility, x, y, lines = (np.array(column) for column in zip(*parsed, strict=True))
+    for row in np.flatnonzero(np.diff(numbers) <= 0)[:1]:
+        raise _malformed(path, int(lines[row + 1]), "Pictures are numbered in ascending order",
+                         f"{numbers[row + 1]} after {numbers[row]}")  # fmt: skip
+    return Labels(numbers=numbers, visibility=visibility, x=x, y=y, lines=lines, layout=layout)
+
+
+def _layout(path: Path, header: Sequence[str]) -> tuple[str, list[int]]:
+    names = [name.strip().lower() for name in header]
+    for layout, columns in _COLUMNS.items():
+        if set(columns) <= set(names):
+            return layout, [names.index(column) for column in columns]
+    remedy = "Name them file name,visibility,x-coordinate,y-coordinate; or Frame,Visibility,X,Y"
+    found = f"{','.join(header):.80}"
+    raise _malformed(path, 1, "A label file begins with the names of its columns", found, remedy=remedy)
+
+
+def _parsed(path: Path, line: int, cells: Sequence[str]) -> tuple[int, int, float, float]:
+    """Returns number of the picture, visibility, x and y of one row."""
+    picture, visibility, *position = (cell.strip() for cell in cells)
+    number = Path(picture).stem
+    if not re.fullmatch(r"\d{1,9}", number, re.ASCII):
+        raise _malformed(path, line, "A row names its picture by a number", repr(picture))
+    if visibility not in ("0", "1", "2", "3"):
+        raise _malformed(path, line, "The visibility is 0, 1, 2 or 3", repr(visibility))
+    if visibility == "0":
+        return int(number), ABSENT, 0.0, 0.0
+    try:
+        x, y = map(float, position)
+    except ValueError:
+        x = y = math.nan
+    # One that is hidden need not be given a position.
+    if int(visibility) == OCCLUDED and position == ["", ""]:
+        x = y = 0.0
+    if not (math.isfinite(x) and math.isfinite(y)):
+        raise _malformed(path, line, "A visible ball has two coordinates", ",".join(position))
+    return int(number), int(visibility), x, y
+
+
+def _malformed(path: Path, line: int, rule: str, value: str, *, remedy: str = "Correct the row") -> DataError:
+    return DataError(rule, value=f"{path}:{line}: {value}", remedy=remedy)
+
+
+def read_clips(
+    dataset: TrackNetDatasetSettings, render: Callable[[str, Labels, tuple[int, int]], Pictures]
+) -> list[Clip]:
+    """Reads the clips of a data set of files; their pictures are not read yet.
+
+    Args:
+        dataset: Its settings.
+        render: `render(name, labels, size)` makes the pictures of a clip that has none.
+
+    Raises:
+        MissingDataError: There are no label files, or pictures are missing.
+        DataError: A label file does not fit its layout, or a ball is outside the picture.
+    """
+    clips = []
+    for path in label_files(Path(dataset.path)):
+        labels = read_labels(path)
+        size = (dataset.label_width, dataset.label_height)
+        folder = _picture_folder(path, labels.layout, dataset)
+        name = path.stem if labels.layout == "rally" else "/".join(path.parts[-3:-1])
+        group = path.stem if labels.layout == "rally" else path.parts[-3] if len(path.parts) > 2 else ""
+        if folder is None:
+            size = size if all(size) else RENDERED_SIZE
+            pictures: Pictures = render(name, labels, size)
+        else:
+            pictures = FilePictures(_paths(path, labels, folder))
+            size = size if all(size) else pictures.size()
+        _check_inside(path, labels, size)
+        clips.append(labels.clip(name=name, group=group, size=size, pictures=pictures))
+    return clips
+
+
+RENDERED_SIZE: Final = (1280, 720)
+"""Size in pixels of the broadcasts that published label files without pictures belong to."""
+
+
+def _picture_folder(path: Path, layout: str, dataset: TrackNetDatasetSettings) -> Path | None:
+    """Finds the folder of a label file's pictures; None where they are to be rendered."""
+    if layout == "TrackNet":
+        return path.parent
+    stems = (path.stem, path.stem.removesuffix("_ball"))
+    # TrackNetV3 has match1/csv/1_01_00_ball.csv and match1/frame/1_01_00/0.png.
+    bases = [Path(dataset.frames)] if dataset.frames else [path.parent, path.parent.parent / "frame"]
+    found = next((base / stem for base in bases for stem in stems if is_folder(base / stem)), None)
+    if found is None and not dataset.render_missing_frames:
+        raise MissingDataError(
+            "The pictures of a label file lie in a folder of its name", value=f"there is no {bases[0] / stems[-1]}",
+            remedy="Extract them from the video (0.png, 1.png, …), name their folder with --set dataset.frames=DIR, or"
+            " train on generated ones: --set dataset.render_missing_frames=true",
+        )  # fmt: skip
+    return found
+
+
+def _paths(path: Path, labels: Labels, folder: Path) -> list[Path]:
+    found = {int(one.stem): one for one in sorted(folder.iterdir())
+             if one.suffix.lower() in _SUFFIXES and re.fullmatch(r"\d{1,9}", one.stem, re.ASCII)}  # fmt: skip
+    for number, line in zip(labels.numbers.tolist(), labels.lines.tolist(), strict=True):
+        if number not in found:
+            raise MissingDataError(
+                "Every row of a label file has its picture",
+                value=f"{path}:{line}: {folder} has no picture {number}",
+                remedy="Extract it from the video once more, as PNG or JPEG, or remove the row",
+            )
+    return [found[number] for number in labels.numbers.tolist()]
+
+
+def _check_inside(path: Path, labels: Labels, size: tuple[int, int]) -> None:
+    width, height = size
+    outside = (labels.x < 0) | (labels.y < 0) | (labels.x > width) | (labels.y > height)
+    # Where something hides it, its position is a guess that nothing uses.
+    for row in np.flatnonzero(outside & np.isin(labels.visibility, (EASY, HARD)))[:1]:
+        raise _malformed(path, int(labels.lines[row]), f"A visible ball is inside its picture of {width} × {height}",
+                         f"{labels.x[row]:g},{labels.y[row]:g}",
+                         remedy="Correct the row, or say to which size coordinates belong: --set"
+                         " dataset.label_width=1280 --set dataset.label_height=720")  # fmt: skip
+
+
+def split_clips(
+    clips: Sequence[Clip], *, validation: float, test: float
+) -> Mapping[str, Sequence[tuple[Clip, int, int]]]:
+    """Divides clips into training, validation and test: parts of clips, from one picture to before another.
+
+    Games stay whole; where there are fewer than three, clips do; and where there are fewer than three of those, each is
+    cut by time, without the pictures in which inputs of two sets would overlap. Pictures that follow each other are
+    nearly the same, so a random choice among them would test what was trained.
+    """
+    groups = list(dict.fromkeys(clip.group for clip in clips))
+    units = [[clip for clip in clips if clip.group == group] for group in groups]
+    if len(units) < _FEWEST_PARTS:
+        units = [[clip] for clip in clips]
+    if len(units) < _FEWEST_PARTS:
+        cut = [_by_time(clip, validation, test) for clip in clips]
+        return {name: [parts[name] for parts in cut if parts[name][1] < parts[name][2]] for name in _SETS}
+    kept, tested = (max(1, round(share * len(units))) for share in (validation, test))
+    chosen = dict(zip(_SETS, (units[: -kept - tested], units[-kept - tested : -tested], units[-tested:]), strict=True))
+    return {name: [(clip, 0, len(clip)) for unit in part for clip in unit] for name, part in chosen.items()}
+
+
+_SETS: Final = ("train", "validation", "test")
+
+
+def _by_time(clip: Clip, validation: float, test: float) -> dict[str, tuple[Clip, int, int]]:
+    length, gap = len(clip), FRAMES_OF_INPUT - 1
+    first, second = round((1 - validation - test) * length), round((1 - test) * length)
+    spans = ((0, first), (first + gap, second), (second + gap, length))
+    return {name: (clip, *span) for name, span in zip(_SETS, spans, strict=True)}
+
+
+@dataclass(eq=False)
+class FrameReader:
+    """Reads resized pictures. They are prepared once, in files that are mapped into memory, so that the memory of the
+    host does not grow with the number of clips.
+
+    Args:
+        width: To which they are resized.
+        height: The same.
+        cache: Folder of prepared data; None: every picture is decoded when it is asked for.
+    """
+
+    width: int
+    height: int
+    cache: Path | None = None
+    _prepared: dict[Clip, NDArray[np.uint8]] = field(default_factory=dict)
+    _decoded: Callable[[Clip, int], Picture] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Three inputs after each other share pictures.
+        self._decoded = lru_cache(_PICTURES_KEPT)(self._decode)
+
+    def prepare(self, clips: Sequence[Clip], reporter: Reporter) -> None:
+        """Prepares the pictures of clips that were not prepared before.
+
+        Raises:
+            DataError: A picture cannot be read.
+            StateError: The cache cannot be written.
+        """
+        total = sum(map(len, clips))
+        with reporter.stage("reading pictures", total=total, unit="pictures") as stage:
+            for clip in clips:
+                self._prepared[clip] = self._mapped(clip)
+                stage.advance(len(clip))
+
+    def read(self, clip: Clip, position: int) -> NDArray[np.uint8]:
+        """Returns the input of a picture, [3, H, W, 3]: the two before it, or the first one of the clip, and itself."""
+        earliest = clip.starts[position]
+        positions = [max(position - back, int(earliest)) for back in reversed(range(FRAMES_OF_INPUT))]
+        if clip in self._prepared:
+            return self._prepared[clip][positions]
+        return np.stack([self._decoded(clip, one) for one in positions])
+
+    def _mapped(self, clip: Clip) -> NDArray[np.uint8]:
+        assert self.cache is not None
+        shape = (self.height, self.width, 3)
+        identity = "\n".join([f"{_CACHE_VERSION} {shape}", *clip.pictures.identity()])
+        folder = self.cache / f"pictures-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+        try:
+            return read_arrays(folder, ["pictures"])[0]["pictures"]
+        except FolderDamageError:
+            discard_folder(folder)
+        with ArrayWriter(folder, {"pictures": ("uint8", shape)}) as writer:
+            for position in range(len(clip)):
+                writer.append({"pictures": clip.pictures.read(position, self.width, self.height)[None]})
+            return writer.finish({})["pictures"]
+
+    def _decode(self, clip: Clip, position: int) -> Picture:
+        return clip.pictures.read(position, self.width, self.height)

@@ -1,0 +1,309 @@
+"""Generated video of a ball: a textured court, players that move, bright things that are not the ball, and noise. It is
+drawn from the positions of a label file, or from simulated ones, of which it also writes TrackNet's folders.
+
+Every picture is a function of its scene and its number: it can be drawn by itself, at any size, and always the same.
+
+Shapes: T pictures of a clip; H, W height and width of a picture; D distractors.
+"""
+
+import hashlib
+import io
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import ConfigError, StateError
+from can_train.reporter import Reporter
+from can_train_tasks.tracknet.clips import ABSENT, EASY, HARD, OCCLUDED, Clip, Floats, Labels, Picture
+from can_train_tasks.tracknet.settings import SyntheticVideoSettings
+
+# Raise it whenever the same scene gives another picture, so that files written before are not taken for new ones.
+GENERATOR_VERSION: Final = 1
+
+DISTRACTORS: Final = 4
+"""Moving things that are not the ball, in a clip that is drawn from a label file."""
+
+# Lengths are shares of the picture's width. A shuttlecock in a broadcast is 0.6 to 1 % of its width.
+_BALL: Final = 0.005
+_PLAYERS: Final = 2
+_PLAYER: Final = 0.022
+_GLINT: Final = (0.003, 0.014)  # Of a distractor: from smaller than the ball to larger, as shoes and rackets are
+_SPEED: Final = (0.002, 0.02)  # Of a distractor, per picture
+_POLE: Final = (0.015, 0.03)  # Half-width of what hides the ball in simulated clips
+_OCTAVES: Final = (6, 17, 47)  # Cells across, of the background's texture
+_TEXTURE: Final = (26.0, 14.0, 9.0)  # Their strength, in grey levels of 256
+_NOISE: Final = 4.0  # Standard deviation of a sensor's noise, in grey levels
+_FLICKER: Final = 0.02  # Standard deviation of the light
+_BALL_COLOR: Final = np.array((250.0, 250.0, 225.0), np.float32)
+_GLINT_COLOR: Final = np.array((200.0, 200.0, 190.0), np.float32)  # Of what is as small as the ball: darker
+_BLUR_STEPS: Final = 5  # Positions at which a moving ball is drawn, along the way of half a picture's time
+_REACH: Final = 3.0  # Standard deviations from its centre to which a spot is drawn
+_SMALLEST: Final = 0.6  # Pixels; a smaller spot would fall between pixels
+
+_FLIGHT: Final = (14, 30)  # Pictures between two strokes of a simulated ball
+_BLURRED: Final = 0.04  # Share of the width that a ball moves in one picture, from which it is hard to see
+_COMPRESSION: Final = 1  # Of PNG files: the noise does not compress, and higher levels take several times as long
+
+
+def _rng(*key: int) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence(key))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RenderedPictures:
+    """The pictures of a clip, drawn when they are read.
+
+    Attributes:
+        seed: Of the players, the distractors and the noise.
+        court: Seed of the background, which clips of one game share.
+        size: Width and height that the coordinates belong to.
+        visible: [T] whether the ball is drawn.
+        x, y: [T] its position.
+        poles: [P, 2] centre and half-width of what stands before the ball, as shares of the width.
+    """
+
+    seed: int
+    court: int
+    size: tuple[int, int]
+    visible: NDArray[np.bool_]
+    x: Floats
+    y: Floats
+    poles: Floats
+    distractors: int = DISTRACTORS
+
+    def identity(self) -> Iterator[str]:
+        """Yields what tells these pictures from others."""
+        drawn = zlib.crc32(b"".join(one.tobytes() for one in (self.visible, self.x, self.y, self.poles)))
+        yield f"rendered {GENERATOR_VERSION} {self.seed} {self.court} {self.size} {self.distractors} {drawn}"
+
+    def read(self, position: int, width: int, height: int) -> Picture:
+        """Draws a picture [height, width, 3]."""
+        noise = _rng(self.seed, 1, position)
+        image = self._background(width, height) * np.float32(1 + _FLICKER * noise.standard_normal())
+        for (x, y), radius in zip(self._players(position), np.full(_PLAYERS, _PLAYER), strict=True):
+            _spot(image, (x * width, y * height), (radius * width, 2.5 * radius * width), self._shirt)
+        for x, y, radius in self._glints(position):
+            color = _GLINT_COLOR if radius < 2 * _BALL else _BALL_COLOR
+            _spot(image, (x * width, y * height), (radius * width, radius * width), color)
+        if self.visible[position]:
+            self._ball(image, position)
+        for centre, half in self.poles * width:
+            image[:, max(round(centre - half), 0) : round(centre + half)] = 70.0
+        image += np.float32(_NOISE) * noise.standard_normal(image.shape, dtype=np.float32)
+        return np.asarray(np.clip(image, 0, 255), dtype=np.uint8)
+
+    def _background(self, width: int, height: int) -> NDArray[np.float32]:
+        key = (width, height)
+        if key not in self._backgrounds:
+            self._backgrounds[key] = _court(self.court, width, height)
+        return self._backgrounds[key]
+
+    @cached_property
+    def _backgrounds(self) -> dict[tuple[int, int], NDArray[np.float32]]:
+        return {}
+
+    @cached_property
+    def _shirt(self) -> NDArray[np.float32]:
+        return _rng(self.seed, 2).uniform(60, 240, 3).astype(np.float32)
+
+    def _players(self, position: int) -> Floats:
+        rng = _rng(self.seed, 3)
+        middle, reach, pace, phase = (rng.uniform(low, high, (_PLAYERS, 2)) for low, high in
+                                      ((0.3, 0.7), (0.05, 0.2), (0.02, 0.08), (0, 2 * np.pi)))  # fmt: skip
+        return middle + reach * np.sin(pace * position + phase)
+
+    def _glints(self, position: int) -> Floats:
+        """Returns [D, 3] position and radius of the distractors: each crosses the picture again and again."""
+        rng = _rng(self.seed, 4)
+        start, angle = rng.uniform(0, 1, (self.distractors, 2)), rng.uniform(0, 2 * np.pi, self.distractors)
+        speed, radius = (rng.uniform(*span, self.distractors) for span in (_SPEED, _GLINT))
+        way = (speed * position)[:, None] * np.column_stack([np.cos(angle), np.sin(angle)])
+        return np.column_stack([(start + way) % 1.0, radius])
+
+    def _ball(self, image: NDArray[np.float32], position: int) -> None:
+        height, width, _ = image.shape
+        before = max(position - 1, 0)
+        if not self.visible[before]:
+            before = position
+        radius = max(_BALL * width, _SMALLEST)
+        for share in np.linspace(-0.25, 0.25, _BLUR_STEPS):
+            # Blurred by motion around its labelled position, over half of a picture's time.
+            x = self.x[position] + share * (self.x[position] - self.x[before])
+            y = self.y[position] + share * (self.y[position] - self.y[before])
+            # Positions count from the first pixel's centre.
+            centre = ((x + 0.5) * width / self.size[0], (y + 0.5) * height / self.size[1])
+            _spot(image, centre, (radius, radius), _BALL_COLOR)
+
+
+def _spot(
+    image: NDArray[np.float32], centre: tuple[float, float], radii: tuple[float, float], color: NDArray[np.float32]
+) -> None:
+    """Draws a soft ellipse around a point, in pixels from the picture's upper left corner."""
+    spans = []
+    for middle, radius, length in zip(centre, radii, image.shape[1::-1], strict=True):
+        low, high = int(middle - _REACH * radius), int(middle + _REACH * radius) + 2
+        spans.append(np.arange(min(max(low, 0), length), min(max(high, 0), length)))
+    columns, rows = spans
+    if not (columns.size and rows.size):
+        return
+    dx, dy = (columns + 0.5 - centre[0]) / radii[0], (rows + 0.5 - centre[1]) / radii[1]
+    cover = np.exp(-0.5 * (dx[None, :] ** 2 + dy[:, None] ** 2)).astype(np.float32)[..., None]
+    part = image[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    part += cover * (color - part)
+
+
+def _court(seed: int, width: int, height: int) -> NDArray[np.float32]:
+    """Draws a background [H, W, 3]: a coloured floor with texture, lines, and the bright spots of a crowd."""
+    rng = _rng(seed, 5)
+    image = np.empty((height, width, 3), np.float32)
+    image[:] = rng.uniform(50, 130, 3)
+    for cells, strength in zip(_OCTAVES, _TEXTURE, strict=True):
+        grid = rng.standard_normal((cells * 9 // 16 + 2, cells + 2, 1)).astype(np.float32)
+        image += np.float32(strength) * _stretched(grid, width, height)
+    for share in rng.uniform(0.3, 0.95, 3):
+        image[int(share * height)] += 80
+    for share in rng.uniform(0.1, 0.9, 3):
+        image[height // 3 :, int(share * width)] += 80
+    for x, y in rng.uniform((0, 0), (1, 0.3), (20, 2)):
+        _spot(image, (x * width, y * height), (_BALL * width, _BALL * width), _GLINT_COLOR)
+    return image
+
+
+def _stretched(grid: NDArray[np.float32], width: int, height: int) -> NDArray[np.float32]:
+    """Interpolates a grid [h, w, 1] linearly to [H, W, 1]."""
+    y, x = (np.linspace(0, length - 1.001, number) for length, number in zip(grid.shape, (height, width), strict=False))
+    top, left = y.astype(int), x.astype(int)
+    down, right = (y - top)[:, None, None].astype(np.float32), (x - left)[None, :, None].astype(np.float32)
+    upper = grid[top][:, left] * (1 - right) + grid[top][:, left + 1] * right
+    lower = grid[top + 1][:, left] * (1 - right) + grid[top + 1][:, left + 1] * right
+    return np.asarray(upper * (1 - down) + lower * down, dtype=np.float32)
+
+
+def render_missing(name: str, labels: Labels, size: tuple[int, int]) -> RenderedPictures:
+    """Makes pictures for a label file that has none: the ball is where the file says, all else follows from its name.
+
+    Args:
+        name: Of the clip.
+        labels: [T] rows of the file.
+        size: Width and height that the coordinates belong to.
+    """
+    seed = zlib.crc32(name.encode())
+    visible = np.isin(labels.visibility, (EASY, HARD))
+    return RenderedPictures(seed=seed, court=seed, size=size, visible=visible, x=labels.x, y=labels.y,
+                            poles=np.zeros((0, 2)))  # fmt: skip
+
+
+def simulate_clip(settings: SyntheticVideoSettings, game: int, clip: int) -> Clip:
+    """Simulates a rally: arcs between strokes, above the picture at times and behind poles; and its pictures."""
+    rng = _rng(settings.seed, 6, game, clip)
+    x, y = _arcs(rng, settings.frames)
+    poles = np.column_stack([rng.uniform(0.2, 0.8, 2), rng.uniform(*_POLE, 2)])
+    step = np.hypot(np.diff(x, prepend=x[0]), np.diff(y, prepend=y[0]) * 9 / 16)
+    visibility = np.where(step > _BLURRED, HARD, EASY)
+    visibility[(np.abs(x[:, None] - poles[:, 0]) < poles[:, 1] + _BALL).any(axis=1)] = OCCLUDED
+    absent = (y < 0) | (y >= 1) | (x < 0) | (x >= 1)
+    visibility[absent] = ABSENT
+    size = (settings.width, settings.height)
+    # To whole pixels, as people label them; where it is absent, no position is written.
+    pixels = [np.where(absent, 0.0, np.minimum(np.floor(share * length), length - 1))
+              for share, length in zip((x, y), size, strict=True)]  # fmt: skip
+    labels = Labels(numbers=np.arange(settings.frames), visibility=visibility, x=pixels[0], y=pixels[1],
+                    lines=np.arange(settings.frames) + 2)  # fmt: skip
+    # Behind a pole it is drawn, and the pole over it.
+    seed, court = (int(_rng(settings.seed, 7, game, part).integers(2**31)) for part in (clip + 1, 0))
+    pictures = RenderedPictures(seed=seed, court=court, size=size, visible=visibility != ABSENT, x=labels.x, y=labels.y,
+                                poles=poles, distractors=settings.distractors)  # fmt: skip
+    return labels.clip(name=f"game{game + 1}/Clip{clip + 1}", group=f"game{game + 1}", size=size, pictures=pictures)
+
+
+def _arcs(rng: np.random.Generator, frames: int) -> tuple[Floats, Floats]:
+    """Returns [T] positions as shares of width and height: parabolas from one side to the other."""
+    x: list[float] = []
+    y: list[float] = []
+    side = rng.integers(2)
+    here = np.array([rng.uniform(0.1, 0.4) + 0.5 * side, rng.uniform(0.5, 0.9)])
+    while len(x) < frames:
+        side = 1 - side
+        there = np.array([rng.uniform(0.1, 0.4) + 0.5 * side, rng.uniform(0.5, 0.9)])
+        share = np.arange(length := rng.integers(*_FLIGHT)) / length
+        x += list(here[0] + share * (there[0] - here[0]))
+        y += list(here[1] + share * (there[1] - here[1]) - 4 * rng.uniform(0.3, 0.85) * share * (1 - share))
+        here = there
+    return np.array(x[:frames]), np.array(y[:frames])
+
+
+def simulated_clips(settings: SyntheticVideoSettings) -> list[Clip]:
+    """Simulates the clips of all games; their pictures are drawn when they are read."""
+    return [simulate_clip(settings, game, clip) for game in range(settings.games) for clip in range(settings.clips)]
+
+
+def synthetic_folder(cache: Path, settings: SyntheticVideoSettings, reporter: Reporter) -> Path:
+    """Returns the folder of the synthetic data set below `cache`; simulates and writes it if it is not there.
+
+    Raises:
+        StateError: It cannot be written.
+    """
+    identity = hashlib.sha256(f"{GENERATOR_VERSION} {sorted(asdict(settings).items())}".encode())
+    folder = cache / f"synthetic-games-{identity.hexdigest()[:12]}"
+    if not folder.is_dir():
+        write_games(folder, simulated_clips(settings), reporter)
+    return folder
+
+
+def write_games(folder: Path, clips: list[Clip], reporter: Reporter) -> None:
+    """Writes clips as TrackNet has them, `game1/Clip1/Label.csv` and 0000.png, 0001.png, … beside it. The folder
+    appears complete or not at all.
+
+    Raises:
+        StateError: It cannot be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging,
+            reporter.stage("drawing clips", total=sum(map(len, clips)), unit="pictures") as stage,
+        ):
+            staged = Path(staging) / folder.name
+            for clip in clips:
+                _write_clip(staged / clip.name, clip)
+                stage.advance(len(clip))
+            try:
+                staged.rename(folder)
+            except OSError:
+                # Two runs may have started on the same settings. Their files are the same: the first one's stay.
+                if not folder.is_dir():
+                    raise
+    except OSError as error:
+        raise StateError(f"Generated clips must be writable to {folder}", value=error.strerror or str(error),
+                         remedy="Make room there or choose another folder with --state-dir DIR") from error  # fmt: skip
+
+
+def _write_clip(folder: Path, clip: Clip) -> None:
+    folder.mkdir(parents=True)
+    width, height = clip.size
+    lines = ["file name,visibility,x-coordinate,y-coordinate,status"]
+    for position, visibility in enumerate(clip.visibility.tolist()):
+        at = f"{clip.x[position]:.0f},{clip.y[position]:.0f},0" if visibility != ABSENT else ",,"
+        lines.append(f"{position:04d}.png,{visibility},{at}")
+        # Not flushed one by one, which would take ten times as long: a file that a power failure emptied is named.
+        (folder / f"{position:04d}.png").write_bytes(png_bytes(clip.pictures.read(position, width, height)))
+    (folder / "Label.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def png_bytes(picture: Picture) -> bytes:
+    """Writes a picture [H, W, 3] as a PNG file's content."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError("Pictures are written by Pillow, which is not installed",
+                          remedy="Install it: pip install 'can-train[tracknet]'") from error  # fmt: skip
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG", compress_level=_COMPRESSION)
+    return buffer.getvalue()

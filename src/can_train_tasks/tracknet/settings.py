@@ -1,0 +1,158 @@
+"""Settings of ball tracking: its data sets, its network, and how heatmaps are made, learned and judged."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from can_train.config.settings import check_range
+from can_train.config.task_settings import ModelSpec, TaskSettings
+from can_train.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticVideoSettings:
+    """The simulated games behind `--dataset synthetic`."""
+
+    seed: int = 0
+    """Seed of backgrounds, ball and distractors."""
+    games: int = 5
+    """Games, each with a background of its own; the last one is tested."""
+    clips: int = 2
+    """Clips of each game."""
+    frames: int = 40
+    """Frames of each clip; time and disk grow linearly with them."""
+    width: int = 320
+    """Width of the pictures in pixels; their height is 9/16 of it."""
+    distractors: int = 4
+    """Moving things in each clip that are not the ball."""
+
+    def __post_init__(self) -> None:
+        check_range("dataset.synthetic.seed", self.seed, low=0)
+        for name in ("games", "clips"):
+            check_range(f"dataset.synthetic.{name}", getattr(self, name), low=1, high=100)
+        check_range("dataset.synthetic.frames", self.frames, low=3, high=10_000)
+        check_range("dataset.synthetic.width", self.width, low=32, high=1920)
+        check_range("dataset.synthetic.distractors", self.distractors, low=0, high=100)
+
+    @property
+    def height(self) -> int:
+        """Height of the pictures in pixels."""
+        return round(self.width * 9 / 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackNetDatasetSettings:
+    """One data set of video clips with a ball, and how its pictures are read."""
+
+    name: str = "synthetic"
+    """Name in keys and run ids."""
+    path: str = ""
+    """A folder of game*/Clip*/Label.csv, a CSV file of Frame,Visibility,X,Y, or a folder of these."""
+    frames: str = ""
+    """Folder of the folders of pictures that belong to CSV files; empty: they lie beside the files."""
+    render_missing_frames: bool = False
+    """Draw generated pictures for a CSV file that has none, from where its ball is."""
+    label_width: int = 0
+    """Width of the pictures to which the coordinates belong; 0: that of the pictures, 1280 where they are generated."""
+    label_height: int = 0
+    """Height of the pictures to which the coordinates belong; 0: that of the pictures, 720 where they are generated."""
+    width: int = 256
+    """Width to which pictures are resized, and of the heatmap."""
+    height: int = 144
+    """Height to which pictures are resized, and of the heatmap."""
+    validation_share: float = 0.2
+    """Share of the games that is kept for validation: of the clips where games are fewer than three, and of the time
+    where clips are."""
+    test_share: float = 0.2
+    """The same for testing: the last ones."""
+    synthetic: SyntheticVideoSettings = field(default_factory=SyntheticVideoSettings)
+    """Size and seed of the simulated games; used by `synthetic` only."""
+
+    def __post_init__(self) -> None:
+        for name in ("label_width", "label_height"):
+            check_range(f"dataset.{name}", getattr(self, name), low=0)
+        for name in ("width", "height"):
+            check_range(f"dataset.{name}", getattr(self, name), low=8, high=4096)
+        for name in ("validation_share", "test_share"):
+            check_range(f"dataset.{name}", getattr(self, name), above=0.0, high=0.3)
+        if bool(self.label_width) != bool(self.label_height):
+            found = f"dataset.label_width {self.label_width}, dataset.label_height {self.label_height}"
+            raise ConfigError("The size that coordinates belong to has a width and a height", value=found,
+                              remedy="Give both, or neither")  # fmt: skip
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the clips are simulated."""
+        return not self.path
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetSettings:
+    """The network: an encoder (its `backbone`) and a decoder, joined on each level."""
+
+    width: int = 32
+    """Channels of the first level; each level below has twice as many."""
+    levels: int = 4
+    """Levels; each halves width and height of the one above."""
+    groups: int = 8
+    """Most groups of a group normalisation."""
+
+    def __post_init__(self) -> None:
+        check_range("model.width", self.width, low=1, high=1024)
+        check_range("model.levels", self.levels, low=2, high=8)
+        check_range("model.groups", self.groups, low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackNetSettings:
+    """How heatmaps are made, learned and judged."""
+
+    sigma: float = 2.0
+    """Standard deviation of the ball in the heatmap, in its pixels."""
+    ball_weight: float = 10.0
+    """Weight of a pixel at the ball's centre; one far away has 1."""
+    focal_gamma: float = 2.0
+    """Power of the difference between heatmap and target by which pixels that are nearly right weigh less; 0: none."""
+    learn_absent: bool = False
+    """Learn from pictures without a ball too, whose heatmap is empty; off, only visible balls have a loss."""
+    threshold: float = 0.5
+    """Height of the heatmap's peak from which a ball is reported."""
+    tolerance_px: float = 4.0
+    """Distance up to which a reported ball is right, in pixels of a picture 256 wide and 144 high."""
+    preview_dir: str = ""
+    """Folder into which pictures with the true and the reported ball are written when a model is judged; empty: none
+    are."""
+    previews: int = 6
+    """Pictures that are written of each set."""
+
+    def __post_init__(self) -> None:
+        check_range("task.sigma", self.sigma, above=0.0)
+        check_range("task.ball_weight", self.ball_weight, low=1.0)
+        if self.focal_gamma:
+            # Below 1 its derivative is infinite where a pixel is right.
+            check_range("task.focal_gamma", self.focal_gamma, low=1.0)
+        check_range("task.threshold", self.threshold, above=0.0, high=1.0)
+        check_range("task.tolerance_px", self.tolerance_px, above=0.0)
+        check_range("task.previews", self.previews, low=0, high=1000)
+
+
+TRAINING: Final = {
+    "lr": 5e-4,
+    "lr_batch_size": 16,
+    "weight_decay": 0.05,
+    "epochs": 20,
+    "warmup_share": 0.15,  # three of twenty epochs
+    "precision": "fp16",
+    "freeze": ["backbone"],
+    "thaw_epoch": 10,
+}
+"""Training settings of TrackNet, where they differ from those of all tasks."""
+
+TASK = TaskSettings(
+    task_class="can_train_tasks.tracknet.task:TrackNetTask",
+    settings=TrackNetSettings,
+    dataset=TrackNetDatasetSettings,
+    inputs=("width", "height"),
+    inherited=("width", "height"),
+    models={"": ModelSpec(settings=UNetSettings, modes=("",))},
+    training=TRAINING,
+)

@@ -1,0 +1,105 @@
+"""The network that makes a heatmap of three pictures.
+
+Shapes: B samples; H, W height and width of pictures and heatmap; C channels of the first level. Level i has C·2^i
+channels and H/2^i × W/2^i pixels.
+"""
+
+import math
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from can_train.errors import ConfigError
+from can_train_tasks.tracknet.settings import TrackNetDatasetSettings, UNetSettings
+
+INPUT_CHANNELS: Final = 9  # Red, green and blue of three pictures
+_FIRST_GUESS: Final = 0.01  # Of every pixel, before training: few are the ball's, as in the focal loss's paper
+
+
+class Convolutions(nn.Sequential):
+    """Two convolutions, each followed by group normalisation and ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        layers: list[nn.Module] = []
+        for channels in (inputs, outputs):
+            # Not batch normalisation, whose means are those of a micro-batch: a batch that is split would have other
+            # gradients. Groups are normalised within each sample.
+            layers += [nn.Conv2d(channels, outputs, 3, padding=1, bias=False),
+                       nn.GroupNorm(math.gcd(groups, outputs), outputs), nn.ReLU(inplace=True)]  # fmt: skip
+        super().__init__(*layers)
+
+
+class Encoder(nn.Module):
+    """Computes features on each level, from pictures [B, 9, H, W]."""
+
+    def __init__(self, settings: UNetSettings) -> None:
+        super().__init__()
+        widths = _widths(settings)
+        inputs = (INPUT_CHANNELS, *widths[:-1])
+        self.levels = nn.ModuleList(Convolutions(before, here, settings.groups)
+                                    for before, here in zip(inputs, widths, strict=True))  # fmt: skip
+
+    def forward(self, pictures: Tensor) -> list[Tensor]:
+        """Returns [B, C·2^i, H/2^i, W/2^i] for each level i."""
+        features: list[Tensor] = []
+        for level in self.levels:
+            features.append(level(F.max_pool2d(features[-1], 2) if features else pictures))
+        return features
+
+
+class Decoder(nn.Module):
+    """Joins the levels from the lowest to the first."""
+
+    def __init__(self, settings: UNetSettings) -> None:
+        super().__init__()
+        widths = _widths(settings)
+        self.levels = nn.ModuleList(Convolutions(below + here, here, settings.groups)
+                                    for here, below in zip(widths[-2::-1], widths[:0:-1], strict=True))  # fmt: skip
+
+    def forward(self, features: list[Tensor]) -> Tensor:
+        """Returns [B, C, H, W]."""
+        *above, joined = features
+        for level, here in zip(self.levels, reversed(above), strict=True):
+            joined = level(torch.cat([F.interpolate(joined, scale_factor=2.0), here], dim=1))
+        return joined
+
+
+class UNet(nn.Module):
+    """Encoder and decoder with connections on each level.
+
+    Attributes:
+        backbone: The encoder, which `training.freeze` may name.
+
+    Source: Ronneberger et al. 2015, arXiv:1505.04597; Sun et al. 2020 (TrackNetV2), with fewer channels.
+    """
+
+    def __init__(self, settings: UNetSettings) -> None:
+        super().__init__()
+        self.backbone, self.decoder = Encoder(settings), Decoder(settings)
+        self.head = nn.Conv2d(settings.width, 1, 1)
+        nn.init.constant_(self.head.bias, math.log(_FIRST_GUESS / (1 - _FIRST_GUESS)))  # type: ignore[arg-type]
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Computes the heatmap's logits [B, H, W] of pictures [B, 9, H, W], whose values are in [0, 1]."""
+        logits: Tensor = self.head(self.decoder(self.backbone(pictures)))
+        return logits.squeeze(1)
+
+
+def make_unet(settings: UNetSettings, dataset: TrackNetDatasetSettings) -> UNet:
+    """Makes the network for pictures of a size.
+
+    Raises:
+        ConfigError: The size cannot be halved as often as the network does.
+    """
+    factor = 2 ** (settings.levels - 1)
+    if dataset.width % factor or dataset.height % factor:
+        raise ConfigError(f"Width and height can be halved on each level: they are multiples of {factor}",
+                          value=f"dataset.width {dataset.width}, dataset.height {dataset.height}",
+                          remedy="Choose other sizes, or fewer levels with --set model.levels=2")  # fmt: skip
+    return UNet(settings)
+
+
+def _widths(settings: UNetSettings) -> list[int]:
+    return [settings.width * 2**level for level in range(settings.levels)]
