@@ -163,6 +163,30 @@ def test_the_state_is(name: str) -> None:
         (of_job("ok", begun("ok"), answer=NO_SLURM), "running", "does not answer here"),
         (of_job("ok", answer=NO_SLURM), "queued", "does not answer here"),
         (of_job("ok", begun("ok", "terminated"), answer=NO_SLURM), "queued", "does not answer here"),
+        (
+            of_job(
+                "ok", begun("ok", "terminated"), answer=NO_SLURM, cancels=[CancelRecord(run_id="r", time=minute(12))]
+            ),
+            "cancelled",
+            "does not answer here",
+        ),
+        (
+            of_job(
+                "ok", begun("ok", "terminated"), answer=NO_SLURM, cancels=[CancelRecord(run_id="r", time=minute(9))]
+            ),
+            "queued",
+            "does not answer here",
+        ),
+        (
+            of_job("ok", answer=NO_SLURM, cancels=[CancelRecord(run_id="r", time=minute(2))]),
+            "cancelled",
+            "does not answer here",
+        ),
+        (
+            of_job("ok", begun("ok"), answer=NO_SLURM, cancels=[CancelRecord(run_id="r", time=minute(12))]),
+            "running",
+            "does not answer here",
+        ),
         (RunFacts(run=RUN, attempts=[attempt(1, host="there")]), "running", "process 7 of there"),
         (RunFacts(run=RUN, jobs=[job("7", executor="local")]), "running", "on here"),
         (RunFacts(run=RUN, has_folder=False), "failed", "/runs/r is gone"),

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,6 +263,24 @@ def test_a_submission_records_the_cluster_that_took_the_job(
         registry = Registry(runs.state_dir)
         jobs = [registry.jobs(job["run_id"])[0].slurm_job for job in submitted]
         assert jobs == [slurm_job(job["job_id"], cluster) for job in submitted]
+
+
+def test_an_identical_run_of_a_cluster_that_cannot_be_asked_is_not_surely_running(
+    runs: Runs, machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine("alpha")
+    line = ("--model", "gat", "--dataset", "synthetic", "--submit", *runs.flags)
+    assert main(line) == 0
+    (run,) = runs.registry.runs()
+    shutil.rmtree(tmp_path / "clusters" / "alpha")
+    machine("beta")
+    capsys.readouterr()
+    assert main(line) == 0
+    assert capsys.readouterr().out == (
+        f"{run.run_id}  is the same, and is queued as far as its files say\n"
+        f"  its state: can-train status {run.run_id}\n"
+        "Not submitted again; --force does so all the same.\n"
+    )
 
 
 def test_a_job_that_another_cluster_may_have_taken_unseen_is_not_sent_twice(

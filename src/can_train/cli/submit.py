@@ -52,8 +52,10 @@ def submit_runs(
     keep(code, state)
     if not as_json:
         for duplicate in plan.duplicate_runs:
-            run_id, state_name = duplicate.known.run_id, duplicate.state.state
-            print_text(f"{run_id}  is the same, and {'has finished' if state_name == FINISHED else f'is {state_name}'}")
+            run_id, state = duplicate.known.run_id, duplicate.state
+            doubt = "" if state.certain else " as far as its files say"
+            does = "has finished" if state.state == FINISHED else f"is {state.state}{doubt}"
+            print_text(f"{run_id}  is the same, and {does}")
             print_text(as_typed(f"  its state: can-train status {run_id}"))
         if plan.duplicate_runs:
             print_text("Not submitted again; --force does so all the same.")

@@ -295,7 +295,7 @@ def _exit_words(row: AccountRow) -> str:
 #   a job of it waits in the queue                           queued; never started if its dependency cannot be met
 #   a job of it has nodes                                    running
 #   its latest job or attempt belongs to SLURM:
-#       SLURM does not answer, no conclusive end recorded    running or queued, not certain
+#       SLURM does not answer, no conclusive end recorded    running, queued or cancelled, not certain
 #       no attempt began                                     never started, cancelled, or how the job ended
 #       an attempt began                                     how it ended (`classify_exit`)
 #   its latest attempt is a process:
@@ -409,9 +409,15 @@ def _state_after_queue(facts: RunFacts) -> RunState:
 
 def _unanswered_state(attempt: AttemptFacts | None, job: JobId, facts: RunFacts) -> RunState:
     """The state where the cluster that has the run's job cannot be asked."""
-    state = RUNNING if attempt and attempt.end is None else QUEUED
+    state = RUNNING if attempt and attempt.end is None else CANCELLED if _is_cancelled(attempt, facts) else QUEUED
     sentence = f"as far as its files say; {silence_in_words(job, facts.answer)}; {where_to_ask(job, facts.answer)}"
     return RunState(state, sentence, certain=False)
+
+
+def _is_cancelled(attempt: AttemptFacts | None, facts: RunFacts) -> bool:
+    """Whether can-train cancelled the run after its last job or attempt began; no such job goes back into the queue."""
+    begins = [record.time for record in facts.jobs[-1:]] + ([attempt.start.start_time] if attempt else [])
+    return any(cancel.time >= max(begins) for cancel in facts.cancels)
 
 
 def silence_in_words(job: JobId, answer: SlurmAnswer) -> str:
