@@ -254,8 +254,8 @@ class DoesNotFitError(CanTrainError):
 
 def without_positions(text: str) -> str:
     """Leaves out of an error of other people's code where in their C++ sources it was raised."""
-    # Some libraries begin a message with a pictogram.
-    return re.sub(r"^[^\w'\"(\[]+", "", _SOURCE_POSITION.sub("", text)).strip()
+    # Some libraries begin a message with a pictogram. A shell begins it with a path.
+    return re.sub(r"^[^\w'\"(\[/~.]+", "", _SOURCE_POSITION.sub("", text)).strip()
 
 
 def first_sentence(error: BaseException) -> str:
