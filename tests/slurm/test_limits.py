@@ -17,6 +17,7 @@ COLUMNS = ("MaxWall", "MaxTRES", "MaxTRESPerNode", "MaxTRESMins", "GrpTRES", "Gr
 
 MINUTES = ", multiplied by minutes"
 AN_HOUR = "Give --time 1:00:00 or less"
+TWO_NODES = "Give --nodes 2 or less"
 
 
 def quality(name: str, **limits: str) -> Mapping[str, str]:
@@ -91,7 +92,9 @@ def test_a_default_is_cut_to_what_a_job_may_have_and_each_cut_is_said() -> None:
         ({"GrpTRES": "gres/gpu=2"}, {"gpus": "4"},
          "QOS q gives all jobs together at most 2 GPUs: asked for 4 GPUs.\nGive --gpus 2 or less, or another"),
         ({"MaxTRESPU": "node=2"}, {"nodes": 3},
-         "QOS q gives all jobs together at most 2 nodes: asked for 3 nodes.\nGive --nodes 2 or less, or another"),
+         f"QOS q gives all jobs of a user together at most 2 nodes: asked for 3 nodes.\n{TWO_NODES}, or another"),
+        ({"MaxTRESPA": "node=2"}, {"nodes": 3},
+         f"QOS q gives all jobs of an account together at most 2 nodes: asked for 3 nodes.\n{TWO_NODES}, or another"),
     ],
 )  # fmt: skip
 def test_what_a_limit_will_never_let_start_is_refused_with_a_remedy_that_it_allows(
@@ -132,7 +135,7 @@ def test_all_accounts_above_a_user_limit_their_jobs_together() -> None:
 def test_more_jobs_than_may_be_submitted_are_refused_before_the_first() -> None:
     limits = job_limits(ClusterSettings(qos="q"), partition(quality("q", MaxSubmitPU="3")))
     check_number_of_jobs(3, limits)
-    with pytest.raises(ConfigError, match="at most 3 jobs: 4 at once"):
+    with pytest.raises(ConfigError, match="QOS q gives all jobs of a user together at most 3 jobs: 4 at once"):
         check_number_of_jobs(4, limits)
 
 

@@ -38,7 +38,9 @@ class Limit:
     source: str  # who has the limit, in words
 
     def __str__(self) -> str:
-        owner = "a job" if self.column in (*_OF_A_JOB, "MaxWall") else "all jobs together"
+        several = {"PU": "all jobs of a user together", "PA": "all jobs of an account together"}
+        is_of_a_job = self.column in (*_OF_A_JOB, "MaxWall")
+        owner = "a job" if is_of_a_job else several.get(self.column[-2:], "all jobs together")
         least = "least" if self.column == "MinTRES" else "most"
         where = " on a node" if self.column == "MaxTRESPerNode" else ""
         minutes = ", multiplied by minutes" if self.column.endswith("Mins") else ""
