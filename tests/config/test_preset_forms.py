@@ -58,3 +58,10 @@ def test_a_block_that_is_wrong_is_refused_by_the_name_of_its_setting(text: str, 
     with pytest.raises(ConfigError) as refused:
         resolved(tmp_path, "memory", text)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("block", ["training:\n", "training: {}\n", "training:\n#  epochs: 3\nfactor:\n"])
+def test_a_block_whose_lines_are_all_comments_sets_nothing(block: str, tmp_path: Path) -> None:
+    assert resolved(tmp_path, "memory", f"oom_retries: 5\n{block}").training.oom_retries == 5
+    model = resolved(tmp_path / "model", "model", f"defaults: [schema]\nhidden: 7\n{block}").model
+    assert model.hidden == 7

@@ -722,7 +722,8 @@ def _blocks(group: str, package: str, plain: Mapping[str, Any], aliases: Mapping
     if package != "_global_":
         # A preset of memory changes training.
         target = "training" if group == "memory" else package
-        others = {name: own[name] for name in _SIDE_GROUPS if isinstance(own.get(name), dict)}
+        # YAML reads a block whose lines are all comments as null.
+        others = {name: own[name] or {} for name in _SIDE_GROUPS if isinstance(own.get(name, False), dict | None)}
         blocks = {**others}
         blocks[target] = {**others.get(target, {}), **{name: own[name] for name in own if name not in others}}
     training = blocks.get("training")
