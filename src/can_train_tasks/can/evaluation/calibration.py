@@ -203,7 +203,7 @@ class Calibration:
         """Calibrates on the log's next windows `rows` [R], of these scores."""
         self._window = flat.window
         nodes = members(flat.node_ptr, rows)
-        ids = np.split(flat.ids[flat.node_code[nodes.positions]], nodes.starts[1:])
+        ids = np.split(flat.ids[flat.node_code[nodes.positions]], nodes.starts)[1:]  # none of no windows
         for row, own, value in zip(rows, ids, score, strict=True):
             start_s, end_s = float(flat.start_time[row]), float(flat.end_time[row])
             window = _Window(start_s, end_s, float(value), flat.window / max(end_s - start_s, SHORTEST_S), own)

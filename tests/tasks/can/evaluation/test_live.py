@@ -15,6 +15,7 @@ from can_train.reporter import SilentReporter
 from can_train.task import AlarmRule, LiveEvent, LiveSource
 from can_train.training.evaluate import DetectionRequest, EvaluationRequest, LiveRun, evaluate
 from can_train_tasks.can.data.graphs import Frames
+from can_train_tasks.can.evaluation import live_input
 from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, Hold
 from can_train_tasks.can.evaluation.live import AlarmState
 from can_train_tasks.can.evaluation.live_input import BusFrames
@@ -192,6 +193,18 @@ def test_a_calibration_takes_the_beginning_for_benign_and_says_so(tmp_path: Path
     assert calibrated["windows"] == within.sum()
     assert f"The first {within.sum()} windows were taken for benign" in watched.summary
     assert all(alarm["start_time"] >= calibrated["time"] for alarm in watched.of("alarm"))
+
+
+def test_a_calibration_is_the_same_where_the_input_comes_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, rule = candump(drive()), AlarmRule(calibrate_s=2.0)
+    whole = Watched(injected_run("vgae"), text, tmp_path, rule)
+    monkeypatch.setattr(live_input, "READ_BYTES", 1_000)
+    pieces = Watched(injected_run("vgae"), text, tmp_path, rule)
+    assert [event.record["event"] for event in pieces.events] == [event.record["event"] for event in whole.events]
+    assert pieces.of("calibrated") == whole.of("calibrated")
+    assert pieces.summary == whole.summary
 
 
 def test_a_slow_bus_is_calibrated_on_for_longer(tmp_path: Path) -> None:
