@@ -6,7 +6,7 @@ Vocabulary and scale are fitted on training windows and saved with the weights: 
 Shapes: B graphs, N nodes, E edges, A absences, V known CAN IDs, C columns of `BEHAVIOUR`, D of `deviations`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Self
 
@@ -61,6 +61,7 @@ OVERDUE: Final = (1.0, 1.5)
 # any of them is nothing odd.
 LEAST_GAPS: Final = 3
 MOST_RARE_IDS: Final = 10  # that are named
+MOST_NEW_IDS: Final = 5  # that are named
 SAME_FRAME_S: Final = 0.001  # two frames of so rare an ID lie further apart; times are rounded by less
 LEAST_SILENCE: Final = -3.0  # binary logarithm of silence ÷ period: when exactly in a period a window ends says nothing
 _GAP_MIN, _GAP_MEAN, _SILENCE = (BEHAVIOUR.index(name) for name in ("gap_min", "gap_mean", "silence"))
@@ -182,16 +183,37 @@ def rare_id_notes(judgement: Mapping[str, Any]) -> list[str]:
     return [f"{log}, {why} (frames in brackets): {', '.join(told[:MOST_RARE_IDS])}{more}"]
 
 
-def slow_ids(flat: FlatGraphs, rows: Ints, vocabulary: Ints, log_s: float) -> Ints:
-    """Returns the IDs of the windows `rows`, none of them in the vocabulary, that come less often than once in `log_s`
-    seconds.
+def new_id_gaps(flat: FlatGraphs, rows: Ints, vocabulary: Ints) -> dict[int, float]:
+    """Returns, by each ID of the windows `rows` that is not in the vocabulary, the shortest time between two of its
+    frames in seconds; infinity: it came once.
     """
     nodes = members(flat.node_ptr, rows).positions
+    nodes = nodes[~np.isin(flat.ids, vocabulary)[flat.node_code[nodes]]]
     shortest = np.full(len(flat.ids), np.inf)
     np.fmin.at(shortest, flat.node_code[nodes], np.exp2(flat.behaviour[nodes, _GAP_MIN].astype(np.float64)))
-    present = np.zeros(len(flat.ids), np.bool_)
-    present[flat.node_code[nodes]] = True
-    return flat.ids[present & (shortest >= log_s) & ~np.isin(flat.ids, vocabulary)]
+    codes = np.unique(flat.node_code[nodes])
+    return dict(zip(flat.ids[codes].tolist(), shortest[codes].tolist(), strict=True))
+
+
+def new_id_notes(judgement: Mapping[str, Any], gaps: Mapping[int, float]) -> list[str]:
+    """Tells of the new CAN IDs that training may have been too short to see, as sentences; `gaps` has the shortest
+    time between two frames of each new ID.
+    """
+    if "rare_ids" not in judgement:
+        return []
+    log_s = judgement["rare_ids"]["log_s"]
+    once = sorted(can_id for can_id, gap in gaps.items() if gap == np.inf)
+    slow = sorted(can_id for can_id, gap in gaps.items() if log_s <= gap < np.inf)
+    log = f"the {log_s:.3g} s of the longest benign training log"
+    told = {
+        f"New, but expected to be, since they come less often than once in {log}": slow,
+        f"New, and came once, which does not tell whether {log} were too short to see them": once,
+    }
+    return [f"{why}: {_named(ids)}" for why, ids in told.items() if ids]
+
+
+def _named(ids: Sequence[int]) -> str:
+    return ", ".join(map(id_text, ids[:MOST_NEW_IDS])) + (", …" if len(ids) > MOST_NEW_IDS else "")
 
 
 def has_timing(flat: FlatGraphs, rows: Ints) -> Bools:

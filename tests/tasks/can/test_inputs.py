@@ -18,8 +18,9 @@ from can_train_tasks.can.inputs import (
     UNKNOWN_ID,
     InputEncoder,
     InputStatistics,
+    new_id_gaps,
+    new_id_notes,
     rare_ids,
-    slow_ids,
 )
 from can_train_tasks.can.settings import CanDatasetSettings
 from fakes.random_bus import cached_graphs, random_blocks
@@ -230,5 +231,22 @@ def test_a_new_id_that_comes_less_often_than_training_is_long_is_no_stranger(tmp
     # When it first comes, nobody knows how often it will.
     assert (strange[(batch.can_id == 0x7DF) & ~again] > 0.5).all()
     assert (strange[batch.can_id == 0x123] > 0.5).all()
-    rows = np.flatnonzero(flat.source == 1)
-    assert slow_ids(flat, rows, statistics.vocabulary, 30.0).tolist() == [0x7DF]
+    gaps = new_id_gaps(flat, np.flatnonzero(flat.source == 1), statistics.vocabulary)
+    (told,) = new_id_notes({"rare_ids": {"log_s": 30.0}}, gaps)
+    assert told == (
+        "New, but expected to be, since they come less often than once in the 30 s of the longest benign training log"
+        ": 7DF"
+    )
+
+
+def test_a_new_id_that_came_once_is_not_said_to_be_expected(tmp_path: Path) -> None:
+    flat = graphs_of(tmp_path / "g", slow_bus(30, {}), slow_bus(40, {0x7DF: 39}))
+    gaps = new_id_gaps(
+        flat, np.flatnonzero(flat.source == 1), InputStatistics.fit(flat, np.flatnonzero(flat.source == 0)).vocabulary
+    )
+    assert gaps == {0x7DF: np.inf}
+    (told,) = new_id_notes({"rare_ids": {"log_s": 30.0}}, gaps)
+    assert told == (
+        "New, and came once, which does not tell whether the 30 s of the longest benign training log were too short to "
+        "see them: 7DF"
+    )

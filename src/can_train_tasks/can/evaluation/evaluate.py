@@ -40,7 +40,7 @@ from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
 from can_train_tasks.can.fusion.mixing import WEIGHT, WindowScores
-from can_train_tasks.can.inputs import read_as_trained, slow_ids
+from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, read_as_trained
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train_tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
 from can_train_tasks.can.synthetic.writing import synthetic_folder_name
@@ -251,7 +251,7 @@ class WindowEvaluation(Evaluation):
             rows=rows,
             threshold=chosen.value,
             hold=None if rule.hold is None else hold,
-            notes=[*notes, *self._unknown_ids(), *self._slow_ids(), *_notes(chosen, judgement["absent"])],
+            notes=[*notes, *self._unknown_ids(), *self._new_ids(), *_notes(chosen, judgement["absent"])],
         )
 
     def _threshold(self, rule: AlarmRule, hold: Hold) -> Threshold:
@@ -405,17 +405,11 @@ class WindowEvaluation(Evaluation):
         alternative = "a model that is trained with dataset.identity=false needs to know none"
         return [f"The model knows {known} of the {len(flat.ids)} CAN IDs, not {names}; {alternative}"]
 
-    def _slow_ids(self) -> list[str]:
-        """Names the new CAN IDs that training was too short to see."""
-        if self.own_split or "rare_ids" not in self._result:
+    def _new_ids(self) -> list[str]:
+        """Names the new CAN IDs that training may have been too short to see."""
+        if self.own_split:
             return []
-        log_s = self._result["rare_ids"]["log_s"]
-        slow = slow_ids(self._data.flat, self._rows, self._model.vocabulary, log_s)
-        if not len(slow):
-            return []
-        names = ", ".join(map(id_text, slow[:_MAX_NAMED_IDS])) + (", …" if len(slow) > _MAX_NAMED_IDS else "")
-        log = f"the {log_s:.3g} s of the longest benign training log"
-        return [f"New, but expected to be, since they come less often than once in {log}: {names}"]
+        return new_id_notes(self._result, new_id_gaps(self._data.flat, self._rows, self._model.vocabulary))
 
     def _samples(
         self, split: Split, scores: FolderScores, threshold: float

@@ -49,7 +49,7 @@ from can_train_tasks.can.evaluation.live_input import (
 )
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.fusion.agent import FinishedFusion
-from can_train_tasks.can.inputs import rare_id_notes, read_as_trained
+from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, rare_id_notes, read_as_trained
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train_tasks.can.settings import ColumnSettings, FusionAgentSettings
 
@@ -59,6 +59,7 @@ USUAL_EVERY: Final = 16  # calm windows of which one is kept, so that they span 
 # take half as long again); with fewer, a student's calls take longer than what they compute.
 SCORED_WINDOWS: Final = 32
 TOLD_IDS: Final = 2  # of an alarm, in words
+MOST_NEW_GAPS: Final = 10_000  # IDs that a bus remembers the gaps of: fuzzing makes up millions
 MOST_BUSES: Final = 64  # that are watched, each with windows and an alarm of its own: more are no interfaces' names
 ERRORS_S: Final = 1.0  # seconds of a bus between two events that tell of its error frames, which come by thousands
 LIVE: Final = "live"  # name of the input where a log's would stand
@@ -233,6 +234,7 @@ class LiveBus:
         self._errors = self._bus_offs = 0  # that came
         self._told_s: dict[str, float] = {}  # by kind of event, when error frames were told of last
         self._untold = 0  # error frames since then
+        self._new_gaps: dict[int, float] = {}  # by new ID, the shortest time between its frames
 
     def see(self, frames: Frames, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
         """Takes the next frames; yields what happens by them."""
@@ -293,6 +295,7 @@ class LiveBus:
         if left > 0:
             frames_left = "frame fills" if left == 1 else f"{left:,} frames fill"
             sentences.append(f"The last {frames_left} no window and {'was' if left == 1 else 'were'} not judged")
+        sentences += new_id_notes(self._model.finished.result.get("judgement", {}), self._new_gaps)
         return sentences
 
     def _judge(self, block: GraphBlock, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
@@ -306,6 +309,9 @@ class LiveBus:
             raise RunError("Every window's score must be a finite number", value=f"that of {model.describe(0)} is not",
                            remedy="The model has diverged: train it anew with a lower learning rate")  # fmt: skip
         self.windows += len(block)
+        for can_id, gap in new_id_gaps(flat, np.arange(len(block)), model.vocabulary).items():
+            if can_id in self._new_gaps or len(self._new_gaps) < MOST_NEW_GAPS:
+                self._new_gaps[can_id] = min(gap, self._new_gaps.get(can_id, np.inf))
         first = 0
         if self._calibration is not None:
             first = yield from self._calibrate(self._calibration, flat, scores)

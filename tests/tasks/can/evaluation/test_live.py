@@ -185,6 +185,18 @@ def test_the_summary_counts_frames_windows_and_what_was_left_out(tmp_path: Path)
     assert "1 line is malformed and left out" in watched.summary
 
 
+def test_a_new_id_that_came_once_is_named_at_the_end_as_evaluate_names_it(tmp_path: Path) -> None:
+    frames = drive()
+    can_id = frames.can_id.copy()
+    can_id[2_000] = 0x6AA
+    frames, run = replace(frames, can_id=can_id), injected_run("vgae")
+    summary = Watched(run, candump(frames), tmp_path).summary
+    notes = offline(run, write_log(tmp_path / "other.csv", frames), AlarmRule())["notes"]
+    (said,) = [note for note in notes if note.startswith("New, and came once")]
+    assert said.endswith(" were too short to see them: 6AA")
+    assert said in summary
+
+
 def test_a_calibration_takes_the_beginning_for_benign_and_says_so(tmp_path: Path) -> None:
     frames = drive()
     watched = Watched(injected_run("vgae"), candump(frames), tmp_path, AlarmRule(calibrate_s=2.0))
