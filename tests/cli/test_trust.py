@@ -158,7 +158,7 @@ def test_no_command_runs_the_code_of_a_folder_that_was_put_among_the_runs(
             assert not place.has_run(), words
             if command in NEED_CODE:
                 assert code == 2
-                assert f"{run} is not in your list of runs, {place.state}/runs.\n" in capsys.readouterr().err
+                assert f"{run} is not in your list of runs, {place.state}/runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", NEED_CODE)
@@ -170,7 +170,7 @@ def test_the_code_runs_when_it_is_asked_for_with_the_line_that_the_error_names(
     err = capsys.readouterr().err
     assert err == (
         "error: The code that this run names is not known to be yours, and was not run: "
-        f"{place.run} is not in your list of runs, {place.state}/runs.\n"
+        f"{place.run} is not in your list of runs, {place.state}/runs; it names {place.folder}/code/my_file.py.\n"
         f"This line runs it:\n  can-train {' '.join(line)} --trust-code\nRead the code first.\n"
     )
     # A task of one's own detects nothing live, which its code has to be imported for.

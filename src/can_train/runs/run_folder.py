@@ -842,7 +842,8 @@ class CodeTrust:
         registry = Registry(self.state)
         record = registry.run(path.name)
         if record is None or not _is_place_of(record, path):
-            raise UntrustedCodeError(f"{path} is not in your list of runs, {registry.folder}")
+            code = f"; it names {', '.join(named)}" if (named := _names_of_code(config)) else ""
+            raise UntrustedCodeError(f"{path} is not in your list of runs, {registry.folder}{code}")
         _check_place(registry.entry(path.name), account)
         for name, endings in _PLACES.items():
             for place in _named(config, name):
@@ -864,6 +865,14 @@ def _named(config: Mapping[str, Any], name: str) -> list[Path]:
     paths = config.get("paths")
     place = paths.get(name) if isinstance(paths, Mapping) else ""
     return [Path(str(place))] if place else []
+
+
+def _names_of_code(config: Mapping[str, Any]) -> list[str]:
+    """Names the file or the module of a run's own task, and its folder of presets."""
+    task = str(config.get("task", ""))
+    file = task.rpartition(":")[0]
+    own = [str(place / file) for place in _named(config, "code_dir")] if file.endswith(".py") else [task]
+    return [*(own if task not in task_names() else []), *map(str, _named(config, "config_dir"))]
 
 
 def _is_place_of(record: RunRecord, path: Path) -> bool:
