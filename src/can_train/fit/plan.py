@@ -13,6 +13,7 @@ from typing import Final, Literal
 import numpy as np
 
 from can_train.fit.packing import BatchCosts, SplitRules, cut, largest_typical_batch, optimizer_batches, share_out
+from can_train.io.units import counted
 
 # Optimizer steps per epoch below which schedules, early stopping and averages over an epoch lose their meaning.
 _FEW_STEPS: Final = 5
@@ -211,7 +212,7 @@ def _batch_notices(request: PlanRequest, logical_batch: int) -> Iterator[str]:
         fixed = f"micro_batch_size={request.micro_batch_size} is fixed"
         yield f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}"
     if logical_batch < wanted:
-        yield f"The data set has {logical_batch} samples: a batch of {wanted} is the whole of it"
+        yield f"The data set has {counted(logical_batch, 'sample')}: a batch of {wanted} is the whole of it"
 
 
 def _least_batch_notices(

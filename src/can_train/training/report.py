@@ -138,7 +138,8 @@ def dry_lines(key: str, dry: DryPlan, *, details: bool) -> list[str]:
 
 def data_text(dry: DryPlan) -> str:
     """Writes how much data there is, and how that is known."""
-    return f"{dry.num_samples:,} training samples" + (f", {dry.sample_note}" if dry.sample_note else "")
+    samples = "sample" if dry.num_samples == 1 else "samples"
+    return f"{dry.num_samples:,} training {samples}" + (f", {dry.sample_note}" if dry.sample_note else "")
 
 
 def dry_table(plans: Sequence[DryPlan], *, details: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -559,7 +559,7 @@ class ReadReport:
             are = "is" if self.malformed == 1 else "are"
             rows = f"{self.malformed:,} of {counted(num_rows, 'row')} {are} malformed and left out"
             sentences.append(f"{name}: {rows}: {reasons}")
-            sentences.append(f"{name}: left out are {self._lost()}")
+            sentences.append(f"{name}: left out {are} {self._lost()}")
         if self.backwards:
             sentences.append(f"{name}: {TIME_RUNS_BACKWARDS} at {counted(self.backwards, 'row')}; the order was kept")
         sentences += [f"{name}, {example}" for example in self.examples]

@@ -255,7 +255,7 @@ def test_what_is_left_out_once_is_told_in_the_singular(tmp_path: Path) -> None:
         "drive.log: 1 CAN XL frame was left out: CAN XL has no CAN IDs",
         "drive.log: 1 row has a label; the 2 rows without a label are benign",
         "drive.log: 1 of 4 rows is malformed and left out: 1 × the row is truncated or not of this format",
-        "drive.log: left out are 1 row without a readable ID",
+        "drive.log: left out is 1 row without a readable ID",
         "drive.log, line 6: the row is truncated or not of this format, in '(2.0'",
     ]
 
