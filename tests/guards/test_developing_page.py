@@ -15,7 +15,7 @@ from guards.test_readme_commands import TEXTS, blocks
 
 ROOT = PACKAGE.parents[1]
 PAGE = TEXTS["docs/developing.md"]
-NAMED = ("src", "tests", "configs", "scripts")
+NAMED = ("src", "tests", "configs", "scripts", "docs")
 TRACKED = """
 import sys
 from pathlib import Path
@@ -62,7 +62,7 @@ def apply(text: str, copy: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["policy", "log format", "tracker"])
+@pytest.mark.parametrize("what", ["policy", "log format", "tracker", "flag", "command"])
 def test_an_addition_passes_the_tests_that_the_page_names(copy: Path, what: str) -> None:
     text = section(f"Add a {what}")
     apply(text, copy)
@@ -80,8 +80,24 @@ def test_an_addition_passes_the_tests_that_the_page_names(copy: Path, what: str)
             assert program == "can-train"
 
 
+def without(text: str, *lines: str) -> str:
+    """The text whose difference adds empty lines in the place of some lines."""
+    for line in lines:
+        assert f"+{line}\n" in text
+        text = text.replace(f"+{line}\n", "+\n")
+    return text
+
+
 @pytest.mark.slow
 def test_a_step_that_the_page_leaves_out_is_noticed(copy: Path) -> None:
-    apply(section("Add a policy").replace('+    "step": StepPolicy,', "+"), copy)
+    apply(without(section("Add a policy"), '    "step": StepPolicy,'), copy)
     with pytest.raises(AssertionError, match="KeyError: 'step'"):
         run([*PYTEST, "tests/factors/test_policies_step.py"], copy)
+
+
+@pytest.mark.slow
+def test_a_command_that_nothing_loads_is_noticed(copy: Path) -> None:
+    case = ('        case "cards":', "            from can_train.cli.cards import cards", "            return cards")
+    apply(without(section("Add a command"), *case), copy)
+    with pytest.raises(AssertionError, match="cards: _load_command has no case"):
+        run([*PYTEST, "tests/guards/test_command_tables.py"], copy)
