@@ -1,4 +1,4 @@
-"""Reference models: what they answer, from wherever, what that takes of the device, and what is kept of it on disk."""
+"""Reference models: their outputs with each placement, the memory for them, and their cache on disk."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +22,14 @@ from can_train.training.reference_models import (
     read_plans,
     write_plans,
 )
-from fakes.asking_worlds import HUNGER, AskingTask, Oracle
 from fakes.line_fit import Notices
+from fakes.small_reference_models import VALUES_PER_ROW, ReferenceLineTask, SmallReferenceModel
 
 CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def desk(folder: Path, task: AskingTask, meter: Meter | None = None, **training: Any) -> ReferenceModels:
+def desk(folder: Path, task: ReferenceLineTask, meter: Meter | None = None, **training: Any) -> ReferenceModels:
     return ReferenceModels(
         task=task, training=TrainingSettings(**training), meter=meter or open_meter("cpu"), reporter=Notices(),
         cache=folder / "cache",
@@ -37,12 +37,12 @@ def desk(folder: Path, task: AskingTask, meter: Meter | None = None, **training:
 
 
 def planned(placement: str, role: str = "oracle") -> ReferenceModelPlan:
-    return ReferenceModelPlan(role=role, name=Oracle.name, placement=placement)
+    return ReferenceModelPlan(role=role, name=SmallReferenceModel.name, placement=placement)
 
 
-def assert_answers(task: AskingTask, oracle: Oracle, rows: Any) -> None:
+def assert_answers(task: ReferenceLineTask, oracle: SmallReferenceModel, rows: Any) -> None:
     rows = np.asarray(rows)
-    torch.testing.assert_close(task.told["oracle"](rows)["word"], oracle.truth(rows))
+    torch.testing.assert_close(task.outputs_of_role["oracle"](rows)["word"], oracle.truth(rows))
 
 
 @pytest.mark.parametrize("placement", ["device", "cache", "offload"])
@@ -50,8 +50,8 @@ def assert_answers(task: AskingTask, oracle: Oracle, rows: Any) -> None:
 def test_answers_are_the_reference_models_own_wherever_they_come_from(
     tmp_path: Path, placement: str, device: str
 ) -> None:
-    oracle, meter = Oracle(), open_meter(device)
-    task = AskingTask(oracle)
+    oracle, meter = SmallReferenceModel(), open_meter(device)
+    task = ReferenceLineTask(oracle)
     with meter.active():
         desk(tmp_path, task, meter).bind_outputs([planned(placement)])
         assert_answers(task, oracle, [5, 3, 3, 69, 0, 8])
@@ -60,57 +60,57 @@ def test_answers_are_the_reference_models_own_wherever_they_come_from(
 
 @pytest.mark.parametrize("placement", ["device", "cache", "offload"])
 def test_a_reference_model_of_double_precision_answers_wherever_it_is_asked(tmp_path: Path, placement: str) -> None:
-    oracle = Oracle()
+    oracle = SmallReferenceModel()
     rows = np.array([5, 3])
     oracle.model.double()
-    task = AskingTask(oracle)
+    task = ReferenceLineTask(oracle)
     desk(tmp_path, task, precision="fp64").bind_outputs([planned(placement)])
     expected = oracle.model(torch.from_numpy(np.repeat(rows, rows % 4)).double()[:, None])
-    torch.testing.assert_close(task.told["oracle"](rows)["word"].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(task.outputs_of_role["oracle"](rows)["word"].double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @given(rows=st.lists(st.integers(0, 69), min_size=1, max_size=20))
 def test_a_table_finds_each_samples_own_rows(rows: list[int]) -> None:
-    oracle = Oracle()
+    oracle = SmallReferenceModel()
     table = {"word": oracle.truth(oracle.rows).numpy()}
     answers = CachedOutputs(oracle, CPU, table)(np.asarray(rows))
     torch.testing.assert_close(answers["word"], oracle.truth(np.asarray(rows)))
 
 
 def test_a_blank_table_has_the_shape_of_the_answers_and_takes_no_memory() -> None:
-    oracle = Oracle()
+    oracle = SmallReferenceModel()
     blank = CachedOutputs.blank(oracle, CPU)
     assert blank(np.array([7, 6]))["word"].tolist() == [[0.0] * 3] * 5
     assert blank.table["word"].strides == (0, 0)
 
 
 def test_what_was_answered_once_is_not_asked_again(tmp_path: Path) -> None:
-    first = Oracle()
-    desk(tmp_path, AskingTask(first)).bind_outputs([planned("cache")])
-    assert first.asked > 0
-    again = Oracle()
+    first = SmallReferenceModel()
+    desk(tmp_path, ReferenceLineTask(first)).bind_outputs([planned("cache")])
+    assert first.num_requested > 0
+    again = SmallReferenceModel()
     again.model.load_state_dict(first.model.state_dict())
-    task = AskingTask(again)
+    task = ReferenceLineTask(again)
     told, resident = desk(tmp_path, task).bind_outputs([planned("cache")])
-    assert (again.asked, resident, told[0].peak_bytes) == (0, [], None)
+    assert (again.num_requested, resident, told[0].peak_bytes) == (0, [], None)
     assert_answers(task, again, [5, 3])
 
 
 def test_other_weights_are_asked_anew(tmp_path: Path) -> None:
-    desk(tmp_path, AskingTask(Oracle())).bind_outputs([planned("cache")])
-    other = Oracle()
-    desk(tmp_path, AskingTask(other)).bind_outputs([planned("cache")])
-    assert other.asked > 0
+    desk(tmp_path, ReferenceLineTask(SmallReferenceModel())).bind_outputs([planned("cache")])
+    other = SmallReferenceModel()
+    desk(tmp_path, ReferenceLineTask(other)).bind_outputs([planned("cache")])
+    assert other.num_requested > 0
 
 
 def test_damaged_answers_are_said_and_made_again(tmp_path: Path) -> None:
-    oracle = Oracle()
-    desk(tmp_path, AskingTask(oracle)).bind_outputs([planned("cache")])
+    oracle = SmallReferenceModel()
+    desk(tmp_path, ReferenceLineTask(oracle)).bind_outputs([planned("cache")])
     (file,) = tmp_path.glob("cache/outputs/*/word.npy")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    task = AskingTask(oracle)
+    task = ReferenceLineTask(oracle)
     here = desk(tmp_path, task)
     here.bind_outputs([planned("cache")])
     assert any("are damaged and are computed again" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
@@ -119,8 +119,8 @@ def test_damaged_answers_are_said_and_made_again(tmp_path: Path) -> None:
 
 def test_where_answers_cannot_be_kept_the_run_has_them_nevertheless(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no folder")
-    oracle = Oracle()
-    task = AskingTask(oracle)
+    oracle = SmallReferenceModel()
+    task = ReferenceLineTask(oracle)
     here = desk(tmp_path, task)
     here.bind_outputs([planned("cache")])
     assert any("are not cached" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def test_where_answers_cannot_be_kept_the_run_has_them_nevertheless(tmp_path: Pa
 
 
 def test_asking_takes_what_was_predicted(tmp_path: Path) -> None:
-    meter, oracle = open_meter("sim:64MiB"), Oracle(hunger=2**18)
+    meter, oracle = open_meter("sim:64MiB"), SmallReferenceModel(values_per_row=2**18)
 
     class Watching(Notices):
         def stage(self, name: str, **more: Any) -> Any:
@@ -137,7 +137,7 @@ def test_asking_takes_what_was_predicted(tmp_path: Path) -> None:
             return super().stage(name, **more)
 
     with meter.active():
-        here = replace(desk(tmp_path, AskingTask(oracle), meter), reporter=Watching())
+        here = replace(desk(tmp_path, ReferenceLineTask(oracle), meter), reporter=Watching())
         (told,), _ = here.bind_outputs([planned("cache")])
     assert told.peak_bytes is not None
     assert 32 * MIB < told.peak_bytes <= LIMIT_SHARE * 64 * MIB
@@ -146,10 +146,10 @@ def test_asking_takes_what_was_predicted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("placement", "there"), [("device", True), ("cache", False), ("offload", False)])
 def test_only_a_reference_model_on_the_device_stays_there(tmp_path: Path, placement: str, there: bool) -> None:
-    meter, oracle = open_meter("sim:64MiB"), Oracle()
+    meter, oracle = open_meter("sim:64MiB"), SmallReferenceModel()
     with meter.active():
         before = meter.allocated_bytes()
-        _, resident = desk(tmp_path, AskingTask(oracle), meter).bind_outputs([planned(placement)])
+        _, resident = desk(tmp_path, ReferenceLineTask(oracle), meter).bind_outputs([planned(placement)])
         meter.release()
         assert bool(resident) == there
         assert (meter.allocated_bytes() > before) == there
@@ -157,24 +157,24 @@ def test_only_a_reference_model_on_the_device_stays_there(tmp_path: Path, placem
 
 @pytest.mark.parametrize(("on_host", "grows"), [(False, True), (True, False)])
 def test_what_the_host_computes_with_takes_nothing_of_the_device(on_host: bool, grows: bool) -> None:
-    meter, oracle, rows = open_meter("sim:64MiB"), Oracle(), np.arange(70)
+    meter, oracle, rows = open_meter("sim:64MiB"), SmallReferenceModel(), np.arange(70)
     with meter.active():
         answers = ComputedOutputs(oracle, meter, Precision.named("fp32"), on_host=on_host)
         meter.reset_peak()
         answers(rows)
-        assert (meter.peak_bytes() > HUNGER * 4 * 70) == grows
+        assert (meter.peak_bytes() > VALUES_PER_ROW * 4 * 70) == grows
 
 
 def test_with_a_choice_each_way_is_measured_and_one_is_taken(tmp_path: Path) -> None:
-    meter, oracle = open_meter("sim:64MiB"), Oracle(placements=("device", "cache", "offload"))
-    task = AskingTask(oracle)
+    meter, oracle = open_meter("sim:64MiB"), SmallReferenceModel(placements=("device", "cache", "offload"))
+    task = ReferenceLineTask(oracle)
     here = desk(tmp_path, task, meter)
     with meter.active():
         model = task.build_model()
         (plan,) = here.decide(model)
     cost = {one.placement: one for one in plan.costs}
     assert list(cost) == ["device", "cache", "offload"]
-    assert cost["device"].sample_bytes > 4 * HUNGER > cost["cache"].sample_bytes
+    assert cost["device"].sample_bytes > 4 * VALUES_PER_ROW > cost["cache"].sample_bytes
     assert cost["cache"].once_seconds > 0 == cost["device"].once_seconds
     assert cost["cache"].disk_bytes == oracle.truth(oracle.rows).nbytes
     assert plan.placement in cost
@@ -182,8 +182,8 @@ def test_with_a_choice_each_way_is_measured_and_one_is_taken(tmp_path: Path) -> 
 
 
 def test_a_reference_model_that_does_not_fit_on_the_device_is_not_put_there(tmp_path: Path) -> None:
-    meter, oracle = open_meter("sim:4MiB"), Oracle(placements=("device", "offload"), hunger=2**19)
-    task = AskingTask(oracle)
+    meter, oracle = open_meter("sim:4MiB"), SmallReferenceModel(placements=("device", "offload"), values_per_row=2**19)
+    task = ReferenceLineTask(oracle)
     with meter.active():
         (plan,) = desk(tmp_path, task, meter).decide(task.build_model())
     assert [cost.placement for cost in plan.costs] == ["offload"] == [plan.placement]
@@ -191,9 +191,9 @@ def test_a_reference_model_that_does_not_fit_on_the_device_is_not_put_there(tmp_
 
 @pytest.mark.parametrize("width", [1, 2**20])
 def test_a_reference_model_that_does_not_fit_on_the_device_is_asked_on_the_host(tmp_path: Path, width: int) -> None:
-    meter, oracle = open_meter("sim:2MiB"), Oracle(hunger=2**19 if width == 1 else 1)
+    meter, oracle = open_meter("sim:2MiB"), SmallReferenceModel(values_per_row=2**19 if width == 1 else 1)
     oracle.model.extra = torch.nn.Linear(1, width).requires_grad_(False)
-    task = AskingTask(oracle)
+    task = ReferenceLineTask(oracle)
     here = desk(tmp_path, task, meter)
     with meter.active():
         here.bind_outputs([planned("cache")])
@@ -205,27 +205,29 @@ def test_a_reference_model_that_does_not_fit_on_the_device_is_asked_on_the_host(
 
 
 def test_deciding_draws_no_random_number(tmp_path: Path) -> None:
-    oracle = Oracle(placements=("device", "offload"))
-    task = AskingTask(oracle)
+    oracle = SmallReferenceModel(placements=("device", "offload"))
+    task = ReferenceLineTask(oracle)
     model, before = task.build_model(), torch.get_rng_state()
     desk(tmp_path, task).decide(model)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_reference_model_scores_in_parts_that_fit(tmp_path: Path) -> None:
-    meter, oracle = open_meter("sim:64MiB"), Oracle()
+    meter, oracle = open_meter("sim:64MiB"), SmallReferenceModel()
     rows = np.array([9, 2, 2])
     with meter.active():
-        scores = desk(tmp_path, AskingTask(oracle), meter).score("oracle", rows)
+        scores = desk(tmp_path, ReferenceLineTask(oracle), meter).score("oracle", rows)
     expected = oracle.model(torch.from_numpy(rows).float()[:, None])
     np.testing.assert_allclose(scores, expected.double().numpy(), rtol=1e-6)
 
 
 def test_plans_are_kept_for_the_reference_models_that_they_are_of(tmp_path: Path) -> None:
-    oracle = Oracle(placements=("device", "offload"))
-    task = AskingTask(oracle)
+    oracle = SmallReferenceModel(placements=("device", "offload"))
+    task = ReferenceLineTask(oracle)
     plans = desk(tmp_path, task).decide(task.build_model())
     write_plans(tmp_path / "reference_models.json", plans)
     assert read_plans(tmp_path / "reference_models.json", task) == plans
-    assert read_plans(tmp_path / "reference_models.json", AskingTask(Oracle(role="another"))) is None
+    assert (
+        read_plans(tmp_path / "reference_models.json", ReferenceLineTask(SmallReferenceModel(role="another"))) is None
+    )
     assert read_plans(tmp_path / "nothing.json", task) is None

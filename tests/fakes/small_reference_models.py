@@ -1,6 +1,4 @@
-"""A reference model as small as a reference model can be: it says of each sample as many numbers as the sample is
-large.
-"""
+"""A small reference model with outputs of different lengths, and a task that requests its outputs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,27 +12,29 @@ from can_train.task import Feature, ReferenceModel
 from fakes.line_fit import SAMPLES, LineBatch, LineTask
 
 WIDTH = 3
-HUNGER = 2**14
-"""Numbers that asking about one row of an answer takes for a moment."""
+VALUES_PER_ROW = 2**14
+"""Float values that computing one output row allocates for a moment."""
 
 
-class Oracle(ReferenceModel):
-    """A frozen layer.
+class SmallReferenceModel(ReferenceModel):
+    """A frozen layer. Sample i has i % 4 output rows.
 
     Attributes:
-        asked: Samples that it was asked about, in all.
+        num_requested: Samples whose outputs were computed, in all.
     """
 
     name = "20260101-000000-oracle-0000"
     features = (Feature("rows"), Feature("samples"))
 
-    def __init__(self, role: str = "oracle", placements: Sequence[str] = ("cache",), hunger: int = HUNGER) -> None:
+    def __init__(
+        self, role: str = "oracle", placements: Sequence[str] = ("cache",), values_per_row: int = VALUES_PER_ROW
+    ) -> None:
         self.role = role
         self.placements = tuple(placements)
         self.rows = np.arange(0, SAMPLES + 10)
         self.model = nn.Linear(1, WIDTH).requires_grad_(False).eval()
-        self.hunger = hunger
-        self.asked = 0
+        self.values_per_row = values_per_row
+        self.num_requested = 0
 
     @property
     def digest(self) -> str:
@@ -53,9 +53,9 @@ class Oracle(ReferenceModel):
     def outputs(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
-        self.asked += len(rows)
+        self.num_requested += len(rows)
         each = torch.from_numpy(np.repeat(rows, rows % 4)).to(device, dtype)
-        wide = each[:, None].expand(-1, self.hunger) + 0
+        wide = each[:, None].expand(-1, self.values_per_row) + 0
         return {"word": model(wide[:, :1])}
 
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -66,36 +66,36 @@ class Oracle(ReferenceModel):
         return self.model(torch.from_numpy(np.repeat(rows, rows % 4)).float()[:, None])
 
 
-class AskingTask(LineTask):
-    """Points on a line, of which a reference model has something to say that counts for nothing."""
+class ReferenceLineTask(LineTask):
+    """Points on a line; outputs of reference models are requested for each batch, and change no loss."""
 
-    def __init__(self, *reference_models: Oracle) -> None:
+    def __init__(self, *reference_models: SmallReferenceModel) -> None:
         super().__init__()
-        self.oracles = reference_models
-        self.told: dict[str, Any] = {}
+        self.models = reference_models
+        self.outputs_of_role: dict[str, Any] = {}
 
-    def reference_models(self) -> Sequence[Oracle]:
-        return self.oracles
+    def reference_models(self) -> Sequence[SmallReferenceModel]:
+        return self.models
 
     def bind_outputs(self, role: str, answers: Any) -> None:
-        self.told[role] = answers
+        self.outputs_of_role[role] = answers
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
-    ) -> "AskingBatch":
+    ) -> "ReferenceLineBatch":
         points = super().logical_batch(rows, device, dtype, generator)
-        return AskingBatch(points, rows, self.told)
+        return ReferenceLineBatch(points, rows, self.outputs_of_role)
 
 
-class AskingBatch(LineBatch):
-    """Points that ask."""
+class ReferenceLineBatch(LineBatch):
+    """Points whose losses request the outputs of each reference model first."""
 
-    def __init__(self, points: LineBatch, rows: NDArray[np.int64], told: Mapping[str, Any]) -> None:
+    def __init__(self, points: LineBatch, rows: NDArray[np.int64], outputs_of_role: Mapping[str, Any]) -> None:
         super().__init__(points._x, points._fail_above)
         self._rows = rows
-        self._told = told
+        self._outputs_of_role = outputs_of_role
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
-        for answers in self._told.values():
+        for answers in self._outputs_of_role.values():
             answers(self._rows[start:stop])
         return super().losses(model, start, stop)
