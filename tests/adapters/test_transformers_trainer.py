@@ -17,7 +17,7 @@ from can_train.adapters import transformers_trainer
 from can_train.adapters.framework_loop import FrameworkLoop
 from fakes.processes import TIMEOUT_S, quick_context
 from fakes.several_ranks import free_port
-from fakes.trainer_users import (
+from fakes.transformers_trainers import (
     WIDTH,
     WORDS,
     Sentences,

@@ -1,4 +1,4 @@
-"""Memory without work: what takes it of a simulated GPU, and computes nothing."""
+"""Modules that allocate memory on a simulated GPU and compute nothing."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Costly(torch.autograd.Function):
-    """Does nothing, and takes memory: until the backward pass, and as much again then."""
+    """Allocates memory until the backward pass, and as much again in it; the values pass through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_bytes: int) -> Tensor:
@@ -21,7 +21,7 @@ class Costly(torch.autograd.Function):
 
 
 class CostlyNet(nn.Module):
-    """An inner and an outer layer; the memory is what the inner one's backward pass needs."""
+    """Two layers; the memory is held for the backward pass of the inner layer."""
 
     def __init__(self) -> None:
         super().__init__()

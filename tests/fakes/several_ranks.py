@@ -12,13 +12,13 @@ from can_train.errors import CanTrainError
 from can_train.training.distributed import RankPlace, Ranks, join_ranks
 from fakes.processes import TIMEOUT_S, quick_context
 
-World = Callable[..., None]
-"""What a rank does, given its ranks and a folder."""
+RankFunction = Callable[..., None]
+"""A function that each rank runs, with its ranks and a folder."""
 
 
-def run_ranks(size: int, world: World, folder: Path, **options: Any) -> list[int]:
-    """Runs a world on so many ranks; returns their exit codes. Text of an error is in `error-<rank>.txt`."""
-    processes = start_ranks(size, world, folder, **options)
+def run_ranks(size: int, function: RankFunction, folder: Path, **options: Any) -> list[int]:
+    """Runs a function on `size` ranks; returns their exit codes. Text of an error is in `error-<rank>.txt`."""
+    processes = start_ranks(size, function, folder, **options)
     deadline = time.monotonic() + TIMEOUT_S
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
@@ -29,14 +29,14 @@ def run_ranks(size: int, world: World, folder: Path, **options: Any) -> list[int
     return [process.exitcode if process.exitcode is not None else 0 for process in processes]
 
 
-def start_ranks(size: int, world: World, folder: Path, **options: Any) -> list[BaseProcess]:
+def start_ranks(size: int, function: RankFunction, folder: Path, **options: Any) -> list[BaseProcess]:
     """Starts them. They come from a process that has imported torch already, which takes seconds."""
     context = quick_context()
     port = free_port()
     processes = []
     for rank in range(size):
         place = RankPlace(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port)
-        processes.append(context.Process(target=_rank, args=(place, world, folder, options)))
+        processes.append(context.Process(target=_rank, args=(place, function, folder, options)))
         processes[-1].start()
     return list(processes)
 
@@ -45,9 +45,9 @@ def error_text(folder: Path, rank: int) -> str:
     return (folder / f"error-{rank}.txt").read_text()
 
 
-def _rank(place: RankPlace, world: World, folder: Path, options: dict[str, Any]) -> None:
+def _rank(place: RankPlace, function: RankFunction, folder: Path, options: dict[str, Any]) -> None:
     try:
-        world(join_ranks(place, "cpu") if place.size > 1 else Ranks(), folder, **options)
+        function(join_ranks(place, "cpu") if place.size > 1 else Ranks(), folder, **options)
     except CanTrainError as error:
         # As the command line does.
         (folder / f"error-{place.rank}.txt").write_text(f"{type(error).__name__}: {error}")

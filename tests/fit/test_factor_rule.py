@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from can_train.fit.factor_rule import UNUSED, Aim, FactorChoice, FactorRule, OtherDevice
-from fakes.found_limits import limits
+from fakes.device_limits import limits
 
 TARGET = Aim(0.9)
 

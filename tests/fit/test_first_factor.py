@@ -14,7 +14,7 @@ from can_train.fit.factor_rule import (
     lower_aim,
     predicted_half_width,
 )
-from fakes.found_limits import CAPACITY, limits
+from fakes.device_limits import CAPACITY, limits
 
 shares = st.floats(0.0, 0.6)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fakes.own_loop_worlds import (
+from fakes.micro_batcher_ranks import (
     SIZES,
     gradient,
     inputs,
@@ -15,7 +15,7 @@ from fakes.own_loop_worlds import (
     wrap_in_ddp,
     wrap_in_fsdp,
 )
-from fakes.several_ranks import World, error_text, run_ranks
+from fakes.several_ranks import RankFunction, error_text, run_ranks
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_ranks_that_cut_differently_have_the_gradient_of_the_whole_batch(tmp_pat
     (wrap_in_ddp, "run_share"), (wrap_in_fsdp, "whole model on each rank"), (use_sync_batch_norm, "GroupNorm"),
 ])  # fmt: skip
 def test_a_model_whose_ranks_wait_for_each_other_in_every_pass_is_refused(
-    tmp_path: Path, wrap: World, says: str
+    tmp_path: Path, wrap: RankFunction, says: str
 ) -> None:
     assert run_ranks(2, wrap, tmp_path) == [2, 2]
     assert says in error_text(tmp_path, 0)

@@ -25,7 +25,7 @@ from can_train.training.session import Session
 from can_train.training.train import make_session
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, fixed, line_parts, train_line
 from fakes.several_ranks import run_ranks
-from fakes.training_worlds import fit_line
+from fakes.training_ranks import fit_line
 
 HALF = fixed(0.5)
 SETTINGS = {"batch_size": 20, "micro_batch_size": 10, "epochs": 4, "checkpoint_every": 3}

@@ -12,7 +12,7 @@ from can_train.training.distributed import Ranks
 from fakes.bitwise import final_state
 from fakes.several_ranks import run_ranks
 from fakes.trained_runs import finished_run, own_log
-from fakes.training_worlds import train_mode
+from fakes.training_ranks import train_mode
 
 pytestmark = pytest.mark.slow
 

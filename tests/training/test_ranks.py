@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from can_train.errors import ArgumentError
 from can_train.training.distributed import RankPlace, Ranks, join_ranks, rank_device
-from fakes import rank_worlds
+from fakes import rank_functions
 from fakes.ragged import OBJECTIVES
 from fakes.several_ranks import TIMEOUT_S, error_text, run_ranks, start_ranks
 
@@ -26,9 +26,9 @@ def gradients(folder: Path, ranks: int, *, samples: int = 50, mutant: str = "", 
     """Returns every objective's gradient, and the number of micro-batches of each rank."""
     folder.mkdir()
     if ranks == 1:
-        rank_worlds.gradients(Ranks(), folder, samples=samples)
+        rank_functions.gradients(Ranks(), folder, samples=samples)
     else:
-        codes = run_ranks(ranks, rank_worlds.gradients, folder, samples=samples, mutant=mutant, parts=parts)
+        codes = run_ranks(ranks, rank_functions.gradients, folder, samples=samples, mutant=mutant, parts=parts)
         assert codes == [0] * ranks
     found: Gradients = torch.load(folder / "gradients.pt")
     return found
@@ -65,12 +65,12 @@ def test_another_rule_gives_another_gradient(tmp_path: Path, mutant: str) -> Non
 
 
 def test_a_share_that_nobody_computes_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks(2, rank_worlds.lost_share, tmp_path) == [ArgumentError.exit_code] * 2
+    assert run_ranks(2, rank_functions.lost_share, tmp_path) == [ArgumentError.exit_code] * 2
     assert "must add up to the whole batch's: 2 against 4" in error_text(tmp_path, 1)
 
 
 def test_gradients_add_up_and_missing_ones_count_as_zeros(tmp_path: Path) -> None:
-    assert run_ranks(3, rank_worlds.sparse_gradients, tmp_path) == [0, 0, 0]
+    assert run_ranks(3, rank_functions.sparse_gradients, tmp_path) == [0, 0, 0]
     for rank in range(3):
         large, some, none = torch.load(tmp_path / f"grads-{rank}.pt")
         assert torch.equal(large, torch.full((600, 1000), 6.0))
@@ -79,7 +79,7 @@ def test_gradients_add_up_and_missing_ones_count_as_zeros(tmp_path: Path) -> Non
 
 
 def test_buffers_are_those_of_rank_0_where_all_ranks_have_them(tmp_path: Path) -> None:
-    assert run_ranks(3, rank_worlds.buffers, tmp_path) == [0, 0, 0]
+    assert run_ranks(3, rank_functions.buffers, tmp_path) == [0, 0, 0]
     for rank in range(3):
         held = torch.load(tmp_path / f"buffers-{rank}.pt")
         assert held["mean"].tolist() == [0.0, 0.0, 0.0]
@@ -88,7 +88,7 @@ def test_buffers_are_those_of_rank_0_where_all_ranks_have_them(tmp_path: Path) -
 
 
 def test_small_exchanges(tmp_path: Path) -> None:
-    assert run_ranks(3, rank_worlds.exchanged, tmp_path) == [0, 0, 0]
+    assert run_ranks(3, rank_functions.exchanged, tmp_path) == [0, 0, 0]
     for rank in range(3):
         order, first, own, neighbours, turn = torch.load(tmp_path / f"exchanged-{rank}.pt")
         assert order == ["rank 0", "rank 1", "rank 2"]
@@ -106,13 +106,13 @@ def test_small_exchanges(tmp_path: Path) -> None:
     ],
 )
 def test_a_failure_on_one_rank_ends_all(tmp_path: Path, how: str, code: int, others: str) -> None:
-    assert run_ranks(3, rank_worlds.fail, tmp_path, how=how) == [3, code, 3]
+    assert run_ranks(3, rank_functions.fail, tmp_path, how=how) == [3, code, 3]
     for rank in (0, 2):
         assert re.match(others, error_text(tmp_path, rank))
 
 
 def test_a_signal_ends_a_rank_that_waits_for_another(tmp_path: Path) -> None:
-    first, other = start_ranks(2, rank_worlds.wait_for_a_signal, tmp_path)
+    first, other = start_ranks(2, rank_functions.wait_for_a_signal, tmp_path)
     deadline = time.monotonic() + TIMEOUT_S
     while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
         assert time.monotonic() < deadline

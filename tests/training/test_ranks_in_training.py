@@ -10,7 +10,7 @@ import torch
 from can_train.factors.observations import read_records
 from can_train.runs.recording import read_steps
 from fakes.several_ranks import error_text, run_ranks
-from fakes.training_worlds import fit_line, train_windows
+from fakes.training_ranks import fit_line, train_windows
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,7 @@ def test_mixed_precision_trains_on_ranks_of_which_some_have_nothing_to_do(
 def test_an_out_of_memory_on_one_rank_changes_nothing_but_its_micro_batches(tmp_path: Path) -> None:
     (alone,), several = (
         fitted(tmp_path / "alone", 1, **EXACT),
-        fitted(tmp_path / "several", 3, trouble=(1, "little memory", 2), **EXACT),
+        fitted(tmp_path / "several", 3, fault=(1, "little memory", 2), **EXACT),
     )
     assert relative_error(several[2]["weights"], alone["weights"]) <= 1e-10
     assert [rank["ooms"][0] > 0 for rank in several] == [False, True, False]
@@ -100,7 +100,7 @@ def test_an_out_of_memory_on_one_rank_changes_nothing_but_its_micro_batches(tmp_
 
 
 def test_samples_that_do_not_fit_on_one_rank_end_all_after_a_checkpoint(tmp_path: Path) -> None:
-    codes = ended(tmp_path, 3, trouble=(1, "no memory", 5), **{**DROPPING, "oom_retries": 0})
+    codes = ended(tmp_path, 3, fault=(1, "no memory", 5), **{**DROPPING, "oom_retries": 0})
     assert codes == [3, 3, 3]
     assert error_text(tmp_path, 1).startswith("DoesNotFitError: Memory ran out for samples that may not be split")
     assert "point" in error_text(tmp_path, 1)
@@ -114,7 +114,7 @@ def test_samples_that_do_not_fit_on_one_rank_end_all_after_a_checkpoint(tmp_path
 
 def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     undisturbed = fitted(tmp_path / "undisturbed", 2, **DROPPING)
-    assert ended(tmp_path, 2, trouble=(1, "signal", 5), **DROPPING) == [143, 143]
+    assert ended(tmp_path, 2, fault=(1, "signal", 5), **DROPPING) == [143, 143]
     assert checkpoint(tmp_path)["progress"]["step"] == 5
     assert outcomes(tmp_path) == {0: "interrupted", 1: "interrupted"}
     resumed = fitted(tmp_path, 2, **DROPPING)
@@ -128,7 +128,7 @@ def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by
     tmp_path: Path, victim: int
 ) -> None:
     undisturbed = fitted(tmp_path / "undisturbed", 2, **DROPPING)
-    codes = ended(tmp_path, 2, trouble=(victim, "kill", 6), **DROPPING)
+    codes = ended(tmp_path, 2, fault=(victim, "kill", 6), **DROPPING)
     assert (codes[victim], codes[1 - victim]) == (-9, 3)
     text = error_text(tmp_path, 1 - victim)
     assert "another one has ended" in text
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by
 
 
 def test_an_error_of_the_task_on_one_rank_ends_all(tmp_path: Path) -> None:
-    assert ended(tmp_path, 2, trouble=(1, "bug", 3), **EXACT) == [3, 1]
+    assert ended(tmp_path, 2, fault=(1, "bug", 3), **EXACT) == [3, 1]
     assert "rank 1: a bug" in error_text(tmp_path, 0)
     assert outcomes(tmp_path) == {0: "interrupted", 1: "error"}
 
@@ -175,7 +175,7 @@ def test_the_plan_of_several_ranks_says_that_dropout_makes_losses_differ_and_wit
 def test_with_another_number_of_ranks_the_batch_stays(tmp_path: Path) -> None:
     settings = {**EXACT, "checkpoint_every": 2}
     (alone,) = fitted(tmp_path / "alone", 1, **settings)
-    assert ended(tmp_path, 3, trouble=(0, "signal", 5), **settings) == [143] * 3
+    assert ended(tmp_path, 3, fault=(0, "signal", 5), **settings) == [143] * 3
     resumed = fitted(tmp_path, 2, **settings)
     assert relative_error(resumed[0]["weights"], alone["weights"]) <= 1e-10
     assert any("2 processes in place of 3" in text for text in resumed[0]["notices"])

@@ -9,7 +9,7 @@ import torch
 from can_train import Task
 from fakes.sample_tasks import TwoPhases, TwoTerms, Words
 from fakes.several_ranks import run_ranks
-from fakes.training_worlds import fit_samples
+from fakes.training_ranks import fit_samples
 
 pytestmark = pytest.mark.slow
 
@@ -25,16 +25,16 @@ def fitted(folder: Path, ranks: int, kind: type[Task], **options: Any) -> list[d
 
 
 @pytest.mark.parametrize("kind", [Words, TwoTerms, TwoPhases])
-@pytest.mark.parametrize("cramped", [None, 0, 1])
+@pytest.mark.parametrize("limited_rank", [None, 0, 1])
 def test_two_ranks_train_the_weights_of_one_process_though_memory_runs_out_on_one(
-    tmp_path: Path, kind: type[Task], cramped: int | None
+    tmp_path: Path, kind: type[Task], limited_rank: int | None
 ) -> None:
     (alone,) = fitted(tmp_path / "alone", 1, kind)
-    several = fitted(tmp_path / "several", 2, kind, cramped=cramped)
+    several = fitted(tmp_path / "several", 2, kind, limited_rank=limited_rank)
     error = (several[0]["weights"] - alone["weights"]).norm() / alone["weights"].norm()
     assert float(error) <= 1e-12
     assert torch.equal(several[0]["weights"], several[1]["weights"])
     assert several[0]["best"] == pytest.approx(alone["best"], rel=1e-12)
-    assert [rank["ooms"][0] > 0 for rank in several] == [rank == cramped for rank in (0, 1)]
+    assert [rank["ooms"][0] > 0 for rank in several] == [rank == limited_rank for rank in (0, 1)]
     ran_out = "memory ran out" in "\n".join(several[0]["notices"])
-    assert ran_out == (cramped is not None)
+    assert ran_out == (limited_rank is not None)

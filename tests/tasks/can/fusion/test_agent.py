@@ -24,7 +24,7 @@ from can_train_tasks.can.fusion.agent import (
 )
 from can_train_tasks.can.fusion.mixing import NO_WINDOW
 from can_train_tasks.can.settings import FusionAgentSettings
-from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem, mean_reward, remember_at_random, small_agent
+from fakes.fusion_problems import WEIGHTS, WINDOWS, divided_problem, mean_reward, remember_at_random, small_agent
 from fakes.split_gradients import gradient, relative_error
 
 ROWS = np.arange(WINDOWS)

@@ -22,7 +22,7 @@ from can_train_tasks.can.fusion.mixes import (
     weights_remark,
 )
 from can_train_tasks.can.fusion.mixing import WindowScores, mixing_weights
-from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem
+from fakes.fusion_problems import WEIGHTS, WINDOWS, divided_problem
 from fakes.windows_by_hand import windows_of
 
 BASELINES = ["flag_everything", "flag_nothing", "id_lookup", "gap_lookup", "silence", "random_forest"]

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of training: a line is fitted together, and something may happen to one of them."""
+"""Functions that each rank runs in the tests of training: the ranks train together, and one rank may fail."""
 
 import os
 import signal
@@ -25,8 +25,8 @@ from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_pa
 MIB = 2**20
 
 
-class TroubledTask(LineTask):
-    """Points, some of which are dropped; from the moment it is armed something happens at its `at`th batch."""
+class FaultyLineTask(LineTask):
+    """Points on a line, with dropout; once armed, the fault `how` happens at batch number `at`."""
 
     def __init__(self, *, dropout: float, norm: bool, how: str, at: int) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class TroubledTask(LineTask):
         elif self.armed:
             self.at -= 1
             if self.at == 0:
-                self._happen()
+                self._fail()
         return super().logical_batch(rows, device, dtype, generator)
 
-    def _happen(self) -> None:
+    def _fail(self) -> None:
         if self.how == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
         elif self.how == "kill":
@@ -65,8 +65,8 @@ class TroubledTask(LineTask):
             self.fail_above = 0
 
 
-class GrowingTask(TroubledTask):
-    """Points of which each epoch has more."""
+class GrowingTask(FaultyLineTask):
+    """Points on a line; each epoch has more points."""
 
     def in_epoch(self, epoch: int, epochs: int) -> SimpleNamespace:
         return SimpleNamespace(
@@ -74,8 +74,8 @@ class GrowingTask(TroubledTask):
         )
 
 
-class HungryTask(TroubledTask):
-    """Points of which each takes 1 MiB; to the odd ones among the ranks, as many bytes by its position."""
+class AllocatingLineTask(FaultyLineTask):
+    """Points that allocate 1 MiB each; on odd ranks the size depends on the position of the point."""
 
     def __init__(self, *, odd: bool, **given: Any) -> None:
         super().__init__(**given)
@@ -85,11 +85,11 @@ class HungryTask(TroubledTask):
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> LineBatch:
         points = super().logical_batch(rows, device, dtype, generator)
-        return HungryBatch(points._x, (rows + 1) / SAMPLES * 2 if self.odd else np.ones(len(rows)))
+        return AllocatingLineBatch(points._x, (rows + 1) / SAMPLES * 2 if self.odd else np.ones(len(rows)))
 
 
-class HungryBatch(LineBatch):
-    """Some of them, and the MiB that each takes."""
+class AllocatingLineBatch(LineBatch):
+    """Some points, and the MiB that each allocates."""
 
     def __init__(self, x: Tensor, mib: NDArray[np.float64]) -> None:
         super().__init__(x, 10**9)
@@ -105,7 +105,7 @@ def fit_line(
     ranks: Ranks,
     folder: Path,
     *,
-    trouble: tuple[int, str, int] = (0, "", 0),
+    fault: tuple[int, str, int] = (0, "", 0),
     dropout: float = 0.0,
     norm: bool = False,
     capacities_mib: tuple[int, ...] = (),
@@ -116,21 +116,21 @@ def fit_line(
     """Trains as a run does, from the plan to the last step.
 
     Args:
-        ranks: Who trains.
-        folder: Of the run; what each rank came to is in its `rank-<rank>.pt`.
-        trouble: The rank that something happens to, what, and at which batch.
-        dropout: Of the model.
-        norm: Whether it has a BatchNorm.
-        capacities_mib: Of each rank's device, on which points take memory.
-        odd: Whether they take it otherwise on every other rank.
-        growing: Whether epochs have more and more points.
-        training: Settings.
+        ranks: The ranks of the training.
+        folder: Folder of the run; each rank writes its results to `rank-<rank>.pt`.
+        fault: A rank, its fault, and the number of the batch.
+        dropout: Dropout of the model.
+        norm: Whether the model has a BatchNorm.
+        capacities_mib: Capacity of each rank's device, on which points allocate memory.
+        odd: Whether points allocate other sizes on odd ranks.
+        growing: Whether each epoch has more points.
+        training: Training settings.
     """
     torch.use_deterministic_algorithms(True)
-    unlucky, how, at = trouble
-    given = {"dropout": dropout, "norm": norm, "how": how if unlucky == ranks.rank else "", "at": at}
-    plain = GrowingTask if growing else TroubledTask
-    task = HungryTask(odd=odd and ranks.rank % 2 == 1, **given) if capacities_mib else plain(**given)
+    faulty_rank, how, at = fault
+    given = {"dropout": dropout, "norm": norm, "how": how if faulty_rank == ranks.rank else "", "at": at}
+    plain = GrowingTask if growing else FaultyLineTask
+    task = AllocatingLineTask(odd=odd and ranks.rank % 2 == 1, **given) if capacities_mib else plain(**given)
     parts = ranks.on_rank0_first(lambda: line_parts(folder, task, **training))
     parts = replace(parts, ranks=ranks)
     if capacities_mib:
@@ -159,8 +159,8 @@ def fit_line(
     ranks.close()
 
 
-class CrampedTask(BatchTask):
-    """A mixin: from the moment it is armed, more than `most` samples at once run out of memory."""
+class FewSamplesTask(BatchTask):
+    """A mixin: more than `most` samples at once run out of memory."""
 
     most = 10**9
 
@@ -170,22 +170,24 @@ class CrampedTask(BatchTask):
         return super().collate(samples)  # type: ignore[misc]
 
 
-def fit_samples(ranks: Ranks, folder: Path, *, kind: type[Task], cramped: int | None = None, **training: Any) -> None:
+def fit_samples(
+    ranks: Ranks, folder: Path, *, kind: type[Task], limited_rank: int | None = None, **training: Any
+) -> None:
     """Trains a task that is described by its samples, as `fit_line` does a line.
 
     Args:
-        ranks: Who trains.
-        folder: Of the run; what each rank came to is in its `rank-<rank>.pt`.
+        ranks: The ranks of the training.
+        folder: Folder of the run; each rank writes its results to `rank-<rank>.pt`.
         kind: The task's class.
-        cramped: The rank on whose device no more than two samples have room at a time.
-        training: Settings.
+        limited_rank: The rank whose device has room for two samples at a time.
+        training: Training settings.
     """
     torch.use_deterministic_algorithms(True)
-    task = type(kind.__name__, (CrampedTask, kind), {})()
+    task = type(kind.__name__, (FewSamplesTask, kind), {})()
     parts = ranks.on_rank0_first(lambda: line_parts(folder, task, **training))
     session = make_session(replace(parts, ranks=ranks), fixed(0.5))
     # Of the class: each phase has a copy of the task.
-    type(task).most = 2 if cramped == ranks.rank else task.most
+    type(task).most = 2 if limited_rank == ranks.rank else task.most
     training_loop.train(session)
     assert isinstance(parts.reporter, Notices)
     told = {

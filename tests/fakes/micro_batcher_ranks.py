@@ -1,4 +1,4 @@
-"""What ranks do with `MicroBatcher` in a loop of one's own, as docs/python.md shows it.
+"""Functions that each rank runs with `MicroBatcher` in its own loop, as in docs/python.md.
 
 Shapes: N samples of a batch, F inputs.
 """

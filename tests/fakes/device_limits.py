@@ -1,4 +1,4 @@
-"""What a device was found to hold, made up for tests."""
+"""Synthetic limits of a device, without a search."""
 
 from can_train.fit.cost_model import CostModel, DeviceLimits, PhaseLimit
 from can_train.task import Feature
@@ -9,7 +9,7 @@ CAPACITY = 10**9
 def limits(
     base: float, fills: float, *, measured_ratio: float = 1.0, capped: bool = False, trials: int = 1
 ) -> DeviceLimits:
-    """A device on which weights take a share of the capacity, and the tuned limit fills it up to another."""
+    """Limits of a device: weights take the share `base` of the capacity, the tuned limit fills it up to `fills`."""
     model = CostModel(
         features=(Feature("units"),), coefficients=(1.0,), base_bytes=base * CAPACITY, sigma_bytes=512.0,
         covariance=((1.0, 0.0), (0.0, 0.0)), relative_residual=0.0,

@@ -1,4 +1,4 @@
-"""What somebody trains with the Trainer of transformers: a model, sentences of uneven length, and the Trainer."""
+"""A training with the Trainer of transformers: a model, sentences of different length, and the Trainer."""
 
 import os
 from importlib import import_module
@@ -38,14 +38,14 @@ class Tagger(nn.Module):
 
 
 class TaggerWithoutNumber(Tagger):
-    """One whose loss is a mean over tokens in any case, though it takes any argument."""
+    """A tagger whose loss is always a mean over tokens, although it accepts any argument."""
 
     def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Sentences of 2 to 9 words, each as long as it is."""
+    """Sentences of 2 to 9 words, without padding."""
 
     def __init__(self, size: int = 26) -> None:
         drawn = torch.Generator().manual_seed(1)
@@ -69,7 +69,7 @@ def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def trainer_of(
     transformers: Any, folder: Path, model: nn.Module, settings: LoopSettings | None = None, **options: Any
 ) -> Any:
-    """A user's Trainer; with settings, one that has adopted the mixin."""
+    """A user's Trainer; with settings, a Trainer with the mixin."""
     mine = {name: options.pop(name) for name in ("compute_loss_func", "compute_metrics") if name in options}
     # transformers 4 leaves the precision of one Trainer there, for all that follow.
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)

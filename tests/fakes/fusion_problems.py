@@ -1,5 +1,5 @@
-"""Made-up windows for tests of the fusion agent: of half of them the autoencoder knows the truth, of the others the
-classifier, and the third error term tells which.
+"""Synthetic windows for tests of the fusion agent. In half of the windows the score of the autoencoder is right, in the
+other half the score of the classifier; the third error term shows which half a window belongs to.
 """
 
 import numpy as np

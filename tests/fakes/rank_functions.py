@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the engine: gradients of shares, buffers, failures."""
+"""Functions that each rank runs in the tests of `Ranks`: gradients of shares, buffers, failures."""
 
 import os
 import signal
