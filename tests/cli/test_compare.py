@@ -57,4 +57,4 @@ def test_the_same_comparison_as_json(shelf: Shelf, capsys: pytest.CaptureFixture
 def test_one_run_is_not_compared_with_itself(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     names = two_runs(shelf)
     assert main(("compare", names[1], "last", *shelf.flags)) == 2
-    assert "A run is compared with others" in capsys.readouterr().err
+    assert "Only one run to compare" in capsys.readouterr().err

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from can_train.cli.attempt import RunPrinter
 from can_train.cli.main import main
 from can_train.cli.output import Verbosity
-from can_train.cli.train import _Printer
 from can_train.errors import CanTrainError
 from can_train.runs.run_folder import RunFolder
 from fakes.finished_runs import Shelf
@@ -98,7 +98,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_a_quiet_training_that_is_stopped_says_how_it_goes_on(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printer = _Printer(Verbosity.QUIET, as_json=False)
+    printer = RunPrinter(Verbosity.QUIET, as_json=False)
     with pytest.raises(SystemExit), printer:
         printer.print(stopped(SystemExit(130)), folder)
     output = capsys.readouterr()
@@ -110,7 +110,7 @@ def test_a_quiet_training_that_is_stopped_says_how_it_goes_on(
 def test_a_training_that_ends_early_prints_its_object_once(
     folder: RunFolder, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> None:
-    printer = _Printer(Verbosity.NORMAL, as_json=True)
+    printer = RunPrinter(Verbosity.NORMAL, as_json=True)
     with pytest.raises(type(error)), printer:
         printer.print(stopped(error), folder)
     found = json.loads(capsys.readouterr().out)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from can_train.cli.main import main
-from can_train.cli.output import duration
 from can_train.cli.runs import _RememberedOutcomes
 from can_train.io.index import recall, remember
 from can_train.io.records import utc_now
+from can_train.report.text import duration
 from fakes.finished_runs import Shelf
 from fakes.made_runs import KEY, RESULT, Runs, begin, end
 

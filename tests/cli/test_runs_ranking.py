@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from can_train.cli.runs import rank
 from can_train.errors import ConfigError
+from can_train.report.scores import rank
 
 
 def result(loss: float, **mcc: float) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from can_train.cli.output import TextTable, print_tables
+from can_train.cli.output import print_tables
+from can_train.report.text import TextTable
 
 
 @dataclass(frozen=True)

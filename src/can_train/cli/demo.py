@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.output import duration, print_text, working
+from can_train.cli.output import print_text, working
 from can_train.errors import as_typed
+from can_train.report.text import duration
 from can_train.reporter import COLUMNS, SilentReporter, wrapped
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import psutil
 import typer
 
 from can_train.cli.output import make_reporter, print_json, print_text, print_wrapped
-from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command
+from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command, resolve_runs
 from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
 from can_train.config.settings import split_list
 from can_train.config.task_loading import package_folders
@@ -148,7 +148,6 @@ def _check_gradients(flags: Flags) -> None:
     if flags["target_gpu"]:
         raise ConfigError("--gradients computes here, and --target-gpu names a GPU elsewhere", remedy="Leave one out")
     # Composition imports Hydra, and computing torch.
-    from can_train.cli.train import resolve_runs
     from can_train.training.dry_run import nothing_left_behind
     from can_train.training.split_gradients import compare_gradients, comparison_json, comparison_lines
 

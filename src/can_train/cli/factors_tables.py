@@ -5,12 +5,12 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from can_train.cli.output import TextTable
 from can_train.factors.exchange import run_notes
 from can_train.factors.observations import ANY_DEVICE, Records
 from can_train.factors.store import Replay
 from can_train.factors.summary import FactorFigures, FactorSummary
 from can_train.io.units import counted
+from can_train.report.text import TextTable
 
 _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",

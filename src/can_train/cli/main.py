@@ -194,18 +194,10 @@ def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
             from can_train.cli.runs import runs, status
 
             return runs if name == "runs" else status
-        case "show":
-            from can_train.cli.show import show
+        case "show" | "compare" | "report":
+            from can_train.cli.show import compare, report, show
 
-            return show
-        case "compare":
-            from can_train.cli.compare import compare
-
-            return compare
-        case "report":
-            from can_train.cli.report import report
-
-            return report
+            return {"show": show, "compare": compare, "report": report}[name]
         case "logs":
             from can_train.cli.logs import logs
 
@@ -214,10 +206,10 @@ def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
             from can_train.cli.cancel import cancel
 
             return cancel
-        case "resume" | "resubmit":
-            from can_train.cli.resume import make_resubmit_command, resume
+        case "resume":
+            from can_train.cli.resume import resume
 
-            return resume if name == "resume" else make_resubmit_command()
+            return resume
         case "evaluate":
             from can_train.cli.evaluate import evaluate
 
@@ -230,10 +222,14 @@ def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
             from can_train.cli.pipeline import make_pipeline_command
 
             return make_pipeline_command()
-        case _:
-            from can_train.cli.train import after_job, make_train_command
+        case "after-job":
+            from can_train.cli.attempt import after_job
 
-            return after_job if name == _JOB_COMMAND else make_train_command(words)
+            return after_job
+        case _:
+            from can_train.cli.train import make_resubmit_command, make_train_command
+
+            return make_resubmit_command() if name == "resubmit" else make_train_command(words)
 
 
 def _print_error(error: CanTrainError, *, as_json: bool) -> int:

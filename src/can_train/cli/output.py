@@ -1,17 +1,13 @@
-"""How results, progress, states and durations are printed."""
+"""How results, tables and progress are printed, and how much of them."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import Enum
-from itertools import pairwise
 from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -19,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from can_train.errors import CONTROL, ConfigError, printable
+from can_train.report.text import TextTable, finite
 from can_train.reporter import COLUMNS, NOTE, LineReporter, SilentReporter, amount_text, figure_text, wrapped
 
 if TYPE_CHECKING:
@@ -40,18 +37,6 @@ _UNBOUNDED: Final = 10_000
 _COLOUR: Final = re.compile(r"(\x1b\[[\d;:]{0,64}m)")
 _RESET: Final = "\x1b[m"
 _CLEAR: Final = "\x1b[H\x1b[2J"  # control sequence that empties a terminal
-# Seconds of each unit, the largest first.
-_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table as text, as `print_tables` draws it."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
 
 
 class Verbosity(Enum):
@@ -273,44 +258,3 @@ class TerminalReporter:
                     progress.update(task, advance=amount, amount=amount_text(self.done, total, unit), figures=text)
 
             yield Bar()
-
-
-def finite(value: Any) -> Any:
-    """Copies a value for JSON, which has no NaN and no infinity: they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): finite(inner) for name, inner in value.items()}
-    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def number_or_none(value: Any) -> float | None:
-    """Returns a finite number as it is; None for anything else, as a damaged or edited file may hold."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) < math.inf else None
-
-
-def duration(seconds: float) -> str:
-    """Writes a duration in its largest unit, with the next one where that is less than ten of it.
-
-    Example:
-        >>> duration(8), duration(754), duration(7 * 3600 + 299), duration(200_000)
-        ('8 s', '12 min', '7 h 4 min', '2 d 7 h')
-    """
-    whole = max(0, int(seconds))
-    for (size, unit), (smaller, smaller_unit) in pairwise(_UNITS):
-        if whole >= size:
-            rest = whole % size // smaller
-            return f"{whole // size} {unit}" + (f" {rest} {smaller_unit}" if whole < 10 * size and rest else "")
-    return f"{whole} s"
-
-
-def local_time(time: str) -> str:
-    """Writes a time from a file (ISO 8601) in this machine's time zone, to the second."""
-    return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M:%S}"
-
-
-def seconds_between(start: str, end: str = "") -> float:
-    """Returns the seconds between two times of files (ISO 8601); without an end, until now."""
-    last = datetime.fromisoformat(end) if end else datetime.now(UTC)
-    return (last - datetime.fromisoformat(start)).total_seconds()

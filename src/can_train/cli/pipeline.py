@@ -9,25 +9,22 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from can_train.cli.output import (
-    TextTable,
     Verbosity,
-    duration,
-    finite,
     make_reporter,
     print_aside,
     print_json,
     print_note,
     print_tables,
     print_text,
-    seconds_between,
 )
-from can_train.cli.runs import by_test_set
 from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request
 from can_train.config.resolved import presets as preset_names
 from can_train.config.resolved import state_dir
 from can_train.config.settings import split_list
 from can_train.errors import ConfigError, FailedRunError, RunError, as_typed
 from can_train.io.units import shortened
+from can_train.report.scores import by_test_set
+from can_train.report.text import TextTable, duration, finite, seconds_between
 from can_train.runs.run_folder import JobRecord, Registry, RunFolder, make_run, short_name
 from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 
@@ -264,8 +261,8 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
     Raises:
         CanTrainError: A stage cannot be submitted. Those before it have been, and the same line continues after them.
     """
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import print_notices, start_group
-    from can_train.cli.train import continue_in_job
     from can_train.slurm.client import NoControllerError, read_partitions_and_limits
     from can_train.slurm.past_runs import with_folders
     from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
@@ -316,8 +313,8 @@ def _stage_scripts(steps: Sequence[PlannedStage], flags: Flags) -> dict[str, str
 
 def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Path) -> JobRecord:
     """Submits an interrupted run again, with the snapshot of its code if it has one that is the user's own."""
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_again
-    from can_train.cli.train import continue_in_job
     from can_train.runs.run_folder import CodeTrust
     from can_train.slurm.script import Submission
     from can_train.slurm.snapshot import code_of, describe

@@ -14,12 +14,13 @@ from typing import Final
 
 import typer
 
-from can_train.cli.output import TextTable, confirm, print_aside, print_json, print_tables, print_text
+from can_train.cli.output import confirm, print_aside, print_json, print_tables, print_text
 from can_train.errors import ConfigError
 from can_train.factors.observations import repeated_starts
 from can_train.io.index import index_folder
 from can_train.io.records import TEMPORARY_SUFFIX
 from can_train.io.units import parse_time_min, size_text
+from can_train.report.text import TextTable
 from can_train.reporter import COLUMNS
 from can_train.runs.run_folder import Registry
 from can_train.slurm.snapshot import code_folder, described_folder

@@ -1,17 +1,15 @@
 """`can-train resume RUN`: continues a run from its last checkpoint, where it ran before, or here; for longer, on
-another device, with a log that has moved. And `can-train resubmit RUN`: a new run like it, with some changes.
+another device, with a log that has moved.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from can_train.cli.cancel import check_answer
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note, print_text
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
-from can_train.cli.train_options import OPTIONS, Flags, make_command, make_request, split_names
-from can_train.config.resolved import user_file
 from can_train.errors import ConfigError, RunError
 from can_train.slurm.launchers import check_started_once, find_launch
 from can_train.slurm.run_state import FINISHED, live_row
@@ -19,14 +17,6 @@ from can_train.slurm.run_state import FINISHED, live_row
 if TYPE_CHECKING:
     from can_train.runs.run_folder import JobRecord
     from can_train.slurm.status import RunStatus
-
-_CHOICES: Final = ("model", "dataset", "mode", "size", "memory", "task", "cluster", "device")
-_AS_BEFORE: Final = {
-    "device": (str | None, None, "auto, cpu, cuda, cuda:1; a simulated GPU: sim:2GiB. [as before]"),
-    "submit": (bool, False, "Train in the background; without, where the other run was trained."),
-    "trust_code": (bool, False, "Run the code that the run names, although it is not known to be yours."),
-    "runs_dir": (str | None, None, "Folder of run folders: where the other run is, and the new one will be. [runs]"),
-}
 
 
 def resume(  # noqa: PLR0913 - Typer makes an option of each argument
@@ -86,7 +76,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
                 _check_state(locator.status(found.known), run)
                 _print_job(_submit_again(found, locator), found, as_json=as_json)
             return
-    from can_train.cli.train import continue_run, launched_ranks
+    from can_train.cli.attempt import continue_run, launched_ranks
 
     with launched_ranks(device or folder.config()["device"], verbosity) as ranks:
         if not in_slurm:
@@ -114,8 +104,8 @@ def _check_state(found: "RunStatus", name: str) -> None:
 
 
 def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_again
-    from can_train.cli.train import continue_in_job
     from can_train.config.compose import from_plain
     from can_train.runs.run_folder import RunFolder
     from can_train.slurm.script import Submission
@@ -139,45 +129,3 @@ def _print_job(job: "JobRecord", found: "RunStatus", *, as_json: bool) -> None:
         print_json({"submitted": [job_json(job, found.known.folder)], "identical": []})
     else:
         print_text(f"Run {job.run_id} goes on as job {job.job_id}.")
-
-
-def make_resubmit_command() -> Callable[..., None]:
-    """Makes the command `resubmit`."""
-    return make_command({**OPTIONS, **_AS_BEFORE}, _resubmit, words=(), run=Run)
-
-
-def _resubmit(flags: Flags) -> None:
-    """Start a new run like another one, with what the flags of a training line say otherwise.
-
-    It is trained where the other one was. What was set for that stays as it was, whatever the default is that stands
-    beside a flag, but for what belongs to a preset that another takes the place of: settings of the model, for another
-    model.
-    """
-    from can_train.cli.train import check_train_flags, start_runs
-
-    locator = RunLocator(flags["runs_dir"] or user_file().values.get("runs_dir", "runs"), flags["state_dir"])
-    found, trust = locator.status(locator.find(flags["run"])), locator.trust(trusts_all=flags.pop("trust_code"))
-    is_new_there = flags["submit"] and not found.facts.jobs
-    flags["submit"] = flags["submit"] or bool(found.facts.jobs)
-    check_train_flags(flags)
-    request = make_request({**flags, "device": flags["device"] or "auto"}, model="", dataset="", mode=None, size=None)
-    chosen = {name: flags[name] for name in _CHOICES if flags[name]}
-    if is_new_there:
-        chosen["cluster"] = request.cluster
-    from dataclasses import replace
-
-    from can_train.config.compose import preset_request, resolve_again
-    from can_train.config.resolved import with_absolute_paths
-    from can_train.slurm.past_runs import PastRuns, resolve_prerequisites
-
-    # Not where it was written down: the registry that was asked is the one that gets the new run.
-    values: dict[str, Any] = {**request.values, "paths.state_dir": str(locator.state_folder)}
-    plain = trust.config(found.known.folder, submits=flags["submit"])
-    new = with_absolute_paths(resolve_again(plain, replace(request, values=values), chosen))
-    after = split_names(flags["after"]) if flags["after"] else ()
-    # The runs that it builds on may have been changed, or be gone.
-    data = replace(preset_request(new.config), device=new.device)
-    new, notices = resolve_prerequisites(new, data, PastRuns(locator.state_folder, locator.runs_dir, after))
-    for notice in () if flags["quiet"] else notices:
-        print_note(notice)
-    start_runs([new], flags, after)

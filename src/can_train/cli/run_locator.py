@@ -1,5 +1,6 @@
 """Where the commands about runs look for them: the options that name the folders, and the runs found there."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -58,6 +59,11 @@ class RunLocator:
     def status(self, known: KnownRun) -> RunStatus:
         """Finds out the status of a run."""
         return run_statuses([known], self.registry)[0]
+
+    def statuses(self, names: Sequence[str]) -> list[RunStatus]:
+        """Finds runs by their names, and their status; a run with two names is listed once."""
+        known = {run.run_id: run for run in map(self.find, names)}
+        return run_statuses(known.values(), self.registry)
 
     def trust(self, *, trusts_all: bool) -> CodeTrust:
         """Makes the rule by which the code of runs may run."""

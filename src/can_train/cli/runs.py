@@ -1,41 +1,30 @@
-"""`can-train runs` and `can-train status RUN`: the states of runs as tables and as JSON, and which is best."""
+"""`can-train runs` and `can-train status RUN`: runs with their states, and the best by a metric, as tables and JSON."""
 
-import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import typer
 
 from can_train import __version__
-from can_train.cli.output import (
-    TextTable,
-    clear_screen,
-    duration,
-    finite,
-    local_time,
-    print_json,
-    print_note,
-    print_tables,
-    print_text,
-    print_wrapped,
-    seconds_between,
-)
+from can_train.cli.output import clear_screen, print_json, print_note, print_tables, print_text, print_wrapped
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.config.resolved import config_folder
 from can_train.config.task_loading import key_name, package_folders
-from can_train.errors import ConfigError, RunError, as_typed, unknown_name
+from can_train.errors import ConfigError, RunError, as_typed
 from can_train.io.index import index_folder, recall, remember
-from can_train.io.records import JobId, is_file
+from can_train.io.records import is_file
+from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
+from can_train.report.scores import RankedResult, higher_is_better, mapping, rank, ranked_part, score
+from can_train.report.text import TextTable, duration, finite, local_time, seconds_between
 from can_train.reporter import COLUMNS, wrapped
 from can_train.runs.run_folder import CONFIG, RESULT, name_to_type, short_name
-from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
+from can_train.slurm.run_state import infer_attempt_state
 from can_train.slurm.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
 
 _LIMIT: Final = 20  # runs that are listed unless more are asked for: what fits a terminal
@@ -44,8 +33,6 @@ _WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controll
 _COLUMNS: Final = ("run", "state", "time", "device", "score", "trained")
 """They fit a terminal of 80 columns; steps and all else are in `status` and in the JSON."""
 _UNKNOWN: Final = "unknown data set"  # of a run whose configuration cannot be read
-_SCORES: Final = ("mcc", "best_validation_loss")
-"""Metrics, of which the first that a result has is its score in a list."""
 _Run = TypeVar("_Run")
 _LISTED_SETTINGS: Final = 6  # changed settings that a list has of a run
 
@@ -74,7 +61,7 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         _watch(locator, limit)
     elif as_json:
         newest = _newest(locator, limit)[0]
-        print_json([_listed_json(each) for each in newest])
+        print_json([listed_json(each) for each in newest])
     else:
         _print_runs(*_newest(locator, limit), locator)
 
@@ -109,7 +96,7 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
         return
     tables = []
     for name, group in _by_data_set(statuses, [_data_set(each.known.config) for each in statuses]).items():
-        scores = [score(_result(each)) for each in group]
+        scores = [score(result_of(each)) for each in group]
         rows = [_row(each, mine) for each, mine in zip(group, scores, strict=True)]
         metrics = dict.fromkeys(mine[0] for mine in scores if mine is not None)
         tables.append(TextTable(name, _COLUMNS, rows, [_meaning(metric) for metric in metrics]))
@@ -120,7 +107,7 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
 
 def _data_set(config: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the name of the data set that a run was trained on, and its folder."""
-    data = _group(config, "dataset")
+    data = mapping(config.get("dataset"))
     # A task without data sets to choose from stands for its own.
     name = data.get("name") or key_name(str(config.get("task") or "")) or _UNKNOWN
     return str(name), str(data.get("path") or "")
@@ -137,14 +124,14 @@ def _by_data_set(runs: Iterable[_Run], data_sets: Iterable[tuple[str, str]]) -> 
 
 
 def _row(each: RunStatus, mine: tuple[str, float] | None) -> tuple[str, ...]:
-    seconds, epoch, epochs = _seconds(each), each.progress.epoch, each.progress.epochs
+    seconds, epoch, epochs = seconds_of(each), each.progress.epoch, each.progress.epochs
     done = f" {_done_of(epoch or 0, epochs)}" if each.state.live and epochs else ""
     return (
         short_name(each.known.run_id),
         f"{each.state.label}{done}",
         # In its largest unit only.
         " ".join(duration(seconds).split()[:2]) if seconds is not None else "",
-        _device(each),
+        device_of(each),
         f"{mine[1]:.3f}" if mine is not None else "",
         _trained(each),
     )
@@ -153,7 +140,7 @@ def _row(each: RunStatus, mine: tuple[str, float] | None) -> tuple[str, ...]:
 def _trained(each: RunStatus) -> str:
     """Writes what was trained, and below it the settings that are not the presets'."""
     config, changed = each.known.config, each.known.folder.changed_settings()
-    words = [config.get("model_name"), config.get("size"), _group(config, "mode").get("name")]
+    words = [config.get("model_name"), config.get("size"), mapping(config.get("mode")).get("name")]
     texts = [f"{name.rpartition('.')[2]}={_short(one['value'])}" for name, one in (changed or {}).items()]
     more = f" and {len(texts) - _LISTED_SETTINGS} more" if len(texts) > _LISTED_SETTINGS else ""
     what = " ".join(str(word) for word in words if word) if all(words[::2]) else each.known.record.key
@@ -171,38 +158,11 @@ def _made_by() -> str:
     return f"{__version__} {max(path.stat().st_mtime_ns for path in files)}"
 
 
-def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    return _mapping(config.get(name))
-
-
-def _device(each: RunStatus) -> str:
-    """Returns the kind of device that a run was trained on; as it was asked for until it has finished."""
-    return str(_result(each).get("device") or each.known.config.get("device") or "")
-
-
-def score(result: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Returns the metric and the value that stand for a result in a list: the mean over its test sets."""
-    values = _values(result)
-    found = ((metric, values[metric]) for metric in _SCORES if metric in values)
-    return next(((metric, sum(parts.values()) / len(parts)) for metric, parts in found), None)
-
-
 def _meaning(metric: str) -> str:
     """Says what the figure of a metric is, and which direction is better."""
     better = "higher" if higher_is_better(metric) else "lower"
     is_of_run = metric == "best_validation_loss" or "." in metric
     return f"{metric}{'' if is_of_run else ', the mean over the test sets'}: {better} is better"
-
-
-def _listed_json(each: RunStatus) -> dict[str, Any]:
-    return {**run_json(each), "changed_settings": finite(each.known.folder.changed_settings())}
-
-
-def change_text(change: Mapping[str, Any]) -> str:
-    """Writes what `resume` changed of a run (see `RunFolder.changes`)."""
-    settings = [f"{name} {one.get('before') or 'none'} → {one.get('after')}"
-                for name, one in _mapping(change.get("settings")).items()]  # fmt: skip
-    return f"{', '.join(settings)} at step {change.get('step')}, {local_time(change['time'])}"
 
 
 def _watch(locator: RunLocator, limit: int) -> None:
@@ -224,7 +184,7 @@ def _watch(locator: RunLocator, limit: int) -> None:
 
 def _status_lines(found: RunStatus) -> list[str]:
     record, progress, log = found.known.record, found.progress, run_logs(found.facts, found.known)[-1]
-    seconds, loss = _seconds(found), progress.best_validation_loss
+    seconds, loss = seconds_of(found), progress.best_validation_loss
     is_resumable = not found.state.live and found.facts.result is None and found.facts.has_folder
     steps = [
         f"step {_done_of(progress.step, progress.steps)}" if progress.step is not None else "",
@@ -258,6 +218,12 @@ def _status_lines(found: RunStatus) -> list[str]:
     ]
 
 
+def _done_of(done: int | None, total: int | None) -> str:
+    if done is None:
+        return ""
+    return f"{done}/{total}" if total else str(done)
+
+
 def _history_tables(found: RunStatus) -> list[TextTable]:
     jobs = [
         (str(job.slurm_job or job.job_id), job.executor, local_time(job.time),
@@ -278,100 +244,7 @@ def _history_tables(found: RunStatus) -> list[TextTable]:
     return [table for table in tables if table.rows]
 
 
-def run_json(found: RunStatus) -> dict[str, Any]:
-    """Makes the JSON object of a run."""
-    record, facts = found.known.record, found.facts
-    row = live_row(facts)
-    restarts: dict[JobId | None, int] = {}
-    attempts = []
-    for attempt in facts.attempts:
-        start, end, state = attempt.start, attempt.end, infer_attempt_state(attempt, facts)
-        restarts[start.slurm_job] = max(restarts.get(start.slurm_job, 0), start.restarts)
-        attempts.append({
-            **{name: getattr(start, name) for name in ("attempt", "job_id", "cluster", "restarts", "host", "pid")},
-            "time": start.start_time,
-            "ended": end.time if end else None,
-            "state": state.state,
-            "why": state.sentence,
-        })  # fmt: skip
-    values = {
-        "run_id": record.run_id,
-        "short_name": short_name(record.run_id),
-        "key": record.key,
-        "path": str(found.known.folder.path),
-        "made": record.time,
-        "after": record.after or None,
-        "sweep": record.sweep or None,
-        **_what_json(found),
-        "state": found.state.state,
-        "why": found.state.sentence,
-        "certain": found.state.certain,
-        "live": found.state.live,
-        "seconds": _seconds(found),
-        "job_id": facts.jobs[-1].job_id if facts.jobs else None,
-        "cluster": facts.jobs[-1].cluster or None if facts.jobs else None,
-        "nodes": row.nodes or None if row else None,
-        "restarts": sum(restarts.values()),
-        "resubmissions": max(0, len(facts.jobs) - 1),
-        **vars(found.progress),
-        "jobs": [vars(job) for job in facts.jobs],
-        "attempts": attempts,
-        "changes": found.known.folder.changes(),
-    }
-    return {name: finite(value) for name, value in values.items()}
-
-
-def _what_json(found: RunStatus) -> dict[str, Any]:
-    """Makes the part of a run's JSON object that says what is trained, where, and with what success."""
-    config, mine = found.known.config, score(_result(found))
-    data = _group(config, "dataset")
-    return {
-        "dataset": data.get("name"),
-        "dataset_path": data.get("path") or None,
-        "model": config.get("model_name"),
-        "size": config.get("size") or None,
-        "mode": _group(config, "mode").get("name"),
-        "device": _device(found) or None,
-        "score": None if mine is None else {"metric": mine[0], "value": mine[1]},
-    }
-
-
-def _seconds(found: RunStatus) -> float | None:
-    """Returns how long a run has waited, or worked in all of its attempts; None: not known."""
-    attempts, jobs, state = found.facts.attempts, found.facts.jobs, found.state.state
-    if jobs and (state == QUEUED or (state == RUNNING and not attempts)):
-        return seconds_between(jobs[-1].time)
-    if not attempts:
-        return None
-    # The hours in which a stopped run waited to be resumed are no work.
-    took = [seconds_between(one.start.start_time, one.end.time) for one in attempts if one.end is not None]
-    if state == RUNNING and attempts[-1].end is None:
-        took.append(seconds_between(attempts[-1].start.start_time))
-    return sum(took) if took else None
-
-
-def _done_of(done: int | None, total: int | None) -> str:
-    if done is None:
-        return ""
-    return f"{done}/{total}" if total else str(done)
-
-
 # Which result is best by a metric
-
-_HIGHER_IS_BETTER: Final = frozenset(
-    ("f1", "precision", "recall", "mcc", "pr_auc", "roc_auc", "recall_at_fpr_1pct", "accuracy")
-)
-_LOWER_IS_BETTER: Final = frozenset(("best_validation_loss", "false_positive_rate", "false_alarms_per_hour"))
-"""What is in neither set (counts, thresholds, shares) ranks nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankedResult:
-    """The metric of one of several results: the mean over its test sets, and by test set."""
-
-    index: int
-    value: float
-    parts: Mapping[str, float]
 
 
 def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) -> None:
@@ -390,7 +263,7 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
     pairs = {name: [(status_of[one.index], one) for one in group] for name, group in best.items()}
     if as_json:
         print_json([
-            {**_listed_json(each), "metric": metric,
+            {**listed_json(each), "metric": metric,
              "higher_is_better": higher_is_better(metric), "rank": number, "value": one.value,
              "parts": finite(one.parts)}
             for group in pairs.values() for number, (each, one) in enumerate(group, start=1)
@@ -447,19 +320,7 @@ def _read_outcome(run: KnownRun) -> _Outcome | None:
         result = run.folder.result()
     except RunError:
         return None
-    return None if result is None else _Outcome(_data_set(run.config), _ranked_part(result))
-
-
-def _ranked_part(result: Mapping[str, Any]) -> dict[str, Any]:
-    judgement = _mapping(result.get("judgement"))
-    tests = {name: {"model": dict(_ranking_metrics(_mapping(test).get("model")))}
-             for name, test in _mapping(judgement.get("test")).items()}  # fmt: skip
-    validation = dict(_ranking_metrics(judgement.get("validation")))
-    return {**dict(_ranking_metrics(result)), "judgement": {"test": tests, "validation": validation}}
-
-
-def _result(each: RunStatus) -> Mapping[str, Any]:
-    return each.facts.result or {}
+    return None if result is None else _Outcome(_data_set(run.config), ranked_part(result))
 
 
 def _best_table(name: str, best: Sequence[tuple[RunStatus, RankedResult]], metric: str) -> TextTable:
@@ -470,81 +331,5 @@ def _best_table(name: str, best: Sequence[tuple[RunStatus, RankedResult]], metri
     for each, one in best:
         extremes = (min(one.parts.values()), max(one.parts.values())) if has_parts else ()
         figures = [f"{value:.4g}" for value in (one.value, *extremes)]
-        rows.append((short_name(each.known.run_id), *figures, _device(each), _trained(each)))
+        rows.append((short_name(each.known.run_id), *figures, device_of(each), _trained(each)))
     return TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric)])
-
-
-def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[RankedResult]:
-    """Orders results by a metric, the best first; results without it are left out.
-
-    Args:
-        results: Contents of `result.json`.
-        metric: `best_validation_loss`; `mcc`, the mean over all test sets; `validation.mcc`, or that of one test set,
-            `test_05_suppress.mcc`.
-
-    Raises:
-        ConfigError: No result has such a metric; the message lists those there are, nearest first.
-    """
-    values = [_values(result) for result in results]
-    known = {name for each in values for name in each}
-    if metric not in known:
-        # The metrics of every single test set would fill a page.
-        error = unknown_name("metric", metric, {name.rpartition(".")[2] for name in known})
-        sets = ", ".join(sorted({name.rpartition(".")[0] for name in known} - {""}))
-        of_set = f"; of one set as SET.METRIC: {sets}" if sets else ""
-        raise ConfigError(error.rule, value=error.value, remedy=f"{error.remedy}{of_set}")
-    ranked = [
-        RankedResult(index=index, value=sum(parts.values()) / len(parts), parts=parts)
-        for index, each in enumerate(values)
-        if (parts := each.get(metric))
-    ]
-    return sorted(ranked, key=lambda one: one.value, reverse=higher_is_better(metric))
-
-
-def higher_is_better(metric: str) -> bool:
-    """Returns whether a metric, of all test sets or of one, is better the higher it is."""
-    return metric.rpartition(".")[2] in _HIGHER_IS_BETTER
-
-
-def is_ranked(metric: str) -> bool:
-    """Returns whether one value of a metric, of all test sets, is known to be better than another."""
-    return metric in _HIGHER_IS_BETTER | _LOWER_IS_BETTER
-
-
-def by_test_set(result: Mapping[str, Any], metric: str) -> dict[str, float]:
-    """Returns a metric's value for each test set of a result that defines it."""
-    return _values(result).get(metric, {})
-
-
-def test_scores(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns the model's scores on test sets, by name, whether or not one can be said to be better."""
-    found: dict[str, dict[str, float]] = {}
-    for set_name, test in _mapping(_mapping(result.get("judgement")).get("test")).items():
-        for name, value in _mapping(_mapping(test).get("model")).items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                found.setdefault(name, {})[set_name] = float(value)
-    return found
-
-
-def _values(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns the values by test set of each metric, and of each metric of a single set."""
-    found: dict[str, dict[str, float]] = {}
-    judgement = _mapping(result.get("judgement"))
-    for set_name, test in _mapping(judgement.get("test")).items():
-        for name, value in _ranking_metrics(_mapping(test).get("model")):
-            found.setdefault(name, {})[set_name] = value
-            found[f"{set_name}.{name}"] = {set_name: value}
-    for name, value in _ranking_metrics(judgement.get("validation")):
-        found[f"validation.{name}"] = {"validation": value}
-    return found | {name: {"": value} for name, value in _ranking_metrics(result)}
-
-
-def _ranking_metrics(metrics: Any) -> Iterator[tuple[str, float]]:
-    for name, value in _mapping(metrics).items():
-        if name in _HIGHER_IS_BETTER | _LOWER_IS_BETTER and isinstance(value, int | float) and math.isfinite(value):
-            yield name, float(value)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """A result of another version may have anything in place of an object."""
-    return value if isinstance(value, Mapping) else {}

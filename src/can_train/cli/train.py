@@ -1,46 +1,45 @@
-"""`can-train --model ... --dataset ...`: trains runs here, submits them, or prints their plans (`--dry-run`). Also what
-a job calls: one attempt of its run, and what follows the job's end.
+"""`can-train --model ... --dataset ...`: trains new runs here, submits them, or prints their plans (`--dry-run`). And
+`can-train resubmit RUN`: a new run with the settings of another run, but for those that flags change.
 """
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Final
 
-import typer
-
+from can_train.cli.attempt import RunPrinter, continue_in_job, launched_ranks, log_outcome
 from can_train.cli.output import (
-    TextTable,
     Verbosity,
     make_reporter,
     print_aside,
     print_json,
-    print_judgement,
     print_note,
     print_tables,
     print_text,
     print_wrapped,
 )
-from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request, split_names
+from can_train.cli.run_locator import Run, RunLocator
+from can_train.cli.train_options import (
+    OPTIONS,
+    Flags,
+    check_flags,
+    make_command,
+    make_request,
+    resolve_runs,
+    split_names,
+)
+from can_train.config.resolved import user_file
 from can_train.config.settings import split_list
-from can_train.errors import CanTrainError, ConfigError, FailedRunError, as_typed
-from can_train.reporter import LineReporter, SilentReporter
-from can_train.runs.run_folder import name_to_type, resume_hint
-from can_train.slurm.launchers import check_started_once, find_launch, launched_place
+from can_train.errors import CanTrainError, ConfigError, FailedRunError
+from can_train.report.text import TextTable
+from can_train.reporter import SilentReporter
+from can_train.slurm.launchers import check_started_once
 
 if TYPE_CHECKING:
     from can_train.cli.submit import PlannedJob
-    from can_train.config.compose import RunRequest
     from can_train.config.resolved import ResolvedRun
-    from can_train.config.settings import ClusterSettings
     from can_train.reporter import Reporter
-    from can_train.runs.run_folder import JobRecord, RunFolder, StopRequests
-    from can_train.slurm.script import Submission
-    from can_train.training.distributed import RankPlace, Ranks
+    from can_train.training.distributed import Ranks
     from can_train.training.dry_run import DryPlan
     from can_train.training.train import Outcome
 
@@ -83,32 +82,6 @@ def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]
         _train_here(runs, verbosity, as_json=flags["json"])
 
 
-def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
-    """Resolves one run for each combination of listed and swept values, and the finished runs that they build on."""
-    # Composition imports Hydra: a command line that is wrong before it does not wait for that.
-    from can_train.config.compose import expand, resolve
-    from can_train.config.resolved import state_dir, with_absolute_paths
-    from can_train.slurm.past_runs import PastRuns, resolve_prerequisites
-
-    models, datasets, modes = ([*split_names(flags[name])] if flags[name] else [None]
-                               for name in ("model", "dataset", "mode"))  # fmt: skip
-    requests: list[RunRequest] = expand(
-        [
-            make_request(flags, model=model, dataset=dataset, mode=mode, size=flags["size"])
-            for model, dataset, mode in product(models, datasets, modes)
-        ]
-    )
-    runs = [with_absolute_paths(resolve(request)) for request in requests]
-    if not any(run.prerequisites or run.training.start_from for run in runs):
-        return runs
-    past = PastRuns(state_dir(runs[0].paths), runs[0].runs_dir, after)
-    found = [resolve_prerequisites(run, request, past) for run, request in zip(runs, requests, strict=True)]
-    # A sweep's runs mostly build on the same one, which is said once.
-    for notice in () if flags.get("quiet") else dict.fromkeys(notice for _, notices in found for notice in notices):
-        print_note(notice)
-    return [run for run, _ in found]
-
-
 def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json: bool) -> None:
     """Trains one run after another; after one that fails, the others are trained all the same. A single run is trained
     by all processes that a launcher has started.
@@ -134,12 +107,12 @@ def _train_as_rank(run: "ResolvedRun", ranks: "Ranks") -> None:
 def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbosity, *, as_json: bool) -> None:
     from can_train.training.train import train_new
 
-    def attempt(run: "ResolvedRun", printer: "_Printer") -> "Outcome":
+    def attempt(run: "ResolvedRun", printer: "RunPrinter") -> "Outcome":
         outcome = train_new(run, make_reporter(verbosity), ranks, made=printer.begin)
-        _log_outcome(outcome)
+        log_outcome(outcome)
         return outcome
 
-    printer, failed = _Printer(verbosity, as_json=as_json, of_several=len(runs) > 1), []
+    printer, failed = RunPrinter(verbosity, as_json=as_json, of_several=len(runs) > 1), []
     with printer:
         for number, run in enumerate(runs, start=1):
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
@@ -156,47 +129,6 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
                                remedy="Their errors are above")  # fmt: skip
         some.in_json = as_json
         raise some
-
-
-# Several processes that a launcher started
-
-
-@contextmanager
-def launched_ranks(device: str, verbosity: Verbosity) -> "Iterator[Ranks]":
-    """Connects the processes that a launcher has started, which train one run in the block; one that is alone needs no
-    connection. A rank ends silently where another one has failed: that one, and rank 0, say why.
-
-    Raises:
-        ConfigError: The launcher does not tell what ranks need.
-        RunError: They do not find each other.
-    """
-    from can_train.training.distributed import RankFailedError, join_ranks
-
-    ranks = join_ranks(_own_place(verbosity), device)
-    try:
-        yield ranks
-    except RankFailedError as error:
-        if ranks.is_first:
-            raise
-        raise SystemExit(error.exit_code) from error
-    finally:
-        ranks.leave()
-
-
-def _own_place(verbosity: Verbosity) -> "RankPlace | None":
-    launch = find_launch()
-    if launch is None:
-        return None
-    try:
-        place = launched_place(launch)
-    except ConfigError as error:
-        # Rank 0 says it for all.
-        if launch.rank > 0:
-            raise SystemExit(error.exit_code) from error
-        raise
-    if launch.rank == 0 and verbosity != Verbosity.QUIET:
-        print_note(f"{launch}: they train one run together")
-    return place
 
 
 def _check_alike(run: "ResolvedRun", ranks: "Ranks") -> None:
@@ -223,166 +155,6 @@ def _title(run: "ResolvedRun", runs: Sequence["ResolvedRun"]) -> str:
     alike = [flat_settings(one.config) for one in runs if one.key == run.key]
     own = flat_settings(run.config)
     return " ".join([run.key, *(f"{name}={own.get(name)}" for name in differences(alike))])
-
-
-class _Printer:
-    """Prints what becomes of runs, as text or, at the end of the block, as JSON: an object of each run, however it
-    ended.
-
-    Args:
-        verbosity: How much is printed.
-        as_json: Whether standard output is for JSON alone.
-        of_several: Whether there are several runs.
-    """
-
-    def __init__(self, verbosity: Verbosity, *, as_json: bool, of_several: bool = False) -> None:
-        self._verbosity = verbosity
-        self._as_json = as_json
-        self._of_several = of_several
-        self._folder: RunFolder | None = None
-        self._found: list[Any] = []
-
-    def begin(self, folder: "RunFolder") -> None:
-        """Notes that a run is being trained."""
-        self._folder = folder
-
-    def print(self, attempt: Callable[[], "Outcome | None"], folder: "RunFolder | None" = None) -> None:
-        """Trains a run by a call of `attempt`, and prints its outcome; `folder` is there if it is not a new run."""
-        self._folder, error = folder, None
-        try:
-            if (outcome := attempt()) is not None:
-                with redirect_stdout(sys.stderr) if self._as_json else nullcontext():
-                    if not (self._as_json and self._verbosity == Verbosity.QUIET):
-                        _print_outcome(outcome, self._verbosity)
-                self._print_next(f"show {name_to_type(outcome.folder)}", wanted=not self._of_several)
-        except CanTrainError as failure:
-            failure.in_json, error = self._as_json, failure
-            raise
-        except SystemExit:
-            if self._verbosity == Verbosity.QUIET and self._folder is not None:
-                # The reporter, which says it otherwise, is silent.
-                print_note(resume_hint(self._folder))
-            raise
-        finally:
-            if self._as_json:
-                self._found.append(_run_object(self._folder, error))
-
-    def _print_next(self, command: str, *, wanted: bool) -> None:
-        if wanted and self._verbosity != Verbosity.QUIET and not self._as_json:
-            print_text(as_typed(f"More:   can-train {command}"))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._print_next("runs", wanted=self._of_several and kind is None)
-        if self._as_json:
-            print_json(self._found if self._of_several else self._found[0])
-
-
-def _run_object(folder: "RunFolder | None", error: CanTrainError | None) -> dict[str, Any]:
-    """Makes the JSON object of a run that was trained here: that of `can-train show`, and the error that ended it."""
-    from can_train.cli.run_locator import RunLocator
-    from can_train.cli.show import run_facts
-
-    facts = {}
-    if folder is not None:
-        locator = RunLocator(str(folder.path.parent), folder.config()["paths"]["state_dir"] or None)
-        facts = run_facts(locator.status(locator.find(str(folder.path))))
-    return facts if error is None else {**facts, "error": error.to_plain()}
-
-
-# One attempt of a run, from a command line or in a job
-
-
-def continue_run(
-    folder: "RunFolder", ranks: "Ranks", verbosity: Verbosity = Verbosity.NORMAL, *, as_json: bool = False
-) -> None:
-    """Continues a run, or prints the result of one that has finished."""
-    from can_train.runs.run_folder import StopRequests
-
-    if not ranks.is_first:
-        _continue(folder, SilentReporter(), StopRequests(), lambda device: ranks)
-        return
-    printer = _Printer(verbosity, as_json=as_json)
-    with printer:
-        printer.print(lambda: _continue(folder, make_reporter(verbosity), StopRequests(), lambda device: ranks), folder)
-
-
-def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:
-    """Starts or continues a run in a job, with plain lines and an exit code for the scheduler."""
-    # A job handles signals by now, and one may arrive during the seconds that these imports take.
-    from can_train.slurm.launchers import rank_place
-    from can_train.training.distributed import join_ranks
-
-    try:
-        outcome = _continue(folder, LineReporter(sys.stderr), stops,
-                            lambda device: join_ranks(rank_place(os.environ), device))  # fmt: skip
-        if outcome is not None:
-            _print_outcome(outcome, Verbosity.NORMAL)
-    except CanTrainError as error:
-        print_aside(f"error: {error}")
-        raise SystemExit(error.exit_code) from error
-
-
-def _continue(
-    folder: "RunFolder", reporter: "Reporter", stops: "StopRequests", join: Callable[[str], "Ranks"]
-) -> "Outcome | None":
-    """Trains as one of the processes that `join` connects, given the run's device; the first returns the outcome."""
-    from can_train.config.compose import from_plain
-    from can_train.runs.run_folder import relocate_prerequisites, without_missing_prerequisites
-    from can_train.training.train import train_on
-
-    run, notices = without_missing_prerequisites(relocate_prerequisites(from_plain(folder.config()), folder.path))
-    for notice in notices:
-        reporter.notice(notice)
-    ranks = join(run.device)
-    had_finished = folder.result_path.exists()
-    outcome = train_on(run, folder, reporter, stops, ranks)
-    if not ranks.is_first:
-        return None
-    if not had_finished:
-        _log_outcome(outcome)
-    return outcome
-
-
-def _log_outcome(outcome: "Outcome") -> None:
-    """Writes to the run's log all that can be printed of its result."""
-    from can_train.io.records import open_to_append
-
-    with suppress(OSError), open_to_append(outcome.folder.log_path) as log, redirect_stdout(log):
-        _print_outcome(outcome, Verbosity.VERBOSE)
-
-
-def _print_outcome(outcome: "Outcome", verbosity: Verbosity) -> None:
-    folder = outcome.folder
-    print_judgement(outcome.summary_tables, outcome.tables, verbosity)
-    print_text("")
-    print_wrapped(f"Run {folder.run_id}: {outcome.summary}")
-    # From here a path that lies below is short enough for a line.
-    result, here = folder.result_path.resolve(), Path.cwd()
-    print_text(f"Result: {result.relative_to(here) if result.is_relative_to(here) else result}")
-
-
-def after_job(
-    state_dir: Annotated[Path, typer.Option(help="State folder, where the registry is.")],
-    status: Annotated[int, typer.Option(help="Exit status of the job step.")],
-) -> None:
-    """Record how a job ended, and restart its run if that makes sense.
-
-    Standard input has the variables that the job began with.
-    """
-    from can_train.slurm.job import after_job as restart_after_job
-
-    message = restart_after_job(_resubmit, state_dir, status=status, environment=sys.stdin.buffer.read())
-    if message:
-        print_text(f"can-train: {message}")
-
-
-def _resubmit(folder: "RunFolder", cluster: "ClusterSettings", submission: "Submission") -> "JobRecord":
-    from can_train.slurm.submit import submit_job
-
-    return submit_job(continue_in_job, folder, cluster, submission)
 
 
 # --dry-run
@@ -493,3 +265,55 @@ def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"], flags: Flags, v
     sources = dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans)
     notes = [data_text(plans[0]), *sources, *warnings]
     print_tables([TextTable(f"Plans of {run.key}", *dry_table(plans, details=details), notes)])
+
+
+# Like another run
+
+
+_CHOICES: Final = ("model", "dataset", "mode", "size", "memory", "task", "cluster", "device")
+
+
+_AS_BEFORE: Final = {
+    "device": (str | None, None, "auto, cpu, cuda, cuda:1; a simulated GPU: sim:2GiB. [as before]"),
+    "submit": (bool, False, "Train in the background; without, where the other run was trained."),
+    "trust_code": (bool, False, "Run the code that the run names, although it is not known to be yours."),
+    "runs_dir": (str | None, None, "Folder of run folders: where the other run is, and the new one will be. [runs]"),
+}
+
+
+def make_resubmit_command() -> Callable[..., None]:
+    """Makes the command `resubmit`."""
+    return make_command({**OPTIONS, **_AS_BEFORE}, _resubmit, words=(), run=Run)
+
+
+def _resubmit(flags: Flags) -> None:
+    """Start a new run like another one, with what the flags of a training line say otherwise.
+
+    It is trained where the other one was. What was set for that stays as it was, whatever the default is that stands
+    beside a flag, but for what belongs to a preset that another takes the place of: settings of the model, for another
+    model.
+    """
+    locator = RunLocator(flags["runs_dir"] or user_file().values.get("runs_dir", "runs"), flags["state_dir"])
+    found, trust = locator.status(locator.find(flags["run"])), locator.trust(trusts_all=flags.pop("trust_code"))
+    is_new_there = flags["submit"] and not found.facts.jobs
+    flags["submit"] = flags["submit"] or bool(found.facts.jobs)
+    check_train_flags(flags)
+    request = make_request({**flags, "device": flags["device"] or "auto"}, model="", dataset="", mode=None, size=None)
+    chosen = {name: flags[name] for name in _CHOICES if flags[name]}
+    if is_new_there:
+        chosen["cluster"] = request.cluster
+    from can_train.config.compose import preset_request, resolve_again
+    from can_train.config.resolved import with_absolute_paths
+    from can_train.slurm.past_runs import PastRuns, resolve_prerequisites
+
+    # Not where it was written down: the registry that was asked is the one that gets the new run.
+    values: dict[str, Any] = {**request.values, "paths.state_dir": str(locator.state_folder)}
+    plain = trust.config(found.known.folder, submits=flags["submit"])
+    new = with_absolute_paths(resolve_again(plain, replace(request, values=values), chosen))
+    after = split_names(flags["after"]) if flags["after"] else ()
+    # The runs that it builds on may have been changed, or be gone.
+    data = replace(preset_request(new.config), device=new.device)
+    new, notices = resolve_prerequisites(new, data, PastRuns(locator.state_folder, locator.runs_dir, after))
+    for notice in () if flags["quiet"] else notices:
+        print_note(notice)
+    start_runs([new], flags, after)

@@ -4,12 +4,13 @@ import ast
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from can_train.cli.output import print_note
 from can_train.config import settings
 from can_train.config.resolved import (
     CLUSTER_FLAGS,
@@ -28,6 +29,7 @@ from can_train.io.records import expanded
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
+    from can_train.config.resolved import ResolvedRun
 
 Flags = dict[str, Any]
 """The value of each parameter by name; None if the flag was not given."""
@@ -326,3 +328,29 @@ def _user_cluster(own: UserFile) -> str:
 def split_names(text: str) -> Sequence[str]:
     """Splits a comma-separated flag; the path of an existing file is one value, commas and all."""
     return split_list(text, existing=[text] if expanded(text).exists() else [])
+
+
+def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
+    """Resolves one run for each combination of listed and swept values, and the finished runs that they build on."""
+    # Composition imports Hydra: a command line that is wrong before it does not wait for that.
+    from can_train.config.compose import expand, resolve
+    from can_train.config.resolved import state_dir, with_absolute_paths
+    from can_train.slurm.past_runs import PastRuns, resolve_prerequisites
+
+    models, datasets, modes = ([*split_names(flags[name])] if flags[name] else [None]
+                               for name in ("model", "dataset", "mode"))  # fmt: skip
+    requests: list[RunRequest] = expand(
+        [
+            make_request(flags, model=model, dataset=dataset, mode=mode, size=flags["size"])
+            for model, dataset, mode in product(models, datasets, modes)
+        ]
+    )
+    runs = [with_absolute_paths(resolve(request)) for request in requests]
+    if not any(run.prerequisites or run.training.start_from for run in runs):
+        return runs
+    past = PastRuns(state_dir(runs[0].paths), runs[0].runs_dir, after)
+    found = [resolve_prerequisites(run, request, past) for run, request in zip(runs, requests, strict=True)]
+    # A sweep's runs mostly build on the same one, which is said once.
+    for notice in () if flags.get("quiet") else dict.fromkeys(notice for _, notices in found for notice in notices):
+        print_note(notice)
+    return [run for run, _ in found]

@@ -1,6 +1,4 @@
-"""`can-train report RUN...`: one HTML file about a run, or about several beside each other, which needs no network."""
-
-from __future__ import annotations
+"""The HTML page of runs, which needs no network: reads the records of each run, and writes the page as one text."""
 
 from base64 import b64encode
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -9,17 +7,11 @@ from datetime import datetime
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
-
-import typer
+from typing import TYPE_CHECKING, Any, Final
 
 from can_train import __version__
-from can_train.cli.compare import ComparedRun, compared_runs, comparison_tables
-from can_train.cli.output import TextTable, print_wrapped
-from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
-from can_train.cli.show import full_plan_lines, head_facts, memory_lines, read_plan, score_tables
-from can_train.errors import ConfigError, StateError
-from can_train.io.records import parse_object, text_or_nothing, write_text_atomic
+from can_train.errors import StateError
+from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.report.charts import STYLE, Chart, figure_html
 from can_train.report.figures import (
@@ -32,17 +24,17 @@ from can_train.report.figures import (
     roc_chart,
     timeline_chart,
 )
+from can_train.report.run_facts import full_plan_lines, head_facts, memory_lines, read_plan, score_tables
+from can_train.report.text import TextTable, value_text
 from can_train.runs.run_folder import RunFolder
-from can_train.slurm.status import run_statuses
 
 if TYPE_CHECKING:
     from can_train.factors.summary import FactorSummary
+    from can_train.report.comparison import ComparedRun
     from can_train.runs.recording import MemoryLimits, StepRecord
     from can_train.task import Predictions, Table
 
-_FILE: Final = "report.html"
-_ENDINGS: Final = (".html", ".htm")
-_TEXT: Final = 24  # letters from which a cell is a text, which may be wrapped
+_TEXT_LETTERS: Final = 24  # a longer cell is a text, which may be wrapped
 
 _PAGE_STYLE: Final = """
 * { box-sizing: border-box; } html { -webkit-text-size-adjust: 100%; }
@@ -92,63 +84,43 @@ footer { margin-top: 48px; color: var(--muted); font-size: .875rem; }
 """
 
 
-def report(
-    runs: Annotated[list[str], typer.Argument(help="A run or more, each as in can-train show.", metavar="RUN...")],
-    output: Annotated[
-        Path | None,
-        typer.Option(help=f"The file. [{_FILE} in the run's folder; of several runs here]", metavar="FILE"),
-    ] = None,
-    runs_dir: RunsDir = "runs",
-    state_dir: StateDir = None,
-) -> None:
-    """Write an HTML file about runs: scores and curves, loss, memory, factors, settings. It needs no network."""
-    if output is not None and output.suffix.lower() not in _ENDINGS:
-        raise ConfigError("A report is written as HTML", value=str(output),
-                          remedy=f"Name a file that ends in {_ENDINGS[0]}")  # fmt: skip
-    locator = RunLocator(runs_dir, state_dir)
-    known = {one.run_id: one for one in map(locator.find, runs)}
-    reported = [
-        read_run(one, locator.state_folder) for one in compared_runs(run_statuses(known.values(), locator.registry))
-    ]
-    path = output or (Path(_FILE) if len(reported) > 1 else reported[0].run.found.known.folder.path / _FILE)
-    try:
-        write_text_atomic(path, page_html(reported))
-    except OSError as error:
-        raise ConfigError("The report cannot be written", value=f"{path}: {error.strerror}",
-                          remedy="Name a file in a folder that you may write to: --output FILE") from error  # fmt: skip
-    print_wrapped(f"Report: {path}")
-
-
-# What is read
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReportedRun:
-    """All that a report says of a run.
+    """A run with its records.
 
     Attributes:
-        run: The run, as it is compared with others.
+        run: The run as a comparison has it.
         config: Its configuration.
         steps: Its recorded steps.
-        limits: What memory was planned for.
+        limits: The memory limits of its plans.
         validation: Step and loss of each validation.
-        predictions: Of its test sets, by name.
-        damage: Why the predictions cannot be read; empty where they can.
-        history: What is known of its configuration's safety factor; None: nothing.
+        predictions: Predictions on its test sets, by name.
+        damage: Why the predictions cannot be read; empty if they can.
+        history: Earlier runs of its configuration; None: unknown.
     """
 
-    run: ComparedRun
+    run: "ComparedRun"
     config: Mapping[str, Any]
-    steps: Sequence[StepRecord] = ()
-    limits: Sequence[MemoryLimits] = ()
+    steps: "Sequence[StepRecord]" = ()
+    limits: "Sequence[MemoryLimits]" = ()
     validation: Sequence[tuple[int, float]] = ()
-    predictions: Mapping[str, Predictions] = field(default_factory=dict)
+    predictions: "Mapping[str, Predictions]" = field(default_factory=dict)
     damage: str = ""
-    history: FactorSummary | None = None
+    history: "FactorSummary | None" = None
+
+    @property
+    def folder(self) -> RunFolder:
+        """Its folder."""
+        return self.run.status.known.folder
+
+    @property
+    def anchor(self) -> str:
+        """The name of its section in the page's links."""
+        return escape(f"run-{self.run.status.known.run_id}")
 
 
-def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
-    """Reads what a run recorded; what is missing or damaged is left out.
+def read_run(run: "ComparedRun", state_folder: Path) -> ReportedRun:
+    """Reads the records of a run; missing or damaged ones are left out.
 
     Raises:
         RunError: Its configuration cannot be read.
@@ -156,7 +128,7 @@ def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
     from can_train.io.arrays import FolderDamageError
     from can_train.runs.recording import read_predictions, read_steps
 
-    folder = run.found.known.folder
+    folder = run.status.known.folder
     steps, limits = read_steps(folder.path)
     predictions, damage = {}, ""
     try:
@@ -170,30 +142,32 @@ def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
                        predictions=predictions, damage=damage, history=_factor_history(run, state_folder))  # fmt: skip
 
 
-def _factor_history(run: ComparedRun, state_folder: Path) -> FactorSummary | None:
-    """Finds what is known of a run's factor: with its settings where it taught, else what was learned last."""
+def _factor_history(run: "ComparedRun", state_folder: Path) -> "FactorSummary | None":
+    """Finds the history of the factor that a run taught; if it taught none, the newest of its configuration."""
     from can_train.factors.store import get_safety_factor_db
 
-    key, run_id = run.found.known.record.key, run.found.known.run_id
+    key, run_id = run.status.known.record.key, run.status.known.run_id
     try:
-        known = get_safety_factor_db(str(state_folder)).of_key(key)
+        summaries = get_safety_factor_db(str(state_folder)).of_key(key)
     except StateError:
         return None
-    every = [other for one in known for other in (*one.other_settings, one)]
-    own = [one for one in every if any(observed.run_id == run_id for observed in one.runs)]
-    return next(iter(own), known[-1] if known else None)
+    every = [variant for summary in summaries for variant in (*summary.other_settings, summary)]
+    taught = [variant for variant in every if any(observed.run_id == run_id for observed in variant.runs)]
+    return next(iter(taught), summaries[-1] if summaries else None)
 
 
-# The page
+def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[Table]") -> str:
+    """Makes the page; text that may come from a user is escaped.
 
-
-def page_html(runs: Sequence[ReportedRun]) -> str:
-    """Makes the page; every text of a user's is escaped."""
-    single = len(runs) == 1
-    title = f"Run {runs[0].run.found.known.run_id}" if single else f"{len(runs)} runs compared"
-    parts = [] if single else [_comparison(runs)]
-    parts += [_run_section(one, alone=single) for one in runs]
-    links = "" if single else "".join(f'<a href="#{_anchor(one)}">{escape(one.run.name)}</a>' for one in runs)
+    Args:
+        runs: The runs.
+        comparison: The tables that begin a page of several runs.
+    """
+    is_single = len(runs) == 1
+    title = f"Run {runs[0].run.status.known.run_id}" if is_single else f"{len(runs)} runs compared"
+    parts = [] if is_single else [_comparison(runs, comparison)]
+    parts += [_run_section(run, alone=is_single) for run in runs]
+    links = "" if is_single else "".join(f'<a href="#{run.anchor}">{escape(run.run.name)}</a>' for run in runs)
     written = f"Written by can-train {escape(__version__)} on {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}."
     style = f"{STYLE}{_PAGE_STYLE}"
     return f"""<!DOCTYPE html>
@@ -219,24 +193,19 @@ def page_html(runs: Sequence[ReportedRun]) -> str:
 
 
 def _content_policy(style: str) -> str:
-    """Returns what a browser may do with the page: show it with this style. A text in it runs and loads nothing."""
+    """Returns a policy by which a browser shows the page with this style, and runs and loads nothing."""
     digest = b64encode(sha256(style.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
-def _anchor(one: ReportedRun) -> str:
-    return escape(f"run-{one.run.found.known.run_id}")
-
-
-def _comparison(runs: Sequence[ReportedRun]) -> str:
-    tables = comparison_tables([one.run for one in runs])
-    losses = losses_chart({one.run.name: one.validation for one in runs if one.validation})
+def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[Table]") -> str:
+    losses = losses_chart({run.run.name: run.validation for run in runs if run.validation})
     curves = []
-    for name in dict.fromkeys(name for one in runs for name in one.predictions):
-        known = {one.run.name: one.predictions[name] for one in runs
-                 if name in one.predictions and has_both_classes(one.predictions[name])}  # fmt: skip
-        if len(known) > 1:
-            curves.append(precision_recall_chart(name, known))
+    for name in dict.fromkeys(name for run in runs for name in run.predictions):
+        predictions = {run.run.name: run.predictions[name] for run in runs
+                       if name in run.predictions and has_both_classes(run.predictions[name])}  # fmt: skip
+        if len(predictions) > 1:
+            curves.append(precision_recall_chart(name, predictions))
     return "\n".join([
         "<section>",
         _tables(tables),
@@ -246,64 +215,61 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
     ])  # fmt: skip
 
 
-def _run_section(one: ReportedRun, *, alone: bool) -> str:
-    found = one.run.found
-    heading = "" if alone else f'<h2 id="{_anchor(one)}">Run {escape(found.known.run_id)}</h2>'
-    facts = [(name, text) for name, text in head_facts(found, one.config) if name != "run"]
-    return "\n".join([
-        "<section>",
-        heading,
-        _facts([("configuration", found.known.record.key), *facts]),
-        _part("Verdict", _verdict(one)),
-        _part("Loss", _loss(one)),
-        _part("Memory", _memory(one)),
-        _part("Plan", _plan(one)),
-        _part("Safety factor over runs", _factor(one)),
-        _part("Curves by test set", _curves(one)),
-        _part("Scores in full", _tables(score_tables(one.run.result))),
-        "" if not alone else _part("Settings that differ from the defaults", _settings(found.known.folder)),
-        "</section>",
-    ])  # fmt: skip
+def _run_section(run: ReportedRun, *, alone: bool) -> str:
+    known = run.run.status.known
+    heading = "" if alone else f'<h2 id="{run.anchor}">Run {escape(known.run_id)}</h2>'
+    facts = [(name, text) for name, text in head_facts(run.run.status, run.config) if name != "run"]
+    parts = {
+        "Verdict": _verdict(run),
+        "Loss": _loss(run),
+        "Memory": _memory(run),
+        "Plan": _plan(run),
+        "Safety factor over runs": _factor(run),
+        "Curves by test set": _curves(run),
+        "Scores in full": _tables(score_tables(run.run.result)),
+        "Settings that differ from the defaults": _settings(run.folder) if alone else "",
+    }
+    texts = [f"<h3>{title}</h3>\n{body}" if body else "" for title, body in parts.items()]
+    return "\n".join(
+        ["<section>", heading, _facts([("configuration", known.record.key), *facts]), *texts, "</section>"]
+    )
 
 
-def _part(title: str, body: str) -> str:
-    return f"<h3>{escape(title)}</h3>\n{body}" if body else ""
-
-
-def _verdict(one: ReportedRun) -> str:
-    tables = score_tables(one.run.result, summary=True)
+def _verdict(run: ReportedRun) -> str:
+    tables = score_tables(run.run.result, summary=True)
     if tables:
         return _tables(tables)
-    if not one.run.result:
-        return _missing(f"The run has not been judged. It is {one.run.found.state}.")
+    if not run.run.result:
+        return _missing(f"The run has not been judged. It is {run.run.status.state}.")
     return _missing("The run's judgement is empty, or its result.json has no tables.")
 
 
-def _loss(one: ReportedRun) -> str:
-    chart = loss_chart(one.steps, one.validation)
+def _loss(run: ReportedRun) -> str:
+    chart = loss_chart(run.steps, run.validation)
     return _figures([chart]) if chart else _missing("No step has been recorded yet.")
 
 
-def _memory(one: ReportedRun) -> str:
-    charts = memory_charts(one.steps, one.limits)
+def _memory(run: ReportedRun) -> str:
+    charts = memory_charts(run.steps, run.limits)
     missing = [] if charts else ["No step has been recorded yet."]
     if charts and len(charts) == 1:
         missing = ["No step's memory has been measured: on the CPU only one step in monitor.interval is."]
-    limits = one.limits[-1:]
+    limits = run.limits[-1:]
     if limits and limits[0].device.startswith("cpu"):
         missing.append("On the CPU only one step in monitor.interval is measured, and nothing is reserved.")
     if limits and len(charts) > 1 and (axis := charts[0].y) and limits[0].capacity_bytes > axis.high:
         missing.append(f"The capacity, {size_text(limits[0].capacity_bytes)}, lies far above what was used.")
-    lines = (line.partition("  ") for line in memory_lines(one.run.memory))
+    lines = (line.partition("  ") for line in memory_lines(run.run.memory))
     facts = _facts([(name, text.strip()) for name, _, text in lines])
     return facts + "".join(map(_missing, missing)) + _figures(charts)
 
 
-def _plan(one: ReportedRun) -> str:
-    lines = full_plan_lines(read_plan(one.run.found.known.folder), _device(one))
+def _plan(run: ReportedRun) -> str:
+    device = str(run.run.result.get("device") or run.config.get("device"))
+    lines = full_plan_lines(read_plan(run.folder), device)
     if not lines:
         return _missing("No plan has been made yet.")
-    # What a plan rests on is indented.
+    # The figures that decided the plan are indented.
     sentences = "".join(f"<p>{escape(line)}</p>" for line in lines if not line.startswith(" "))
     return sentences + _facts([_named(line.strip()) for line in lines if line.startswith(" ")])
 
@@ -317,35 +283,36 @@ def _named(line: str) -> tuple[str, str]:
     return name, text.strip()
 
 
-def _factor(one: ReportedRun) -> str:
-    history = one.history
-    chart = factor_chart(history, one.run.found.known.run_id) if history else None
+def _factor(run: ReportedRun) -> str:
+    history = run.history
+    chart = factor_chart(history, run.run.status.known.run_id) if history else None
     if history is None or chart is None:
         return _missing("Nothing is known of this configuration's safety factor in the state folder.")
     factor = "none" if history.factor is None else f"{history.factor:.3f}"
     return f"<p>The next run's factor is {factor}: {escape(history.reason)}.</p>" + _figures([chart])
 
 
-def _curves(one: ReportedRun) -> str:
-    if one.damage:
-        return _missing(f"The recorded scores are damaged, so there are no curves: {one.damage}.")
-    if not one.predictions:
+def _curves(run: ReportedRun) -> str:
+    if run.damage:
+        return _missing(f"The recorded scores are damaged, so there are no curves: {run.damage}.")
+    if not run.predictions:
         return _missing("The run has recorded no scores of single samples.")
-    parts = []
-    for name, each in one.predictions.items():
-        sample, positive, negative = each.words
-        count = f"{len(each.score):,} {sample}s, {int(each.positive.sum()):,} of them {positive}s"
-        parts.append(f'<div class="set"><h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>')
-        if has_both_classes(each):
-            label = {"model": each}
-            charts = [precision_recall_chart("Precision and recall", label), roc_chart("ROC", label)]
-            parts.append(f'<div class="grid">{_figures(charts)}</div>')
-        else:
-            parts.append(_missing(f"Curves need both {positive} and {negative} {sample}s."))
-        if chart := timeline_chart(f"Flagged {sample}s over time", each):
-            parts.append(_figures([chart]))
-        parts.append("</div>")
-    return "".join(parts)
+    return "".join(_curves_of_set(name, predictions) for name, predictions in run.predictions.items())
+
+
+def _curves_of_set(name: str, predictions: "Predictions") -> str:
+    sample, positive, negative = predictions.words
+    count = f"{len(predictions.score):,} {sample}s, {int(predictions.positive.sum()):,} of them {positive}s"
+    parts = [f'<div class="set"><h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>']
+    if has_both_classes(predictions):
+        label = {"model": predictions}
+        charts = [precision_recall_chart("Precision and recall", label), roc_chart("ROC", label)]
+        parts.append(f'<div class="grid">{_figures(charts)}</div>')
+    else:
+        parts.append(_missing(f"Curves need both {positive} and {negative} {sample}s."))
+    if chart := timeline_chart(f"Flagged {sample}s over time", predictions):
+        parts.append(_figures([chart]))
+    return "".join([*parts, "</div>"])
 
 
 def _settings(folder: RunFolder) -> str:
@@ -354,16 +321,8 @@ def _settings(folder: RunFolder) -> str:
         return _missing("Which settings differ is not known: changed_settings.json is missing or damaged.")
     if not changed:
         return "<p>None.</p>"
-    rows = [(name, _value(one["value"]), _value(one["default"])) for name, one in changed.items()]
+    rows = [(name, value_text(setting["value"]), value_text(setting["default"])) for name, setting in changed.items()]
     return _table(TextTable("", ("setting", "value", "default"), rows))
-
-
-def _device(one: ReportedRun) -> str:
-    return str(one.run.result.get("device") or one.config.get("device"))
-
-
-def _value(value: Any) -> str:
-    return "none" if value is None or value == "" else str(value)
 
 
 # Elements
@@ -382,15 +341,17 @@ def _figures(charts: Iterable[Chart]) -> str:
     return "".join(map(figure_html, charts))
 
 
-def _tables(tables: Sequence[Table]) -> str:
+def _tables(tables: "Sequence[Table]") -> str:
     if len(tables) < 2:
         return "".join(map(_table, tables))
     return '<div class="tables">' + "".join(f"<div>{_table(table)}</div>" for table in tables) + "</div>"
 
 
-def _table(table: Table) -> str:
+def _table(table: "Table") -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
-    texts = {index for index in range(1, len(table.columns)) if any(len(row[index]) > _TEXT for row in table.rows)}
+    texts = {
+        index for index in range(1, len(table.columns)) if any(len(row[index]) > _TEXT_LETTERS for row in table.rows)
+    }
     rows = "".join(f"<tr>{''.join(_cells(row, texts))}</tr>" for row in table.rows)
     title = f'<h4 class="table">{escape(table.title)}</h4>' if table.title else ""
     label = escape(table.title, quote=True)

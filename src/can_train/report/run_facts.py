@@ -1,0 +1,241 @@
+"""A run as facts: its JSON object, its state, scores, plan and memory, and the commands that continue it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from can_train.errors import command_name
+from can_train.io.records import JobId, parse_object, text_or_nothing
+from can_train.io.units import size_text
+from can_train.report.scores import mapping, score
+from can_train.report.text import duration, finite, local_time, number_or_none, seconds_between
+from can_train.runs.run_folder import RunFolder, name_to_type, short_name
+from can_train.slurm.run_state import FINISHED, QUEUED, RUNNING, infer_attempt_state, live_row
+from can_train.slurm.status import RunStatus
+
+_UNKNOWN: Final = "unknown"
+
+
+def result_of(status: RunStatus) -> Mapping[str, Any]:
+    """Returns the contents of a run's `result.json`; empty until the run has finished."""
+    return status.facts.result or {}
+
+
+def device_of(status: RunStatus) -> str:
+    """Returns the kind of device that a run was trained on; until it has finished, the requested device."""
+    return str(result_of(status).get("device") or status.known.config.get("device") or "")
+
+
+def seconds_of(status: RunStatus) -> float | None:
+    """Returns how long a run has waited in the queue, or has trained in all of its attempts; None: unknown."""
+    attempts, jobs, state = status.facts.attempts, status.facts.jobs, status.state.state
+    if jobs and (state == QUEUED or (state == RUNNING and not attempts)):
+        return seconds_between(jobs[-1].time)
+    if not attempts:
+        return None
+    # The hours in which a stopped run waited to be resumed are no work.
+    took = [seconds_between(attempt.start.start_time, attempt.end.time) for attempt in attempts if attempt.end]
+    if state == RUNNING and attempts[-1].end is None:
+        took.append(seconds_between(attempts[-1].start.start_time))
+    return sum(took) if took else None
+
+
+def run_json(status: RunStatus) -> dict[str, Any]:
+    """Makes the JSON object of a run, without its plan and memory (see `run_facts`)."""
+    record, facts, config = status.known.record, status.facts, status.known.config
+    row, headline = live_row(facts), score(result_of(status))
+    restarts: dict[JobId | None, int] = {}
+    for attempt in facts.attempts:
+        job = attempt.start.slurm_job
+        restarts[job] = max(restarts.get(job, 0), attempt.start.restarts)
+    values = {
+        "run_id": record.run_id,
+        "short_name": short_name(record.run_id),
+        "key": record.key,
+        "path": str(status.known.folder.path),
+        "made": record.time,
+        "after": record.after or None,
+        "sweep": record.sweep or None,
+        "dataset": mapping(config.get("dataset")).get("name"),
+        "dataset_path": mapping(config.get("dataset")).get("path") or None,
+        "model": config.get("model_name"),
+        "size": config.get("size") or None,
+        "mode": mapping(config.get("mode")).get("name"),
+        "device": device_of(status) or None,
+        "score": None if headline is None else {"metric": headline[0], "value": headline[1]},
+        "state": status.state.state,
+        "why": status.state.sentence,
+        "certain": status.state.certain,
+        "live": status.state.live,
+        "seconds": seconds_of(status),
+        "job_id": facts.jobs[-1].job_id if facts.jobs else None,
+        "cluster": facts.jobs[-1].cluster or None if facts.jobs else None,
+        "nodes": row.nodes or None if row else None,
+        "restarts": sum(restarts.values()),
+        "resubmissions": max(0, len(facts.jobs) - 1),
+        **vars(status.progress),
+        "jobs": [vars(job) for job in facts.jobs],
+        "attempts": _attempts_json(status),
+        "changes": status.known.folder.changes(),
+    }
+    return {name: finite(value) for name, value in values.items()}
+
+
+def _attempts_json(status: RunStatus) -> list[dict[str, Any]]:
+    attempts = []
+    for attempt in status.facts.attempts:
+        start, state = attempt.start, infer_attempt_state(attempt, status.facts)
+        attempts.append({
+            **{name: getattr(start, name) for name in ("attempt", "job_id", "cluster", "restarts", "host", "pid")},
+            "time": start.start_time,
+            "ended": attempt.end.time if attempt.end else None,
+            "state": state.state,
+            "why": state.sentence,
+        })  # fmt: skip
+    return attempts
+
+
+def listed_json(status: RunStatus) -> dict[str, Any]:
+    """Makes the JSON object of a run in a list."""
+    return {**run_json(status), "changed_settings": finite(status.known.folder.changed_settings())}
+
+
+def run_facts(status: RunStatus) -> dict[str, Any]:
+    """Makes the JSON object of a run with its scores, plan, memory and next commands."""
+    folder, result = status.known.folder, result_of(status)
+    return {
+        **run_json(status),
+        "scores": result.get("judgement"),
+        "plan": read_plan(folder) or None,
+        "memory": memory_facts(folder, result),
+        "changed_settings": finite(folder.changed_settings()),
+        "next_commands": next_commands(status),
+    }
+
+
+def head_facts(status: RunStatus, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Writes the state, progress, time, device, folder and changes of a run, each with its name."""
+    progress, seconds = status.progress, seconds_of(status)
+    done = [
+        f"{name} {value}" + (f" of {total}" if total else "")
+        for name, value, total in (
+            ("epoch", progress.epoch, progress.epochs),
+            ("step", progress.step, progress.steps),
+        )
+        if value is not None
+    ]
+    lines = {
+        "run": status.known.run_id,
+        "state": str(status.state),
+        "trained": ", ".join(done),
+        "time": duration(seconds) if seconds is not None else "",
+        "device": str(result_of(status).get("device") or config.get("device")),
+        "folder": str(status.known.folder.path),
+    }
+    changes = [("changed", change_text(change)) for change in status.known.folder.changes()]
+    return [*((name, text) for name, text in lines.items() if text), *changes]
+
+
+def change_text(change: Mapping[str, Any]) -> str:
+    """Writes a change that `resume` made to a run's settings (see `RunFolder.changes`)."""
+    settings = [f"{name} {values.get('before') or 'none'} → {values.get('after')}"
+                for name, values in mapping(change.get("settings")).items()]  # fmt: skip
+    return f"{', '.join(settings)} at step {change.get('step')}, {local_time(change['time'])}"
+
+
+class WrittenTable(msgspec.Struct):
+    """A table of `result.json`: `can_train.task.Table`."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+def score_tables(result: Mapping[str, Any], *, summary: bool = False) -> list[WrittenTable]:
+    """Returns the score tables that a run's task wrote, in full or in short; none if the file was damaged."""
+    try:
+        tables = msgspec.convert(result.get("summary_tables" if summary else "tables"), list[WrittenTable])
+    except msgspec.ValidationError:
+        # A person may have edited the file.
+        return []
+    return [table for table in tables if all(len(row) == len(table.columns) for row in table.rows)]
+
+
+def read_plan(folder: RunFolder) -> dict[str, Any]:
+    """Reads a run's plan as plain values; empty if it is missing or damaged."""
+    plan = parse_object(text_or_nothing(folder.plan_path))
+    return plan if isinstance(plan.get("plan"), dict) else {}
+
+
+def full_plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
+    """Writes a plan of `read_plan` with the figures that decided it, which are indented; no lines for an empty plan."""
+    if not plan:
+        return []
+    # PyTorch is imported with it, for which `--json` does not wait.
+    from can_train.fit.planner import RunPlan
+    from can_train.training.report import plan_lines
+
+    try:
+        run_plan = RunPlan.from_plain(dict(plan))
+    except (KeyError, TypeError, ValueError):
+        return ["of another version of can-train"]
+    capacity = 0 if run_plan.limits is None else run_plan.limits.capacity_bytes
+    return [*plan_lines(run_plan, device, capacity), *run_plan.all_notices]
+
+
+def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects peak, micro-batches and rescues of a run from its result or, while it trains, from its metrics.
+
+    A figure that is not known is None.
+    """
+    lines = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
+    epochs = [_numbers(line) for line in lines if "micro_batches" in line]
+    result = _numbers(result)
+    steps = max((line.get("step") or 0 for line in epochs), default=0)
+    parts = sum(line["micro_batches"] or 0 for line in epochs)
+    peaks = [peak for line in epochs if (peak := line.get("peak_memory_pct")) is not None]
+    sizes = [size for line in epochs if (size := line.get("micro_batch_size"))]
+    rescues = sum(line.get("ooms_rescued") or 0 for line in epochs)
+    return {
+        "peak_bytes": result.get("peak_memory_bytes"),
+        "peak_share": result.get("peak_memory_pct", max(peaks, default=None)),
+        "predicted_peak_bytes": result.get("predicted_peak_bytes"),
+        "micro_batches_per_step": parts / steps if steps else None,
+        "largest_micro_batch": result.get("micro_batch_size", max(sizes, default=None)),
+        "rescues": result.get("ooms_rescued", rescues),
+    }
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: number_or_none(value) for name, value in values.items()}
+
+
+def memory_lines(memory: Mapping[str, Any]) -> list[str]:
+    """Writes the facts of `memory_facts` as lines, each a name and a sentence."""
+    peak, share, predicted = memory["peak_bytes"], memory["peak_share"], memory["predicted_peak_bytes"]
+    of_device = f"{share:.1%} of what is usable" if share is not None else ""
+    measured = ", ".join(filter(None, [size_text(peak) if peak else "", of_device])) or _UNKNOWN
+    per_step, largest = memory["micro_batches_per_step"], memory["largest_micro_batch"]
+    parts = [f"{per_step:.3g} a step on average"] if per_step else []
+    parts += [f"of up to {largest} samples"] if largest else []
+    rescues = memory["rescues"]
+    return [
+        f"peak           {measured}" + (f"; predicted: {size_text(predicted)}" if predicted else ""),
+        f"micro-batches  {', '.join(parts) or _UNKNOWN}",
+        f"rescues        {rescues}" + (" (steps that ran out of memory and were split further)" if rescues else ""),
+    ]
+
+
+def next_commands(status: RunStatus) -> Sequence[str]:
+    """Lists the command lines that continue, follow, evaluate or repeat a run."""
+    name, command = name_to_type(status.known.folder), command_name()
+    if status.state.live:
+        return [f"{command} logs {name} -f", f"{command} cancel {name}"]
+    if status.state.state == FINISHED and status.facts.result is not None:
+        # A task without data sets to choose from is evaluated on its own.
+        dataset = status.known.folder.config().get("dataset")
+        data = " --dataset path/to/data" if isinstance(dataset, Mapping) and dataset.get("name") else ""
+        return [f"{command} evaluate {name}{data}", f"{command} resubmit {name} --seed 1"]
+    return [f"{command} resume {name}", f"{command} logs {name}"] if status.facts.has_folder else []

@@ -1,0 +1,119 @@
+"""The scores in a run's `result.json`: by metric and test set, and which run has the best."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from can_train.errors import ConfigError, unknown_name
+
+_HIGHER_IS_BETTER: Final = frozenset(
+    ("f1", "precision", "recall", "mcc", "pr_auc", "roc_auc", "recall_at_fpr_1pct", "accuracy")
+)
+_LOWER_IS_BETTER: Final = frozenset(("best_validation_loss", "false_positive_rate", "false_alarms_per_hour"))
+"""Metrics in neither set (counts, thresholds, shares) rank nothing."""
+_HEADLINE_METRICS: Final = ("mcc", "best_validation_loss")
+"""The first of these metrics in a result is its score in a list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedResult:
+    """A result's value of a metric: the mean over its test sets, and the value by test set."""
+
+    index: int
+    value: float
+    parts: Mapping[str, float]
+
+
+def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[RankedResult]:
+    """Orders results by a metric, the best first; results without the metric are left out.
+
+    Args:
+        results: Contents of `result.json`.
+        metric: `best_validation_loss`; `mcc`, the mean over all test sets; `validation.mcc`; or the value on one test
+            set, `test_05_suppress.mcc`.
+
+    Raises:
+        ConfigError: No result has the metric; the message lists the metrics of the results, nearest first.
+    """
+    values = [_values(result) for result in results]
+    names = {name for by_name in values for name in by_name}
+    if metric not in names:
+        # The metrics of every single test set would fill a page.
+        error = unknown_name("metric", metric, {name.rpartition(".")[2] for name in names})
+        sets = ", ".join(sorted({name.rpartition(".")[0] for name in names} - {""}))
+        of_set = f"; of one set as SET.METRIC: {sets}" if sets else ""
+        raise ConfigError(error.rule, value=error.value, remedy=f"{error.remedy}{of_set}")
+    ranked = [
+        RankedResult(index=index, value=sum(parts.values()) / len(parts), parts=parts)
+        for index, by_name in enumerate(values)
+        if (parts := by_name.get(metric))
+    ]
+    return sorted(ranked, key=lambda result: result.value, reverse=higher_is_better(metric))
+
+
+def higher_is_better(metric: str) -> bool:
+    """Returns whether a higher value of a metric is better; `SET.METRIC` counts as its metric."""
+    return metric.rpartition(".")[2] in _HIGHER_IS_BETTER
+
+
+def is_ranked(metric: str) -> bool:
+    """Returns whether a higher or a lower value of a metric is known to be better."""
+    return metric in _HIGHER_IS_BETTER | _LOWER_IS_BETTER
+
+
+def score(result: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Returns the metric that stands for a result in a list, and its mean over the test sets."""
+    values = _values(result)
+    for metric in _HEADLINE_METRICS:
+        if parts := values.get(metric):
+            return metric, sum(parts.values()) / len(parts)
+    return None
+
+
+def by_test_set(result: Mapping[str, Any], metric: str) -> dict[str, float]:
+    """Returns the value of a metric on each test set whose result defines it."""
+    return _values(result).get(metric, {})
+
+
+def test_scores(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the model's finite scores on the test sets, by metric, including metrics that rank nothing."""
+    scores: dict[str, dict[str, float]] = {}
+    for set_name, test in mapping(mapping(result.get("judgement")).get("test")).items():
+        for name, value in mapping(mapping(test).get("model")).items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                scores.setdefault(name, {})[set_name] = float(value)
+    return scores
+
+
+def ranked_part(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies the part of a result that `rank` reads."""
+    judgement = mapping(result.get("judgement"))
+    tests = {name: {"model": dict(_ranking_metrics(mapping(test).get("model")))}
+             for name, test in mapping(judgement.get("test")).items()}  # fmt: skip
+    validation = dict(_ranking_metrics(judgement.get("validation")))
+    return {**dict(_ranking_metrics(result)), "judgement": {"test": tests, "validation": validation}}
+
+
+def _values(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the values of each metric by test set, as `METRIC`, `SET.METRIC` and `validation.METRIC`."""
+    values: dict[str, dict[str, float]] = {}
+    judgement = mapping(result.get("judgement"))
+    for set_name, test in mapping(judgement.get("test")).items():
+        for name, value in _ranking_metrics(mapping(test).get("model")):
+            values.setdefault(name, {})[set_name] = value
+            values[f"{set_name}.{name}"] = {set_name: value}
+    for name, value in _ranking_metrics(judgement.get("validation")):
+        values[f"validation.{name}"] = {"validation": value}
+    return values | {name: {"": value} for name, value in _ranking_metrics(result)}
+
+
+def _ranking_metrics(metrics: Any) -> Iterator[tuple[str, float]]:
+    for name, value in mapping(metrics).items():
+        if is_ranked(name) and isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value)
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Returns an object of a JSON file, or an empty one: a result of another version may have anything in its place."""
+    return value if isinstance(value, Mapping) else {}
