@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
-from can_train.errors import COMMAND_VARIABLE, ConfigError, as_typed, first_sentence, of_system
+from can_train.errors import COMMAND_VARIABLE, ConfigError, first_sentence, from_os_error, with_command_name
 from can_train.io.records import write_text_atomic
 from can_train.reporter import wrapped
 from fakes.finished_runs import Shelf
@@ -32,10 +32,10 @@ from fakes.finished_runs import Shelf
 )
 def test_command_lines_are_written_as_they_can_be_typed(monkeypatch: pytest.MonkeyPatch, text: str, typed: str) -> None:
     monkeypatch.delenv(COMMAND_VARIABLE, raising=False)
-    assert as_typed(text) == text
+    assert with_command_name(text) == text
     monkeypatch.setenv(COMMAND_VARIABLE, "./can-train")
-    assert as_typed(text) == typed
-    assert as_typed(typed) == typed
+    assert with_command_name(text) == typed
+    assert with_command_name(typed) == typed
 
 
 def test_a_name_cannot_change_what_a_terminal_shows() -> None:
@@ -114,13 +114,13 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").mkdir()
     with pytest.raises(OSError, match="Is a directory") as raised:
         write_text_atomic(tmp_path / "steps.jsonl", "")
-    error = of_system(raised.value)
+    error = from_os_error(raised.value)
     assert error is not None
     assert f"A folder is where a file belongs, or a file where a folder does: {tmp_path}/steps.jsonl: " in str(error)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_disk_that_fails_is_said_in_words(number: int) -> None:
-    error = of_system(OSError(number, os.strerror(number), "runs/x"))
+    error = from_os_error(OSError(number, os.strerror(number), "runs/x"))
     assert error is not None
     assert "does not answer as it should: runs/x: " in str(error)

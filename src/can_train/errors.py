@@ -69,21 +69,15 @@ line, and bytes of a file's name that are no text. Line ends and tabs are not am
 _UNDECODED: Final = 0xDC00  # what Python adds to a byte of a file's name that is no text
 
 
-def as_typed(text: str) -> str:
-    """Writes the command lines in a text as they can be typed where this process was started: `./can-train resume RUN`
-    in a checkout, and its control characters as text (`printable`). What is printed passes through here: errors and
-    notices by themselves, other lines by their printers.
-    """
-    return printable(with_command_name(text))
-
-
 def with_command_name(text: str) -> str:
-    """Writes the command lines in a text as they can be typed here, and leaves everything else as it is."""
+    """Replaces `can-train` in the command lines of a text by the command of this process: `./can-train resume RUN` in a
+    checkout.
+    """
     return _COMMAND.sub(lambda _: command_name(), text)
 
 
 def printable(text: str) -> str:
-    """Writes control characters, with which a name or a line of a log could change what a terminal shows, as text."""
+    """Writes control characters, with which a name or a line of a log could change a terminal, as text."""
     return CONTROL.sub(lambda control: _escape(ord(control[0])), text)
 
 
@@ -117,7 +111,12 @@ class CanTrainError(Exception):
 
     def to_plain(self) -> dict[str, Any]:
         """Returns the error as plain values."""
-        return {"rule": self.rule, "value": self.value, "remedy": as_typed(self.remedy), "exit_code": self.exit_code}
+        return {
+            "rule": self.rule,
+            "value": self.value,
+            "remedy": printable(with_command_name(self.remedy)),
+            "exit_code": self.exit_code,
+        }
 
     @property
     def in_short(self) -> str:
@@ -127,7 +126,7 @@ class CanTrainError(Exception):
     def __str__(self) -> str:
         found = f": {self.value}" if self.value else ""
         remedy = f"\n{self.remedy}." if self.remedy else ""
-        return as_typed(f"{self.rule}{found}.{remedy}")
+        return printable(with_command_name(f"{self.rule}{found}.{remedy}"))
 
 
 class ConfigError(CanTrainError):
@@ -266,8 +265,8 @@ def first_sentence(error: BaseException) -> str:
     return text[: match.start()] if (match := _SENTENCE_END.search(text)) and match.start() else type(error).__name__
 
 
-def of_system(error: OSError) -> StateError | None:
-    """Returns the error to show for a system error; None where a user can do nothing about it."""
+def from_os_error(error: OSError) -> StateError | None:
+    """Makes the error to show for a system error; None if a user can do nothing about it."""
     # Without a path, an invalid argument is one that the program passed.
     if error.errno not in _REMEDIES or (error.errno == errno.EINVAL and not error.filename):
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Final, Protocol, TextIO
 
-from can_train.errors import as_typed, command_name, printable
+from can_train.errors import command_name, printable, with_command_name
 
 # Seconds between progress lines: a day's log stays readable.
 _LINE_INTERVAL_S: Final = 10.0
@@ -156,7 +156,7 @@ def wrapped(text: str, columns: int, *, label: str = "", hang: str = "") -> str:
         hang: Indents what goes on of a line, beside its own indentation.
     """
     lines: list[str] = []
-    for line in as_typed(text).split("\n"):
+    for line in printable(with_command_name(text)).split("\n"):
         own = " " * (len(label) + len(line) - len(line.lstrip()))
         first = own if lines else label + own[len(label) :]
         # A command that is broken cannot be typed.
@@ -221,11 +221,11 @@ class LoggedReporter:
             self._lines.stream = io.StringIO()
 
 
-class QuietAbout:
-    """A reporter for which what concerns a folder is a detail: that it cannot be used was said before.
+class DemotingReporter:
+    """A reporter that shows notices about one folder as details: an earlier notice said that it cannot be used.
 
     Args:
-        shown: Shows everything else.
+        shown: The reporter that shows everything.
         folder: The folder.
     """
 
@@ -236,7 +236,7 @@ class QuietAbout:
         self._notice = shown.notice
 
     def notice(self, text: str) -> None:
-        """Shows a notice, as a detail where it names the folder."""
+        """Shows a notice, as a detail if it names the folder."""
         (self.detail if self._folder in text else self._notice)(text)
 
 

@@ -166,7 +166,7 @@ def test_an_import_from_the_same_or_a_higher_layer_is_found(path: str, line: str
     ("path", "line"),
     [
         ("fit/plan.py", "from can_train.errors import ConfigError"),
-        ("reporter.py", "from can_train.errors import as_typed"),
+        ("reporter.py", "from can_train.errors import with_command_name"),
         ("training/train.py", "from can_train.fit.search import find\nfrom can_train.runs import trackers"),
         ("fit/search.py", "from can_train.fit.rescue import rescued"),
         ("__main__.py", "from can_train.cli.main import run"),

@@ -21,7 +21,7 @@ from can_train.cli.output import (
     print_text,
     print_wrapped,
 )
-from can_train.errors import CanTrainError, ConfigError, as_typed
+from can_train.errors import CanTrainError, ConfigError, with_command_name
 from can_train.reporter import LineReporter, SilentReporter
 from can_train.runs.run_folder import name_to_type, resume_hint
 from can_train.slurm.launchers import find_launch, launched_place
@@ -189,7 +189,7 @@ class RunPrinter:
 
     def _print_next(self, command: str, *, wanted: bool) -> None:
         if wanted and self._verbosity != Verbosity.QUIET and not self._as_json:
-            print_text(as_typed(f"More:   can-train {command}"))
+            print_text(with_command_name(f"More:   can-train {command}"))
 
     def __enter__(self) -> None:
         pass

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.cli.output import print_text, working
-from can_train.errors import as_typed
+from can_train.errors import with_command_name
 from can_train.report.text import duration
 from can_train.reporter import COLUMNS, SilentReporter, wrapped
 
@@ -77,7 +77,7 @@ def demo() -> None:
              f"{again.factor:.1%} may be used, so this run does: peak {_mib(again.peak_bytes)}.")  # fmt: skip
     print_text("\n4. What the lack of memory has changed in the trained weights")
     _say(_comparison(whole, split))
-    print_text(as_typed(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}"))
+    print_text(with_command_name(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}"))
 
 
 def _say(text: str) -> None:

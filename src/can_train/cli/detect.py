@@ -15,7 +15,7 @@ import typer
 from can_train.cli.evaluate import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
 from can_train.cli.output import print_aside, print_text, print_wrapped
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
-from can_train.errors import ConfigError, as_typed
+from can_train.errors import ConfigError, with_command_name
 from can_train.reporter import COLUMNS, wrapped
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _print_events(events: Iterable[LiveEvent], *, as_json: bool) -> None:
             print_wrapped(event.text)
         else:
             # A program that reads the events gets each in a line of its own.
-            print_text(as_typed(event.text))
+            print_text(with_command_name(event.text))
 
 
 def _input_name(name: str) -> str:

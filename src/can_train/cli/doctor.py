@@ -27,7 +27,7 @@ from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_fl
 from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
 from can_train.config.settings import split_list
 from can_train.config.task_loading import package_folders
-from can_train.errors import CanTrainError, ConfigError, DeviceError, as_typed, first_sentence
+from can_train.errors import CanTrainError, ConfigError, DeviceError, first_sentence, with_command_name
 from can_train.io.ownership import Account, is_private_group, other_writer, places_on_the_way
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
@@ -124,12 +124,12 @@ def _doctor(flags: Flags) -> None:
         findings.append(finding)
         if not flags["json"]:
             # Each at once: a SLURM that does not answer takes half a minute.
-            print_text(as_typed(finding_text(finding)))
+            print_text(with_command_name(finding_text(finding)))
     problems = sum(finding.status == PROBLEM for finding in findings)
     if flags["json"]:
         print_json({"problems": problems, "checks": [asdict(finding) for finding in findings]})
     else:
-        print_text(as_typed(f"\n{summary(problems)}"))
+        print_text(with_command_name(f"\n{summary(problems)}"))
     if problems:
         raise typer.Exit(2)
 

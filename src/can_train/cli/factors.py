@@ -20,7 +20,7 @@ from can_train.cli.factors_tables import (
     shown_device,
 )
 from can_train.cli.output import confirm, print_aside, print_json, print_tables, print_text
-from can_train.errors import ConfigError, StateError, as_typed, nearest_first, unknown_name
+from can_train.errors import ConfigError, StateError, nearest_first, unknown_name, with_command_name
 from can_train.factors.exchange import make_export
 from can_train.factors.observations import ANY_DEVICE, read_records, without_size
 from can_train.factors.policies import POLICIES
@@ -112,7 +112,7 @@ def _print_summaries(store: FactorStore, key: str | None, device: str | None, *,
         print_tables(tables + [table for summary in summaries for table in runs_tables(summary)])
     else:
         lines = [f"Nothing has been learned yet in {store.state}.", *record_notes(records), _NEXT]
-        print_text(as_typed("\n".join(lines)))
+        print_text(with_command_name("\n".join(lines)))
 
 
 def _print_replay(store: FactorStore, key: str | None, device: str | None, name: str, *, as_json: bool) -> None:
@@ -148,9 +148,9 @@ def _print_result(action: str, result: ActionResult, store: FactorStore, *, as_j
         print_json({"action": action, **result.values, "notices": notices})
         return
     if result.text:
-        print_text(as_typed(result.text))
+        print_text(with_command_name(result.text))
     for notice in notices:
-        print_aside(as_typed(notice))
+        print_aside(with_command_name(notice))
 
 
 def _on(device: str | None) -> str:

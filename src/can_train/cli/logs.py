@@ -10,7 +10,7 @@ import typer
 
 from can_train.cli.output import print_aside, print_log
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
-from can_train.errors import RUN_FAILED, RunError, as_typed
+from can_train.errors import RUN_FAILED, RunError, with_command_name
 from can_train.io.records import open_regular
 from can_train.slurm.run_state import FINISHED, RunFacts
 from can_train.slurm.status import KnownRun, RunStatus, run_logs
@@ -146,4 +146,4 @@ def _print_new(log: GrowingLog) -> bool:
 
 def _note(text: str) -> None:
     # Not into standard output, which is the log's.
-    print_aside(as_typed(text))
+    print_aside(with_command_name(text))

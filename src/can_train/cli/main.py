@@ -22,8 +22,8 @@ from can_train.errors import (
     ConfigError,
     UntrustedCodeError,
     command_name,
+    from_os_error,
     nearest_first,
-    of_system,
     printable,
     unknown_name,
     with_command_name,
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
         _discard_output()
         return _BROKEN_PIPE
     except OSError as error:
-        correctable = of_system(error)
+        correctable = from_os_error(error)
         if debug or correctable is None:
             raise
         return _print_error(correctable, as_json="--json" in arguments)

@@ -21,7 +21,7 @@ from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_comman
 from can_train.config.resolved import presets as preset_names
 from can_train.config.resolved import state_dir
 from can_train.config.settings import split_list
-from can_train.errors import ConfigError, FailedRunError, RunError, as_typed
+from can_train.errors import ConfigError, FailedRunError, RunError, with_command_name
 from can_train.io.units import shortened
 from can_train.report.scores import by_test_set
 from can_train.report.text import TextTable, duration, finite, seconds_between
@@ -101,7 +101,9 @@ def _pipeline(flags: Flags) -> None:
         sent = _submit_stages(steps)
         _print([_sent_json(each) for each in sent], _sent_table(sent), as_json=as_json)
         if not as_json:
-            print_text(as_typed("Table of what there is: the same line with --show; one stage: can-train status RUN"))
+            print_text(
+                with_command_name("Table of what there is: the same line with --show; one stage: can-train status RUN")
+            )
     else:
         # With --json, standard output is for the JSON alone.
         results = _train_stages(steps, sys.stderr if as_json else None, verbosity)

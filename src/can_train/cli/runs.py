@@ -16,7 +16,7 @@ from can_train.cli.output import clear_screen, print_json, print_note, print_tab
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.config.resolved import config_folder
 from can_train.config.task_loading import key_name, package_folders
-from can_train.errors import ConfigError, RunError, as_typed
+from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import is_file
 from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
@@ -73,7 +73,7 @@ def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_
     if as_json:
         print_json(run_json(found))
         return
-    print_text(as_typed("\n".join(_status_lines(found))))
+    print_text(with_command_name("\n".join(_status_lines(found))))
     print_tables(_history_tables(found))
 
 
@@ -92,7 +92,7 @@ def _newest(locator: RunLocator, limit: int) -> tuple[list[RunStatus], int]:
 def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) -> None:
     if not statuses:
         print_text(f"No run is there yet, neither in {locator.runs_dir} nor in the state folder.")
-        print_text(as_typed("can-train --help shows how to start one."))
+        print_text(with_command_name("can-train --help shows how to start one."))
         return
     tables = []
     for name, group in _by_data_set(statuses, [_data_set(each.known.config) for each in statuses]).items():

@@ -8,7 +8,7 @@ import typer
 
 from can_train.cli.output import print_json, print_tables, print_text, print_wrapped
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.errors import ConfigError, as_typed
+from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import write_text_atomic
 from can_train.report.comparison import compared_runs, comparison_json, comparison_tables
 from can_train.report.run_facts import (
@@ -37,7 +37,7 @@ def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_di
         return
     folder, result = status.known.folder, result_of(status)
     config, commands = folder.config(), next_commands(status)
-    print_text(as_typed("\n".join(f"{name:<8}{text}" for name, text in head_facts(status, config))))
+    print_text(with_command_name("\n".join(f"{name:<8}{text}" for name, text in head_facts(status, config))))
     print_tables(score_tables(result))
     _print_part("Plan", full_plan_lines(read_plan(folder), str(result.get("device") or config.get("device"))))
     _print_part("Memory", memory_lines(memory_facts(folder, result)))

@@ -15,7 +15,7 @@ from typing import Any, Final
 from can_train.cli.output import print_json, print_note, print_text
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
-from can_train.errors import CanTrainError, as_typed
+from can_train.errors import CanTrainError, with_command_name
 from can_train.io.units import parse_time_min, time_text
 from can_train.runs.run_folder import JobRecord, Registry, RunFolder, new_run_id, register_run
 from can_train.slurm.client import NoControllerError, Partition, may_requeue, read_partitions_and_limits
@@ -56,7 +56,7 @@ def submit_runs(
             doubt = "" if state.certain else " as far as its files say"
             does = "has finished" if state.state == FINISHED else f"is {state.state}{doubt}"
             print_text(f"{run_id}  is the same, and {does}")
-            print_text(as_typed(f"  its state: can-train status {run_id}"))
+            print_text(with_command_name(f"  its state: can-train status {run_id}"))
         if plan.duplicate_runs:
             print_text("Not submitted again; --force does so all the same.")
     jobs: list[JobRecord] = []
@@ -224,8 +224,8 @@ def _print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> No
         ]
         print_text(f"  asked for  {', '.join(filter(None, asked))}")
     print_text(f"  expected   {expects}")
-    print_text(as_typed(f"State: can-train status {jobs[0].run_id}"))
-    print_text(as_typed(f"Log:   can-train logs {jobs[0].run_id} -f"))
+    print_text(with_command_name(f"State: can-train status {jobs[0].run_id}"))
+    print_text(with_command_name(f"Log:   can-train logs {jobs[0].run_id} -f"))
 
 
 def _script_path(job: JobRecord) -> str:

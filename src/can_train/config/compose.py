@@ -179,18 +179,19 @@ def _overrides(
     groups = ("training", "model", "mode", "settings")
     found += from_model_args(request.model_args, {group: classes[group] for group in groups})
     found += _from_flags(request.values)
-    return _as_meant(task, classes, found)
+    return _resolve_task_aliases(task, classes, found)
 
 
-def _as_meant(task: TaskSettings, classes: Mapping[str, type], overrides: Sequence[Override]) -> list[Override]:
-    own = {one.name for one in fields(classes["settings"])}
-    keys = {f"training.{name}": f"training.{other}" for name, other in task.aliases.items()}
+def _resolve_task_aliases(
+    task: TaskSettings, classes: Mapping[str, type], overrides: Sequence[Override]
+) -> list[Override]:
+    keys = {f"training.{alias}": f"training.{name}" for alias, name in task.aliases.items()}
     if not fields(classes["model"]):
-        # Whoever has one model and gives it no settings of its own has them in the task's.
-        keys |= {f"model.{name}": f"settings.{name}" for name in own}
-    meant = [replace(one, key=keys.get(one.key, one.key)) for one in overrides]
-    check_contradictions(meant)
-    return meant
+        # A task whose only model has no settings keeps the model's settings in its own.
+        keys |= {f"model.{field.name}": f"settings.{field.name}" for field in fields(classes["settings"])}
+    resolved = [replace(override, key=keys.get(override.key, override.key)) for override in overrides]
+    check_contradictions(resolved)
+    return resolved
 
 
 def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
@@ -214,7 +215,7 @@ def with_changes(plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[
         ConfigError: A setting is unknown (the nearest are listed), has two values, or does not fit.
     """
     config, classes = _load(plain)
-    overrides = _as_meant(_task_of(plain), classes, [*map(from_set, sets), *_from_flags(values)])
+    overrides = _resolve_task_aliases(_task_of(plain), classes, [*map(from_set, sets), *_from_flags(values)])
     _let_follow(config)
     return _make_changed(config, overrides, classes)
 

@@ -54,7 +54,7 @@ from can_train.io.records import check_writable, open_to_append, this_host, writ
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory, without_others
-from can_train.reporter import LoggedReporter, QuietAbout, Reporter, SilentReporter
+from can_train.reporter import DemotingReporter, LoggedReporter, Reporter, SilentReporter
 from can_train.runs.recording import rewind_steps, write_predictions
 from can_train.runs.run_folder import RunFolder, SlurmContext, StopRequests, make_run, resume_hint
 from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
@@ -150,7 +150,7 @@ def _with_state(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> Reporter:
                 "`can-train runs` does not list it, and its prepared data are not kept. Choose another folder with "
                 "--state-dir, or make this one writable."
             )
-        return QuietAbout(reporter, folder)
+        return DemotingReporter(reporter, folder)
     return reporter
 
 
