@@ -29,7 +29,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-# Similarity (0 to 1) from which a name counts as a likely misspelling; difflib's 0.6 misses swapped short words.
+# Least similarity (0 to 1) of a likely misspelling; difflib's 0.6 misses swapped short words.
 _SUGGESTION_CUTOFF: Final = 0.5
 _MAX_SUGGESTIONS: Final = 5  # names that a message lists: more of them nobody reads
 
@@ -60,13 +60,13 @@ RUN_FAILED: Final = 3
 
 
 COMMAND_VARIABLE: Final = "CAN_TRAIN_COMMAND"
-"""Variable by which `./can-train` tells how it was called."""
+"""Environment variable that `./can-train` sets to its name."""
 _COMMAND: Final = re.compile(r"(?<![\w./-])can-train(?= (?:--\w|-h|[a-z]))")
 CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that change what a terminal shows: control characters, marks that turn the direction of writing or end a
-line, and bytes of a file's name that are no text. Line ends and tabs are not among them.
+"""Characters that change the display of a terminal: control characters, marks that turn the direction of writing or end
+a line, and bytes of a file's name that are no text. Line ends and tabs are not among them.
 """
-_UNDECODED: Final = 0xDC00  # what Python adds to a byte of a file's name that is no text
+_UNDECODED: Final = 0xDC00  # Python's code of a byte in a file name that is no text, less the byte
 
 
 def with_command_name(text: str) -> str:
@@ -77,7 +77,7 @@ def with_command_name(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Writes control characters, with which a name or a line of a log could change a terminal, as text."""
+    """Writes control characters as text: in a name or a line of a log they could change a terminal."""
     return CONTROL.sub(lambda control: _escape(ord(control[0])), text)
 
 
@@ -87,7 +87,7 @@ def _escape(code: int) -> str:
 
 
 def command_name() -> str:
-    """Returns what a person types to call can-train."""
+    """Returns the command that calls can-train: `can-train`, or `./can-train` in a checkout."""
     return os.environ.get(COMMAND_VARIABLE) or "can-train"
 
 
@@ -95,12 +95,12 @@ class CanTrainError(Exception):
     """An error that the user can cause and can put right.
 
     Args:
-        rule: The rule that was broken, as a sentence without its full stop.
-        value: What was found instead, as text; empty where the rule already says it.
-        remedy: What to do about it, as a sentence without its full stop.
+        rule: The fact, or the rule that was broken, as a sentence without its full stop.
+        value: The wrong value, as text; empty if the rule already has it.
+        remedy: A line that works, or the next step, as a sentence without its full stop.
     """
 
-    exit_code: int = 2  # what was typed or configured is wrong; `RUN_FAILED` once training has begun
+    exit_code: int = 2  # a wrong command line or configuration; `RUN_FAILED` once training has begun
     in_json: bool = False  # whether JSON that says so has been printed
 
     def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
@@ -196,14 +196,14 @@ class DeviceError(CanTrainError):
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemoryDetails:
-    """What is known of an out-of-memory, for the decision whether, and where, to try again."""
+    """The facts of an out-of-memory that decide whether, and where, to try again."""
 
-    one_sample: bool = False  # whether what cannot be split further does not fit even without other processes
+    one_sample: bool = False  # whether a single sample does not fit even without other processes
     should_fit: bool = False  # whether it should fit: all attempts failed, or none was possible
     of_host: bool = False  # whether it is the host's memory, not a GPU's
     need_bytes: int | None = None  # None where that is unknown
-    capacity_bytes: int | None = None  # what the device has for one process; None where that is unknown
-    foreign_bytes: int = 0  # what other processes held of the device
+    capacity_bytes: int | None = None  # memory of the device for one process; None: unknown
+    foreign_bytes: int = 0  # memory of the device that other processes held
     cards: str = ""  # common GPUs that would hold it, in words; empty where that would not help
 
 
@@ -211,8 +211,8 @@ class TaskError(CanTrainError):
     """An error in the code of a task.
 
     Args:
-        rule: What the task was asked for.
-        error: What its code raised.
+        rule: The call that failed, as a sentence.
+        error: The exception of its code.
     """
 
     def __init__(self, rule: str, error: BaseException) -> None:
@@ -242,7 +242,7 @@ def _own_lines(error: BaseException) -> str:
 
 
 class DoesNotFitError(CanTrainError):
-    """What was asked for needs more memory than the device has; `details` says what is known of it."""
+    """A batch, model or sample needs more memory than the device has; `details` has the facts."""
 
     def __init__(
         self, rule: str, *, value: str = "", remedy: str = "", details: OutOfMemoryDetails | None = None
@@ -271,7 +271,7 @@ def from_os_error(error: OSError) -> StateError | None:
     if error.errno not in _REMEDIES or (error.errno == errno.EINVAL and not error.filename):
         return None
     rule, remedy = _REMEDIES[error.errno]
-    # What renames a file into its place has two, of which the second is known to a person.
+    # A failed rename has two names; the user knows the second.
     path = str(error.filename2 or error.filename or "")[-_LONGEST_PATH:]
     return StateError(rule, value=": ".join(filter(None, (path, error.strerror))), remedy=remedy)
 

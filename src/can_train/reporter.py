@@ -1,5 +1,5 @@
-"""The interface through which lower layers report notices and progress, and the reporters that write plain lines. The
-command line passes in one of those, or one that draws on a terminal.
+"""The interface of lower layers for notices and progress, and the reporters that write plain lines. The
+command line passes a reporter down, which writes lines or draws on a terminal.
 """
 
 import io
@@ -15,12 +15,12 @@ from can_train.errors import command_name, printable, with_command_name
 # Seconds between progress lines: a day's log stays readable.
 _LINE_INTERVAL_S: Final = 10.0
 COLUMNS: Final = 80
-"""Columns of sentences in a pipe, and of what everybody sees of a training."""
+"""Columns of sentences in a pipe, and of the normal output of a training."""
 NOTE: Final = "note: "
 """Begins a notice."""
 _INDENT: Final = "  "
-_COMMANDS: Final = ("can-train ", "wandb ")  # with which a line begins that is to be typed
-_WHOLE_FROM: Final = 1000  # from which a figure is shown without decimals
+_COMMANDS: Final = ("can-train ", "wandb ")  # beginnings of lines that are commands to type
+_WHOLE_FROM: Final = 1000  # a larger figure is shown without decimals
 
 
 class Stage(Protocol):
@@ -34,7 +34,7 @@ class Reporter(Protocol):
     """Receives notices and progress."""
 
     def notice(self, text: str) -> None:
-        """Shows what a person should read: a sentence, or a few of them, one a line."""
+        """Shows a notice: a sentence, or several sentences, one a line."""
 
     def detail(self, text: str) -> None:
         """Shows lines that only a person reads who asked for more (`-v`)."""
@@ -147,13 +147,13 @@ def amount_text(done: int, total: int | None, unit: str) -> str:
 
 
 def wrapped(text: str, columns: int, *, label: str = "", hang: str = "") -> str:
-    """Breaks the lines of a text, each of which keeps its indentation.
+    """Breaks the lines of a text; a broken line keeps its indentation.
 
     Args:
         text: The text.
         columns: Characters that a line may have. Only a word that is longer makes a longer line.
         label: Written before the text, whose other lines are indented by as much.
-        hang: Indents what goes on of a line, beside its own indentation.
+        hang: Further indentation of the continuation of a broken line.
     """
     lines: list[str] = []
     for line in printable(with_command_name(text)).split("\n"):
@@ -175,7 +175,7 @@ class LoggedReporter:
 
     def __init__(self, shown: Reporter) -> None:
         self._shown = shown
-        # What comes before there is a file waits here.
+        # Lines wait here until there is a file.
         self._lines = _LogLines(io.StringIO(), verbose=True)
 
     def notice(self, text: str) -> None:
@@ -203,14 +203,14 @@ class LoggedReporter:
 
     @contextmanager
     def writing_to(self, open_file: Callable[[], TextIO], head: str) -> Iterator[None]:
-        """Appends to a file inside the block: a heading, what has waited, and what follows. A file that cannot be
-        written stops nothing, and is told.
+        """Appends to a file inside the block: a heading, the waiting lines, and new lines. A file that cannot be
+        written stops nothing, and is reported.
         """
         waiting = self._lines.stream
         try:
             self._lines.stream = open_file()
         except OSError as error:
-            self._shown.notice(f"What is reported is not written down: {error.filename}: {error.strerror}")
+            self._shown.notice(f"Notices are not written to the log: {error.filename}: {error.strerror}")
         text = waiting.getvalue() if isinstance(waiting, io.StringIO) else ""
         self._lines.write(f"{head}\n{text}".rstrip())
         try:

@@ -261,8 +261,8 @@ def test_a_replay_shows_what_another_policy_would_have_set(state: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (["--reset", "--unpin"], "One thing at a time: --reset and --unpin"),
-        ([KEY, "--pin", "0.5", "--show"], "at a time: --pin and --show"), (["--pin", "1"], "--pin needs a KEY"),
+        (["--reset", "--unpin"], "--reset and --unpin cannot be combined"),
+        ([KEY, "--pin", "0.5", "--show"], "--pin and --show cannot be combined"), (["--pin", "1"], "--pin needs a KEY"),
         (["--unpin"], "--unpin needs a KEY"), ([KEY, "--unpin"], "not pinned"), ([KEY, "--pin", "2"], "lies in"),
         ([KEY, "--import", "x"], "takes all of a file"), (["--import", "x", "--device", "d"], "takes all of a file"),
         (["--replay", "affin"], "Unknown policy: 'affin'.\nValid, nearest first: affine"), ([""], "KEY is empty"),
@@ -351,9 +351,9 @@ def test_a_history_is_drawn_into_an_svg_file(state: Path) -> None:
     ("line", "rule"),
     [
         (("--plot", "x.svg"), "--plot needs a KEY"),
-        ((KEY, "--plot", "x.png"), "A plot is written as SVG: x.png"),
-        ((KEY, "--plot", "x"), "A plot is written as SVG: x"),
-        ((KEY, "--plot", "x.svg"), "A plot has the runs of one kind of device: a100-40gb, v100-16gb"),
+        ((KEY, "--plot", "x.png"), "A plot can only be written as SVG: x.png"),
+        ((KEY, "--plot", "x"), "A plot can only be written as SVG: x"),
+        ((KEY, "--plot", "x.svg"), "Runs on several kinds of device do not share a plot: a100-40gb, v100-16gb"),
         ((KEY, "--plot", "no/where.svg", "--device", "a100-40gb"), "The plot cannot be written: no/where.svg"),
     ],
 )

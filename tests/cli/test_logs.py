@@ -36,7 +36,7 @@ def test_each_rank_has_a_log_beside_the_first(runs: Runs) -> None:
     (found,) = runs.look()
     assert ranks_with_logs(Path(job.log_path)) == [0, 1]
     assert log_paths(found.facts, found.known, 1) == [path / "slurm" / "7_3_1_log.out"]
-    with pytest.raises(RunError, match=r"No such rank(.|\n)*0, 1"):
+    with pytest.raises(RunError, match=r"has written no log yet(.|\n)*0, 1"):
         log_paths(found.facts, found.known, 2)
 
 

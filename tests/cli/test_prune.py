@@ -143,13 +143,13 @@ def test_with_yes_all_of_it_goes_and_the_rest_stays_as_it_was(runs: Runs, capsys
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--yes"], "--yes goes with --prune"),
-        (["--older-than", "3d"], "--older-than goes with --prune"),
-        (["--prune", "--gradients"], "One thing at a time"),
-        (["--prune", "--target-gpu", "t4"], "One thing at a time"),
+        (["--yes"], "--yes has no effect without --prune"),
+        (["--older-than", "3d"], "--older-than has no effect without --prune"),
+        (["--prune", "--gradients"], "--prune and --gradients cannot be combined"),
+        (["--prune", "--target-gpu", "t4"], "--prune and --target-gpu cannot be combined"),
         (["--prune", "--older-than", "90"], "90d or 12h"),
         (["--prune", "--older-than", "-1d"], "90d or 12h"),
-        (["--prune", "--model", "gat"], "is of a training line"),
+        (["--prune", "--model", "gat"], "--model has no effect without --gradients"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

@@ -204,7 +204,7 @@ def test_a_file_that_cannot_be_written_is_an_error(shelf: Shelf, capsys: pytest.
 
 def test_another_kind_of_file_is_refused(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("report", "last", "--output", "report.pdf", *shelf.flags)) == 2
-    assert "error: A report is written as HTML: report.pdf" in capsys.readouterr().err
+    assert "error: A report can only be written as HTML: report.pdf" in capsys.readouterr().err
 
 
 def test_an_unknown_run_is_an_error(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def test_who_asks_for_quiet_gets_it(capsys: pytest.CaptureFixture[str]) -> None:
     with reporter.stage("training") as stage:
         stage.advance()
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(ConfigError, match="ask for opposites"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         Verbosity.of(quiet=True, verbose=True)
 
 
@@ -129,5 +129,5 @@ def test_a_log_that_cannot_be_written_stops_nothing_and_is_told(tmp_path: Path, 
     with reporter.writing_to(lambda: open_to_append(path), "---"):
         reporter.notice("still here")
     told = " ".join(shown.getvalue().split())
-    assert told == f"note: What is reported is not written down: {path}: {why} note: still here"
+    assert told == f"note: Notices are not written to the log: {path}: {why} note: still here"
     assert not (tmp_path / "precious").exists()

@@ -149,7 +149,7 @@ def test_the_best_comes_first(runs: Runs, capsys: pytest.CaptureFixture[str]) ->
     ("line", "message"),
     [
         (("runs", "--best", "best_loss"), "best_validation_loss"),
-        (("runs", "--watch", "--json"), "--watch shows the table"),
+        (("runs", "--watch", "--json"), "--watch and --json cannot be combined"),
         (("runs", "--limit", "-1"), "--limit"),
         (("runs", "--state-dir", ""), "--state-dir is empty"),
         (("status", "20270101"), "The nearest names:\n  20260101-000001"),

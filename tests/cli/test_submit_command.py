@@ -310,13 +310,13 @@ def test_a_dry_run_without_a_scheduler_says_what_would_be_started(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--partition", "main"), "--partition is for a run that is submitted"),
+        (("--partition", "main"), "--partition has no effect without --submit"),
         (("--max-parallel", "2"), "Add --submit"),
         (("--cluster", "slurm"), "Add --submit"),
         (("--force",), "Add --submit"),
         (("--submit", "--partition", "mian"), "nearest first: main"),
         (("--submit", "--time", "soon"), "Write it as 90, 1:30:00 or 2-12"),
-        (("--submit", "--gpus", "many"), "--gpus is a number"),
+        (("--submit", "--gpus", "many"), "--gpus must be a number"),
         (("--submit", "--mem", "much"), "Write it as 900M or 16G"),
         (("--submit", "--nodes", "0"), "--nodes must be at least 1"),
         (("--submit", "--partition", "short"), "signal_delay_s=15"),
@@ -406,7 +406,7 @@ def test_a_run_that_is_resumed_twice_is_submitted_once(slurm: Path, capsys: pyte
     both = [subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
     assert sorted(one.wait() for one in both) == [0, 2]
     assert main(("resume", "last")) == 2
-    assert "is queued or running goes on by itself" in capsys.readouterr().err
+    assert "is queued or running already" in capsys.readouterr().err
     assert (slurm / "twice").read_text().count("#!/bin/bash") == 1
 
 
@@ -447,7 +447,7 @@ def test_a_submitted_run_is_submitted_anew_with_the_flags_of_a_training_line(
         (("--model", "gta"), "Unknown model: 'gta'"),
         (("--partition", "mian"), "nearest first: main"),
         (("--start-from", "nothing"), "There is no such run"),
-        (("-q",), "--quiet is for what is printed here"),
+        (("-q",), "--quiet has no effect with --submit"),
     ],
 )
 def test_what_a_run_cannot_be_submitted_anew_with_is_said(

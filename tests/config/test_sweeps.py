@@ -74,7 +74,7 @@ def test_a_comma_in_the_path_of_a_folder_belongs_to_it() -> None:
      "cluster=slurm,local", "factor.target=0.8,0.9", "monitor.interval=range(1,3)", "device=cpu,sim:1GiB"],
 )  # fmt: skip
 def test_what_decides_nothing_of_the_training_is_not_swept(text: str) -> None:
-    with pytest.raises(ConfigError, match="A sweep is over settings of task, model, dataset, mode or training"):
+    with pytest.raises(ConfigError, match="Only settings of task, model, dataset, mode and training can be swept"):
         [resolve(request) for request in expand([RunRequest(model="gat", dataset="synthetic", sets=(text,))])]
 
 

@@ -35,7 +35,7 @@ def test_a_threshold_for_splitting_and_steps_that_multiply_the_batch_are_refused
 )
 def test_so_they_are_on_a_line(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "gat", "--dataset", "synthetic", "--dry-run", *flags]) == 2
-    assert "only one of them was meant" in " ".join(capsys.readouterr().err.split())
+    assert "cannot be combined" in " ".join(capsys.readouterr().err.split())
 
 
 def resolved(**training: Any) -> TrainingSettings:

@@ -107,7 +107,7 @@ def test_cancel_leaves_the_job_that_has_the_number_on_this_cluster(
     clusters.queue("beta", "12", "RUNNING", name=KEY, log=Path("/elsewhere/log.out"))
     assert main(["cancel", "last", *runs.flags]) == 2
     assert capsys.readouterr().err == (
-        "error: SLURM must answer to say what became of a job: cluster alpha, which has its job 12, does not answer "
+        "error: The state of the job is unknown: cluster alpha, which has its job 12, does not answer "
         "here (No cluster 'alpha' known by database); the run's files say: queued.\n"
         "Give the same line on a login node of alpha.\n"
     )

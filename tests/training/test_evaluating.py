@@ -185,7 +185,7 @@ def test_memory_that_runs_out_changes_what_is_flagged_in_nothing(tmp_path: Path)
     [
         ("dataset.window=10", "dataset.window is the run's own, since the model is bound to it"),
         ("dataset.identity=false", "dataset.identity is the run's own"),
-        ("training.lr=1", "only how data are read can be set"),
+        ("training.lr=1", "keeps all settings but its data's"),
         ("dataset.winow=10", "Unknown setting"),
     ],
 )

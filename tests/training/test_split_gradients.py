@@ -89,7 +89,7 @@ def test_a_comparison_says_in_a_sentence_what_it_means() -> None:
         (("--gradients",), "--model is missing"),
         (("--gradients", "--model", "gat"), "--dataset is missing"),
         (("--model", "gat"), "Add --gradients"),
-        (("--set", "training.lr=1"), "--set is of a training line"),
+        (("--set", "training.lr=1"), "--set has no effect without --gradients"),
         (("--gradients", "--target-gpu", "t4"), "Leave one out"),
         (("--gradients", *GAT, *SMALL, "--batch-size", "1"), "one sample cannot be split"),
     ],

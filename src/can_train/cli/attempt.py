@@ -41,7 +41,7 @@ def launched_ranks(device: str, verbosity: Verbosity) -> "Iterator[Ranks]":
     connection. A rank ends silently where another one has failed: that one, and rank 0, say why.
 
     Raises:
-        ConfigError: The launcher does not tell what ranks need.
+        ConfigError: The launcher does not tell its processes their ranks.
         RunError: They do not find each other.
     """
     from can_train.training.distributed import RankFailedError, join_ranks
@@ -146,8 +146,7 @@ def _resubmit(folder: "RunFolder", cluster: "ClusterSettings", submission: "Subm
 
 
 class RunPrinter:
-    """Prints what becomes of runs, as text or, at the end of the block, as JSON: an object of each run, however it
-    ended.
+    """Prints the outcomes of runs as text or, at the end of the block, as JSON: an object for each run.
 
     Args:
         verbosity: How much is printed.
@@ -201,7 +200,7 @@ class RunPrinter:
 
 
 def _run_object(folder: "RunFolder | None", error: CanTrainError | None) -> dict[str, Any]:
-    """Makes the JSON object of a run that was trained here: that of `can-train show`, and the error that ended it."""
+    """Makes the JSON object of a run that was trained here: its `run_facts`, and the error that ended it."""
     from can_train.cli.run_locator import RunLocator
     from can_train.report.run_facts import run_facts
 

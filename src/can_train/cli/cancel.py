@@ -54,7 +54,7 @@ def check_answer(status: RunStatus) -> None:
         return
     where = where_to_ask(jobs[-1], answer).removeprefix("ask ")
     state = status.state if status.state.certain else status.state.state
-    raise RunError("SLURM must answer to say what became of a job",
+    raise RunError("The state of the job is unknown",
                    value=f"{silence_in_words(jobs[-1], answer)}; the run's files say: {state}",
                    remedy=f"Give the same line {where}")  # fmt: skip
 
@@ -64,10 +64,10 @@ def _live_rows(facts: RunFacts) -> list[QueueRow]:
 
 
 def check_own_jobs(facts: RunFacts, is_own: Callable[[JobId, Path], bool] = logs_into) -> None:
-    """Checks that what SLURM has under the numbers of a run's jobs are these jobs.
+    """Checks that the jobs in SLURM with the numbers of a run's jobs are these jobs.
 
     Args:
-        facts: What is known of the run.
+        facts: The facts of the run.
         is_own: Returns whether a job writes its log into a folder.
 
     Raises:
@@ -83,7 +83,7 @@ def check_own_jobs(facts: RunFacts, is_own: Callable[[JobId, Path], bool] = logs
         expected = f"does not log into {log.parent}" if log else "was not submitted by can-train, and started anew"
         # Only the accounting, which not every cluster has, knows clusters by their names.
         where = "" if row.job.cluster == facts.answer.local else f"--clusters={row.job.cluster} "
-        raise RunError("Only a job that SLURM shows to be the run's is cancelled", value=f"{shown}, {expected}",
+        raise RunError("The job may belong to another run, and was not cancelled", value=f"{shown}, {expected}",
                        remedy=f"If it is yours and should end: scancel {where}{row.job.number}")  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def stop(
     """Asks everything that works on a run to end; returns whether there was anything.
 
     Args:
-        facts: What is known of the run.
+        facts: The facts of the run.
         cancel_slurm_jobs: Returns an error message, empty where it succeeded.
         terminate_process: Takes a process id and when it was recorded; returns whether there was such a process.
         host: This machine; None asks it.
@@ -119,7 +119,7 @@ def stop(
         if refusal:
             raise RunError("SLURM refuses to cancel the job", value=refusal)
         return True
-    # The training process itself, which saves its state; what controls it is asked only where nothing trains yet.
+    # The training process itself, which saves its state. Its controlling process is asked only before training.
     job = facts.jobs[-1] if facts.jobs else None
     last = facts.attempts[-1] if facts.attempts else None
     is_newer = job is not None and (last is None or last.start.start_time < job.time)

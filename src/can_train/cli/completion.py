@@ -3,7 +3,7 @@ answers to that script.
 
 At each press of the tab key the script runs the command as it was typed, so that `./can-train` is completed too:
 `can-train complete-line SHELL WORD...`, with the words up to the cursor. Each line of the answer has a word, a tab and
-what the word is.
+a description of the word.
 """
 
 import re
@@ -102,12 +102,12 @@ def completion(
 
 
 def complete_line(words: Sequence[str], commands: Mapping[str, str], load: Callable[[str, Sequence[str]], Any]) -> None:
-    """Prints what may stand at the cursor.
+    """Prints the words that complete the word at the cursor.
 
     Args:
-        words: The shell, then the words behind the program's name up to the cursor, the last of which may be empty or
-            unfinished; for bash the whole line instead, which it splits at `=` and `:`.
-        commands: What each command does, by name.
+        words: The shell, then the words behind the program's name up to the cursor; the last word may be empty or
+            unfinished. Bash splits words at `=` and `:`, so it passes the whole line instead.
+        commands: A description of each command, by name.
         load: Returns the parser of a command, from its name and the words that follow.
     """
     shell, *typed = words or ("",)
@@ -116,7 +116,7 @@ def complete_line(words: Sequence[str], commands: Mapping[str, str], load: Calla
     typed = typed or [""]
     word = typed[-1]
     for answer, text in _answers(typed, commands, load):
-        # Bash replaces only what follows the last `=` or `:` of the word.
+        # Bash replaces only the part after the last `=` or `:` of the word.
         shown = answer[max(word.rfind("="), word.rfind(":")) + 1 :] if shell == "bash" else answer
         print_text(shown if shell == "bash" or not text else f"{shown}\t{text}")
 
@@ -133,7 +133,7 @@ def _words(line: str) -> list[str]:
 def _answers(
     typed: Sequence[str], commands: Mapping[str, str], load: Callable[[str, Sequence[str]], Any]
 ) -> Iterable[tuple[str, str]]:
-    """Returns what may stand at the cursor, each with what it is; nothing where the shell completes files."""
+    """Returns the words that complete the line, each with a description; none where the shell completes files."""
     *before, word = typed
     if not before and not word.startswith("-"):
         return [(name, text) for name, text in commands.items() if name.startswith(word)]
@@ -155,7 +155,7 @@ def _answers(
 
 
 def _matching(values: Iterable[str], start: str, typed: str) -> list[tuple[str, str]]:
-    """Returns the values that begin with what is typed, else those that contain it. A comma starts the next value."""
+    """Returns the values that begin with the typed text, else the values that contain it. A comma ends a value."""
     done, comma, word = typed.rpartition(",")
     known = [each for each in values if _PLAIN.fullmatch(each)]
     found = [each for each in known if each.startswith(word)] or [each for each in known if word in each]
@@ -229,7 +229,7 @@ _SOURCES: Final[Mapping[str, Callable[[], Iterable[str]]]] = {
     "shell": lambda: _SCRIPTS,
 }
 
-# The same of those that the task decides which the line names, by its name and description.
+# Where the values of a parameter come from if the task of the line decides them, by name and description of the task.
 _OF_TASK: Final[Mapping[str, Callable[[str, TaskSettings], Iterable[str]]]] = {
     "model": lambda _, task: filter(None, task.models),
     "mode": lambda _, task: filter(None, task.modes),

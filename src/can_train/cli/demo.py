@@ -1,4 +1,4 @@
-"""`can-train demo`: what happens when memory runs short, on a small simulated GPU."""
+"""`can-train demo`: a training that runs out of memory on a small simulated GPU."""
 
 import math
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _BATCH: Final = 256
 _SMALL: Final = "sim:128MiB"
 _ROOMY: Final = "sim:1GiB"
-# What another process takes of the small GPU, after which step, and for how many. With less there would still be room.
+# Memory that another process takes of the small GPU, the step before, and the number of steps. Less would leave room.
 _TAKEN: Final = "70MiB"
 _TAKEN_AFTER: Final = 5
 _STEPS_TAKEN: Final = 3
@@ -32,7 +32,7 @@ _SETTINGS: Final[Mapping[str, Any]] = {
     "training.epochs": 1,
     # 64-bit numbers: rounding is then too small to hide a mistake.
     "training.precision": "fp64",
-    # Others cannot take what PyTorch's cache holds: it is given back right before they come.
+    # Another process cannot take the memory in PyTorch's cache, which is released right before it comes.
     "training.cuda_empty_cache_interval": _TAKEN_AFTER,
     "mode.baselines": False,
     # The sizes above are made for its windows, and it is soon simulated; how real the traffic is does not matter here.
@@ -108,7 +108,7 @@ def _mib(num_bytes: float) -> str:
 
 @contextmanager
 def _other_process(path: Path) -> Iterator[Path]:
-    """Yields a file that says what another process holds of the simulated GPUs; nothing while it does not exist."""
+    """Yields the file that tells the simulated GPUs the memory of another process; no file: 0 bytes."""
     from can_train.memory.meters import FOREIGN
 
     before = os.environ.get(FOREIGN)
@@ -165,7 +165,7 @@ def _train(folder: Path, device: str, values: Mapping[str, Any], taken: Path | N
 
 
 class _Reporter(SilentReporter):
-    """Prints what is said of a rescue, and on a terminal what is being done; other notices are left out.
+    """Prints notices of a rescue and, on a terminal, the current stage; other notices are left out.
 
     Args:
         taken: The file that stands for another process, which then comes and goes; None: nobody else comes.

@@ -1,6 +1,6 @@
-"""`can-train doctor`: says, a line each, whether what a training needs is here, and what to do where it is not.
+"""`can-train doctor`: checks the requirements of a training, a line each, and names the remedy of each problem.
 
-A check is a function of what was found, and returns a `Finding`. The functions above them ask this machine.
+A check is a pure function that returns a `Finding`; the function above it asks this machine.
 """
 
 import os
@@ -39,7 +39,7 @@ OK: Final = "ok"
 NOTE: Final = "note"  # it works, and something is worth knowing
 PROBLEM: Final = "problem"  # something does not work, or will not
 
-_INDENT: Final = " " * 22  # below what was found, behind status and subject
+_INDENT: Final = " " * 22  # of a remedy, as wide as status and subject
 _TESTED_PYTHONS: Final = ((3, 11), (3, 14))  # oldest and newest
 # The least driver of a CUDA release on Linux, by its first number. Source: NVIDIA's table of minor version
 # compatibility in the CUDA release notes.
@@ -47,8 +47,8 @@ _LEAST_DRIVERS: Final = {"11": "450.80.02", "12": "525.60.13", "13": "580"}
 _NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # variable that turns PyTorch's allocator off
 _FREE_SHARE: Final = 0.9  # of a GPU's memory; less is free only where another process holds some
 _CLOCK_SLACK_S: Final = 2.0  # between two clocks that are kept in time, by a file system that counts whole seconds
-_MANY_RUNS: Final = 10  # times the disk that one run needs, from which nothing needs to be said
-_NO_CLUSTER: Final = "establish a configuration source"  # what SLURM's programs say where they belong to no cluster
+_MANY_RUNS: Final = 10  # times the disk that one run needs; with more, the disk is large enough
+_NO_CLUSTER: Final = "establish a configuration source"  # in SLURM's error where no cluster is
 _IN_STATE: Final = ("runs", "code", "cache", "observations", "events")  # folders in the state folder
 _MAX_NAMED: Final = 6  # packages, data sets or partitions that a line names
 _NETWORK_FILE_SYSTEMS: Final = re.compile(
@@ -58,16 +58,16 @@ _NETWORK_FILE_SYSTEMS: Final = re.compile(
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check says."""
+    """The outcome of a check."""
 
     subject: str
     status: str  # ok, note or problem
     found: str
-    remedy: str = ""  # what to do, without a full stop; empty where there is nothing to do
+    remedy: str = ""  # without a full stop; empty if there is nothing to do
 
 
 _LINE: Final = ("model", "dataset", "mode", "size", "device", "memory", "task", "model_args", "set")
-"""Options of a training line that say what is trained; they are for --gradients."""
+"""Options that choose model, data and device; they are for --gradients."""
 _OF_PRUNE: Final = ("older_than", "yes")
 _MACHINE: Final = ("gradients", "target_gpu", "prune", *_OF_PRUNE, "json", *PATH_FLAGS)
 """Options of the doctor's own."""
@@ -80,7 +80,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "json": (bool, False, "Print JSON."),
     **{name: OPTIONS[name] for name in (*PATH_FLAGS, *_LINE)},
 }
-_TITLE, _EVERYDAY, _ = GROUPS[0]  # what is trained
+_TITLE, _EVERYDAY, _ = GROUPS[0]
 _OF_TRAINING: Final = [name for _, everyday, others in GROUPS for name in f"{everyday} {others}".split()]
 _GROUPS: Final[Groups] = (
     ("Options", " ".join(_MACHINE), ""),
@@ -96,7 +96,7 @@ def make_doctor_command(words: Sequence[str]) -> Callable[..., None]:
 
 
 def _doctor(flags: Flags) -> None:
-    """Check whether what a training needs is here: Python, GPU, SLURM, data, folders, versions.
+    """Check the requirements of a training: Python, GPU, SLURM, data, folders, versions.
 
     With --gradients: show on the model and the data of a training line that the gradient of a batch is the same however
     the batch is split.
@@ -109,8 +109,7 @@ def _doctor(flags: Flags) -> None:
     for name, value in flags.items():
         if name not in _MACHINE and value not in (None, "", "auto"):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
-            raise ConfigError(f"{flag} is of a training line, and the doctor looks at the machine",
-                              remedy="Add --gradients, or leave it out")  # fmt: skip
+            raise ConfigError(f"{flag} has no effect without --gradients", remedy="Add --gradients, or leave it out")
     paths = PathSettings(**{name: flags[name] or "" for name in PATH_FLAGS})
     if flags["prune"]:
         # It imports all that knows of runs.
@@ -137,16 +136,18 @@ def _doctor(flags: Flags) -> None:
 def _check_actions(flags: Flags) -> None:
     for name in _OF_PRUNE:
         if flags[name] and not flags["prune"]:
-            raise ConfigError(f"--{name.replace('_', '-')} goes with --prune", remedy="Add --prune, or leave it out")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect without --prune", remedy="Add --prune, or leave it out"
+            )
     for name in ("gradients", "target_gpu"):
         if flags[name] and flags["prune"]:
-            raise ConfigError("One thing at a time", value=f"--prune and --{name.replace('_', '-')}",
-                              remedy="Leave one out")  # fmt: skip
+            raise ConfigError(f"--prune and --{name.replace('_', '-')} cannot be combined", remedy="Leave one out")
 
 
 def _check_gradients(flags: Flags) -> None:
     if flags["target_gpu"]:
-        raise ConfigError("--gradients computes here, and --target-gpu names a GPU elsewhere", remedy="Leave one out")
+        raise ConfigError("--gradients and --target-gpu cannot be combined: gradients are computed here",
+                          remedy="Leave one out")  # fmt: skip
     # Composition imports Hydra, and computing torch.
     from can_train.training.dry_run import nothing_left_behind
     from can_train.training.split_gradients import compare_gradients, comparison_json, comparison_lines
@@ -167,7 +168,7 @@ def _check_gradients(flags: Flags) -> None:
 
 
 def finding_text(finding: Finding) -> str:
-    """Writes a finding as a line, with what to do about it below."""
+    """Writes a finding as a line, with its remedy below."""
     text = wrapped(finding.found, COLUMNS, label=f"{finding.status:<9}{finding.subject:<13}")
     # Without a full stop: many end with a command.
     return f"{text}\n{wrapped(_INDENT + finding.remedy, COLUMNS)}" if finding.remedy else text
@@ -228,7 +229,7 @@ class Gpu:
     name: str  # the driver's
     total_bytes: int
     free_bytes: int
-    capability: tuple[int, int] = (0, 0)  # CUDA's number of what it can compute; (0, 0): unknown
+    capability: tuple[int, int] = (0, 0)  # its CUDA compute capability; (0, 0): unknown
     architectures: Sequence[str] = ()  # that torch has code for: sm_90, compute_90; empty: unknown
 
     @property
@@ -280,7 +281,7 @@ def check_python(python: tuple[int, ...], text: str, executable: str) -> Finding
 
 
 def check_torch(torch_version: str, built_for: str, driver: str) -> Finding:
-    """Compares what torch was built for (`CUDA 12.8`; empty: the CPU) with the driver (empty: none)."""
+    """Compares the target of the torch build (`CUDA 12.8`; empty: the CPU) with the driver (empty: none)."""
     found = f"{torch_version}, built for {built_for or 'the CPU'}"
     if not driver:
         return Finding("torch", OK, f"{found}; no NVIDIA driver is here")
@@ -348,7 +349,7 @@ def check_allocator(environment: Mapping[str, str]) -> Finding:
 def _examine_cards(
     names: Sequence[str], cards: Sequence[Gpu], partitions: Sequence[Partition], state: Path
 ) -> list[Finding]:
-    """Looks up the GPUs that are named, else those that are here, else those of the cluster."""
+    """Looks up the named GPUs, else the GPUs of this machine, else the GPUs of the cluster."""
     sizes = {find_card(name).key: 0 for name in names} or {card.key: card.total_bytes for card in cards}
     kinds = sorted({kind for one in partitions for node in one.nodes for kind in node.gpus if kind})
     findings = [] if sizes else [check_kind(kind) for kind in kinds]
@@ -419,7 +420,7 @@ def check_slurm(partitions: Sequence[Partition] | None) -> Finding:
 
 
 def check_user_file(file: UserFile) -> Finding:
-    """Says what a person's settings file sets."""
+    """Lists the settings of the user's settings file."""
     if not file.values:
         return Finding("settings", OK, f"none of your own, which would be in {file.path}")
     values = ", ".join(f"{name} {value}" for name, value in file.values.items())
@@ -444,7 +445,7 @@ class Folder:
 
 
 def look_at(path: Path) -> Folder:
-    """Finds out what a folder is like, by a file without a name in it; the folder itself is not made."""
+    """Examines a folder by writing an unnamed temporary file; a missing folder is not made."""
     path = path.expanduser().absolute()
     place = next(folder for folder in (path, *path.parents) if folder.exists())
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
@@ -464,7 +465,7 @@ def look_at(path: Path) -> Folder:
 
 
 def check_state_folder(folder: Folder, *, on_cluster: bool) -> Finding:
-    """Checks that what is learned can be kept, in an order that clocks agree on, where jobs see it."""
+    """Checks that the state folder can be written, that its clock agrees, and that jobs see it."""
     if folder.error:
         return Finding("state folder", PROBLEM, f"it cannot be written: {folder.error}",
                        "Change its permissions, or name another one with --state-dir or $CAN_TRAIN_HOME")  # fmt: skip
@@ -493,7 +494,7 @@ class OpenPlace:
 
 
 def _open_places(paths: PathSettings) -> Iterator[OpenPlace]:
-    """Looks at what decides which code runs and what is learned, and at the folders above."""
+    """Examines settings, state, runs, cache and code, and the folders above them."""
     account, state = Account.current(), state_dir(paths).expanduser()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "can-train")
     known = {
@@ -528,7 +529,7 @@ def _open_place(place: OpenPlace, account: Account, *, is_passed: bool) -> Itera
 
 
 def check_permissions(places: Sequence[OpenPlace]) -> list[Finding]:
-    """Says what other users may change: the code of jobs, records, settings."""
+    """Lists the places that other users may change: the code of jobs, records, settings."""
     findings = [Finding("permissions", PROBLEM, f"{one.what}: {one.path}: {one.who}", one.remedy)
                 for one in places if not one.is_private]  # fmt: skip
     private = _listed([str(one.path) for one in places if one.is_private])
@@ -540,8 +541,8 @@ def check_permissions(places: Sequence[OpenPlace]) -> list[Finding]:
 
 
 def check_disks(folders: Sequence[Folder]) -> list[Finding]:
-    """Checks that each disk that runs, or what they teach, are written to has room."""
-    # It imports submitit, which may be what is missing here.
+    """Checks that each disk of the runs folder and the state folder has room."""
+    # It imports submitit, which may be missing.
     from can_train.slurm.submission_plan import LEAST_FREE_BYTES
 
     findings = []
@@ -583,7 +584,7 @@ def _examine_data(paths: PathSettings) -> Finding:
 
 
 def check_data(root: Path, given: str, *, exists: bool, found: Sequence[str]) -> Finding:
-    """Says which published data sets are there; `given` is what names their folder, empty for the default."""
+    """Lists the published data sets; `given` is the flag, variable or file that names their folder."""
     if found:
         return Finding("data", OK, f"{_listed(found)}, in {root}")
     alone = "your own data are given by their path"

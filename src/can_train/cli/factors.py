@@ -1,5 +1,5 @@
 """`can-train factors`: shows the safety factors that were learned, and resets, pins, exports, imports and draws them.
-Each action writes at most one event, refreshes the export, and reports what it did in words or as JSON.
+Each action writes at most one event, refreshes the export, and reports the change in words or as JSON.
 """
 
 import sys
@@ -68,7 +68,7 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
         typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER"),
     ] = None,
 ) -> None:
-    """Show the safety factors that were learned, and from which runs; reset, pin, export or import them."""
+    """Show the learned safety factors and the runs that taught them; reset, pin, export or import them."""
     for name, value in {"KEY": key, "--device": device, "--state-dir": state_dir, "--export": export}.items():
         if value == "":
             raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
@@ -78,7 +78,7 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     actions = [name for name, is_given in asked.items() if is_given]
     if len(actions) > 1:
         switches = " and ".join(f"--{name}" for name in actions)
-        raise ConfigError("One thing at a time", value=switches, remedy="Give one of them")
+        raise ConfigError(f"{switches} cannot be combined", remedy="Leave one out")
     store = get_safety_factor_db(state_dir)
     if replay is not None:
         return _print_replay(store, key, device, replay, as_json=as_json)
@@ -130,10 +130,10 @@ def _print_replay(store: FactorStore, key: str | None, device: str | None, name:
 
 @dataclass(frozen=True)
 class ActionResult:
-    """What an action did."""
+    """The report of an action."""
 
     text: str  # empty where the output is the result
-    values: Mapping[str, Any]  # the same for --json
+    values: Mapping[str, Any]  # as --json prints it
     notices: Sequence[str] = ()
 
 
@@ -174,13 +174,13 @@ def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool
     found, key = _affected(store, key, device)
     devices = {summary.device for summary in found}
     if device is not None and devices == {ANY_DEVICE}:
-        # What was imported for any device would serve this one, and nothing was learned on it.
+        # A factor that was imported for any device serves this device, although nothing was learned on it.
         raise unknown_name("device", device, devices)
     keys = sorted({summary.key for summary in found})
     runs = sum(len(summary.runs) for one in found for summary in (one, *one.other_settings))
     what = f"{counted(runs, 'run')} of {keys[0] if len(keys) == 1 else counted(len(keys), 'key')}{_on(device)}"
     if not yes and not sys.stdin.isatty():
-        raise ConfigError("--reset asks first, and nobody can answer here", value="standard input is no terminal",
+        raise ConfigError("Nothing was reset, since --reset asks first and standard input is no terminal",
                           remedy="Add --yes")  # fmt: skip
     if not yes and not confirm(f"Shall {what} teach nothing any more? Their history stays."):
         print_aside("Nothing was reset.")
@@ -246,13 +246,13 @@ def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -
     if key is None:
         raise ConfigError("--plot needs a KEY", remedy="can-train factors lists keys")
     if file.suffix.lower() != ".svg":
-        raise ConfigError("A plot is written as SVG", value=str(file), remedy="Name a file that ends in .svg")
+        raise ConfigError("A plot can only be written as SVG", value=str(file), remedy="Name a file that ends in .svg")
     # A factor that was pinned or imported for any device has no runs.
     found = [summary for summary in store.find(key, device) if summary.runs]
     if len(found) > 1:
         devices = ", ".join(summary.device for summary in found)
         remedy = f"Add --device {found[0].device}"
-        raise ConfigError("A plot has the runs of one kind of device", value=devices, remedy=remedy)
+        raise ConfigError("Runs on several kinds of device do not share a plot", value=devices, remedy=remedy)
     chart = factor_chart(found[0]) if found else None
     if chart is None:
         raise ConfigError("No run has taught anything yet", value=key, remedy="Train first: every run teaches")
@@ -268,8 +268,9 @@ def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -
 
 def _import(store: FactorStore, key: str | None, device: str | None, file: Path) -> ActionResult:
     if key is not None or device is not None:
-        what = "a KEY" if key is not None else "--device"
-        raise ConfigError("--import takes all of a file", value=what, remedy=f"Leave {what} out")
+        what = "KEY" if key is not None else "--device"
+        raise ConfigError(f"{what} cannot be combined with --import, which takes all of a file",
+                          remedy=f"Leave {what} out")  # fmt: skip
     path, keys = store.import_file(file)
     text = f"{counted(len(keys), 'key')} imported from {file}; their earlier runs teach nothing any more."
     if path is None:

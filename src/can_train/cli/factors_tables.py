@@ -86,7 +86,7 @@ def _runs_table(title: str, summary: FactorSummary, notes: Sequence[str]) -> Tex
 
 
 def settings_apart(fingerprints: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describes each of several groups of settings by those in which they differ."""
+    """Describes each group of settings by the settings that differ between the groups."""
     flat = [dict(_flat(fingerprint)) for fingerprint in fingerprints]
     names = [
         name

@@ -1,4 +1,4 @@
-"""`can-train logs RUN [-f]`: prints what a run has printed, in a terminal or in its jobs, or follows it to its end."""
+"""`can-train logs RUN [-f]`: prints the log of a run, or follows it to the end of the run."""
 
 import codecs
 import re
@@ -29,7 +29,7 @@ def logs(
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """Print what a run printed; with -f, what it prints, across requeues and new jobs."""
+    """Print the log of a run; with -f, follow it across requeues and new jobs."""
     locator = RunLocator(runs_dir, state_dir)
     known = locator.find(run)
     if follow:
@@ -56,7 +56,7 @@ class GrowingLog:
         self._held = ""
 
     def new_text(self) -> str:
-        """Returns what was appended since the last call, at most 1 MiB; empty: nothing.
+        """Returns the text appended since the last call, at most 1 MiB.
 
         A control sequence that a read cuts off comes with its rest, or at the end of the file.
         """
@@ -85,24 +85,24 @@ def log_paths(facts: RunFacts, known: KnownRun, rank: int) -> list[Path]:
     ranks = ranks_with_logs(paths[-1])
     if rank not in ranks:
         listed = ", ".join(map(str, ranks)) or "0"
-        raise RunError("No such rank has written a log yet", value=str(rank), remedy=f"Those that have: {listed}")
+        raise RunError(f"Rank {rank} has written no log yet", remedy=f"Ranks with a log: {listed}")
     return [path.with_name(_RANK.sub(rf"_{rank}_log.\2", path.name)) for path in paths]
 
 
 def ranks_with_logs(path: Path) -> list[int]:
-    """Lists the ranks that have written logs, which lie beside that of rank 0."""
+    """Lists the ranks that have written logs, which lie beside the log of rank 0."""
     own = _RANK.search(path.name)
     if own is None:
         return [0] if path.is_file() else []
     prefix = path.name[: own.start()]
     names = [each.name for each in path.parent.glob("*_log.*") if each.name.startswith(f"{prefix}_")]
-    # Array element 7_3 has logs 7_3_RANK_log.out; those of element 7_30 match the glob, but not the rest.
+    # Array element 7_3 has logs 7_3_RANK_log.out; logs of element 7_30 match the glob, but not the expression.
     matches = [_RANK.fullmatch(name.removeprefix(prefix)) for name in names]
     return sorted({int(match[1]) for match in matches if match})
 
 
 def _follow(locator: RunLocator, known: KnownRun, rank: int) -> RunStatus:
-    """Prints the newest log as it grows, switches to that of a new job, and returns when the run has ended."""
+    """Prints the newest log as it grows, switches to the log of a new job, and returns when the run has ended."""
     log, is_noted = None, False
     while True:
         status = locator.status(known)

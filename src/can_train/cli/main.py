@@ -79,7 +79,7 @@ _HELP_ALL: Final = "--help-all"
 _SUGGESTIONS: Final = 5
 _BROKEN_PIPE: Final = 128 + 13  # the exit code of a process that SIGPIPE ends
 
-# What Typer says of a value of the wrong type, and what can-train says.
+# Typer's words for a value of the wrong type, and can-train's.
 _WORDINGS: Final = {"Input should be": "must be", "a valid integer range": "a whole number",
                     "a valid integer": "a whole number", "a valid number": "a number",
                     "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
@@ -105,8 +105,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: Without the program's name.
 
     Returns:
-        The exit code: 0; 2 for what was typed or configured wrong; 3 for a run that failed; 128 + the number of a
-        signal.
+        The exit code: 0; 2 for a wrong command line or configuration; 3 for a run that failed; 128 + the number of
+        a signal.
     """
     debug = "--debug" in arguments
     try:
@@ -244,7 +244,7 @@ def _print_error(error: CanTrainError, *, as_json: bool) -> int:
 
 
 def _discard_output() -> None:
-    """Discards what was printed and cannot be written: Python would try once more when it exits, and complain."""
+    """Discards output that cannot be written: Python would try once more when it exits, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -254,7 +254,7 @@ class Command(TyperCommand):
     def __init__(self, name: str | None, *, context_settings: dict[str, Any] | None = None, **options: Any) -> None:
         settings = {"help_option_names": ["-h", "--help"], **(context_settings or {})}
         settings["token_normalize_func"] = _flag_name
-        # Before the lines are broken, for which Click needs the control character \b as it is.
+        # Before Click breaks the lines, since it reads the control character \b.
         texts = {key: with_command_name(options[key]) for key in ("help", "epilog") if options.get(key)}
         super().__init__(name, context_settings=settings, **{**options, **texts})
 
@@ -323,7 +323,7 @@ class Command(TyperCommand):
             formatter.write_text("These are the everyday flags; --help-all shows all of them.")
 
     def get_help(self, ctx: Any) -> str:
-        """Returns the help, in which a task's own texts can change nothing of the terminal."""
+        """Returns the help with control characters of a task's texts as text."""
         return printable(super().get_help(ctx))
 
     def _hides_options(self) -> bool:
@@ -347,7 +347,8 @@ class Command(TyperCommand):
         if parameter is None:
             # `Got unexpected extra argument(s) (foo bar)`
             words = error.message.partition(" (")[2].rstrip(")") or error.message
-            return ConfigError("A word belongs to no flag", value=words, remedy=f"Leave it out. {see_help}")
+            return ConfigError(f"Unexpected argument{'s' if ' ' in words else ''} '{words}'",
+                               remedy=f"Leave it out. {see_help}")  # fmt: skip
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name.upper()
         if not error.message:
             more = ": can-train runs lists them" if name == "RUN" else f". {see_help}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from can_train.reporter import Reporter, Stage
     from can_train.task import Table
 
-# Characters from which a column is text, which may be wrapped in a narrow terminal; figures and names stay whole.
+# A column with longer cells is text and may be wrapped in a narrow terminal; figures and names stay whole.
 _WRAPPED_FROM: Final = 17
 # Between a figure and its heading: lines are not broken there.
 _NO_BREAK: Final = "\N{NO-BREAK SPACE}"
@@ -48,9 +48,9 @@ class Verbosity(Enum):
 
     @classmethod
     def of(cls, *, quiet: bool, verbose: bool) -> Verbosity:
-        """Returns what flags ask for; raises ConfigError if they contradict each other."""
+        """Returns the verbosity of flags; raises ConfigError if they contradict each other."""
         if quiet and verbose:
-            raise ConfigError("--quiet and --verbose ask for opposites", remedy="Give one of them")
+            raise ConfigError("--quiet and --verbose cannot be combined", remedy="Leave one out")
         return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.NORMAL
 
 
@@ -65,7 +65,7 @@ def print_text(text: str, *, end: str = "\n") -> None:
 
 def print_log(text: str) -> None:
     """Prints a piece of a log to standard output. Of its control sequences, colours alone reach a terminal, and none a
-    pipe: others are printed as text. A carriage return, with which a progress bar draws itself anew, ends a line.
+    pipe: others are printed as text. A carriage return (of a progress bar that redraws itself) ends a line.
     """
     parts = _COLOUR.split(text.replace("\r\n", "\n").replace("\r", "\n"))
     is_coloured = sys.stdout.isatty() and len(parts) > 1
@@ -190,7 +190,7 @@ def _print_paragraphs(table: Table, widths: Sequence[int], console: Console) -> 
 
 
 def print_json(values: Any) -> None:
-    """Prints plain values as JSON, in which a number that is not finite is null."""
+    """Prints plain values as JSON; a number that is not finite becomes null."""
     text = json.dumps(finite(values), indent=2, ensure_ascii=False)
     # JSON escapes most control characters, and `printable` would escape the others in a way that JSON does not have.
     print(CONTROL.sub(lambda character: f"\\u{ord(character[0]):04x}", text), flush=True)

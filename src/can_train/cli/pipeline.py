@@ -55,7 +55,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
 }  # fmt: skip
 
 _METRIC: Final = "mcc"
-_UNDEFINED: Final = "-"  # what stands for a figure that there is none of
+_UNDEFINED: Final = "-"  # cell of a missing figure
 
 
 def make_pipeline_command() -> Callable[..., None]:
@@ -64,10 +64,10 @@ def make_pipeline_command() -> Callable[..., None]:
 
 
 def _pipeline(flags: Flags) -> None:
-    """Train the stages of a pipeline, each on what those before it have trained.
+    """Train the stages of a pipeline; a stage builds on the runs of earlier stages.
 
-    What has been trained already is used again, and what was interrupted goes on: the same line again is how to
-    continue. Flags hold for every stage.
+    Finished stages are used again, and interrupted stages continue: to continue, give the same line again. Flags hold
+    for every stage.
     """
     check_flags({name: value for name, value in flags.items() if name != "force"})
     verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
@@ -136,7 +136,7 @@ def _requests(stages: Sequence[PipelineStage], flags: Flags) -> list[StageReques
         request = replace(request, sets=tuple(sets[stage.name]))
         try:
             if len(expand([request])) > 1:
-                raise ConfigError("A stage is one run", value=" ".join(request.sets),
+                raise ConfigError("A stage cannot be a sweep", value=" ".join(request.sets),
                                   remedy="Give each setting one value")  # fmt: skip
             run = with_absolute_paths(resolve(request))
         except ConfigError as error:
@@ -146,7 +146,7 @@ def _requests(stages: Sequence[PipelineStage], flags: Flags) -> list[StageReques
         found.append(StageRequest(stage=stage, request=request, run=run))
     if flags["submit"] and (other := found[0].run.cluster.executor) != "slurm":
         raise ConfigError(
-            "Only SLURM has a stage wait for another", value=f"--cluster {flags['cluster']} is of executor {other}",
+            "Stages can only be submitted to SLURM", value=f"--cluster {flags['cluster']} is of executor {other}",
             remedy="Leave out --submit and --cluster: the stages then train here, one after another",
         )  # fmt: skip
     return found
@@ -183,7 +183,7 @@ def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosit
 
     Raises:
         RunError: Another process is training a stage already.
-        SystemExit: A signal arrived; what was trained is saved.
+        SystemExit: A signal arrived; the current stage is saved.
     """
     from can_train.config.compose import changed_settings
     from can_train.slurm.past_runs import with_folders
@@ -337,7 +337,7 @@ def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Pa
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """What has become of a stage.
+    """The outcome of a stage.
 
     Attributes:
         step: The stage.
@@ -351,7 +351,7 @@ class StageResult:
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """What came of it; nothing where it has not finished."""
+        """The contents of its `result.json`; empty until it has finished."""
         return (self.found.facts.result if self.found else None) or {}
 
     @property
@@ -426,7 +426,7 @@ def _sent_json(each: SentStage) -> dict[str, Any]:
 
 
 def _summary_table(results: Sequence[StageResult]) -> TextTable:
-    """Makes the table of what has become of stages: a column for each test folder."""
+    """Makes the table of the outcomes of stages: a column for each test folder."""
     scores = [by_test_set(each.result, _METRIC) for each in results]
     folders = sorted({*chain.from_iterable(scores)})
     short = shortened(folders)

@@ -1,4 +1,4 @@
-"""`can-train doctor --prune`: finds what was not used for long and can be made again; deletes it when a person agrees.
+"""`can-train doctor --prune`: lists unused files that can be made again, and deletes them when the user agrees.
 Runs, checkpoints, observations and events stay.
 """
 
@@ -27,7 +27,7 @@ from can_train.slurm.snapshot import code_folder, described_folder
 from can_train.slurm.status import known_runs
 
 OLDER_THAN: Final = "90d"
-"""Time without use from which something is deleted, unless another is given."""
+"""Default time without use after which a file may be deleted."""
 
 _WRITING_S: Final = 86400.0  # after which a file that was being written is finished, or its writer dead
 _TEMPORARY: Final = re.compile(rf"\.[0-9a-f]{{16}}{re.escape(TEMPORARY_SUFFIX)}|\..*\.claim")
@@ -53,12 +53,12 @@ class Prunable:
 
 
 def find_prunable(state: Path, runs_dir: Path, *, older_s: float, now: float) -> list[Prunable]:
-    """Finds what may be deleted.
+    """Finds the files and folders that may be deleted.
 
     Args:
         state: The state folder.
         runs_dir: The folder of runs.
-        older_s: Seconds without use, from which something is named; those of unfinished files are at least a day.
+        older_s: Least seconds without use; unfinished files need at least a day.
         now: Seconds since 1970.
     """
     found = []
@@ -70,7 +70,7 @@ def find_prunable(state: Path, runs_dir: Path, *, older_s: float, now: float) ->
 
 
 def _candidates(state: Path, runs_dir: Path) -> dict[Path, str]:
-    """Returns what may be deleted once it is old enough, each with its kind."""
+    """Returns the files and folders that may be deleted once they are old enough, each with its kind."""
     prepared = state / "cache"
     found = {path: "prepared data" for path in _children(prepared) if path.name != _OUTPUTS}
     found |= dict.fromkeys(_children(prepared / _OUTPUTS), "outputs of reference models")
@@ -105,14 +105,14 @@ def _use_of(path: Path) -> tuple[float, int]:
 
 
 def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: bool) -> None:
-    """Lists what may be deleted, asks, and deletes it.
+    """Lists the files and folders that may be deleted, asks, and deletes them.
 
     Raises:
         ConfigError: Nobody can be asked, and `yes` is not given; nothing is deleted.
     """
     if not _AGE.fullmatch(older_than):
         raise ConfigError(
-            "--older-than is a number of days or hours", value=older_than, remedy="Write it as 90d or 12h"
+            "--older-than must be a number of days or hours", value=older_than, remedy="Write it as 90d or 12h"
         )
     older_s = 60.0 * parse_time_min(older_than)
     found = find_prunable(state, runs_dir, older_s=older_s, now=time.time())
@@ -121,8 +121,8 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
         _print_found(found, state, older_than)
     if found and not yes:
         if as_json or not sys.stdin.isatty():
-            raise ConfigError("--prune asks before it deletes, and nobody can answer here; nothing was deleted",
-                              value=total, remedy="Add --yes")  # fmt: skip
+            raise ConfigError("Nothing was deleted, since --prune asks first and nobody can answer here", value=total,
+                              remedy="Add --yes")  # fmt: skip
         if not confirm(f"Delete {total}?"):
             print_aside("Nothing was deleted.")
             raise typer.Exit(1)
@@ -135,7 +135,7 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
     if left and as_json:
         raise typer.Exit(2)
     if left:
-        raise ConfigError("Some could not be deleted", value=str(left[0].path),
+        raise ConfigError("Some files could not be deleted", value=str(left[0].path),
                           remedy="Ask who owns them: can-train doctor --prune lists them again")  # fmt: skip
 
 

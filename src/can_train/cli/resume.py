@@ -93,14 +93,14 @@ def _print_changes(sentences: Sequence[str], *, quiet: bool) -> None:
 def _check_state(found: "RunStatus", name: str) -> None:
     """Raises RunError where a run cannot go on, or goes on by itself."""
     if not found.facts.has_folder:
-        raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
+        raise RunError("The run's folder is gone", value=str(found.known.folder.path),
                        remedy="Train anew")  # fmt: skip
     if (row := live_row(found.facts)) is not None and not found.state.live:
-        raise RunError("A run whose job is still in the queue is not submitted again", value=f"job {row.job}",
-                       remedy=f"Take that one out first: can-train cancel {name}")  # fmt: skip
+        raise RunError("The run's job is still in the queue", value=f"job {row.job}",
+                       remedy=f"Cancel the job first: can-train cancel {name}")  # fmt: skip
     if found.state.live and found.state.certain:
         remedy = f"Follow it with can-train logs {name} -f, or end it: can-train cancel {name}"
-        raise RunError("A run that is queued or running goes on by itself", value=str(found.state), remedy=remedy)
+        raise RunError("The run is queued or running already", value=str(found.state), remedy=remedy)
 
 
 def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
@@ -114,7 +114,7 @@ def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
 
     settings = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
-    # Those that are gone have nothing to wait for; the run itself says what it lacks.
+    # A parent whose folder is gone is not waited for; the run itself names the missing parent.
     awaited = found.known.record.after.split(",")
     parents = run_statuses([known for known in locator.runs() if known.run_id in awaited], locator.registry)
     dependency = dependency_on(parents, settings.cluster.executor)

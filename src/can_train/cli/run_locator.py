@@ -66,5 +66,5 @@ class RunLocator:
         return run_statuses(known.values(), self.registry)
 
     def trust(self, *, trusts_all: bool) -> CodeTrust:
-        """Makes the rule by which the code of runs may run."""
+        """Makes the rule that decides whether the code of a run may run."""
         return CodeTrust(state=self.state_folder, trusts_all=trusts_all)

@@ -27,7 +27,7 @@ from can_train.runs.run_folder import CONFIG, RESULT, name_to_type, short_name
 from can_train.slurm.run_state import infer_attempt_state
 from can_train.slurm.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
 
-_LIMIT: Final = 20  # runs that are listed unless more are asked for: what fits a terminal
+_LIMIT: Final = 20  # runs that are listed by default, which fit a terminal
 _WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
 
 _COLUMNS: Final = ("run", "state", "time", "device", "score", "trained")
@@ -48,10 +48,10 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """List runs by data set, the newest first, with what became of them and what was set for them."""
+    """List runs by data set, the newest first, with their states, scores and settings."""
     if watch and (as_json or best is not None):
         other = "--json" if as_json else "--best"
-        raise ConfigError("--watch shows the table", value=f"--watch {other}", remedy="Give one of them")
+        raise ConfigError(f"--watch and {other} cannot be combined", remedy="Leave one out")
     locator = RunLocator(runs_dir, state_dir)
     if misnamed := misnamed_runs(locator.runs_dir):
         print_note(_misnamed_text(misnamed))
@@ -138,7 +138,7 @@ def _row(each: RunStatus, mine: tuple[str, float] | None) -> tuple[str, ...]:
 
 
 def _trained(each: RunStatus) -> str:
-    """Writes what was trained, and below it the settings that are not the presets'."""
+    """Writes model, size and mode, and below them the settings that differ from the presets."""
     config, changed = each.known.config, each.known.folder.changed_settings()
     words = [config.get("model_name"), config.get("size"), mapping(config.get("mode")).get("name")]
     texts = [f"{name.rpartition('.')[2]}={_short(one['value'])}" for name, one in (changed or {}).items()]
@@ -159,7 +159,7 @@ def _made_by() -> str:
 
 
 def _meaning(metric: str) -> str:
-    """Says what the figure of a metric is, and which direction is better."""
+    """Explains the figure of a metric, and which direction is better."""
     better = "higher" if higher_is_better(metric) else "lower"
     is_of_run = metric == "best_validation_loss" or "." in metric
     return f"{metric}{'' if is_of_run else ', the mean over the test sets'}: {better} is better"
@@ -250,7 +250,7 @@ def _history_tables(found: RunStatus) -> list[TextTable]:
 def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) -> None:
     finished = _finished_runs(locator)
     if not finished:
-        raise ConfigError("No run has finished yet, so none is best", remedy="can-train runs lists those there are")
+        raise ConfigError("No run has finished yet, so none is best", remedy="can-train runs lists the runs")
     ranked = rank([outcome.result for _, outcome in finished], metric)
     groups = _by_data_set(ranked, [finished[one.index][1].data_set for one in ranked])
     # The data set of the newest run comes first.
@@ -275,12 +275,12 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
 
 class _Outcome(msgspec.Struct):
     data_set: tuple[str, str]
-    result: dict[str, Any]  # what of it a ranking needs
+    result: dict[str, Any]  # its `ranked_part`
 
 
 class _RememberedOutcomes(msgspec.Struct):
     made_by: str
-    outcomes: dict[str, tuple[list[int], _Outcome]]  # by the path of a run's folder; what its files were
+    outcomes: dict[str, tuple[list[int], _Outcome]]  # by the path of a run's folder, with the identity of its files
 
 
 def _finished_runs(locator: RunLocator) -> list[tuple[KnownRun, _Outcome]]:
@@ -290,7 +290,7 @@ def _finished_runs(locator: RunLocator) -> list[tuple[KnownRun, _Outcome]]:
     known = earlier.outcomes if earlier is not None and earlier.made_by == made_by else {}
     found, latest = [], {}
     for run in locator.runs():
-        # Before they are read: what is written meanwhile has them read again.
+        # Identified before they are read: a file written meanwhile is then read again.
         files = _identify(run.path, CONFIG, RESULT)
         remembered = known.get(run.path)
         outcome = remembered[1] if remembered is not None and remembered[0] == files else _read_outcome(run)

@@ -95,7 +95,7 @@ def report(
     from can_train.report.page import page_html, read_run
 
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError("A report is written as HTML", value=str(output),
+        raise ConfigError("A report can only be written as HTML", value=str(output),
                           remedy="Name a file that ends in .html")  # fmt: skip
     locator = RunLocator(runs_dir, state_dir)
     compared = compared_runs(locator.statuses(runs))

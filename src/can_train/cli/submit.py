@@ -1,5 +1,5 @@
 """`--submit`: checks runs, keeps their code, sends them to a cluster or a background process, and says how to follow
-them. Imports no torch: what a login node cannot know is found out in the job.
+them. Imports no torch: the job itself examines its GPU.
 
 `entry`, wherever it is an argument, is `train.continue_in_job`: a job finds it by name, in its own copy of the code.
 """
@@ -39,7 +39,7 @@ _MAX_LISTED: Final = 10  # runs of an array that are listed; of more, the first 
 def submit_runs(
     entry: Entry, runs: Sequence[ResolvedRun], *, after: Sequence[str] = (), force: bool, as_json: bool = False
 ) -> None:
-    """Submits runs, those that ask for the same as one array; points out those that are there already.
+    """Submits runs, equal requests as one array; names runs that are identical to earlier ones.
 
     Raises:
         CanTrainError: A run cannot be submitted; of those that ask for the same, none has been.
@@ -87,7 +87,7 @@ def job_json(job: JobRecord, folder: RunFolder) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob:
-    """What would be submitted of a run."""
+    """The job that would be submitted for a run."""
 
     script: str | None  # of its job, or of the array that it is in; None where it would be a process of this machine
     device: JobDevice
@@ -102,7 +102,7 @@ def plan_jobs(
         runs: The runs.
         after: Runs to wait for.
         quiet: Print no notices.
-        together: Send runs that ask for the same as one array.
+        together: Send runs with equal requests as one array.
 
     Raises:
         CanTrainError: A run could not be submitted.
@@ -133,7 +133,7 @@ def _partitions(runs: Sequence[ResolvedRun]) -> list[Partition]:
 
 
 def print_notices(plan: SubmissionPlan) -> None:
-    """Prints what a person should know of a submission."""
+    """Prints the notices of a submission."""
     for notice in plan.notices:
         print_note(notice)
 
@@ -151,7 +151,7 @@ def start_group(
     """Makes the folders of runs that are submitted together, starts their jobs, and enters both into the registry.
 
     Raises:
-        CanTrainError: They cannot be started; nothing half-made is left of what was not accepted.
+        CanTrainError: They cannot be started; folders of runs that were not accepted are removed.
     """
     from can_train.config.compose import changed_settings
 
@@ -185,7 +185,7 @@ def start_group(
 def submit_again(entry: Entry, folder: RunFolder, run: ResolvedRun, submission: Submission) -> JobRecord:
     """Sends a run that has a folder, with a snapshot of its code, to SLURM once more.
 
-    It asks for what `run` says, but for memory where its last job had more.
+    It requests the resources of `run`, but the memory of the last job if that was more.
 
     Raises:
         RunError: SLURM refused.
@@ -229,5 +229,5 @@ def _print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> No
 
 
 def _script_path(job: JobRecord) -> str:
-    """Where submitit keeps what it sent; one for a whole array."""
+    """Returns the path of the script that submitit sent; a whole array has one script."""
     return str(Path(job.log_path).with_name(f"{job.job_id.partition('_')[0]}_submission.sh"))

@@ -60,7 +60,7 @@ def check_train_flags(flags: Flags) -> None:
     check_flags(flags)
     for name in ("target_gpu", "target_memory", "show_config"):
         if flags[name] and not flags["dry_run"]:
-            raise ConfigError(f"--{name.replace('_', '-')} plans and does not train", remedy="Add --dry-run")
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without --dry-run", remedy="Add --dry-run")
     gpus = flags["target_gpu"]
     if gpus is not None and not split_list(gpus):
         raise ConfigError("--target-gpu names no GPU", value=repr(gpus), remedy="Name one: --target-gpu h100-80gb")
@@ -143,13 +143,13 @@ def _check_alike(run: "ResolvedRun", ranks: "Ranks") -> None:
     if not ranks.is_first:
         raise SystemExit(ConfigError.exit_code)
     name, values = next(iter(differing.items()))
-    raise ConfigError("The processes that a launcher starts train one run, with the same settings",
+    raise ConfigError("The launcher's processes have different settings, so they cannot train one run",
                       value=f"{name} is {', '.join(map(str, dict.fromkeys(map(str, values))))}",
                       remedy="Start each run by itself: srun --ntasks 1, or without a launcher")  # fmt: skip
 
 
 def _title(run: "ResolvedRun", runs: Sequence["ResolvedRun"]) -> str:
-    """Names one of several runs: its key, and the settings in which runs of that key differ."""
+    """Names a run among several: its key, and the settings that differ between runs of that key."""
     from can_train.config.resolved import differences, flat_settings
 
     alike = [flat_settings(one.config) for one in runs if one.key == run.key]
@@ -161,7 +161,7 @@ def _title(run: "ResolvedRun", runs: Sequence["ResolvedRun"]) -> str:
 
 
 def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str], verbosity: Verbosity) -> None:
-    """Plans each run and prints what would be done, in full for one device and as a table for several."""
+    """Plans each run and prints the plan, in full for one device and as a table for several."""
     jobs: Sequence[PlannedJob | None] = [None] * len(runs)
     if flags["submit"]:
         # Before the plans: they take seconds, and an error in a job is known at once.
@@ -287,11 +287,10 @@ def make_resubmit_command() -> Callable[..., None]:
 
 
 def _resubmit(flags: Flags) -> None:
-    """Start a new run like another one, with what the flags of a training line say otherwise.
+    """Start a new run like another run, with the changes that the flags of a training line give.
 
-    It is trained where the other one was. What was set for that stays as it was, whatever the default is that stands
-    beside a flag, but for what belongs to a preset that another takes the place of: settings of the model, for another
-    model.
+    It is trained in the place of the other run. Settings of the other run stay, also where the help shows another
+    default; but if a flag replaces a preset, the settings of that preset go: another model has its own settings.
     """
     locator = RunLocator(flags["runs_dir"] or user_file().values.get("runs_dir", "runs"), flags["state_dir"])
     found, trust = locator.status(locator.find(flags["run"])), locator.trust(trusts_all=flags.pop("trust_code"))

@@ -123,7 +123,7 @@ GROUPS: Final[Groups] = (
     ),
 )
 
-_Places = dict[str, tuple[int, dict[str, Any]]]  # number of each option's group, and what has Typer show it there
+_Places = dict[str, tuple[int, dict[str, Any]]]  # number of each option's group, and its arguments of `typer.Option`
 _OWN_PLACE: Final[tuple[int, dict[str, Any]]] = (0, {})  # of options that only one command has: they come first
 
 
@@ -141,7 +141,7 @@ _NO_CHOICE: Final = "This task has one."  # of an option that names a part of th
 _NOT_SETTINGS: Final = {"set_", "run", "stages", "show", "preset"}  # parameters that name no setting
 
 _SHORT: Final = {"quiet": ("-q",), "verbose": ("-v",)}
-# What help shows as the value; it is passed on as text, and composition names value and setting if it does not fit.
+# The value in the help. Values are passed on as text; composition checks their types and names the setting.
 _METAVARS: Final = {"set": "GROUP.KEY=VALUE", "model_args": "K=V,K=V", "after": "RUN", "older_than": "AGE"}
 _TYPE_METAVARS: Final = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
 
@@ -167,10 +167,10 @@ def make_command(
     Args:
         options: Its other options: type, default and help by name.
         act: Gets the values by parameter name. Its docstring is the command's help.
-        words: The command line: the task that it names decides what help says, and what options name the finished runs
-            that modes build on. None: there are no such options.
+        words: The command line. Its task decides the help, and the options for finished runs that modes build on.
+            None: the command has no such options.
         run: Annotation of the argument that names a run; None: the command takes none.
-        groups: In which its help lists the options.
+        groups: The groups of options in its help.
     """
     task_name, task = named_task(words or ())
     # A command on a run that exists takes the options of every task: which one it is, is not known yet.
@@ -251,7 +251,7 @@ def _choices(task: TaskSettings) -> dict[str, bool]:
 
 
 def _names(name: str, task: TaskSettings) -> dict[str, str]:
-    """Lists what a task has by that name, for help."""
+    """Lists the models, data sets, sizes and memory presets of a task, for the help."""
     datasets = presets("dataset", preset_folders(name, task.configs))
     sizes = dict.fromkeys(size for model in task.models.values() for size in model.sizes)
     more = ", ..." if len(datasets) > _LISTED else ""
@@ -280,23 +280,22 @@ def check_flags(flags: Flags) -> None:
             raise ConfigError(f"--{name} names nothing", value=repr(flags[name]), remedy="Name one, or several: a,b")
     for name in _ONLY_WITH_SUBMIT:
         if flags.get(name) and not flags.get("submit"):
-            raise ConfigError(f"--{name.replace('_', '-')} is for a run that is submitted", remedy="Add --submit")
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without --submit", remedy="Add --submit")
     if flags.get("submit") and not flags.get("dry_run") and (flags.get("quiet") or flags.get("verbose")):
         name = "--quiet" if flags["quiet"] else "--verbose"
-        raise ConfigError(f"{name} is for what is printed here, and a job prints into its log", value="--submit",
-                          remedy=f"Leave {name} out")  # fmt: skip
+        raise ConfigError(f"{name} has no effect with --submit: a job prints into its log", remedy=f"Leave {name} out")
 
 
 def make_request(
     flags: Flags, *, model: str | None, dataset: str | None, mode: str | None, size: str | None
 ) -> "RunRequest":
-    """Makes the request for one run; the flags decide what the arguments do not."""
+    """Makes the request for one run from the arguments and the other flags."""
     # Composition imports Hydra, which a command line that is wrong does not wait for.
     from can_train.config.compose import RunRequest
 
     keys = {field.name: "training" for field in fields(TrainingSettings)}
     keys |= dict.fromkeys(("tracker", *PATH_FLAGS), "paths")
-    # What is left is a role of a finished run, or a setting of the task's modes.
+    # Any other flag is a role of a finished run, or a setting of the task's modes.
     keys |= dict.fromkeys(CLUSTER_FLAGS, "cluster")
     keys |= dict.fromkeys(flags.keys() - keys.keys() - OPTIONS.keys() - _NOT_SETTINGS | {"baselines"}, "mode")
     own = user_file()

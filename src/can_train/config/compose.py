@@ -46,7 +46,7 @@ from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_
 from can_train.io.records import expanded, is_file
 
 MOST_RUNS: Final = 1000
-"""Runs of one sweep: what a scheduler's array holds by default, and far more than anybody intends."""
+"""Most runs of one sweep: the default size of a scheduler's array, and far more than anybody intends."""
 
 _SCALARS: Final = ("task", "model_name", "size", "device")
 _CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
@@ -54,13 +54,13 @@ _CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
 _TASK, _SETTINGS = "task.", "settings."
 _OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
 _SWEPT_GROUPS: Final = ("task", "settings", "model", "size", "dataset", "mode", "training", "memory")
-"""Groups of settings, and choices of presets, that a sweep may list values of: all that decides what is trained. A
+"""Groups of settings and choices of presets that a sweep may list values for: they decide the result of a training. A
 comma anywhere else belongs to the value: to a list of nodes, or to the path of a folder."""
 _WRONG_FORM: Final = "A value cannot be read"
 _WRITE_IT: Final = "Write it as --set training.lr=0.01; text that is more than a word: --set 'group.key=\"text\"'"
-# What its parser raises; the last two for a number of thousands of digits, and for as many brackets.
+# The parser's exceptions; the last two for thousands of digits or brackets.
 _UNREADABLE: Final = (HydraException, ValueError, RecursionError)
-# What a value must be, by the type that OmegaConf could not convert it to.
+# The expected value, by the type that OmegaConf could not convert a value to.
 _KINDS: Final = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "text",
                  "List": "a list, as [1,2]", "Dict": "settings, as {a:1,b:2}"}  # fmt: skip
 _SUGGESTIONS: Final = 5
@@ -91,7 +91,7 @@ class RunRequest:
     sets: tuple[str, ...] = ()
     model_args: str = ""  # `k=v,k=v`
     values: Mapping[str, Any] = field(default_factory=dict)  # of flags by dotted key, taken literally
-    user_file: UserFile | None = None  # what the person always sets; folders apart from that of runs are not read here
+    user_file: UserFile | None = None  # the user's own settings; of its folders only runs_dir is read here
 
 
 _CHOICES: Final = ("model", "dataset", "task", "mode", "size", "cluster", "memory", "device")
@@ -125,7 +125,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     task_name, code_dir, task = _task(request)
     folders = preset_folders(task_name, task.configs, request.config_dir)
     if request.config_dir and not Path(request.config_dir).is_dir():
-        raise ConfigError("--config-dir names a folder of presets", value=f"{request.config_dir} is none",
+        raise ConfigError("--config-dir is not a folder", value=request.config_dir,
                           remedy="Make it, with folders such as dataset/ and model/ in it")  # fmt: skip
     model = request.model or _default(task, "model", [task.default_model] if task.default_model else [*task.models])
     spec, mode = _spec_and_mode(task, model, request.mode)
@@ -139,7 +139,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     _check_roles(task, model, mode, overrides)
     model_preset = f"{model}_{size}" if size else model
     named_presets = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
-    # What differs in nothing from its class's defaults needs no preset.
+    # A group with the defaults of its class needs no preset.
     choices = {group: name if name in presets(group, folders) else "schema" for group, name in named_presets.items()}
     config = _compose(task, classes, choices | ({"memory": request.memory} if request.memory else {}), folders)
     scalars = {"task": task_name, "model_name": model, "size": size, "device": request.device,
@@ -152,7 +152,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
 
 
 def folders_of(request: RunRequest) -> list[Path]:
-    """Lists the folders of presets for the task of a request, of which a later one wins."""
+    """Lists the folders of presets for the task of a request; a later folder wins."""
     name, _, task = _task(request)
     return preset_folders(name, task.configs, request.config_dir)
 
@@ -230,7 +230,7 @@ def _let_follow(config: DictConfig) -> None:
 
 
 def preset_request(plain: Mapping[str, Any]) -> RunRequest:
-    """Returns the request for a run with the presets of another one, of which `plain` is the configuration."""
+    """Returns the request for a run with the presets of the run whose configuration is `plain`."""
     return RunRequest(
         task=plain["task"],
         code_dir=plain["paths"]["code_dir"],
@@ -243,8 +243,8 @@ def preset_request(plain: Mapping[str, Any]) -> RunRequest:
 
 
 def changed_settings(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Returns the settings in which a run differs from the presets of its model, mode and data, each with its `value`
-    and the `default`; those that say where it happens are left out. None where this version has no such presets.
+    """Returns the settings of a run that differ from the presets of its model, mode and data, each with its `value` and
+    the `default`. Folders, cluster and device are left out. None: this version has no such presets.
     """
     try:
         request, mine = preset_request(plain), flat_settings(plain)
@@ -272,15 +272,14 @@ def _resolved_settings(*values: Any) -> Mapping[str, Any]:
 
 
 def resolve_again(plain: Mapping[str, Any], request: RunRequest, chosen: Mapping[str, str]) -> ResolvedRun:
-    """Makes a run like another one, with what a person wants otherwise.
+    """Makes a run like another run, with changes.
 
-    What was set for the other run stays, but for what belongs to a preset that another takes the place of: settings of
-    the model, for another model.
+    Settings of the other run stay, except the settings of a replaced preset: another model has its own settings.
 
     Args:
         plain: The other run's `config.yaml`.
-        request: Its `sets`, `model_args` and `values` are what is changed.
-        chosen: What is chosen anew: model, size, mode, dataset, task, cluster, memory or device, by name.
+        request: Its `sets`, `model_args` and `values` are the changed settings.
+        chosen: New choices: model, size, mode, dataset, task, cluster, memory or device, by name.
 
     Raises:
         ConfigError: As `resolve` does.
@@ -298,14 +297,14 @@ def resolve_again(plain: Mapping[str, Any], request: RunRequest, chosen: Mapping
 
 
 def _other_task(chosen: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what another task changes of a request; its code is elsewhere."""
+    """Returns the fields of a request that another task changes: its code lies elsewhere."""
     return {"task": chosen["task"], "code_dir": None} if "task" in chosen else {}
 
 
 def _on_other_presets(
     plain: Mapping[str, Any], chosen: Mapping[str, str], user_file: UserFile | None
 ) -> Mapping[str, Any]:
-    """Returns a configuration with other presets, and what differed from the presets before."""
+    """Returns a configuration with other presets, and the settings that differed from the earlier presets."""
     old = preset_request(plain)
     if chosen.get("model", old.model) != old.model:
         # Another model has modes of its own, and may come in one size.
@@ -345,7 +344,7 @@ def evaluation_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str
     """
     for text in sets:
         if not from_set(text).key.startswith("dataset."):
-            raise ConfigError("For a finished run, only how data are read can be set", value=f"--set {text}",
+            raise ConfigError("A finished run keeps all settings but its data's", value=f"--set {text}",
                               remedy="Give --set dataset.KEY=VALUE")  # fmt: skip
     plain = dict(run.config)
     if dataset is not None:
@@ -368,7 +367,7 @@ def expand(requests: Sequence[RunRequest]) -> list[RunRequest]:
     for request in requests:
         choices = [_swept(text) if _may_sweep(text) else [text] for text in request.sets]
         if (count := math.prod(map(len, choices))) > MOST_RUNS:
-            raise ConfigError(f"A sweep has at most {MOST_RUNS} runs", value=f"{count}", remedy="Sweep fewer values")
+            raise ConfigError(f"The sweep has {count} runs, more than {MOST_RUNS}", remedy="Sweep fewer values")
         found += [replace(request, sets=sets) for sets in product(*choices)]
     return found
 
@@ -386,7 +385,7 @@ def from_set(text: str) -> Override:
     # Hydra's `+` and `++` add a setting where there is none; here every setting is there.
     key = name.lstrip("+")
     group, _, last = key.rpartition(".")
-    # The mode decides which settings there are, so its name is a choice, not one of them.
+    # The mode decides which settings exist, so its name is a choice, not a setting.
     key = f"training.{canonical_name(last)}" if group == "training" else "mode" if key == "mode.name" else key
     return Override(key=_as_stored(key), value=value, spelling=f"--set {name}", grammar=True)
 
@@ -395,7 +394,7 @@ def from_model_args(text: str, groups: Mapping[str, type]) -> list[Override]:
     """Reads `--model-args k=v,k=v`.
 
     Args:
-        text: What was given.
+        text: The value of `--model-args`.
         groups: Settings class of each group that may have a setting k; the first group that has it gets the value.
 
     Raises:
@@ -459,15 +458,17 @@ def _swept(text: str) -> Sequence[str]:
     if not override.is_sweep_override():
         return [text]
     if not override.is_discrete_sweep():
-        raise ConfigError("A sweep tries each of its values, so they must be countable", value=text,
+        raise ConfigError("The sweep has more values than can be listed", value=text,
                           remedy="Write them out, as 0.1,0.01, or as range(0,3)")  # fmt: skip
     try:
         values = list(override.sweep_string_iterator())
     except (HydraException, ValueError) as error:
         # glob(*), which in Hydra stands for the presets of a group, or a range with a step of zero.
-        raise ConfigError("A sweep names its values", value=text, remedy="Write them out, as 0.1,0.01") from error
+        raise ConfigError(
+            "The values of the sweep cannot be listed", value=text, remedy="Write them out, as 0.1,0.01"
+        ) from error
     if not values:
-        raise ConfigError("A sweep has at least one value", value=text, remedy="Write them out, as 0.1,0.01")
+        raise ConfigError("The sweep has no value", value=text, remedy="Write them out, as 0.1,0.01")
     return [f"{text.partition('=')[0]}={value}" for value in values]
 
 
@@ -497,9 +498,9 @@ def _several_values(override: Override) -> ConfigError:
     """Makes the error for a list of values where there is one value."""
     text = f"{_as_given(override.key)}={override.value}"
     if _may_sweep(override.key):
-        return ConfigError("A run takes one value of each setting", value=text,
+        return ConfigError("One run cannot have several values of a setting", value=text,
                            remedy="Sweep with a training command: can-train --model … --set key=1,2")  # fmt: skip
-    return ConfigError("A sweep is over settings of task, model, dataset, mode or training", value=text,
+    return ConfigError("Only settings of task, model, dataset, mode and training can be swept", value=text,
                        remedy=f"Give {_as_given(override.key)} one value")  # fmt: skip
 
 
@@ -541,11 +542,12 @@ def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Ma
 
 
 def _check_cluster(run: ResolvedRun, overrides: Sequence[Override]) -> None:
-    """Refuses what SLURM is asked for where the run does not go there: it would be ignored."""
+    """Refuses requests to SLURM for a run that does not go there: they would be ignored."""
     executor = run.cluster.executor
     ignored = [one.spelling for one in overrides if one.key.removeprefix("cluster.") in CLUSTER_FLAGS]
     if ignored and executor != "slurm":
-        raise ConfigError("What a job asks for is for SLURM", value=f"{', '.join(ignored)}, with cluster {executor}",
+        have = "has" if len(ignored) == 1 else "have"
+        raise ConfigError(f"{' and '.join(ignored)} {have} no effect with --cluster {executor}",
                           remedy="Leave it out, or train with --submit --cluster slurm")  # fmt: skip
 
 
@@ -601,7 +603,7 @@ def _nearest_settings(key: str, known: Sequence[str]) -> list[str]:
 
 
 def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, type]) -> None:
-    """Sets in a config what a person always sets; a job's requests only where there is a job."""
+    """Applies the user's settings file to a config; its requests to SLURM only if the run goes there."""
     of_jobs = CLUSTER_FLAGS if config.cluster.executor == "slurm" else ()
     groups = {"runs_dir": "paths", "tracker": "paths"} | dict.fromkeys(of_jobs, "cluster")
     for name, value in file.values.items():
@@ -617,7 +619,7 @@ def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, t
 
 
 def _keys(node: Any, before: str = "") -> Iterator[str]:
-    """Lists the dotted keys that may be set; task, model and size decide what the others are, and may not."""
+    """Lists the dotted keys that may be set; task, model and size decide the keys, and are none."""
     for name, value in node.items():
         key = f"{before}{name}"
         if name != "_target_" and key != "mode.name" and (before or name == "device"):
@@ -667,7 +669,7 @@ def _compose(
             config = compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
         for group in _CHOSEN_GROUPS:
             _fit_schema(config, group, classes[group])
-        # What refers to another value, or to the environment, is read now.
+        # References to other values and to the environment are read now.
         OmegaConf.to_container(config, resolve=True)
     # A person's file makes YAML's reader, Hydra and OmegaConf stumble each in ways of its own.
     except Exception as error:
@@ -681,7 +683,7 @@ def _check_preset(path: Path) -> None:
     try:
         check_yaml(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        pass  # Hydra says what is wrong, where it reads the preset
+        pass  # Hydra's error when it reads the preset is better
     except ValueError as error:
         raise ValueError(f"{path.parent.name}/{path.name}: {error}") from None
 
@@ -690,9 +692,9 @@ def _check_preset(path: Path) -> None:
 def _rewritten_presets(
     choices: Mapping[str, str], folders: Sequence[Path], aliases: Mapping[str, str]
 ) -> Iterator[Path]:
-    """Yields the folder in which Hydra looks first: the last of `folders`, or one with the chosen presets that Hydra
-    would not read as they are meant. These have aliases of settings, or a block of settings of another group, as
-    `training:`, without `# @package _global_`.
+    """Yields the folder that Hydra searches first: the last of `folders`, or a folder with copies of the chosen presets
+    that Hydra would misread. These have aliases of settings, or a block of settings of another group, as `training:`,
+    without `# @package _global_`.
     """
     texts = {}
     for group, name in choices.items():
@@ -756,7 +758,7 @@ def _fit_schema(config: DictConfig, group: str, cls: type) -> None:
         return
     plain = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found or {}
     if not isinstance(plain, dict):
-        raise ValueError(f"{group}: a preset has a setting a line")
+        raise ValueError(f"{group}: a preset must have a setting on each line")
     OmegaConf.update(config, group, OmegaConf.merge(OmegaConf.structured(_schema(cls)), plain), merge=False)
 
 
@@ -779,7 +781,7 @@ def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
 
 
 def _escaped(value: Any) -> Any:
-    """Copies a value, escaping what OmegaConf would read as an interpolation: the shell's `${HOME}` is meant literally.
+    """Copies a value, escaping interpolations of OmegaConf: the shell's `${HOME}` is meant literally.
 
     Hydra's parser leaves interpolations as text, so overrides have none; presets may.
     """
@@ -836,7 +838,7 @@ def _size(task: TaskSettings, request: RunRequest, spec: ModelSpec, mode: str) -
 
 
 def _default(task: TaskSettings, what: str, names: Sequence[str]) -> str:
-    """Returns what stands for a flag that is not given: the only name; none where there is no name."""
+    """Returns the default of a flag: the only name; None if there is no name."""
     if len(names) > 1:
         raise ConfigError(f"--{what} is missing", remedy=f"Try: can-train {task.example}" if task.example else
                           f"Its {what}s: {', '.join(names)}")  # fmt: skip
@@ -886,7 +888,7 @@ def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:
 
 
 def _reason(error: BaseException) -> str:
-    """Says in a line what OmegaConf found wrong, after the preset and the key that it is about."""
+    """Writes OmegaConf's error in a line that begins with the preset and the key."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, yaml.YAMLError):
         # Where it is wrong comes last.

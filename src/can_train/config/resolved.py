@@ -32,7 +32,7 @@ TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
 NO_TRACKER: Final = "off"
 
 USER_SETTINGS: Final = ("cluster", "tracker", *PATH_FLAGS, *CLUSTER_FLAGS)
-"""What may stand in a person's settings file."""
+"""Settings that the user's settings file may have."""
 
 _USER_FILE: Final = "CAN_TRAIN_CONFIG"  # variable that names a person's settings file
 
@@ -50,7 +50,7 @@ def default_task() -> str:
 
 
 def preset_folders(task: str = "", configs: str = "", config_dir: str = "") -> list[Path]:
-    """Lists the folders of presets, of which a later one wins.
+    """Lists the folders of presets; a later folder wins.
 
     Args:
         task: Name of an installed task.
@@ -79,7 +79,7 @@ class PathSettings:
     state_dir: str = ""
     """Folder of observations and caches; default $CAN_TRAIN_HOME, else the user's state directory."""
     code_dir: str = ""
-    """Folder from which the code of a task of one's own is imported; empty: none is."""
+    """Folder of the code of the user's own task, which is imported; empty: an installed task."""
     config_dir: str = ""
     """Folder of a person's own presets; empty: there is none."""
     tracker: str = NO_TRACKER
@@ -152,7 +152,7 @@ class FinishedModel:
     weights: Mapping[str, Any]  # the best ones by name, on the CPU
     result: Mapping[str, Any]  # the contents of the run's `result.json`
     sha256: str  # digest of the weights
-    state: Mapping[str, Any] = field(default_factory=dict)  # what its task took from the training data
+    state: Mapping[str, Any] = field(default_factory=dict)  # state that its task derived from the training data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class EvaluationData:
     """Data that a finished run is evaluated on."""
 
     dataset: Any  # the task's settings of them
-    own: bool  # whether they are what the run was trained on, wherever that is stored now
+    own: bool  # whether they are the run's own data, which may have moved
     data_root: Path  # folder of the published data sets
     cache: Path  # folder of prepared data
     reporter: Reporter
@@ -174,20 +174,20 @@ def _key_prefix(task: str) -> str:
     return task if prefix is None else prefix
 
 
-# Groups of settings that say where a run happens, not what it does.
+# Groups of settings that change the place of a run, not its result.
 _LOCATIONS: Final = ("paths", "cluster", "device")
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a configuration by their dotted names, without those that say where a run happens."""
-    # A group without settings says nothing, and those of the task are set as `task.name`.
+    # Empty groups are left out; the task's settings are set as `task.name`.
     here = {name: value for name, value in config.items() if name not in _LOCATIONS and value != {}}
     return {name.replace("settings.", "task.", 1) if name.startswith("settings.") else name: value
             for name, value in flat(here)}  # fmt: skip
 
 
 def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the settings in which several configurations differ, with the value of each; None: it has none."""
+    """Returns the settings that differ between configurations, each with its value in every one; None: not set."""
     names = dict.fromkeys(name for each in settings for name in each)
     values = {name: [each.get(name) for each in settings] for name in names}
     return {name: found for name, found in values.items() if any(one != found[0] for one in found)}
@@ -211,15 +211,15 @@ def plain_to_yaml(plain: Mapping[str, Any]) -> str:
 
 
 def plain_from_yaml(text: str) -> dict[str, Any]:
-    """Reads what `plain_to_yaml` wrote.
+    """Reads a file of `plain_to_yaml`.
 
     Raises:
         ValueError: The text is not a YAML mapping.
     """
     import yaml
 
-    # libyaml is seven times as fast, where it is installed, and listings read hundreds of configurations; but what is
-    # nested a hundred thousand levels deep ends it, and the process, with a segmentation fault.
+    # libyaml is seven times as fast, where it is installed, and listings read hundreds of configurations; but a
+    # text that is nested a hundred thousand levels deep ends it, and the process, with a segmentation fault.
     may_be_deep = sum(map(text.count, "[{-?")) > _MOST_NESTED
     try:
         check_yaml(text)
@@ -234,7 +234,7 @@ def plain_from_yaml(text: str) -> dict[str, Any]:
 
 
 def check_yaml(text: str) -> None:
-    """Checks what would take a reader of YAML for ever: brackets in thousands of brackets, values that hold themselves,
+    """Checks for YAML that a reader could not finish: thousands of nested brackets, values that contain themselves,
     aliases (`*name`) that stand for too many values.
 
     Raises:
@@ -272,7 +272,7 @@ def _check_aliases(text: str) -> None:
 
 @dataclass(frozen=True)
 class UserFile:
-    """What a person always sets, below what a command line says and above the presets."""
+    """The user's settings file. A command line overrides it; it overrides the presets."""
 
     path: Path  # where it is, or would be
     values: Mapping[str, str] = field(default_factory=dict)  # as they would follow a flag, by its name: `data_root`
@@ -304,12 +304,14 @@ def _user_values(path: Path, text: str) -> dict[str, str]:
     import yaml
 
     try:
-        # Values stay text, as those of flags: YAML would read the time limit 1:30:00 as a number of seconds.
+        # Values stay text, like the values of flags: YAML would read the time limit 1:30:00 as a number of seconds.
         plain = yaml.load(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML", value=" ".join(str(error).split())) from error
     if plain is not None and not isinstance(plain, dict):
-        raise ConfigError(f"{path} has a setting a line", value=repr(plain), remedy="Write data_root: /path")
+        raise ConfigError(
+            f"{path} must have a setting on each line", value=repr(plain), remedy="Write data_root: /path"
+        )
     values = {}
     for key, value in (plain or {}).items():
         name = str(key).replace("-", "_")
@@ -317,13 +319,13 @@ def _user_values(path: Path, text: str) -> dict[str, str]:
             raise unknown_name(f"setting in {path}", str(key), USER_SETTINGS)
         if not isinstance(value, str) or not value:
             remedy = "Give it one value, or remove the line"
-            raise ConfigError(f"{path}: {key} has one value", value=repr(value), remedy=remedy)
+            raise ConfigError(f"{path}: {key} must have one value", value=repr(value), remedy=remedy)
         values[name] = str(_expanded(value)) if name in PATH_FLAGS else value
     return values
 
 
 def _expanded(path: str) -> Path:
-    """Replaces `~` and `$NAME`; what is not known stays, and names a folder that does not exist."""
+    """Replaces `~` and `$NAME`; an unknown name stays, and no such folder exists."""
     return expanded(os.path.expandvars(path))
 
 

@@ -1,6 +1,4 @@
-"""The settings that every task has: training, safety factor, memory monitor and cluster; and the names by which they
-may be given.
-"""
+"""The settings that every task has: training, safety factor, memory monitor and cluster; and their aliases."""
 
 import math
 import operator
@@ -31,7 +29,7 @@ def check_range(
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raises ConfigError, which lists the choices, unless a value is one of them."""
+    """Raises ConfigError, which lists the choices, unless a value is among them."""
     if value not in choices:
         raise unknown_name(f"value of {name}", value, choices)
 
@@ -75,14 +73,14 @@ class FactorSettings:
     policy: str = "affine"
     """How observations become the next factor: a straight line through them, or a share of the way to the target."""
     prior: str = "auto"
-    """Where the first run's factor comes from: what the probes predict, or the experience table; auto is probe, and
-    table under momentum."""
+    """Where the first run's factor comes from: probe (its prediction) or table (of experience); auto: probe, but table
+    under momentum."""
     target: float = 0.90
     """Share of the capacity that a run's peak should reach."""
     momentum: float = 0.3
     """Share of an adjustment that is applied at once (policy momentum)."""
     oom_cut: float = 0.15
-    """What an out-of-memory takes off the factor (policy momentum)."""
+    """Fall of the factor after an out-of-memory (policy momentum)."""
     min: float = 0.05
     """Smallest factor."""
     max: float = 1.0
@@ -104,7 +102,7 @@ class FactorSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """Where `--submit` sends a run, and what its job requests."""
+    """Where `--submit` sends a run, and the requests of its job."""
 
     executor: str = "local"
     """How jobs are started: slurm, local (a background process of this machine) or debug (in this process)."""
@@ -131,7 +129,7 @@ class ClusterSettings:
     exclude: str = ""
     """Nodes that must not be used: n1,n2 or n[1-3,7]."""
     nodelist: str = ""
-    """Nodes that the job must have, in the same form."""
+    """Nodes that the job must have: n1,n2 or n[1-3,7]."""
     reservation: str = ""
     """Reservation whose nodes the job uses."""
     exclusive: bool = False
@@ -149,7 +147,7 @@ class ClusterSettings:
     setup: Sequence[str] = ()
     """Lines of shell that a job of SLURM runs first (module load, conda activate)."""
     signal_delay_s: int = 120
-    """Seconds before the time limit at which a job is warned, saves and is put back into the queue."""
+    """Seconds from the warning of a job to its time limit; it then saves and goes back into the queue."""
     max_restarts: int = 100
     """Times that a job is put back into the queue for the time limit or a killed process."""
     oom_resubmits: int = 2
@@ -167,17 +165,17 @@ class ClusterSettings:
         if self.mem:
             parse_memory_mib(self.mem)
         if self.gpus != "auto" and not re.fullmatch(r"(?:[\w.-]+:)?\d{1,4}", self.gpus, re.ASCII):
-            raise ConfigError("cluster.gpus is a number, type:number or auto", value=repr(self.gpus),
+            raise ConfigError("cluster.gpus must be a number, type:number or auto", value=repr(self.gpus),
                               remedy="Write it as 2 or a100:2")  # fmt: skip
         for name in ("exclude", "nodelist"):
             nodes = getattr(self, name)
             # With a slash it is the name of a file.
             if nodes and "/" not in nodes and not _NODES.fullmatch(nodes):
-                raise ConfigError(f"cluster.{name} lists nodes as SLURM writes them", value=repr(nodes),
+                raise ConfigError(f"cluster.{name} must list nodes as SLURM writes them", value=repr(nodes),
                                   remedy="Write it as n1,n2 or n[1-3,7]")  # fmt: skip
         if self.num_gpus and _gpus_of_gres(self.gres):
             raise ConfigError("cluster.gpus and cluster.gres both request GPUs",
-                              value=f"gpus {self.gpus}, gres {self.gres}", remedy="Leave one of them out")  # fmt: skip
+                              value=f"gpus {self.gpus}, gres {self.gres}", remedy="Leave out gpus or gres")  # fmt: skip
 
     @property
     def ranks_per_node(self) -> int:
@@ -280,13 +278,13 @@ class TrainingSettings:
     accumulation_splits: str = "off"
     """A batch is computed in at least this many parts; the batch stays as it is."""
     accumulation_threshold: float = 0.0
-    """Units of the task's main feature up to which a batch that fits is not cut; 0: no threshold."""
+    """Units of the task's main feature; a batch with fewer is not cut if it fits; 0: no threshold."""
     accumulation_target_mib: str = "off"
     """Cut batches until a micro-batch costs no more than this many MiB; on: 2048."""
     accumulation_max_splits: int = 4
     """Most micro-batches planned to reach accumulation_target_mib; a rescue may exceed it, and says so."""
     preflight_threshold: str = "off"
-    """Units of the main feature above which a batch becomes several optimizer steps, which changes the training."""
+    """Units of the main feature; a batch with more becomes several optimizer steps, which changes the training."""
     oversize: str = "error"
     """Samples that do not fit by themselves: error names them before the first step, skip leaves them out."""
     min_steps_per_epoch: int = 50
@@ -298,7 +296,7 @@ class TrainingSettings:
     adaptive_micro_batch: bool = True
     """Rescue from out-of-memory: undo the micro-batch, split it and go on. Off, it is an error."""
     backoff_factor: float = 2.0
-    """What a micro-batch that ran out of memory is divided by."""
+    """Divisor of a micro-batch that ran out of memory."""
     oom_retries: int = 3
     """Attempts at the smallest micro-batch, in case the memory belongs to another process."""
     regrow: bool = True
@@ -326,7 +324,7 @@ class TrainingSettings:
     freeze: list[str] = field(default_factory=list)
     """Modules or parameters that are not trained, by name or pattern: [backbone]."""
     thaw_epoch: int = 0
-    """Epochs after which what is frozen is trained too; 0: never."""
+    """Epochs after which frozen modules are trained too; 0: never."""
     precision: str = "fp32"
     """fp32, bf16 or fp16 (mixed precision), fp64."""
     grad_clip_norm: float = 0.0
@@ -412,7 +410,7 @@ class TrainingSettings:
             try:
                 factors[name.strip()] = float(number)
             except ValueError as error:
-                raise ConfigError("training.lr_factors names modules with a number each", value=repr(text),
+                raise ConfigError("training.lr_factors must give each module a number", value=repr(text),
                                   remedy="Write it as [backbone=0.1]") from error  # fmt: skip
             check_range(f"training.lr_factors: {name.strip()}", factors[name.strip()], low=0.0)
         return factors
@@ -420,15 +418,14 @@ class TrainingSettings:
     def _check_accumulation(self) -> None:
         fixed, least = self.micro_batch_size, self.min_micro_batch_size
         if 0 < fixed < least:
-            found = f"training.micro_batch_size {fixed}, training.min_micro_batch_size {least}"
-            raise ConfigError("A fixed micro-batch must not be smaller than the smallest one allowed", value=found,
-                              remedy="Change one of them")  # fmt: skip
+            raise ConfigError("training.micro_batch_size is smaller than training.min_micro_batch_size",
+                              value=f"{fixed} < {least}", remedy="Change either")  # fmt: skip
         if self.accumulation_threshold > 0 and self.gradient_accumulation_steps > 1:
             # With a threshold, "accumulation steps" usually means the parts of one batch, not several batches.
             steps = self.gradient_accumulation_steps
             raise ConfigError(
-                "training.gradient_accumulation_steps multiplies the batch, and training.accumulation_threshold is for"
-                " splitting it: only one of them was meant",
+                "training.gradient_accumulation_steps and training.accumulation_threshold cannot be combined: the first"
+                " multiplies the batch, the second splits it",
                 value=f"gradient_accumulation_steps {steps}, accumulation_threshold {self.accumulation_threshold:g}",
                 remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps}"
                 f" --gradient-accumulation-steps 1. To make one step of {steps} batches: --accumulation-threshold 0",

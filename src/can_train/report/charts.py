@@ -1,7 +1,7 @@
 """Charts as SVG text, without a plotting library: pure functions of numbers.
 
-What lies in a plot is placed in per cent of it, so that a chart fills whatever width it is given while letters, lines
-and marks keep their size. Axes are drawn outside the plot, in the margins of a `<figure>` or of a file.
+Everything in a plot is placed in per cent of the plot: a chart fills any width, while letters, lines and marks keep
+their size. Axes are drawn outside the plot, in the margins of a `<figure>` or of a file.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ STYLE: Final = """
 # Of the grid that paths are drawn on, which is stretched to the plot: fine enough for the widest screen.
 _GRID_X: Final = 2000
 _GRID_Y: Final = 1000
-# Points of a line from which it is thinned: more than a screen has pixels are not seen.
+# A line with more points is thinned: a screen has fewer pixels.
 _MOST_POINTS: Final = 700
 _LEAST_SPAN: Final = 1e-300
 _MOST_TICKS: Final = 6
@@ -56,7 +56,7 @@ _SWATCH_WIDTH: Final = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of a plot: its range, the ticks with their texts, and what it shows, with its unit."""
+    """One axis of a plot: its range, the ticks with their texts, and its quantity, with the unit."""
 
     low: float
     high: float
@@ -75,7 +75,7 @@ def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole
     Args:
         low: Smallest value.
         high: Largest value.
-        label: What is shown, with its unit.
+        label: The quantity, with its unit.
         unit: Of the ticks' texts, in the values' unit.
         whole: Whether there is nothing between whole numbers.
     """
@@ -125,17 +125,17 @@ Kind = Literal["line", "steps", "area", "dots", "crosses", "level"]
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """What is drawn for one name of the legend.
+    """The marks of one name in the legend.
 
     Attributes:
         name: In the legend; empty: it is not there.
         color: 0 is grey; the others are told apart with any colour vision.
-        points: A line's places; of an area, those of its upper edge.
+        points: Places of a line, or of an area's upper edge.
         kind: `steps` is a line without slopes; `level` a line from end to end at the first point's y.
         base: Of an area: its lower edge.
         dashed: Whether a line is.
-        faint: Whether a line is thin, for what is noisy.
-        texts: What is shown of a mark when it is pointed at.
+        faint: Whether a line is thin, for noisy values.
+        texts: Text of each mark, shown when the pointer is on it.
     """
 
     name: str
@@ -164,7 +164,7 @@ class Chart:
 
     Attributes:
         title: Above it, and read aloud.
-        description: What is to be seen in a sentence, read aloud.
+        description: The content in a sentence, read aloud.
         x: The horizontal axis.
         y: The vertical axis; a chart of strips has none.
         series: Drawn in this order.
@@ -182,9 +182,7 @@ class Chart:
 
 
 def thinned(points: Sequence[Point], choose: Callable[[Sequence[float]], float] = max) -> list[Point]:
-    """Returns a point for each of at most some hundred stretches of a line: its last x, and what `choose` takes of its
-    y.
-    """
+    """Returns a point for each of at most some hundred stretches of a line: its last x, and the `choose` of its y."""
     size = ceil(len(points) / _MOST_POINTS) or 1
     found: list[Point] = []
     for start in range(0, len(points), size):
@@ -203,7 +201,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def plot_svg(chart: Chart, attributes: str) -> str:
-    """Draws a chart; what is around the plot overflows the element."""
+    """Draws a chart; axes and legend overflow the element."""
     inner = _strips(chart) if chart.y is None else "".join(_drawn(one, chart.x, chart.y) for one in chart.series)
     axes = _x_axis(chart.x) + ("" if chart.y is None else _y_axis(chart.y))
     title = f"<title>{escape(chart.title)}</title><desc>{escape(chart.description)}</desc>"
@@ -320,7 +318,7 @@ def _swatch(series: Series) -> str:
 
 
 def _sample(series: Series) -> str:
-    """Draws what a series looks like, 20 pixels wide and 12 high."""
+    """Draws the swatch of a series, 20 pixels wide and 12 high."""
     if series.kind == "dots":
         return f'<circle class="mark {series.look}" cx="10" cy="6" r="4"/>'
     if series.kind == "crosses":

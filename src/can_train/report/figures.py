@@ -1,4 +1,4 @@
-"""The charts of a report: what a run recorded, arranged for `charts.py`. Pure functions of what was read."""
+"""The charts of a report, as pure functions of the records of a run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from can_train.task import Predictions
 
 _STEP: Final = "optimizer step"
-# Points of a curve, of which there is one for each sample that is flagged sooner or later.
+# Most points of a curve, which has one for each distinct score.
 _CURVE_POINTS: Final = 300
 # Stretches of time that are told apart in a chart of a log.
 _TIME_BINS: Final = 600
 _HEADROOM: Final = 1.05
-_REACH: Final = 20  # times the peak, up to which limits are drawn beside it
-_FEW: Final = 30  # measured steps, up to which each is marked
+_REACH: Final = 20  # limits above this many times the peak are not drawn
+_FEW: Final = 30  # up to this many measured steps, each is marked
 _SMALL: Final = 220  # pixels, the height of charts that stand side by side
 _SECONDS: Final = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, unit, its name
 
@@ -102,7 +102,7 @@ def _color(index: int) -> int:
 
 
 def memory_charts(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits]) -> list[Chart]:
-    """Draws memory by step beside what was planned, and the micro-batches under it; none where nothing was measured."""
+    """Draws memory by step beside the planned limits, and micro-batches by step; no chart without steps."""
     if not steps:
         return []
     x = number_axis(0, steps[-1].step, _STEP, whole=True)
@@ -126,7 +126,7 @@ def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x
     }
     peak = max(value for _, value in allocated if value is not None)
     values = [value for points in (allocated, reserved, *levels.values()) for _, value in points if value is not None]
-    # On the host a run takes a small part of what there is: its own memory would be a line at the bottom.
+    # On the host a run takes a small part of the memory: the run's memory would be a line at the bottom.
     y = byte_axis(_HEADROOM * max(value for value in values if value <= _REACH * peak), "memory")
     shown = {name: [(at, value if (value or 0) <= y.high else None) for at, value in points]
              for name, points in levels.items()}  # fmt: skip
@@ -280,7 +280,7 @@ def _counts(one: Predictions) -> tuple[Any, Any]:
 
 
 def _few(x: Any, y: Any) -> list[Point]:
-    """Returns a curve's points, of which those nearest to even distances remain where there are many."""
+    """Returns the points of a curve, thinned to even distances if there are many."""
     import numpy as np
 
     kept = np.arange(len(x))
@@ -313,7 +313,7 @@ def _chosen_roc(one: Predictions) -> tuple[float, float]:
 
 
 def timeline_chart(title: str, one: Predictions) -> Chart | None:
-    """Draws which samples are flagged over the time of a recording, beside which are positive; None without times."""
+    """Draws flagged and positive samples over the time of a recording; None without times."""
     if not len(one.time_s):
         return None
     sample, positive, _ = one.words
@@ -336,8 +336,8 @@ def timeline_chart(title: str, one: Predictions) -> Chart | None:
 
 
 def _spans(one: Predictions, mask: Any) -> list[tuple[float, float]]:
-    """Returns the stretches of time of some samples, each of which lasts until the next one begins; a gap that is too
-    short to be seen is none.
+    """Returns the stretches of time of the masked samples; a sample lasts until the next sample begins. Gaps that are
+    too short to be seen are closed.
     """
     import numpy as np
 

@@ -193,7 +193,7 @@ def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[Table]") -> str
 
 
 def _content_policy(style: str) -> str:
-    """Returns a policy by which a browser shows the page with this style, and runs and loads nothing."""
+    """Returns the policy that lets a browser show the page in this style, and run and load nothing."""
     digest = b64encode(sha256(style.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 

@@ -34,7 +34,7 @@ def seconds_of(status: RunStatus) -> float | None:
         return seconds_between(jobs[-1].time)
     if not attempts:
         return None
-    # The hours in which a stopped run waited to be resumed are no work.
+    # The hours between a stop and a resume are no work.
     took = [seconds_between(attempt.start.start_time, attempt.end.time) for attempt in attempts if attempt.end]
     if state == RUNNING and attempts[-1].end is None:
         took.append(seconds_between(attempts[-1].start.start_time))
@@ -173,7 +173,7 @@ def full_plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
     """Writes a plan of `read_plan` with the figures that decided it, which are indented; no lines for an empty plan."""
     if not plan:
         return []
-    # PyTorch is imported with it, for which `--json` does not wait.
+    # It imports PyTorch, and `--json` does not wait for that.
     from can_train.fit.planner import RunPlan
     from can_train.training.report import plan_lines
 

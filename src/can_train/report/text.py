@@ -52,7 +52,7 @@ def value_text(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Copies a value for JSON, in which NaN and infinity become null."""
+    """Copies a value for JSON; NaN and infinity become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

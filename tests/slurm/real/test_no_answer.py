@@ -104,6 +104,6 @@ def test_where_the_controller_hangs_files_answer_and_nothing_is_changed(slurm: S
     assert (told["state"], told["certain"]) == ("queued", False)
     for one in refused:
         assert one.returncode == 2
-        assert "SLURM must answer to say what became of a job" in one.stderr
+        assert "The state of the job is unknown" in one.stderr
     assert queued(slurm) == before
     assert len(jobs(slurm)) == 1

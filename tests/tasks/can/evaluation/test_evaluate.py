@@ -135,7 +135,7 @@ def test_other_data_take_over_windows_and_not_how_files_are_written(tmp_path: Pa
 
 @pytest.mark.parametrize("sets", ["mode.validation_fpr=0.5", "dataset.windw=3", "window"])
 def test_a_setting_that_has_nothing_to_do_with_reading_is_refused(sets: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"only how data are read|Unknown setting|takes group"):
+    with pytest.raises(ConfigError, match=r"keeps all settings|Unknown setting|takes group"):
         evaluation_dataset(run_on(log(tmp_path / "own.csv")), None, [sets])
 
 
