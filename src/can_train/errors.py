@@ -34,22 +34,20 @@ _SUGGESTION_CUTOFF: Final = 0.5
 _MAX_SUGGESTIONS: Final = 5  # names that a message lists: more of them nobody reads
 
 # Rule and remedy for the system's errors that a user can do something about.
-_PERMISSION: Final = ("A file or folder cannot be read or written", "Change its permissions, or choose another place")
-_NO_SPACE: Final = ("A file cannot be written for lack of space",
-                    "Free some space; a run goes on with can-train resume RUN")  # fmt: skip
-_NO_ANSWER: Final = ("A file system does not answer as it should",
-                     "Check the disk or the connection; a run goes on with can-train resume RUN")  # fmt: skip
-_NO_PATH: Final = ("A path cannot be used", "Check how it is spelt, or name another one")
-_NO_FILE: Final = ("A folder is where a file belongs, or a file where a folder does", "Move it away")
-_LONGEST_PATH: Final = 200  # characters of a path that a message shows, the last ones
 _REMEDIES: Final = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _PERMISSION),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _NO_SPACE),
-    # A disk that is damaged; a network file system that has gone, or was mounted anew.
-    **dict.fromkeys((errno.EIO, errno.ESTALE), _NO_ANSWER),
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL), _NO_PATH),
-    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR), _NO_FILE),
-}
+    (errno.EACCES, errno.EPERM, errno.EROFS): (
+        "A file or folder cannot be read or written", "Change its permissions, or choose another place"),
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): (
+        "A file cannot be written for lack of space", "Free some space; a run goes on with can-train resume RUN"),
+    # A damaged disk; a network file system that has gone, or was mounted anew.
+    (errno.EIO, errno.ESTALE): ("A file system does not answer as it should",
+                                "Check the disk or the connection; a run goes on with can-train resume RUN"),
+    (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL): (
+        "A path cannot be used", "Check its spelling, or name another path"),
+    (errno.EISDIR, errno.ENOTDIR): (
+        "A folder is in the place of a file, or a file in the place of a folder", "Move it away"),
+}  # fmt: skip
+_LONGEST_PATH: Final = 200  # last characters of a path, which a message shows
 
 _SOURCE_POSITION: Final = re.compile(r"\[?[^\s\[\]]*\.(?:cc|cpp|cu|cuh|c|h|hpp):\d+\]?:?|\[enforce fail at \S+\]")
 _SENTENCE_END: Final = re.compile(r"\.\s|\.?$", re.MULTILINE)
@@ -268,9 +266,10 @@ def first_sentence(error: BaseException) -> str:
 def from_os_error(error: OSError) -> StateError | None:
     """Makes the error to show for a system error; None if a user can do nothing about it."""
     # Without a path, an invalid argument is one that the program passed.
-    if error.errno not in _REMEDIES or (error.errno == errno.EINVAL and not error.filename):
+    found = next((texts for numbers, texts in _REMEDIES.items() if error.errno in numbers), None)
+    if found is None or (error.errno == errno.EINVAL and not error.filename):
         return None
-    rule, remedy = _REMEDIES[error.errno]
+    rule, remedy = found
     # A failed rename has two names; the user knows the second.
     path = str(error.filename2 or error.filename or "")[-_LONGEST_PATH:]
     return StateError(rule, value=": ".join(filter(None, (path, error.strerror))), remedy=remedy)

@@ -260,65 +260,70 @@ class Command(TyperCommand):
 
     # Typer's own contexts are of a private class; the public `typer.Context` is a subclass of it.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses arguments after checking how their flags are spelt, with `--regrow=false` as `--no-regrow`.
+        """Parses arguments after checking the spelling of their flags, with `--regrow=false` as `--no-regrow`.
 
-        Typer can do neither: its parser forgets how a flag was spelt, so the last of two values would win silently,
-        and a switch of it takes no value, where presets and `--set` write true or false.
+        Typer can do neither: its parser forgets the spelling of a flag, so the last of two values would win silently,
+        and its switches take no value, although presets and `--set` write true or false.
         """
         if _HELP_ALL in args:
-            for one in self.params:
-                one.hidden = False  # type: ignore[attr-defined]  # arguments are never hidden
+            for parameter in self.params:
+                parameter.hidden = False  # type: ignore[attr-defined]  # arguments are never hidden
             args = ["--help"]
-        switches = {one.opts[0]: one.secondary_opts[0] for one in self.params if one.secondary_opts}
-        known = self._known_flags()
-        valued = {name for one in self.params if not getattr(one, "is_flag", False) for name in one.opts}
         checked: list[str] = []
-        first: dict[str, tuple[str, str]] = {}
+        given: dict[str, tuple[str, str]] = {}
         for position, argument in enumerate(args):
             if argument == "--":
                 checked += args[position:]
                 break
-            if not argument.startswith("--"):
-                checked.append(argument)
-                continue
-            spelling, equals, value = argument.partition("=")
-            flag = _canonical_flag(spelling)
-            if flag not in known:
-                nearest = ", ".join(nearest_first(flag, known)[:_SUGGESTIONS])
-                raise ConfigError("Unknown flag", value=spelling, remedy=f"Nearest: {nearest}")
-            given = value if equals else next(iter(args[position + 1 : position + 2]), "")
-            if not equals and flag in valued and given.startswith("--") and _canonical_flag(given) in known:
-                raise ConfigError(f"{flag} needs a value", value=f"{given} is a flag",
-                                  remedy=f"See {ctx.command_path} --help")  # fmt: skip
-            old_spelling, old = first.setdefault(flag, (spelling, given))
-            if old_spelling != spelling and old != given:
-                both = f"{old_spelling} {old} and {spelling} {given}"
-                raise ConfigError(f"{flag} has two different values", value=both, remedy="Give it once")
-            if equals and flag in switches:
-                if value.lower() not in (*_ON, *_OFF):
-                    remedy = f"Give {flag}, or {switches[flag]}"
-                    raise ConfigError(f"{flag} is on or off", value=value, remedy=remedy)
-                argument = flag if value.lower() in _ON else switches[flag]
+            if argument.startswith("--"):
+                following = next(iter(args[position + 1 : position + 2]), "")
+                argument = self._check_flag(argument, following, given, ctx.command_path)
             checked.append(argument)
         try:
             return super().parse_args(ctx, checked)
         except _UsageError as error:
-            values = {flag: value for flag, (_, value) in first.items()}
+            values = {flag: value for flag, (_, value) in given.items()}
             raise self._in_own_words(error, values, ctx.command_path) from error
 
+    def _check_flag(self, argument: str, following: str, given: dict[str, tuple[str, str]], command: str) -> str:
+        """Returns a flag as Typer's parser takes it, and enters its spelling and value into `given`.
+
+        Raises:
+            ConfigError: The flag is unknown, lacks a value, or has two different values.
+        """
+        spelling, equals, value = argument.partition("=")
+        flag, flags = _canonical_flag(spelling), self._flags()
+        if flag not in flags:
+            raise self._unknown_flag(flag, spelling)
+        has_value = any(flag in option.opts and not getattr(option, "is_flag", False) for option in self.params)
+        if not equals and has_value and following.startswith("--") and _canonical_flag(following) in flags:
+            raise ConfigError(f"{flag} needs a value", value=f"{following} is a flag", remedy=f"See {command} --help")
+        new = (spelling, value if equals else following)
+        old = given.setdefault(flag, new)
+        if old[0] != new[0] and old[1] != new[1]:
+            both = f"{' '.join(old)} and {' '.join(new)}"
+            raise ConfigError(f"{flag} has two different values", value=both, remedy="Give it once")
+        off = next((option.secondary_opts[0] for option in self.params
+                    if option.secondary_opts and option.opts[0] == flag), "")  # fmt: skip
+        if not (equals and off):
+            return argument
+        if value.lower() not in (*_ON, *_OFF):
+            raise ConfigError(f"{flag} is on or off", value=value, remedy=f"Give {flag}, or {off}")
+        return flag if value.lower() in _ON else off
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes arguments and options, in the groups that they name (Typer does it only with Rich)."""
+        """Writes arguments and options in their groups (Typer does it only with Rich)."""
         groups: dict[str, list[tuple[str, str]]] = {}
-        for one in self.get_params(ctx):
-            if record := one.get_help_record(ctx):
-                title = "Arguments" if one.param_type_name == "argument" else "Options"
-                groups.setdefault(getattr(one, "rich_help_panel", None) or title, []).append(
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                title = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(
                     (record[0], with_command_name(record[1]))
                 )
         for title, records in groups.items():
             with formatter.section(title):
                 formatter.write_dl(records)
-        if self._hides_options():
+        if any(getattr(parameter, "hidden", False) for parameter in self.params):
             formatter.write_paragraph()
             formatter.write_text("These are the everyday flags; --help-all shows all of them.")
 
@@ -326,21 +331,20 @@ class Command(TyperCommand):
         """Returns the help with control characters of a task's texts as text."""
         return printable(super().get_help(ctx))
 
-    def _hides_options(self) -> bool:
-        return any(getattr(one, "hidden", False) for one in self.params)
+    def _flags(self) -> set[str]:
+        names = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        return {name for name in names | {"--help", "-h", _HELP_ALL} if name.startswith("-")}
 
-    def _known_flags(self) -> set[str]:
-        names = {name for one in self.params for name in (*one.opts, *one.secondary_opts)}
-        names |= {"--help", "-h", _HELP_ALL}
-        return {name for name in names if name.startswith("-")}
+    def _unknown_flag(self, flag: str, spelling: str) -> ConfigError:
+        nearest = ", ".join(nearest_first(flag, self._flags())[:_SUGGESTIONS])
+        return ConfigError("Unknown flag", value=spelling, remedy=f"Nearest: {nearest}")
 
     def _in_own_words(self, error: Any, given: Mapping[str, str], command: str) -> ConfigError:
         """Rewrites an error of Typer's parser as rule, value and remedy; `given` has the values by flag."""
         parameter, flag = getattr(error, "param", None), str(getattr(error, "option_name", ""))
         see_help = f"See {command} --help"
         if "No such option" in error.format_message():
-            nearest = ", ".join(nearest_first(flag, self._known_flags())[:_SUGGESTIONS])
-            return ConfigError("Unknown flag", value=flag, remedy=f"Nearest: {nearest}")
+            return self._unknown_flag(flag, flag)
         if flag:
             takes = "takes no value" if "does not take" in error.message else "needs a value"
             return ConfigError(f"{flag} {takes}", remedy=see_help)

@@ -137,13 +137,9 @@ def _help_places(groups: Groups) -> _Places:
 
 
 _LISTED: Final = 3  # data sets that help names
-_NO_CHOICE: Final = "This task has one."  # of an option that names a part of the task
 _NOT_SETTINGS: Final = {"set_", "run", "stages", "show", "preset"}  # parameters that name no setting
-
-_SHORT: Final = {"quiet": ("-q",), "verbose": ("-v",)}
 # The value in the help. Values are passed on as text; composition checks their types and names the setting.
 _METAVARS: Final = {"set": "GROUP.KEY=VALUE", "model_args": "K=V,K=V", "after": "RUN", "older_than": "AGE"}
-_TYPE_METAVARS: Final = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
 
 
 def named_task(words: Sequence[str]) -> tuple[str, TaskSettings]:
@@ -173,31 +169,17 @@ def make_command(
         groups: The groups of options in its help.
     """
     task_name, task = named_task(words or ())
-    # A command on a run that exists takes the options of every task: which one it is, is not known yet.
+    # The task of an existing run is not known yet, so a command on a run has the options of every task.
     tasks = [task] if run is None else [load_task_settings(name) for name in described_tasks()]
-    parameters, places, names = [], _help_places(groups), _names(task_name, task)
-    without_choice = [name for name, there in _choices(task).items() if not there]
-    for name in [name for name in without_choice if name in places]:
-        places[name][1]["hidden"] = True
-    for name, (kind, default, text) in options.items():
-        if name == "baselines" and not any(_has_baselines(one) for one in tasks):
-            continue
-        text = _NO_CHOICE if name in without_choice else text.format(**names) if "{" in text else text
-        flag = f"--{name.replace('_', '-')}"
-        flag = f"{flag}/--no-{name}" if kind == bool | None else flag
-        metavar = None if kind in (bool, bool | None) else _METAVARS.get(name, name.upper().replace("_", "-"))
-        option = typer.Option(flag, *_SHORT.get(name, ()), help=text, metavar=metavar, show_default=bool(default),
-                              **places.get(name, _OWN_PLACE)[1])  # fmt: skip
-        # `set` is a builtin, which the functions that take the flags would hide.
-        parameters.append(_parameter("set_" if name == "set" else name, Annotated[kind, option], default))
-    for role, what in _roles(tasks).items() if words is not None else ():
-        text = f"Run that is {what}, by name or folder. [the newest that fits]"
-        place: dict[str, Any] = {"rich_help_panel": groups[0][0], "hidden": True}
-        option = typer.Option(help=text, metavar="RUN", **place)
-        parameters.append(_parameter(role, Annotated[str | None, option]))
+    places = _help_places(groups)
+    modes = [mode for each in tasks for mode in each.modes.values()]
+    has_baselines = any(field.name == "baselines" for mode in modes for field in fields(mode))
+    described = {name: option for name, option in options.items() if name != "baselines" or has_baselines}
+    parameters = _option_parameters(described, places, task_name, task)
+    if words is not None:
+        parameters += _role_parameters(tasks, groups[0][0])
     parameters += training_parameters(places)
     parameters.sort(key=lambda parameter: places.get(parameter.name.rstrip("_"), _OWN_PLACE)[0])
-
     if run is not None:
         parameters.insert(0, inspect.Parameter("run", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=run))
 
@@ -207,6 +189,39 @@ def make_command(
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = act.__doc__
     return command
+
+
+def _option_parameters(
+    options: Mapping[str, tuple[Any, Any, str]], places: _Places, task_name: str, task: TaskSettings
+) -> list[inspect.Parameter]:
+    """Makes a Typer parameter of every option; one without a choice in this task is hidden."""
+    has_sizes = any(model.sizes for model in task.models.values())
+    fixed = {"model": not any(task.models), "mode": len(task.modes) < 2, "size": not has_sizes}
+    names, parameters = _names(task_name, task), []
+    for name, (kind, default, text) in options.items():
+        place = places.get(name, _OWN_PLACE)[1]
+        if fixed.get(name):
+            text, place = "This task has one.", {**place, "hidden": True}
+        flag, is_switch = f"--{name.replace('_', '-')}", kind in (bool, bool | None)
+        spellings = {"quiet": (flag, "-q"), "verbose": (flag, "-v")}.get(name, (flag,))
+        if kind == bool | None:
+            spellings = (f"{flag}/--no-{name}",)
+        metavar = None if is_switch else _METAVARS.get(name, name.upper().replace("_", "-"))
+        option = typer.Option(*spellings, help=text.format(**names) if "{" in text else text, metavar=metavar,
+                              show_default=bool(default), **place)  # fmt: skip
+        # `set` is a builtin, which the functions that take the flags would hide.
+        parameters.append(_parameter("set_" if name == "set" else name, Annotated[kind, option], default))
+    return parameters
+
+
+def _role_parameters(tasks: Sequence[TaskSettings], title: str) -> list[inspect.Parameter]:
+    """Makes a Typer parameter of every role of a finished run in tasks."""
+    parameters = []
+    for role, what in {needed.role: needed.what for task in tasks for needed in task.prerequisites}.items():
+        text = f"Run that is {what}, by name or folder. [the newest that fits]"
+        option = typer.Option(help=text, metavar="RUN", hidden=True, rich_help_panel=title)
+        parameters.append(_parameter(role, Annotated[str | None, option]))
+    return parameters
 
 
 def training_parameters(places: _Places) -> list[inspect.Parameter]:
@@ -222,10 +237,10 @@ def training_parameters(places: _Places) -> list[inspect.Parameter]:
     parameters = []
     for field in fields(TrainingSettings):
         kind = field.type if isinstance(field.type, str) else field.type.__name__
-        made: Any = field.default_factory
-        default = field.default if made is MISSING else ",".join(map(str, made())) or "none"
-        text = f"{texts[field.name]} [{default}]"
-        option = typer.Option(help=text, metavar=_TYPE_METAVARS.get(kind), show_default=False,
+        make: Any = field.default_factory
+        default = field.default if make is MISSING else ",".join(map(str, make())) or "none"
+        metavar = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}.get(kind)
+        option = typer.Option(help=f"{texts[field.name]} [{default}]", metavar=metavar, show_default=False,
                               **places.get(field.name, _OWN_PLACE)[1])  # fmt: skip
         parameters.append(_parameter(field.name, Annotated[bool | None if kind == "bool" else str | None, option]))
     return parameters
@@ -233,21 +248,6 @@ def training_parameters(places: _Places) -> list[inspect.Parameter]:
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _roles(tasks: Sequence[TaskSettings]) -> dict[str, str]:
-    """Lists the roles of finished runs in tasks, each with its description."""
-    return {one.role: one.what for task in tasks for one in task.prerequisites}
-
-
-def _has_baselines(task: TaskSettings) -> bool:
-    return any("baselines" in [one.name for one in fields(mode)] for mode in task.modes.values())
-
-
-def _choices(task: TaskSettings) -> dict[str, bool]:
-    """Says of the options that name a part of a task whether there is a choice."""
-    return {"model": any(task.models), "mode": len(task.modes) > 1,
-            "size": any(model.sizes for model in task.models.values())}  # fmt: skip
 
 
 def _names(name: str, task: TaskSettings) -> dict[str, str]:
