@@ -65,6 +65,17 @@ class Noted:
         self.events.append("kept" if kind is None else "undone")
 
 
+def run_all(
+    rescue: Rescue, batch: BatchCosts, limit: PartLimit, attempt: Callable[[int, int], Any], noted: Noted
+) -> list[tuple[int, int, Any]]:
+    """Runs a batch; returns each part (start, stop, what the attempt returned) that succeeded."""
+    parts = []
+    for part in rescue.tries(batch, limit):
+        with part, noted, rescue.record_foreign_memory():
+            parts.append((part.start, part.stop, attempt(part.start, part.stop)))
+    return parts
+
+
 class Device:
     """Attempts that fail above some cost; waits change nothing but what `after_wait` does."""
 
@@ -85,7 +96,7 @@ class Device:
 
     def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[tuple[int, int, Any]]:
         self.rescue = Rescue(self.meter, settings or RescueSettings(), phase=phase(60 * MIB), wait=self.wait)
-        return list(self.rescue.run(self.batch, limit or PartLimit(), self.attempt, lambda: self.noted))
+        return run_all(self.rescue, self.batch, limit or PartLimit(), self.attempt, self.noted)
 
 
 def sizes(parts: list[tuple[int, int, Any]]) -> list[int]:
@@ -165,7 +176,7 @@ def test_an_error_knows_whether_another_device_would_help(foreign_mib: int, one_
     device.meter.gpu.allocator.foreign_bytes = foreign_mib * MIB
     rescue = Rescue(device.meter, RescueSettings(adaptive=adaptive, retries=0))
     with pytest.raises(PartDoesNotFitError) as caught:
-        list(rescue.run(device.batch, PartLimit(), device.attempt, Noted))
+        run_all(rescue, device.batch, PartLimit(), device.attempt, Noted())
     details = caught.value.details
     assert (details.one_sample, details.should_fit) == (one_sample, not one_sample)
     assert (details.foreign_bytes, details.capacity_bytes) == (foreign_mib * MIB, 64 * MIB)
@@ -187,7 +198,7 @@ def test_other_errors_pass() -> None:
 
     rescue = Rescue(SimulatedMeter(MIB, expandable=True), RescueSettings())
     with pytest.raises(ValueError, match="shapes differ"):
-        list(rescue.run(BatchCosts.uniform(4), PartLimit(), attempt, Noted))
+        run_all(rescue, BatchCosts.uniform(4), PartLimit(), attempt, Noted())
 
 
 def test_nothing_of_a_failed_attempt_is_held_when_the_next_one_starts() -> None:
@@ -209,7 +220,7 @@ def test_nothing_of_a_failed_attempt_is_held_when_the_next_one_starts() -> None:
     rescue = Rescue(SimulatedMeter(MIB, expandable=True), RescueSettings())
     gc.disable()
     try:
-        assert len(list(rescue.run(BatchCosts.uniform(16), PartLimit(), attempt, Noted))) == 8
+        assert len(run_all(rescue, BatchCosts.uniform(16), PartLimit(), attempt, Noted())) == 8
     finally:
         gc.enable()
 
@@ -427,7 +438,7 @@ def test_the_smallest_cost_that_ran_out_within_the_plan_is_known() -> None:
     device.run(limit=PartLimit(cost=40))
     assert device.rescue.oom_cost == 16
     device.rescue.backoff, device.fits = Backoff(), 30
-    list(device.rescue.run(device.batch, PartLimit(cost=32), device.attempt, Noted))
+    run_all(device.rescue, device.batch, PartLimit(cost=32), device.attempt, Noted())
     assert device.rescue.oom_cost == 16
 
 

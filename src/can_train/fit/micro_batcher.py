@@ -20,7 +20,7 @@ from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import DeviceLimits, PeakPrediction
 from can_train.fit.packing import BatchCosts, PartLimit, SplitRules, counts_of
-from can_train.fit.rescue import Backoff, Rescue, RescueSettings, Undo, leaves_of
+from can_train.fit.rescue import Backoff, Rescue, RescueSettings, Try, Undo, leaves_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import Meter, meter_of, tensors_of
@@ -127,6 +127,59 @@ class Denominators:
         return {
             term: self.by_term.get(term, float(self.size)) / own if own else 1.0 for term, own in actual.items()
         } or {"": 1.0}
+
+
+@dataclass(frozen=True)
+class _BatchLoss:
+    """How the loss of one logical batch is computed, a micro-batch at a time."""
+
+    losses_of: Callable[[int, int], Losses]
+    size: int  # Samples of the batch, or of this rank's share
+    denominators: Mapping[str, float] | None  # Of the whole batch, by term; None: `size`
+    weights: Mapping[str, float] | None  # By term; None: 1 each
+    scale: Callable[[Tensor], Tensor]  # A gradient scaler's
+
+    def denominator(self, term: str) -> float:
+        """Returns the whole batch's denominator of a term."""
+        # A term whose denominator is zero has nothing in this batch: its sum is zero too.
+        return float(self.size) if self.denominators is None else self.denominators[term] or 1.0
+
+    def weighted(self, means: Mapping[str, Tensor]) -> Tensor:
+        """Returns the weighted sum of the terms' means."""
+        parts = [mean if self.weights is None else self.weights[term] * mean for term, mean in means.items()]
+        return sum(parts[1:], start=parts[0])
+
+
+class _Totals:
+    """Sums over the micro-batches of a batch."""
+
+    def __init__(self) -> None:
+        # They stay on the device: reading a number from it would make the host wait for it after every micro-batch.
+        self._means: dict[str, Tensor] = {}
+        self._denominators: dict[str, float] = {}
+        self._sizes: list[int] = []
+        self.largest_cost = self._cost_after_rescue = 0.0
+
+    def add(self, losses: Losses, part: Try, cost: float, *, rescued: bool) -> None:
+        """Adds a micro-batch; `rescued` tells whether memory ran out since the one before it."""
+        for term, (mean, denominator) in losses.items():
+            # In place: nothing undoes an out-of-memory here.
+            self._means[term] = self._means[term].add_(mean) if term in self._means else mean
+            self._denominators[term] = self._denominators.get(term, 0.0) + denominator
+        self._sizes.append(part.stop - part.start)
+        self._cost_after_rescue = cost if rescued else max(self._cost_after_rescue, cost)
+        self.largest_cost = max(self.largest_cost, cost)
+
+    def result(self, ooms: int) -> BatchResult:
+        """Returns the result of the batch, on whose way memory ran out some times."""
+        return BatchResult(
+            means=_MeansOnDevice(self._means),
+            denominators=self._denominators,
+            micro_batches=tuple(self._sizes),
+            largest_cost=self.largest_cost,
+            cost_after_rescue=self._cost_after_rescue,
+            ooms_rescued=ooms,
+        )
 
 
 def combine_shares(shares: Sequence[BatchResult]) -> BatchResult:
@@ -336,23 +389,37 @@ class MicroBatcher:
             self._trainable, self._rescue.backoff, self._largest_planned = trainable, Backoff(), 0.0
             self._looked_through.clear()
         self._undo = undo = Undo(self._model, self._meter, self._parameters, self._outside)
-
-        def attempt(start: int, stop: int) -> Losses:
-            losses = _check_losses(losses_of(start, stop), denominators, weights)
-            # A term whose denominator is zero has nothing in this batch: its sum is zero too.
-            whole = {term: float(len(costs)) if denominators is None else denominators[term] or 1.0 for term in losses}
-            means = {term: total / whole[term] for term, (total, _) in losses.items()}
-            weighted = [mean if weights is None else weights[term] * mean for term, mean in means.items()]
-            loss = sum(weighted[1:], start=weighted[0])
-            # Nor does a part need a gradient of which all terms are constant.
-            if loss.requires_grad:
-                self._look_outside(loss, tuple(means), undo)
-                scale(loss).backward()
-                self._had_gradient = True
-            return {term: (mean.detach(), losses[term][1]) for term, mean in means.items()}
-
+        batch_loss = _BatchLoss(losses_of, len(costs), denominators, weights, scale)
+        limit, rescue, totals = self._limit_for(costs), self._rescue, _Totals()
+        ooms_before = ooms = rescue.ooms
         with self._meter.active(tensors_of([self._model])):
-            return self._run_parts(costs, attempt, undo)
+            for part in rescue.tries(costs, limit):
+                with part, undo.undo_scope(), rescue.record_foreign_memory():
+                    losses = self._add_gradient(batch_loss, part, undo)
+                if not part.message:
+                    totals.add(losses, part, costs.cost(part.start, part.stop), rescued=rescue.ooms > ooms)
+                    ooms = rescue.ooms
+        self._largest_planned = max(self._largest_planned, min(limit.cost, costs.cost(0, len(costs))))
+        self._last_largest_cost = totals.largest_cost
+        return totals.result(ooms - ooms_before)
+
+    def _limit_for(self, costs: BatchCosts) -> PartLimit:
+        limit = self.rules.limit_for(costs)
+        if self._split is None:
+            return limit
+        return replace(limit, planned=_planned(self._split(len(costs)), len(costs)))
+
+    def _add_gradient(self, batch_loss: _BatchLoss, part: Try, undo: Undo) -> Losses:
+        """Computes a micro-batch forward and backward; returns its share of each term's mean, with its denominators."""
+        losses = _check_losses(batch_loss.losses_of(part.start, part.stop), batch_loss.denominators, batch_loss.weights)
+        means = {term: total / batch_loss.denominator(term) for term, (total, _) in losses.items()}
+        loss = batch_loss.weighted(means)
+        # A micro-batch of which all terms are constant needs no gradient.
+        if loss.requires_grad:
+            self._look_outside(loss, tuple(means), undo)
+            batch_loss.scale(loss).backward()
+            self._had_gradient = True
+        return {term: (mean.detach(), losses[term][1]) for term, mean in means.items()}
 
     def _look_outside(self, loss: Tensor, terms: tuple[str, ...], undo: Undo) -> None:
         """Finds what a loss gives gradients to beside the model's parameters, once for every set of terms, so that a
@@ -366,36 +433,6 @@ class MicroBatcher:
             if id(leaf) not in known:
                 undo.protect(leaf)
                 self._outside.append(weakref.ref(leaf))
-
-    def _run_parts(self, costs: BatchCosts, attempt: Callable[[int, int], Losses], undo: Undo) -> BatchResult:
-        limit, rescue = self.rules.limit_for(costs), self._rescue
-        if self._split is not None:
-            limit = replace(limit, planned=_planned(self._split(len(costs)), len(costs)))
-        ooms_before = ooms = rescue.ooms
-        # The sums stay on the device: reading a number from it would make the host wait for it after every part.
-        means: dict[str, Tensor] = {}
-        denominators: dict[str, float] = {}
-        sizes: list[int] = []
-        largest = after_rescue = 0.0
-        for start, stop, losses in rescue.run(costs, limit, attempt, undo.attempt):
-            for term, (mean, denominator) in losses.items():
-                # In place: nothing undoes an out-of-memory here.
-                means[term] = means[term].add_(mean) if term in means else mean
-                denominators[term] = denominators.get(term, 0.0) + denominator
-            sizes.append(stop - start)
-            cost = costs.cost(start, stop)
-            after_rescue = cost if rescue.ooms > ooms else max(after_rescue, cost)
-            largest, ooms = max(largest, cost), rescue.ooms
-        self._largest_planned = max(self._largest_planned, min(limit.cost, costs.cost(0, len(costs))))
-        self._last_largest_cost = largest
-        return BatchResult(
-            means=_MeansOnDevice(means),
-            denominators=denominators,
-            micro_batches=tuple(sizes),
-            largest_cost=largest,
-            cost_after_rescue=after_rescue,
-            ooms_rescued=ooms - ooms_before,
-        )
 
     def merge_gradients(self) -> None:
         """Adds the gradients of a batch's earlier parts to those of the part that is computed now. For a `losses_of`
@@ -415,12 +452,15 @@ class MicroBatcher:
         """
         costs, rescue = self._whole_batch(batch), self._evaluation
         limit, undo = limit or self.rules.limit_for(costs), Undo(self._model, self._meter)
+        results: list[T] = []
         with self._meter.active(tensors_of([self._model])):
-            parts = list(rescue.run(costs, limit, compute, undo.attempt))
+            for part in rescue.tries(costs, limit):
+                with part, undo.undo_scope(), rescue.record_foreign_memory():
+                    results.append(compute(part.start, part.stop))
         if self._settings.regrow:
             planned = min(limit.cost, costs.cost(0, len(costs)))
             rescue.backoff = rescue.backoff.after_step(planned=planned, factor=self._settings.factor)
-        return [result for _, _, result in parts]
+        return results
 
     def _costs(self, batch: Any) -> BatchCosts:
         return batch if isinstance(batch, BatchCosts) else self._price(batch)

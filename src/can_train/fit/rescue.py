@@ -6,10 +6,10 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,6 @@ RETREAT: Final = 0.9
 # Shares of what other processes leave that micro-batches use, the next one after each out-of-memory. The allocator
 # reserves more than is in use, and the more so the less room it has.
 ROOM_SHARES: Final = (0.97, 0.85, 0.7, 0.5)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +114,21 @@ class PartDoesNotFitError(DoesNotFitError):
         self.part = part
 
 
+class Try(CatchOutOfMemory):
+    """One execution of samples start:stop of a batch, as a block. An out-of-memory error ends the block, and `message`
+    has the device's words afterwards.
+
+    Compute in a function that the block calls: the frames of functions that have ended are cleared, and with them the
+    failed pass's tensors, but not the frame of the block itself.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+
+
 @dataclass
 class Rescue:
-    """Runs batches in parts that fit."""
+    """Cuts batches into micro-batches, and cuts them again after an out-of-memory."""
 
     meter: Meter
     settings: RescueSettings
@@ -138,46 +149,43 @@ class Rescue:
     # Number of ROOM_SHARES tried since other processes were noticed; 0: there are none, as far as is known.
     contention_level: int = 0
 
-    def run(
-        self,
-        batch: BatchCosts,
-        limit: PartLimit,
-        attempt: Callable[[int, int], T],
-        undone_on_error: Callable[[], AbstractContextManager[object]],
-    ) -> Iterator[tuple[int, int, T]]:
-        """Runs a batch in order, and yields each part (start, stop, what the attempt returned) once it has succeeded.
-        `limit` is what the plan allows a part; `undone_on_error` opens the span of an attempt, which undoes one that
-        fails, for any reason.
+    def tries(self, batch: BatchCosts, limit: PartLimit) -> Iterator[Try]:
+        """Yields micro-batches of a batch in order, until all samples are computed. One that ran out of memory is
+        followed by smaller ones of the same samples.
+
+        Args:
+            batch: Costs of the samples.
+            limit: What the plan allows a micro-batch.
+
+        Raises:
+            PartDoesNotFitError: Samples that may not be split further ran out of memory too often.
         """
         limit = replace(limit, floor=max(limit.floor, self.settings.floor))
         start, retries, ooms_before = 0, 0, self.ooms
         self._recheck_contention(limit)
         sizes = self._cut(batch, 0, limit)
         while sizes:
-            stop = start + sizes[0]
-            with CatchOutOfMemory() as caught, undone_on_error(), self._others_noted():
-                result = attempt(start, stop)
-            # The retry stands outside of any `except`: there, the error would keep the failed pass's tensors alive.
-            if not caught.message:
-                yield start, stop, result
-                start, retries = stop, 0
+            part = Try(start, start + sizes[0])
+            yield part
+            if not part.message:
+                start, retries = part.stop, 0
                 sizes = self._cut(batch, start, limit) if self._recheck_contention(limit) else sizes[1:]
                 continue
             self.meter.release()
             self.on_oom()
-            sizes = self._split_after_oom(batch, start, stop, limit)
-            if sizes[0] == stop - start:
+            sizes = self._split_after_oom(batch, start, part.stop, limit)
+            if sizes[0] == part.stop - start:
                 retries += 1
                 if not self.settings.adaptive or retries > self.settings.retries:
-                    raise self._does_not_fit(batch, start, stop, caught.message)
+                    raise self._does_not_fit(batch, start, part.stop, part.message)
                 self.wait(FIRST_WAIT_S * 2 ** (retries - 1))
                 self.meter.release()
         self.ooms_rescued += self.ooms - ooms_before
 
     @contextmanager
-    def _others_noted(self) -> Iterator[None]:
-        """Reads what other processes hold at the moment at which memory runs out: one that leaves again before anything
-        is undone is to blame, too.
+    def record_foreign_memory(self) -> Iterator[None]:
+        """Reads how much other processes hold when memory runs out in the block: one of them may leave before the try
+        is undone, and is to blame, too.
         """
         try:
             yield
@@ -318,8 +326,8 @@ class Undo:
         self._aside = []
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Opens the span of an attempt, and undoes it where it fails, for any reason."""
+    def undo_scope(self) -> Iterator[None]:
+        """Opens the span of a try, which is undone where it fails, for any reason."""
         # A backward that fails half-way has added to some of the gradients: where that stayed, weights were 23 to 95 %
         # off.
         self._snapshot = Snapshot(self._model, self._meter.device, since=self._snapshot)

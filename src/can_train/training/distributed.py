@@ -5,9 +5,9 @@ them becomes known to all, so that none waits forever.
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -99,7 +99,19 @@ class Ranks:
             RankFailedError: It failed elsewhere.
             RankGoneError: Another process has ended.
         """
-        return [work()]
+        with self.reporting_failure():
+            result = work()
+        return self.exchange(result)
+
+    def reporting_failure(self) -> AbstractContextManager[None]:
+        """Tells the other ranks of an error that ends the block: they would wait for this one until the timeout. The
+        block exchanges nothing with them, and `exchange` comes after it.
+        """
+        return nullcontext()
+
+    def exchange(self, result: T) -> list[T]:
+        """Returns the small picklable objects of all ranks, by rank; raises RankFailedError or RankGoneError."""
+        return [result]
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Does some work on rank 0, and returns its result on every rank; raises as `gather` does."""
@@ -173,18 +185,20 @@ class ConnectedRanks(Ranks):
             self._calls.run(lambda: torch.cuda.set_device(device))
         self._tensors = self._calls.run(lambda: _tensor_group(device))
 
-    def gather(self, work: Callable[[], T]) -> list[T]:  # noqa: D102 - as above
+    @contextmanager
+    def reporting_failure(self) -> Iterator[None]:  # noqa: D102 - as above
         try:
-            result = work()
+            yield
         except Exception as error:
             own = isinstance(error, CanTrainError)
             message = str(error).splitlines()[0] if own else first_sentence(error)
             failure = Failure(self.rank, message, isinstance(error, DoesNotFitError))
-            # The others wait in the same exchange: without a report from here they would wait until the timeout. The
-            # error here explains more than that another process ended too.
+            # The error here explains more than that another process ended too.
             with suppress(RankGoneError):
                 self._gather((failure, None))
             raise
+
+    def exchange(self, result: T) -> list[T]:  # noqa: D102
         reports: list[tuple[Failure | None, T]] = self._gather((None, result))
         if failures := [failure for failure, _ in reports if failure is not None]:
             raise RankFailedError(failures)

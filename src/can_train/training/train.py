@@ -66,6 +66,9 @@ from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import plan_details, plan_summary, reference_model_lines
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
 
+ShareResult = tuple[BatchResult, Denominators]
+"""What a rank computed of a logical batch, with the denominators of the whole batch that it took for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -421,14 +424,34 @@ def _before_step(session: Session, rows: Rows) -> None:
 
 
 def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool) -> BatchResult:
-    """Takes one optimizer step of the current phase; `snapshot` was taken before it."""
+    """Takes one optimizer step of the current phase: its gradient, the sum over the ranks, the weights; `snapshot` was
+    taken before it.
+    """
     # The reserves' own lists, not copies: one is emptied within the step, and nobody else may keep what was in it.
     reserved = [state.reserve.tensors for state in session.phases]
     held = *reserved, session.planners.first.reference_tensors, snapshot.copies
     optimizers = [state.optimization.optimizer for state in session.phases]
+    ranks = session.ranks
     with session.monitor.step(session.model, *optimizers, *held) as counted:
-        own, result = _optimizer_step(session, rows, snapshot, ends_epoch=ends_epoch)
-    session.note_run(own, counted=counted)
+        shares = _accumulate(session, rows)
+        factors = _correction(shares, ranks.rank, size=len(rows))
+        if len(set(factors.values())) > 1:
+            # Each term needs a factor of its own, and their gradients have been added up: once more, with the
+            # denominators that the first pass has found.
+            session.optimization.optimizer.zero_grad(set_to_none=True)
+            snapshot.restore()
+            denominators = Denominators(combine_shares([share for share, _ in shares]).denominators)
+            shares, factor = _with_ooms_of_both(shares, _accumulate(session, rows, denominators)), 1.0
+        else:
+            factor = next(iter(factors.values()))
+            _multiply_gradients(session.optimization.parameters, factor)
+        result = combine_shares([share for share, _ in shares]).scaled(factor)
+        if not all(math.isfinite(mean) for mean in result.means.values()):
+            raise _no_longer_finite(session, f"step {session.progress.step}", result.means)
+        ranks.reduce_gradients(session.optimization.parameters)
+        session.stop_signal = _first_signal(ranks.gather(lambda: _update_weights(session, ends_epoch=ends_epoch)))
+        ranks.broadcast_buffers(session.model)
+    session.note_run(shares[ranks.rank][0], counted=counted)
     if session.training.log_splits and len(result.micro_batches) > 1:
         session.reporter.detail(_split_text(session, rows, result))
     return result
@@ -445,54 +468,30 @@ def _split_text(session: Session, rows: Rows, result: BatchResult) -> str:
     return f"step {session.progress.step}{phase}: {len(stops)} micro-batches, {total}{peak}"
 
 
-def _optimizer_step(
-    session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool
-) -> tuple[BatchResult, BatchResult]:
-    """Accumulates the gradient of a logical batch and updates the weights.
-
-    Returns:
-        What this rank computed of the batch, and the whole.
+def _correction(shares: Sequence[ShareResult], rank: int, *, size: int) -> dict[str, float]:
+    """Returns, by term, what the gradient of the whole batch must be multiplied by: 1 where its denominators were known
+    before it was computed.
     """
-    ranks = session.ranks
-    own, result = _gradient(session, rows, snapshot)
-    if not all(math.isfinite(mean) for mean in result.means.values()):
-        raise _no_longer_finite(session, f"step {session.progress.step}", result.means)
-    ranks.reduce_gradients(session.optimization.parameters)
-    session.stop_signal = _first_signal(ranks.gather(lambda: _update_weights(session, ends_epoch=ends_epoch)))
-    ranks.broadcast_buffers(session.model)
-    return own, result
+    result, denominators = combine_shares([share for share, _ in shares]), shares[rank][1]
+    if denominators.is_estimate:
+        return denominators.factors(result.denominators)
+    # Parts whose denominators do not add up to the batch's would silently train with another gradient.
+    check_denominators(result, denominators.by_term, size=size)
+    return {"": 1.0}
 
 
-def _gradient(session: Session, rows: Rows, snapshot: Snapshot) -> tuple[BatchResult, BatchResult]:
-    """Accumulates the gradient of a logical batch, of which each rank computes a share; returns its own result and the
-    whole's.
-    """
-    ranks, parameters = session.ranks, session.optimization.parameters
-    shares = ranks.gather(lambda: _accumulate(session, rows))
-    own, result = shares[ranks.rank][0], combine_shares([share for share, _ in shares])
-    expected = shares[ranks.rank][1]
-    if not expected.is_estimate:
-        # Parts whose denominators do not add up to the batch's would silently train with another gradient.
-        check_denominators(result, expected.by_term, size=len(rows))
-        return own, result
-    factors = expected.factors(result.denominators)
-    if len(set(factors.values())) > 1:
-        # Each term needs a factor of its own, and their gradients have been added up: once more, by what is known now.
-        session.optimization.optimizer.zero_grad(set_to_none=True)
-        snapshot.restore()
-        known = Denominators(result.denominators)
-        again = ranks.gather(lambda: _accumulate(session, rows, known))
-        # What ran out of memory did so in the first pass mostly; the second begins with smaller parts.
-        repeated = [
-            replace(second, ooms_rescued=first.ooms_rescued + second.ooms_rescued)
-            for (first, _), (second, _) in zip(shares, again, strict=True)
-        ]
-        return repeated[ranks.rank], combine_shares(repeated)
-    factor = next(iter(factors.values()))
+def _multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
-    return own.scaled(factor), result.scaled(factor)
+
+
+def _with_ooms_of_both(first: Sequence[ShareResult], second: Sequence[ShareResult]) -> list[ShareResult]:
+    # Memory ran out in the first pass mostly; the second one begins with smaller micro-batches.
+    return [
+        (replace(later, ooms_rescued=earlier.ooms_rescued + later.ooms_rescued), denominators)
+        for (earlier, _), (later, denominators) in zip(first, second, strict=True)
+    ]
 
 
 def _no_longer_finite(session: Session, where: str, losses: Mapping[str, float]) -> FailedRunError:
@@ -506,7 +505,7 @@ def _no_longer_finite(session: Session, where: str, losses: Mapping[str, float])
     )
 
 
-def _accumulate(session: Session, rows: Rows, known: Denominators | None = None) -> tuple[BatchResult, Denominators]:
+def _accumulate(session: Session, rows: Rows, known: Denominators | None = None) -> list[ShareResult]:
     """Accumulates the gradient of this rank's share of a logical batch, and makes room for the optimizer.
 
     Args:
@@ -515,39 +514,42 @@ def _accumulate(session: Session, rows: Rows, known: Denominators | None = None)
         known: Denominators of the whole batch, where they are known.
 
     Returns:
-        The result of the share, and the denominators of the whole logical batch that it was computed with.
+        Of all ranks, the result of the share, and the denominators of the whole logical batch that it was computed
+        with.
     """
-    state, device, progress = session.phase, session.meter.device, session.progress
-    # A function of seed, step and update: a resumed or repeated step draws the same numbers.
-    generator = step_generator(seed=session.training.seed, step=progress.step, update=progress.updates)
-    task = state.in_epoch(progress.epoch, session.training.epochs)
-    # The whole batch, so that what couples its samples is drawn alike on all ranks; it computes what is asked of it.
-    batch = task.logical_batch(rows, device, session.precision.dtype, generator)
-    share = session.ranks.share(len(rows), lambda: state.shared_plan.training_costs(state.task, rows))
-    denominators = known or Denominators.of(batch, len(rows))
+    state, device, progress, ranks = session.phase, session.meter.device, session.progress, session.ranks
+    with ranks.reporting_failure():
+        # A function of seed, step and update: a resumed or repeated step draws the same numbers.
+        generator = step_generator(seed=session.training.seed, step=progress.step, update=progress.updates)
+        task = state.in_epoch(progress.epoch, session.training.epochs)
+        # The whole batch, so that couplings of its samples are drawn alike on all ranks; it computes only the samples
+        # that it is asked for.
+        batch = task.logical_batch(rows, device, session.precision.dtype, generator)
+        share = ranks.share(len(rows), lambda: state.shared_plan.training_costs(state.task, rows))
+        denominators = known or Denominators.of(batch, len(rows))
 
-    def losses_of(start: int, stop: int) -> Losses:
-        with session.precision.context(device):
-            losses = batch.losses(session.model, share.start + start, share.start + stop)
-        # Of several ranks, all must take the batch to have the same denominators.
-        denominators.learn(losses, is_whole=session.ranks.size == 1 and stop - start == len(rows))
-        return losses
+        def losses_of(start: int, stop: int) -> Losses:
+            with session.precision.context(device):
+                losses = batch.losses(session.model, share.start + start, share.start + stop)
+            # Of several ranks, all must take the batch to have the same denominators.
+            denominators.learn(losses, is_whole=ranks.size == 1 and stop - start == len(rows))
+            return losses
 
-    if share.start == share.stop:
-        # A scaler that has never scaled refuses to step.
-        state.optimization.scaler.scale(torch.zeros((), device=device))
-    try:
-        result = state.batcher.run_share(
-            losses_of,
-            state.run_plan.training_costs(state.task, rows[share]),
-            denominators=denominators.by_term,
-            weights=session.task.loss_weights or None,
-            scale=state.optimization.scaler.scale,
-        )
-    except DoesNotFitError as error:
-        raise with_samples(error, session.task.describe, rows[share]) from None
-    state.reserve.before_step()
-    return result, denominators
+        if share.start == share.stop:
+            # A scaler that has never scaled refuses to step.
+            state.optimization.scaler.scale(torch.zeros((), device=device))
+        try:
+            result = state.batcher.run_share(
+                losses_of,
+                state.run_plan.training_costs(state.task, rows[share]),
+                denominators=denominators.by_term,
+                weights=session.task.loss_weights or None,
+                scale=state.optimization.scaler.scale,
+            )
+        except DoesNotFitError as error:
+            raise with_samples(error, session.task.describe, rows[share]) from None
+        state.reserve.before_step()
+    return ranks.exchange((result, denominators))
 
 
 def _update_weights(session: Session, *, ends_epoch: bool) -> int | None:
