@@ -25,7 +25,7 @@ from can_train.reporter import SilentReporter
 from can_train.runs.run_folder import RunFolder, StopRequests
 from can_train.training.loading import fresh_model, load_task
 from can_train.training.session import Parts
-from can_train.training.train import make_session, observe, take_step
+from can_train.training.train import make_session, recording_observation, take_step
 
 CASES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("sim:512MiB", "the preset's batch (64)", {}),
@@ -119,8 +119,8 @@ def train_epoch(parts: Parts) -> float:
     session = make_session(parts, factor_rule(parts.run, parts.meter.key, parts.reporter))
     steps = session.epochs.steps(0)
     started = parts.meter.seconds()
-    with parts.folder.attempts.recorded(parts.stops, rank=0), observe(session):
-        for state in session.phases:
+    with parts.folder.attempts.recorded(parts.stops, rank=0), recording_observation(session):
+        for state in session.engines:
             state.reserve.hold()
         for number, rows in enumerate(steps):
             take_step(session, rows, ends_epoch=number + 1 == len(steps))

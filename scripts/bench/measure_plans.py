@@ -124,14 +124,19 @@ def measured_peak(folder: Path, run: ResolvedRun, task: BatchTask) -> tuple[int,
     parts = Parts(run=run, folder=created, task=task, meter=meter, reporter=reporter, stops=StopRequests())
     with meter.active():
         session = make_session(parts, factor_rule(run, meter.key, reporter))
-        session.reserve.hold()
+        engine, rules = session.engine, session.engine.run_plan.plan.rules
+        engine.reserve.hold()
         steps = session.epochs.steps(0)
-        costs = [largest_part(session.run_plan.training_costs(task, rows), session.plan.rules) for rows in steps]
+        costs = [largest_part(engine.run_plan.training_costs(task, rows), rules) for rows in steps]
         costliest = int(np.argmax(costs))
         for _ in range(STEPS):
             take_step(session, steps[costliest], ends_epoch=False)
-        priced = session.run_plan.training_costs(task, steps[costliest])
-    return session.monitor.peak_bytes, steps[costliest], cut(priced, session.plan.rules.limit_for(priced))
+        priced = engine.run_plan.training_costs(task, steps[costliest])
+    return (
+        session.monitor.peak_bytes,
+        steps[costliest],
+        cut(priced, rules.limit_for(priced)),
+    )
 
 
 def largest_part(costs: BatchCosts, rules: SplitRules) -> float:

@@ -19,7 +19,7 @@ from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.task import BatchTask
 from can_train.training import train as training_loop
 from can_train.training.distributed import Ranks
-from can_train.training.train import make_session, observe, train_new
+from can_train.training.train import make_session, recording_observation, train_new
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20
@@ -140,7 +140,7 @@ def fit_line(
     drawn = torch.rand(3)
     restore_generators(generators)
     task.armed = True
-    with parts.stops.installed(), observe(session):
+    with parts.stops.installed(), recording_observation(session):
         training_loop.train(session)
     assert isinstance(parts.reporter, Notices)
     told = {
@@ -148,8 +148,8 @@ def fit_line(
         "buffers": dict(session.model.named_buffers()),
         "best": session.best,
         "step": session.progress.step,
-        "ooms": (session.batcher.ooms_rescued, session.ooms_elsewhere),
-        "plan": session.run_plan.to_plain(),
+        "ooms": (session.engine.batcher.ooms_rescued, session.ooms_elsewhere),
+        "plan": session.engine.run_plan.to_plain(),
         "notices": parts.reporter.texts,
         "asked in planning": planning,
         "validated": task.validated,

@@ -294,9 +294,9 @@ def test_samples_that_were_skipped_stay_skipped_when_a_run_is_planned_again(tmp_
     run = line_run(tmp_path, oversize="skip", batch_size=20)
     planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=Notices())
     plan = planner.make(FACTOR)
-    assert planner.make_again(plan, FACTOR).skipped == plan.skipped == (7,)
+    assert planner.replan_same_batch(plan, FACTOR).skipped == plan.skipped == (7,)
     with pytest.raises(DoesNotFitError, match="point 7"):
-        planner.make_again(replace(plan, skipped=()), FACTOR)
+        planner.replan_same_batch(replace(plan, skipped=()), FACTOR)
 
 
 class TimedTask(HungryTask):

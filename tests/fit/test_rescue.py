@@ -406,7 +406,7 @@ def tuned_gpu(**settings: Any) -> SmallGpu:
     limits = DeviceLimits(
         device_key="sim", capacity_bytes=200 * MIB, training=training, evaluation=training, optimizer_peak_bytes=0
     )
-    gpu.batcher.use(SplitRules(safe_limit=180 * MIB, tuned_limit=180 * MIB), limits)
+    gpu.batcher.set_limits(SplitRules(safe_limit=180 * MIB, tuned_limit=180 * MIB), limits)
     gpu.cost = BatchCosts.of_samples([6 * MIB] * 60)
     return gpu
 

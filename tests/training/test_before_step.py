@@ -95,13 +95,13 @@ def test_it_draws_nothing_from_the_steps_own_randomness() -> None:
 
 def test_it_is_not_repeated_for_the_parts_of_a_batch(tmp_path: Path) -> None:
     session = trained(tmp_path, DiaryTask(), find_batch_size="auto", micro_batch_size=3)
-    assert session.plan.most_parts == 7
+    assert session.engine.run_plan.plan.most_parts == 7
     assert len(diary(session)) == STEPS
 
 
 def test_a_rescue_within_the_step_keeps_what_was_done_before_it(tmp_path: Path) -> None:
     session = trained(tmp_path, DiaryTask(fail_above=7))
-    assert session.batcher.ooms_rescued > 0
+    assert session.engine.batcher.ooms_rescued > 0
     assert diary(session) == diary(trained(tmp_path / "undisturbed", DiaryTask()))
 
 

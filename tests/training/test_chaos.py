@@ -238,14 +238,14 @@ def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
             told.refused = True
             told.rightly_refused = world.largest > 0.8 * meter.available_bytes()
             return told
-    told.ooms = session.batcher.ooms_rescued
+    told.ooms = session.engine.batcher.ooms_rescued
     told.distance = distance(session, task)
     return told
 
 
 def watch(session: Session, meter: SimulatedMeter, task: HeavyTask, told: Told) -> None:
     """Notes what each step took."""
-    run = session.batcher.run_share
+    run = session.engine.batcher.run_share
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
         before = meter.available_bytes()
@@ -257,7 +257,7 @@ def watch(session: Session, meter: SimulatedMeter, task: HeavyTask, told: Told) 
         told.steps.append(Step(need=need, available=available, peak=meter.peak_bytes(), parts=parts))
         return result
 
-    session.batcher.run_share = noted  # type: ignore[method-assign]
+    session.engine.batcher.run_share = noted  # type: ignore[method-assign]
 
 
 def distance(session: Session, task: HeavyTask) -> float:

@@ -102,8 +102,8 @@ def test_each_epoch_sees_its_own_samples_once_in_batches_of_its_own(tmp_path: Pa
 def test_the_schedule_of_the_learning_rate_is_as_long_as_the_epochs_together(tmp_path: Path) -> None:
     session = trained(tmp_path, GrowingTask(), scheduler="cosine", lr=0.1)
     assert session.progress.step == session.epochs.total_steps(4) == sum(STEPS)
-    assert session.optimization.lr == pytest.approx(0.0, abs=1e-12)
-    assert session.optimization.scheduler.last_epoch == sum(STEPS)
+    assert session.engine.optimization.lr == pytest.approx(0.0, abs=1e-12)
+    assert session.engine.optimization.scheduler.last_epoch == sum(STEPS)
 
 
 @pytest.mark.parametrize("step", range(1, sum(STEPS) + 1))
@@ -136,10 +136,10 @@ def test_a_run_that_is_taken_up_in_another_epoch_ends_elsewhere(tmp_path: Path) 
 def test_samples_that_are_left_out_are_left_out_of_every_epoch(tmp_path: Path) -> None:
     parts = line_parts(tmp_path, task := GrowingTask(), **SETTINGS)
     session = make_session(parts, HALF)
-    plan = session.run_plan.to_plain() | {"skipped": [3, 30]}
+    plan = session.engine.run_plan.to_plain() | {"skipped": [3, 30]}
     parts.folder.plan_path.write_text(json.dumps(plan))
     again = make_session(parts, HALF)
-    assert again.run_plan == RunPlan.from_plain(plan)
+    assert again.engine.run_plan == RunPlan.from_plain(plan)
     training_loop.train(again)
     seen = [sorted(row for number, rows in task.seen if number == epoch for row in rows) for epoch in range(4)]
     assert seen == [sorted(set(range(count)) - {3, 30}) for count in EPOCH_ROWS]
@@ -169,9 +169,9 @@ def test_a_batch_that_was_asked_for_is_not_cut_down_to_the_smallest_epoch(tmp_pa
 
 def test_a_plan_says_how_many_steps_its_epochs_have(tmp_path: Path) -> None:
     session = trained(tmp_path, GrowingTask())
-    plan, *_ = plan_lines(session.run_plan, "cpu", 2**30)
+    plan, *_ = plan_lines(session.engine.run_plan, "cpu", 2**30)
     assert "20 samples a step (as asked for), 1 to 3 steps an epoch" in plan
-    assert any("An epoch has only 1 optimizer step" in notice for notice in session.plan.notices)
+    assert any("An epoch has only 1 optimizer step" in notice for notice in session.engine.run_plan.plan.notices)
     (folder,) = (tmp_path / "runs").iterdir()
     progress = read_progress(RunFolder(folder), None)
     assert (progress.step, progress.steps) == (sum(STEPS), sum(STEPS))
@@ -209,11 +209,12 @@ class HeavyAtFirst(GrowingTask):
 def test_a_plan_is_for_the_costliest_micro_batch_of_the_first_epoch_too(tmp_path: Path) -> None:
     parts = line_parts(tmp_path, HeavyAtFirst(), epochs=4, batch_size=12, find_batch_size="opt")
     session = make_session(parts, fixed(1.0))
+    plan = session.engine.run_plan
     costs = [
-        [session.run_plan.training_costs(session.task, rows).cost(0, len(rows)) for rows in session.epochs.steps(epoch)]
+        [plan.training_costs(session.task, rows).cost(0, len(rows)) for rows in session.epochs.steps(epoch)]
         for epoch in (0, 3)
     ]
-    assert session.plan.largest_cost == pytest.approx(costs[0][0])
+    assert session.engine.run_plan.plan.largest_cost == pytest.approx(costs[0][0])
     assert costs[0][0] > 1.5 * max(costs[1])
 
 
@@ -233,4 +234,4 @@ def test_several_ranks_train_ever_more_samples_as_one_process_does(tmp_path: Pat
 def test_what_a_task_has_to_say_is_said_with_the_plan(tmp_path: Path) -> None:
     task = GrowingTask()
     task.notices = lambda: ("points are few",)  # type: ignore[method-assign]
-    assert "points are few" in make_session(line_parts(tmp_path, task), HALF).run_plan.notices
+    assert "points are few" in make_session(line_parts(tmp_path, task), HALF).engine.run_plan.notices

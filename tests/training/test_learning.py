@@ -17,7 +17,7 @@ from can_train.fit.factor_rule import NO_AIM
 from can_train.training import train as training_loop
 from can_train.training.dry_run import get_effective_safety_factor
 from can_train.training.session import Session
-from can_train.training.train import make_session, observe
+from can_train.training.train import make_session, recording_observation
 from fakes.costly import Costly
 from fakes.line_fit import LineBatch, LineTask, Notices, StoppedTask, fixed, line_parts, line_run
 
@@ -31,7 +31,7 @@ def attempt(folder: Path, task: LineTask | None = None, **training: Any) -> Sess
     parts.meter.capacity_bytes = 2**30
     factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
-    with parts.stops.installed(), observe(session):
+    with parts.stops.installed(), recording_observation(session):
         training_loop.train(session)
     return session
 
@@ -67,7 +67,7 @@ def test_the_next_run_confirms_the_limits_that_a_run_has_found(tmp_path: Path) -
     first = attempt(tmp_path, CostlyTask(), batch_size=60)
     shutil.rmtree(tmp_path / "runs")
     again = attempt(tmp_path, CostlyTask(), batch_size=60)
-    found, confirmed = first.run_plan.limits, again.run_plan.limits
+    found, confirmed = first.engine.run_plan.limits, again.engine.run_plan.limits
     assert found is not None
     assert confirmed is not None
     assert (found.training.confirmed, confirmed.training.confirmed) == (False, True)
@@ -82,14 +82,14 @@ def test_limits_of_other_weights_or_of_a_search_cut_short_are_not_left_to_the_ne
 ) -> None:
     parts = line_parts(tmp_path, CostlyTask(), batch_size=60)
     session = make_session(parts, factor_rule(parts.run, parts.meter.key, parts.reporter))
-    state, limits = session.phase, session.run_plan.limits
+    state, limits = session.engine, session.engine.run_plan.limits
     assert limits is not None
     if other == "thawed":
         session.is_thawed = True
     else:
         cut_short = replace(limits, training=replace(limits.training, untried=1e12))
         state.run_plan = replace(state.run_plan, limits=cut_short)
-    with observe(session):
+    with recording_observation(session):
         pass
     (observed,) = read_records(tmp_path / "state").finished
     assert observed.limits == {}
@@ -105,15 +105,15 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     parts = line_parts(tmp_path, roomy, batch_size=30)
     factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
-    assert session.plan.most_parts == 1
+    assert session.engine.run_plan.plan.most_parts == 1
     roomy.fail_above = 20
-    with observe(session):
+    with recording_observation(session):
         training_loop.train(session)
     (observed,) = read_records(tmp_path / "state").finished
     assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == (
         "rescued",
         30,
-        session.batcher.ooms_rescued,
+        session.engine.batcher.ooms_rescued,
     )
     assert observed.largest_micro_batch <= 20
     assert "with the same gradient" in "\n".join(parts.reporter.texts)  # type: ignore[attr-defined]
@@ -123,14 +123,14 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
 def test_after_an_out_of_memory_a_lower_factor_cuts_finer_and_keeps_the_batch(tmp_path: Path) -> None:
     first = make_session(line_parts(tmp_path, batch_size=30), fixed(0.6))
     again = make_session(line_parts(tmp_path, batch_size=30), replace(fixed(0.3), after_oom=True))
-    assert again.plan.logical_batch == first.plan.logical_batch == 30
-    assert again.batcher.rules.safe_limit == pytest.approx(first.batcher.rules.safe_limit / 2)
+    assert again.engine.run_plan.plan.logical_batch == first.engine.run_plan.plan.logical_batch == 30
+    assert again.engine.batcher.rules.safe_limit == pytest.approx(first.engine.batcher.rules.safe_limit / 2)
 
 
 def test_what_was_learned_since_leaves_a_frozen_plan_alone(tmp_path: Path) -> None:
     first = make_session(line_parts(tmp_path, batch_size=30), fixed(0.6))
     again = make_session(line_parts(tmp_path, batch_size=30), fixed(0.3))
-    assert again.run_plan == first.run_plan
+    assert again.engine.run_plan == first.engine.run_plan
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"limits": null}'])
@@ -158,7 +158,7 @@ def test_what_cannot_be_rescued_is_named_and_the_run_saved(
     task.fail_above = 0
     with (
         pytest.raises(DoesNotFitError, match=rf"{rule}.*: point \d+.*\n.*{remedy}"),
-        observe(session),
+        recording_observation(session),
     ):
         training_loop.train(session)
     assert [observed.outcome for observed in read_records(tmp_path / "state").finished] == ["oom"]
@@ -184,7 +184,7 @@ def test_how_an_attempt_ended_is_recorded(tmp_path: Path, error: BaseException, 
     parts = line_parts(tmp_path, batch_size=20)
     factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
-    with pytest.raises(type(error)), observe(session):
+    with pytest.raises(type(error)), recording_observation(session):
         raise error
     assert [observed.outcome for observed in read_records(tmp_path / "state").finished] == [outcome]
 
@@ -201,7 +201,7 @@ def test_a_state_folder_that_cannot_be_written_stops_no_training(tmp_path: Path)
 
 def test_without_learning_the_static_factor_is_used_and_nothing_is_written(tmp_path: Path) -> None:
     session = attempt(tmp_path, batch_size=20, use_adaptive_batch_size_factor=False, graph_memory_safety_factor=0.3)
-    assert session.plan.safety_factor == 0.3
+    assert session.engine.run_plan.plan.safety_factor == 0.3
     assert not (tmp_path / "state").exists()
 
 
@@ -225,7 +225,7 @@ def test_planning_leaves_model_and_generators_as_they_were(tmp_path: Path) -> No
     fresh = parts.task.build_model()
     expected = torch.rand(())
     session = make_session(parts, factor)
-    assert session.run_plan.limits is not None
+    assert session.engine.run_plan.limits is not None
     assert torch.equal(torch.rand(()), expected)
     for one, other in zip(session.model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(one, other)

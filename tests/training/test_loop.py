@@ -38,7 +38,7 @@ def test_training_lowers_the_loss_and_keeps_the_best_weights(tmp_path: Path) -> 
 def test_weights_do_not_depend_on_the_micro_batches(tmp_path: Path, limit: int) -> None:
     whole = train_line(tmp_path / "whole", batch_size=20, precision="fp64", micro_batch_size=20, epochs=5)
     split = train_line(tmp_path / "split", batch_size=20, precision="fp64", micro_batch_size=limit, epochs=5)
-    assert split.plan.most_parts == -(-20 // limit)
+    assert split.engine.run_plan.plan.most_parts == -(-20 // limit)
     assert split.largest_micro_batch == -(-20 // -(-20 // limit))
     assert torch.linalg.vector_norm(weights(split) - weights(whole)) <= 1e-10 * torch.linalg.vector_norm(weights(whole))
 
@@ -95,10 +95,10 @@ def test_before_the_first_measured_step_no_peak_is_claimed(tmp_path: Path) -> No
 
 def test_on_the_cpu_cost_and_peak_are_those_of_the_measured_steps(tmp_path: Path) -> None:
     session = train_line(tmp_path, epochs=1, batch_size=25)
-    costs = [session.run_plan.training_costs(session.task, rows) for rows in session.epochs.steps(0)]
+    costs = [session.engine.run_plan.training_costs(session.task, rows) for rows in session.epochs.steps(0)]
     first, second, last = [cost.cost(0, len(cost)) for cost in costs]
-    assert session.plan.most_parts == 1
-    assert session.largest_cost == session.cost_after_rescue == last < max(first, second)
+    assert session.engine.run_plan.plan.most_parts == 1
+    assert session.fullest.largest_cost == session.fullest.cost_after_rescue == last < max(first, second)
 
 
 def test_the_monitor_has_the_rhythm_that_was_set(tmp_path: Path) -> None:
@@ -106,14 +106,14 @@ def test_the_monitor_has_the_rhythm_that_was_set(tmp_path: Path) -> None:
     run = replace(parts.run, monitor=MonitorSettings(interval=3, warmup=2))
     session = make_session(replace(parts, run=run), HALF)
     due: list[int] = []
-    step = session.optimization.step
+    step = session.engine.optimization.step
 
     def noted() -> bool:
         # Within a step the next one's turn is told already.
         due.extend([session.progress.step + 1] * session.monitor.due)
         return step()
 
-    session.optimization.step = noted  # type: ignore[method-assign]
+    session.engine.optimization.step = noted  # type: ignore[method-assign]
     training_loop.train(session)
     assert due == [2, 5, 8]
 
@@ -141,8 +141,8 @@ def test_a_run_stopped_at_any_step_goes_on_as_if_it_had_not_been(
     assert stop.value.code == 143
     cut = train_line(tmp_path / "cut", DroppingTask(after=0), **settings)
     assert torch.equal(weights(cut), weights(whole))
-    assert cut.optimization.state_dict()["scaler"] == whole.optimization.state_dict()["scaler"]
-    assert cut.optimization.lr == whole.optimization.lr
+    assert cut.engine.optimization.state_dict()["scaler"] == whole.engine.optimization.state_dict()["scaler"]
+    assert cut.engine.optimization.lr == whole.engine.optimization.lr
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 

@@ -20,7 +20,7 @@ from can_train.memory.meters import RISES, WINDOW_STEPS, SimulatedMeter
 from can_train.task import Feature
 from can_train.training import train as training_loop
 from can_train.training.session import Session
-from can_train.training.train import make_session, observe, take_step
+from can_train.training.train import make_session, recording_observation, take_step
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
@@ -134,7 +134,7 @@ def observed(folder: Path, surprise: int, **training: Any) -> Observation:
     parts = replace(line_parts(folder, task, batch_size=30, epochs=1, **training), meter=gpu(200))
     with parts.meter.active():
         session = task.session = make_session(parts, FACTOR)
-        with suppress(DoesNotFitError), observe(session):
+        with suppress(DoesNotFitError), recording_observation(session):
             training_loop.train(session)
     (observation,) = read_records(folder / "state").finished
     return observation
@@ -165,9 +165,9 @@ def test_an_out_of_memory_without_a_tuned_limit_is_counted_and_teaches_nothing(t
 @pytest.mark.parametrize(("capacity_mib", "whole"), [(200, True), (70, False)], ids=["whole", "in parts"])
 def test_a_plan_counts_the_copies_of_buffers_that_a_step_holds(tmp_path: Path, capacity_mib: int, whole: bool) -> None:
     session = session_on(tmp_path, BufferedTask(), capacity_mib)
-    assert (session.plan.most_parts == 1) == whole
+    assert (session.engine.run_plan.plan.most_parts == 1) == whole
     train(session)
-    predicted = session.run_plan.predicted_peak_bytes
+    predicted = session.engine.run_plan.predicted_peak_bytes
     assert predicted is not None
     assert session.monitor.peak_bytes == pytest.approx(predicted, rel=0.03)
 
@@ -177,37 +177,37 @@ def test_the_first_step_takes_no_more_than_the_plan_says(tmp_path: Path, capacit
     """It makes the optimizer's state, whose place was held until then."""
     session = session_on(tmp_path, HeavyTask(), capacity_mib, batch_size=5, epochs=1)
     train(session)
-    predicted = session.run_plan.predicted_peak_bytes
+    predicted = session.engine.run_plan.predicted_peak_bytes
     assert predicted is not None
     assert session.monitor.peak_bytes == pytest.approx(predicted, rel=0.03)
 
 
 def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask({17: 70}), 200, epochs=1)
-    assert session.plan.most_parts == 1
+    assert session.engine.run_plan.plan.most_parts == 1
     train(session)
     assert "memory ran out once; finished in 2 micro-batches, with the same gradient" in notices(session)
-    assert session.batcher.ooms_rescued == 1
+    assert session.engine.batcher.ooms_rescued == 1
 
 
 def test_other_parameters_make_another_plan_and_take_stale_state_along(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask(), 60, epochs=1)
-    split = session.plan.most_parts
+    split = session.engine.run_plan.plan.most_parts
     assert split > 1
     train(session)
     frozen = [session.model.inner.weight, session.model.inner.bias]
     for parameter in frozen:
         parameter.requires_grad_(False)
     again(session)
-    assert session.plan.most_parts == 1
-    assert session.plan.logical_batch == 30
-    assert not any(parameter in session.optimization.optimizer.state for parameter in frozen)
-    assert session.model.outer.weight in session.optimization.optimizer.state
+    assert session.engine.run_plan.plan.most_parts == 1
+    assert session.engine.run_plan.plan.logical_batch == 30
+    assert not any(parameter in session.engine.optimization.optimizer.state for parameter in frozen)
+    assert session.model.outer.weight in session.engine.optimization.optimizer.state
     for parameter in frozen:
         parameter.requires_grad_(True)
     again(session)
-    assert session.plan.most_parts == split
-    assert all(parameter in session.optimization.optimizer.state for parameter in frozen)
+    assert session.engine.run_plan.plan.most_parts == split
+    assert all(parameter in session.engine.optimization.optimizer.state for parameter in frozen)
 
 
 class ThawingTask(CostlyTask):
@@ -229,17 +229,17 @@ class ThawingTask(CostlyTask):
 def test_a_step_that_thaws_a_layer_is_planned_for_it_and_has_room_for_its_optimizer_state(tmp_path: Path) -> None:
     session = session_on(tmp_path, ThawingTask(), 60, epochs=2)
     reserved: list[int] = []
-    before_step = session.reserve.before_step
+    before_step = session.engine.reserve.before_step
 
     def noted() -> None:
-        reserved.append(len(session.reserve._tensor_bytes))
+        reserved.append(len(session.engine.reserve._tensor_bytes))
         before_step()
 
-    session.reserve.before_step = noted  # type: ignore[method-assign]
-    assert session.plan.most_parts == 1
+    session.engine.reserve.before_step = noted  # type: ignore[method-assign]
+    assert session.engine.run_plan.plan.most_parts == 1
     train(session)
-    assert session.plan.most_parts > 1
-    assert session.batcher.ooms_rescued == 0
+    assert session.engine.run_plan.plan.most_parts > 1
+    assert session.engine.batcher.ooms_rescued == 0
     assert reserved == [2, 2, 4, 4]
 
 
@@ -259,8 +259,8 @@ def test_a_run_that_is_resumed_after_a_layer_was_thawed_is_planned_for_it(tmp_pa
     resumed = session_on(tmp_path / "stopped", ThawingTask(), 60, epochs=3)
     assert resumed.model.inner.weight.requires_grad
     train(resumed)
-    assert resumed.plan.most_parts == whole.plan.most_parts > 1
-    assert resumed.batcher.ooms_rescued == 0
+    assert resumed.engine.run_plan.plan.most_parts == whole.engine.run_plan.plan.most_parts > 1
+    assert resumed.engine.batcher.ooms_rescued == 0
     assert all(torch.equal(*pair) for pair in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
 
 
@@ -293,13 +293,13 @@ def test_the_cache_is_released_in_time_and_where_little_is_free(
 ) -> None:
     session = session_on(tmp_path, CostlyTask(), 200, epochs=1, **training)
     free: list[int] = []
-    stepped = session.batcher.stepped
+    stepped = session.engine.batcher.stepped
 
     def noted() -> None:
         free.append(session.meter.free_bytes())
         stepped()
 
-    session.batcher.stepped = noted  # type: ignore[method-assign]
+    session.engine.batcher.stepped = noted  # type: ignore[method-assign]
     train(session)
     after = session.meter.free_bytes()
     assert free[-1] < 190 * MIB
@@ -335,7 +335,7 @@ def test_validation_runs_out_of_memory_and_goes_on(tmp_path: Path) -> None:
 
     session.model.forward = failing
     train(session)
-    assert session.batcher.ooms_rescued == 1
+    assert session.engine.batcher.ooms_rescued == 1
     assert session.progress.best_loss < float("inf")
 
 
@@ -343,7 +343,7 @@ def test_the_last_batch_of_an_epoch_weighs_what_it_is(tmp_path: Path) -> None:
     """60 points in batches of 25: the last 10 are a mean over 10, not over 25."""
     session = session_on(tmp_path, CostlyTask(), 100, batch_size=25, epochs=1, optimizer="sgd", weight_decay=0.0)
     seen: list[float] = []
-    step = session.optimization.step
+    step = session.engine.optimization.step
 
     def noted() -> bool:
         rows = session.epochs.steps(0)[session.progress.step_in_epoch]
@@ -355,7 +355,7 @@ def test_the_last_batch_of_an_epoch_weighs_what_it_is(tmp_path: Path) -> None:
         seen.append(float((accumulated - whole).norm() / whole.norm()))
         return step()
 
-    session.optimization.step = noted  # type: ignore[method-assign]
+    session.engine.optimization.step = noted  # type: ignore[method-assign]
     train(session)
     assert len(seen) == 3
     assert max(seen) <= 1e-5
@@ -367,14 +367,14 @@ def test_after_a_rescue_peak_and_cost_of_what_followed_are_known_apart(tmp_path:
 
     def pass_over() -> None:
         task.surprises = {}
-        session.note_rescue()
+        session.record_rescue()
 
-    session.batcher.watch(pass_over)
+    session.engine.batcher.watch(pass_over)
     train(session)
-    costs = session.run_plan.training_costs(task, session.epochs.steps(0)[0])
-    assert session.batcher.oom_cost == pytest.approx(costs.cost(0, len(costs)))
-    assert session.cost_after_rescue == pytest.approx(session.batcher.oom_cost / 2)
-    assert session.peak_bytes_after_rescue < 50 * MIB
+    costs = session.engine.run_plan.training_costs(task, session.epochs.steps(0)[0])
+    assert session.engine.batcher.oom_cost == pytest.approx(costs.cost(0, len(costs)))
+    assert session.fullest.cost_after_rescue == pytest.approx(session.engine.batcher.oom_cost / 2)
+    assert session.fullest.peak_bytes_after_rescue < 50 * MIB
     # What failed had half of the 2 × 100 MiB that it wanted.
     assert session.monitor.peak_bytes >= 100 * MIB
 
@@ -382,17 +382,17 @@ def test_after_a_rescue_peak_and_cost_of_what_followed_are_known_apart(tmp_path:
 def test_without_a_rescue_all_that_ran_is_settled(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
     train(session)
-    assert session.batcher.oom_cost is None
-    assert session.cost_after_rescue == session.largest_cost > 0
-    assert session.peak_bytes_after_rescue == session.monitor.peak_bytes
+    assert session.engine.batcher.oom_cost is None
+    assert session.fullest.cost_after_rescue == session.fullest.largest_cost > 0
+    assert session.fullest.peak_bytes_after_rescue == session.monitor.peak_bytes
 
 
 def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask({17: 400}), 200, batch_size=1, epochs=1, oom_retries=0)
     with pytest.raises(DoesNotFitError, match="point 17"):
         train(session)
-    assert session.largest_cost > 0
-    assert (session.cost_after_rescue, session.peak_bytes_after_rescue) == (0, 0)
+    assert session.fullest.largest_cost > 0
+    assert (session.fullest.cost_after_rescue, session.fullest.peak_bytes_after_rescue) == (0, 0)
     assert session.monitor.peak_bytes >= 2 * MIB
 
 
@@ -406,7 +406,7 @@ def test_the_peak_of_a_training_outlasts_the_probes_for_other_parameters(tmp_pat
         take_step(session, rows[1], ends_epoch=True)
     # 30 points of 2 MiB, and then nothing.
     assert session.monitor.peak_bytes >= 60 * MIB
-    assert session.peak_bytes_after_rescue == session.monitor.peak_bytes
+    assert session.fullest.peak_bytes_after_rescue == session.monitor.peak_bytes
 
 
 def test_what_follows_the_training_is_not_in_its_peak(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_from_there_on_the_learning_rate_is_that_of_a_run_of_the_new_length(tmp_
     (metrics,) = (tmp_path / "fresh").glob("runs/*/metrics.jsonl")
     rates = [lr for line in metrics.read_text().splitlines() if (lr := json.loads(line).get("lr")) is not None]
     longer = make_session(line_parts(tmp_path / "short", epochs=4, micro_batch_size=8), fixed(0.5))
-    assert longer.optimization.lr == rates[1] > 0
+    assert longer.engine.optimization.lr == rates[1] > 0
 
 
 def test_a_run_that_stopped_for_want_of_a_better_loss_goes_on_if_that_is_asked_for(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from can_train.memory.meters import SimulatedMeter
 from can_train.runs.run_folder import RunFolder
 from can_train.task import Feature
 from can_train.training import train as training_loop
-from can_train.training.train import make_session, observe
+from can_train.training.train import make_session, recording_observation
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, line_parts
 
@@ -68,7 +68,7 @@ def train(folder: Path, *, hidden: float = 0.0, settings: Mapping[str, Any] = {}
     parts = replace(parts, folder=RunFolder.create(folder / "runs", parts.run.key, parts.run.config))
     with meter.active():
         session = make_session(parts, factor_rule(parts.run, meter.key, parts.reporter))
-        with parts.stops.installed(), observe(session):
+        with parts.stops.installed(), recording_observation(session):
             held = torch.empty(int(hidden * CAPACITY), dtype=torch.uint8)
             training_loop.train(session)
             del held

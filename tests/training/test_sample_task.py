@@ -37,7 +37,7 @@ def test_a_split_batch_has_the_gradient_of_the_whole_though_only_the_loss_knows_
     whole = trained(tmp_path / "whole", kind())
     split = trained(tmp_path / "split", kind(), micro_batch_size=3)
     torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
-    assert split.plan.most_parts == 6
+    assert split.engine.run_plan.plan.most_parts == 6
 
 
 def test_its_gradient_is_that_of_a_plain_loop(tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_phases_are_split_without_changing_what_any_of_them_sees(tmp_path: Path)
     whole = trained(tmp_path / "whole", TwoPhases())
     split = trained(tmp_path / "split", TwoPhases(), micro_batch_size=5)
     torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
-    assert [state.optimization.scheduler.last_epoch for state in split.phases] == [12, 6]
-    assert [state.optimization.optimizer.__class__.__name__ for state in split.phases] == ["AdamW", "SGD"]
+    assert [engine.optimization.scheduler.last_epoch for engine in split.engines] == [12, 6]
+    assert [engine.optimization.optimizer.__class__.__name__ for engine in split.engines] == ["AdamW", "SGD"]
 
 
 def test_phases_that_redraw_or_average_by_part_would_not_pass_that_test(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_run_that_fails_between_two_phases_goes_on_there_bitwise(tmp_path: Pat
         if session.progress.step == 2:
             raise DoesNotFitError("There is no room for the optimizer")
 
-    session.phases[1].reserve.before_step = fail  # type: ignore[method-assign]
+    session.engines[1].reserve.before_step = fail  # type: ignore[method-assign]
     with pytest.raises(DoesNotFitError):
         train(session)
     again = make_session(replace(parts), fixed(0.5))
@@ -174,7 +174,7 @@ def test_frozen_parts_are_thawed_and_train_with_rates_of_their_own(tmp_path: Pat
     session = trained(tmp_path, Watched(), freeze=["0"], thaw_epoch=1, lr_factors=["2=0.5"], no_decay=["*.bias"])
     assert seen[0] == (False, False, True, True)
     assert seen[-1] == (True,) * 4
-    groups = session.optimization.optimizer.param_groups
+    groups = session.engine.optimization.optimizer.param_groups
     rates = {(round(group["initial_lr"] / session.training.lr, 6), group["weight_decay"]) for group in groups}
     assert rates == {(1.0, 1e-4), (1.0, 0.0), (0.5, 1e-4), (0.5, 0.0)}
 

@@ -54,7 +54,7 @@ def trained(folder: Path, task: LineTask, **training: Any) -> Session:
 
 def optimizer_state(session: Session) -> list[Tensor]:
     """Moments and step counts of all parameters, in order."""
-    state = session.optimization.optimizer.state_dict()["state"]
+    state = session.engine.optimization.optimizer.state_dict()["state"]
     return [value for index in sorted(state) for _, value in sorted(state[index].items())]
 
 

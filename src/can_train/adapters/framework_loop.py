@@ -25,15 +25,17 @@ from torch.optim import Optimizer
 from can_train.config.resolved import state_folder
 from can_train.config.settings import FactorSettings
 from can_train.errors import DataError, DoesNotFitError, StateError
-from can_train.factors.observations import ALLOCATOR, Device, Observation, Outcome, write_record
+from can_train.factors.observations import ALLOCATOR, Observation, Outcome
+from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, next_time, rule_after
 from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.collate import Rows, leaves, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, PeakPrediction
+from can_train.fit.engine import Engine
 from can_train.fit.explore import Search, SearchTime, Workload, find_limit, left_as_it_was
 from can_train.fit.factor_rule import Aim, FactorDecision, FactorRule
-from can_train.fit.micro_batcher import BatchResult, Counts, Losses, MicroBatcher, Split
+from can_train.fit.micro_batcher import Counts, Losses, MicroBatcher, Split
 from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, Snapshot, measure_optimizer
 from can_train.fit.packing import BatchCosts, SplitRules, counts_of, cut
 from can_train.fit.search import SizeSearch
@@ -41,7 +43,7 @@ from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings
 from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import MemoryMonitor, Meter, meter_of, tensors_of
-from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
+from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.runs.run_folder import new_run_id
 
 LOSS: Final = "loss"  # The one term that a framework knows
@@ -164,13 +166,11 @@ class FrameworkLoop:
         self.meter = meter_of(self.settings.device, str(parameters[0].device) if parameters else "cpu")
         self.monitor = MemoryMonitor(meter=self.meter, warmup=1)
         self.batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits)
-        self.batcher.watch(self.monitor.rescued)
         self._key = self.settings.key or f"{self.framework}_{type(self.model).__name__}".lower()
         self._limits: DeviceLimits | None = None
         self._decision: FactorDecision | None = None
-        self._reserve: OptimizerReserve | None = None
-        self._logical_batch = self._largest_part = 0
-        self._largest_cost = self._cost_after_rescue = 0.0
+        self._engine: Engine | None = None  # Made with the first batch
+        self._logical_batch = 0
         state_dir = self.settings.state_dir
         self._state = state_folder(None if state_dir is None else Path(state_dir))
         self._started = next_time(self._state)
@@ -193,8 +193,7 @@ class FrameworkLoop:
         """
         counts = self.settings.counts(batch)
         samples = len(counts_of(counts)[1])
-        if self._reserve is None:
-            self._prepare(batch, counts, loss_of)
+        engine = self._engine or self._prepare(batch, counts, loss_of)
         parts = _Parts(lambda start, stop: self._part(batch, start, stop, samples), loss_of)
         with self.monitor.step(self.model, *self.optimizers):
             result = self.batcher.run_share(parts, self._priced(counts), denominators={LOSS: 1.0}, scale=scale)
@@ -202,7 +201,9 @@ class FrameworkLoop:
             trial = _Parts(lambda start, stop: replace(parts.part(start, stop), is_trial=True), loss_of)
             self.batcher.batch_dependence = self.batcher.measure_dependence(trial, result.micro_batches)
             self._tell_dependence(self.batcher.batch_dependence)
-        self._see(result, samples)
+        engine.record_result(result)
+        self._logical_batch = max(self._logical_batch, samples)
+        self.batcher.stepped()
         starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
         whole = sum(parts.shares[start] for start in starts)
         if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
@@ -229,19 +230,17 @@ class FrameworkLoop:
 
     def before_optimizer_step(self) -> None:
         """Makes room for what an optimizer makes in its first step; raises DoesNotFitError where there is none."""
-        if self._reserve is not None:
-            self._reserve.before_step()
+        if self._engine is not None:
+            self._engine.reserve.before_step()
 
     def close(self, outcome: Outcome = "ok") -> None:
         """Ends the loop: what it has taught is recorded."""
         self.monitor.pause()
         self._active.close()
-        if self.settings.learn and self._limits is not None and self._decision is not None:
-            try:
-                write_record(self._state, self._observation(outcome, self._limits, self._decision))
-                self._store.refresh_export()
-            except (StateError, ValueError) as error:
-                self.notice(f"This run teaches nothing. {error}")
+        engine, limits, decision = self._engine, self._limits, self._decision
+        if self.settings.learn and engine is not None and limits is not None and decision is not None:
+            make = partial(self._observation, engine, outcome, limits, decision)
+            write_observation(self._store, make, self.notice)
         self._limits = None
 
     @property
@@ -272,17 +271,9 @@ class FrameworkLoop:
         for sentence in sentences:
             warnings.warn(f"{sentence}.", stacklevel=3)
 
-    def _see(self, result: BatchResult, samples: int) -> None:
-        self._logical_batch = max(self._logical_batch, samples)
-        self._largest_part = max(self._largest_part, *result.micro_batches)
-        self._largest_cost = max(self._largest_cost, result.largest_cost)
-        earlier = 0.0 if result.ooms_rescued else self._cost_after_rescue
-        self._cost_after_rescue = max(earlier, result.cost_after_rescue)
-        self.batcher.stepped()
-
     # What fits
 
-    def _prepare(self, batch: Any, counts: Counts, loss_of: LossOf) -> None:
+    def _prepare(self, batch: Any, counts: Counts, loss_of: LossOf) -> Engine:
         """Finds what fits with the first batch, and holds the memory of the optimizers' first step."""
         with self.meter.host():
             needs = _memory_of(self.optimizers, on_gpu=not self.meter.is_host)
@@ -298,8 +289,11 @@ class FrameworkLoop:
             with CatchOutOfMemory(), suppress(DoesNotFitError), left_as_it_was(self.model, self.meter) as buffers:
                 self._limits = self._find_limits(batch, counts, loss_of, needs, buffers)
             self._use_limits(counts)
-        self._reserve = OptimizerReserve(needs, self.meter)
-        self._reserve.hold()
+        reserve = OptimizerReserve(needs, self.meter)
+        self._engine = Engine(meter=self.meter, monitor=self.monitor, batcher=self.batcher, reserve=reserve)
+        self.batcher.watch(self._engine.record_rescue)
+        reserve.hold()
+        return self._engine
 
     def _use_limits(self, counts: Counts) -> None:
         if self._limits is None:
@@ -310,7 +304,7 @@ class FrameworkLoop:
         self._decision = self._rule().decide(self._limits)
         tuned = self._limits.training.tuned_limit
         rules = SplitRules(safe_limit=self._decision.choice.factor * tuned, tuned_limit=tuned)
-        self.batcher.use(rules, self._limits)
+        self.batcher.set_limits(rules, self._limits)
         self.notice(self._found(self._limits, self._limits.priced(counts)))
 
     def _find_limits(
@@ -383,50 +377,28 @@ class FrameworkLoop:
             ALLOCATOR: allocator_settings(),
         }
 
-    def _observation(self, outcome: Outcome, limits: DeviceLimits, decision: FactorDecision) -> Observation:
-        training, oom_cost = limits.training, self.batcher.oom_cost
-        tuned, ooms = max(training.tuned_limit, 1.0), 0 if oom_cost is None else self.batcher.ooms_rescued
-        line = None if training.capped else training
-        return Observation(
-            run_id=new_run_id(self._key),
-            attempt=1,
-            key=self._key,
-            device=Device(key=self.meter.key, name=self.meter.name, total_bytes=self.meter.total_bytes,
-                          driver=self.meter.driver),
-            start_time=self._started,
-            end_time=next_time(self._state),
-            outcome="rescued" if ooms and outcome == "ok" else outcome,
-            factor=decision.choice.factor,
-            factor_reason=decision.choice.reason,
-            capacity_bytes=limits.capacity_bytes,
-            peak_allocated_bytes=self.monitor.peak_bytes or None,
-            peak_reserved_bytes=self.monitor.peak_reserved_bytes or None,
-            predicted_peak_bytes=round(training.peak_bytes(self._largest_cost)),
-            predicted_base_bytes=None if line is None else round(line.model.base_bytes),
-            predicted_full_bytes=None if line is None else round(line.peak_bytes(line.tuned_limit)),
-            tuned_limit=round(training.tuned_limit),
-            safe_limit=round(self.batcher.rules.safe_limit),
-            used=self._largest_cost / tuned,
+    def _observation(
+        self, engine: Engine, outcome: Outcome, limits: DeviceLimits, decision: FactorDecision, end_time: str
+    ) -> Observation:
+        training = limits.training
+        begun = AttemptRecord(run_id=new_run_id(self._key), attempt=1, rank=0, key=self._key,
+                              device=device_of(self.meter), start_time=self._started)  # fmt: skip
+        planned = PlannedMemory(
+            factor=decision.choice,
+            limit=training,
+            whole_limit=max(training.tuned_limit, 1.0),
+            safe_limit=self.batcher.rules.safe_limit,
+            predicted_peak_bytes=training.peak_bytes(engine.largest_cost),
             logical_batch=self._logical_batch,
-            largest_micro_batch=self._largest_part,
+            largest_micro_batch=engine.largest_micro_batch,
+            largest_cost=engine.largest_cost,
             binding_limit="requested",
-            oom_used=None if oom_cost is None else oom_cost / tuned,
-            used_after_rescue=self._cost_after_rescue / tuned if ooms else None,
-            peak_bytes_after_rescue=self.monitor.peak_bytes_after_rescue if ooms else None,
-            ooms_rescued=ooms,
-            allocator_retries=self.meter.retries(),
-            foreign_bytes=self.batcher.foreign_bytes,
-            torch_version=torch.__version__,
-            fingerprint=self._fingerprint(),
-            policy={"name": FactorSettings().policy, "options": {}},
-        )  # fmt: skip
-
-
-def outcome_of(error: BaseException) -> Outcome:
-    """Returns how a run ended that ended with an error."""
-    if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
-        return "oom"
-    return "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "error"
+        )
+        ooms = self.batcher.ooms_rescued
+        is_rescued = outcome == "ok" and ooms and self.batcher.oom_cost is not None
+        return make_observation(begun, [engine], planned, "rescued" if is_rescued else outcome, ooms, end_time=end_time,
+                                fingerprint=self._fingerprint(),
+                                policy={"name": FactorSettings().policy, "options": {}})  # fmt: skip
 
 
 def _memory_of(optimizers: Sequence[Optimizer], *, on_gpu: bool) -> OptimizerMemory:

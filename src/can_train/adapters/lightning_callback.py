@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from can_train.adapters.framework_loop import FrameworkLoop, LoopSettings, Part, outcome_of
+from can_train.adapters.framework_loop import FrameworkLoop, LoopSettings, Part
 from can_train.errors import ArgumentError, CanTrainError, DoesNotFitError
 from can_train.factors.observations import Outcome
+from can_train.factors.observing import outcome_of
+from can_train.fit.rescue import fatal_out_of_memory
 from can_train.memory.meters import INTERVAL, WARMUP, MemoryMonitor
-from can_train.memory.out_of_memory import is_out_of_memory
 
 # Two names of Lightning, whose classes are not interchangeable.
 _LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -189,16 +190,15 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
         return output
 
     def _run_manually(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return step(*arguments)
-        except Exception as error:
-            if not (self._stepped and is_out_of_memory(error)):
-                raise
+        def stepped(error: BaseException) -> DoesNotFitError | None:
             message = str(error).partition("\n")[0]
-        raise DoesNotFitError(
-            "Memory ran out after an optimizer's step, which cannot be undone",
-            value=f"the device said: {message}", remedy=_OWN_BATCHES,
-        )  # fmt: skip
+            failed = DoesNotFitError("Memory ran out after an optimizer's step, which cannot be undone",
+                                     value=f"the device said: {message}", remedy=_OWN_BATCHES)  # fmt: skip
+            # Before that step, the micro-batch is undone and split.
+            return failed if self._stepped else None
+
+        with fatal_out_of_memory(stepped):
+            return step(*arguments)
 
     def _evaluate(self, trainer: Any, pl_module: Any, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
         """Runs a step of validation, test or prediction in parts."""

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from can_train.adapters.framework_loop import LOSS, FrameworkLoop, LoopSettings, Part, outcome_of
+from can_train.adapters.framework_loop import LOSS, FrameworkLoop, LoopSettings, Part
 from can_train.errors import ArgumentError
 from can_train.factors.observations import Outcome
+from can_train.factors.observing import outcome_of
 from can_train.fit.micro_batcher import Losses
 from can_train.training.distributed import add_gradients
 

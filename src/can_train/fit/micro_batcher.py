@@ -297,7 +297,7 @@ class MicroBatcher:
         of_device = limits if isinstance(limits, DeviceLimits) else None
         self._split = limits if callable(limits) else None
         self._price = of_device.priced if of_device is not None and rules is None else _as_costs
-        self.use(rules or _rules_of(limits), of_device)
+        self.set_limits(rules or _rules_of(limits), of_device)
 
     def run(
         self,
@@ -518,7 +518,7 @@ class MicroBatcher:
         self._trainable = list(state["trainable"])
         self._rescue.ooms_rescued = state["ooms_rescued"]
 
-    def use(self, rules: SplitRules, limits: DeviceLimits | None) -> None:
+    def set_limits(self, rules: SplitRules, limits: DeviceLimits | None) -> None:
         """Replaces rules and limits after the device was explored again."""
         self.rules = rules
         self._rescue.phase = None if limits is None else limits.training

@@ -246,7 +246,7 @@ class Planner:
             raise self._oversize_error(oversize, limits)
         return self._resolved(request, limits, tuple(np.sort(oversize).tolist()), factor)
 
-    def make_again(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
+    def replan_same_batch(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
         """Keeps a plan's logical batch and plans anew how it is cut, on this device and for the parameters trained now.
 
         `held_bytes` of optimizer state are on the device already. Raises DoesNotFitError where samples do not fit here.
@@ -391,9 +391,9 @@ class Planners:
         agreed = [planner.common(plans, own, factor) for planner, own in zip(self.phases, plans, strict=True)]
         return replace(agreed[0], later=tuple(agreed[1:]))
 
-    def make_again(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
+    def replan_same_batch(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
         """Plans anew how a plan's logical batch is cut; `held_bytes` of all optimizers' state are there already."""
-        first, *later = (planner.make_again(own, factor, held_bytes=held_bytes)
+        first, *later = (planner.replan_same_batch(own, factor, held_bytes=held_bytes)
                          for planner, own in zip(self.phases, frozen.phases, strict=True))  # fmt: skip
         return replace(first, later=tuple(later))
 

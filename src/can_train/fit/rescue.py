@@ -292,6 +292,20 @@ class Rescue:
         return f"{need}: take a larger card ({cards_that_hold(need_bytes)}), or {smaller}"
 
 
+@contextmanager
+def fatal_out_of_memory(make_error: Callable[[BaseException], DoesNotFitError | None]) -> Iterator[None]:
+    """Turns an out-of-memory error in the block into the error that `make_error` returns: nothing undoes what ran. The
+    error stays as it is where `make_error` returns None.
+    """
+    try:
+        yield
+    except Exception as error:
+        failed = make_error(error) if is_out_of_memory(error) else None
+        if failed is None:
+            raise
+        raise failed from error
+
+
 class Undo:
     """Undoes passes over the parts of one batch that fail: generators, buffers and gradients are as they were before.
     The gradients that `parameters`, and what `outside` refers to, have from earlier parts are set aside meanwhile.
@@ -367,23 +381,26 @@ def _add_gradients(pairs: list[tuple[Tensor, Tensor]], meter: Meter) -> None:
     memory beside the two.
     """
     plain = [pair for pair in pairs if _adds_in_place(*pair)]
-    others = [pair for pair in pairs if not _adds_in_place(*pair)]
     if plain:
-        torch._foreach_add_([earlier for earlier, _ in plain], [own for _, own in plain])
-    for earlier, own in others:
-        # Sums of sparse gradients take memory. Undoing the part would leave those that are added already.
+        torch._foreach_add_([earlier for earlier, _ in plain], [more for _, more in plain])
+    for earlier, more in pairs:
+        if not _adds_in_place(earlier, more):
+            _add_sparse_gradient(earlier, more, meter)
+
+
+def _add_sparse_gradient(earlier: Tensor, more: Tensor, meter: Meter) -> None:
+    # The sum takes memory. Undoing the part would leave the gradients that are added already.
+    for _ in range(2):
         with CatchOutOfMemory() as caught:
-            earlier.add_(own)
+            earlier.add_(more)
         if not caught.message:
-            continue
+            return
         meter.release()
-        with CatchOutOfMemory() as caught:
-            earlier.add_(own)
-        if caught.message:
-            raise DoesNotFitError(
-                "Gradients of micro-batches are added up wholly or not at all",
-                value=f"the device said: {caught.message}", remedy="Take the step again, with more memory",
-            )  # fmt: skip
+    raise DoesNotFitError(
+        "Gradients of micro-batches are added up wholly or not at all",
+        value=f"the device said: {caught.message}",
+        remedy="Take the step again, with more memory",
+    )
 
 
 def _adds_in_place(into: Tensor, more: Tensor) -> bool:

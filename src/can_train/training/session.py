@@ -18,6 +18,7 @@ import msgspec
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError, first_sentence
+from can_train.fit.engine import Engine
 from can_train.fit.factor_rule import FactorChoice, FactorRule
 from can_train.fit.micro_batcher import BatchResult, MicroBatcher
 from can_train.fit.optimizer import (
@@ -30,7 +31,6 @@ from can_train.fit.optimizer import (
     seed_rank,
 )
 from can_train.fit.phases import only_trained
-from can_train.fit.plan import Plan
 from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, packed_rows, rows_by_epoch, still_fits
 from can_train.fit.rescue import Backoff
 from can_train.io.records import read_text, write_json_atomic
@@ -121,16 +121,14 @@ class Progress:
 
 
 @dataclass(kw_only=True)
-class PhaseState:
-    """What one phase trains with; most tasks have one phase.
+class PhaseEngine(Engine):
+    """The engine of one phase of a task; most tasks have one phase.
 
     Attributes:
-        task: As it is in the phase.
+        task: The task as it is in the phase.
         planner: Makes another plan where other parameters are trained.
-        run_plan: Of this rank.
-        shared_plan: Rank 0's, by whose prices all ranks share samples out alike.
-        largest_cost: Of the costliest micro-batch whose memory was counted, in bytes; the monitor's peak belongs to it.
-        cost_after_rescue: The same of those after the last out-of-memory; of all, where there was none.
+        run_plan: The phase's plan on this rank.
+        shared_plan: Rank 0's plan, by whose prices all ranks share samples out alike.
         planned_for: Which parameters were trained when the plan was made.
     """
 
@@ -140,10 +138,6 @@ class PhaseState:
     run_plan: RunPlan
     shared_plan: RunPlan
     optimization: Optimization
-    batcher: MicroBatcher
-    reserve: OptimizerReserve
-    largest_cost: float = 0.0
-    cost_after_rescue: float = 0.0
     planned_for: tuple[bool, ...] = ()
     _in_epoch: tuple[int, TaskInEpoch] | None = None
 
@@ -153,12 +147,10 @@ class PhaseState:
             self._in_epoch = epoch, self.task.in_epoch(epoch, epochs)
         return self._in_epoch[1]
 
-    def use(self, run_plan: RunPlan, shared_plan: RunPlan) -> None:
+    def set_plans(self, run_plan: RunPlan, shared_plan: RunPlan) -> None:
         """Trains by other plans from now on."""
         self.run_plan, self.shared_plan = run_plan, shared_plan
-        self.batcher.use(run_plan.plan.rules, run_plan.limits)
-        # Costs are in bytes of another tuned limit now.
-        self.largest_cost = self.cost_after_rescue = 0.0
+        self.set_limits(run_plan.plan.rules, run_plan.limits)
 
 
 @dataclass(kw_only=True)
@@ -171,14 +163,12 @@ class Session(Parts):
 
     Attributes:
         planners: Of all phases; they have the model.
-        phases: State of each phase.
-        phase: The one that trains now.
+        engines: The engine of each phase.
+        engine: The engine of the phase that trains now.
         total_steps: Steps of the whole run, unless it stops early.
         best: Weights of the lowest validation loss; on rank 0 alone.
         stop_signal: A signal that some rank has received, known to all of them; None: none.
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
-        largest_micro_batch: Of all that ran, in samples.
-        foreign_bytes: Most memory that other processes were seen to take.
         is_thawed: Whether other parameters are trained than at first, by other plans than those in the run folder.
     """
 
@@ -191,8 +181,6 @@ class Session(Parts):
     stop_signal: int | None = None
     ooms_elsewhere: int = 0
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
-    largest_micro_batch: int = 0
-    foreign_bytes: int = 0
     is_thawed: bool = False
 
     def __post_init__(self, plans: Sequence[RunPlan], steps_done: int) -> None:
@@ -211,15 +199,15 @@ class Session(Parts):
         self.precision = Precision.named(training.precision)
         self.monitor = MemoryMonitor(meter=self.meter, interval=measured.interval, warmup=measured.warmup,
                                      total_steps=self.total_steps - steps_done)  # fmt: skip
-        self.phases = [self._phase_state(*state) for state in
-                       zip(self.planners.phases, own.phases, plans[0].phases, strict=True)]  # fmt: skip
-        self.phase = self.phases[0]
+        self.engines = [self._phase_engine(*plans_of_phase) for plans_of_phase in
+                        zip(self.planners.phases, own.phases, plans[0].phases, strict=True)]  # fmt: skip
+        self.engine = self.engines[0]
         self.checkpoints = Checkpoints(self.folder.checkpoints_path)
         self.metrics = MetricsLog(self.folder.metrics_path)
         self.steps = StepLog(steps_path(self.folder.path, self.ranks.rank), self.total_steps)
         self._recorded_plan: RunPlan | None = None
 
-    def _phase_state(self, planner: Planner, run_plan: RunPlan, shared_plan: RunPlan) -> PhaseState:
+    def _phase_engine(self, planner: Planner, run_plan: RunPlan, shared_plan: RunPlan) -> PhaseEngine:
         training, meter, phase, plan = planner.training, self.meter, planner.phase, run_plan.plan
         optimization = make_optimization(
             self.model, training, lr=training.lr * plan.lr_factor, total_steps=self.total_steps * phase.steps,
@@ -227,135 +215,88 @@ class Session(Parts):
         )  # fmt: skip
         rescue = replace(rescue_settings(training), adaptive=training.adaptive_micro_batch, regrow=training.regrow)
         batcher = MicroBatcher(self.model, meter=meter, rules=plan.rules, rescue=rescue, limits=run_plan.limits)
-        batcher.watch(self.note_rescue)
+        batcher.watch(self.record_rescue)
         reserve = OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries)
-        return PhaseState(
-            phase=phase, task=planner.task, planner=planner, run_plan=run_plan, shared_plan=shared_plan,
-            optimization=optimization, batcher=batcher, reserve=reserve, planned_for=optimization.trainable,
+        return PhaseEngine(
+            meter=meter, monitor=self.monitor, batcher=batcher, reserve=reserve, phase=phase, task=planner.task,
+            planner=planner, run_plan=run_plan, shared_plan=shared_plan, optimization=optimization,
+            planned_for=optimization.trainable,
         )  # fmt: skip
 
     @property
-    def run_plan(self) -> RunPlan:
-        """The plan of the phase that trains now."""
-        return self.phase.run_plan
-
-    @property
-    def shared_plan(self) -> RunPlan:
-        """Rank 0's plan of that phase."""
-        return self.phase.shared_plan
-
-    @property
-    def plan(self) -> Plan:
-        """The decision that the phase trains by."""
-        return self.run_plan.plan
-
-    @property
-    def optimization(self) -> Optimization:
-        """The phase's optimizer, schedule and scaler."""
-        return self.phase.optimization
-
-    @property
-    def batcher(self) -> MicroBatcher:
-        """What splits and rescues the phase's batches."""
-        return self.phase.batcher
-
-    @property
-    def reserve(self) -> OptimizerReserve:
-        """The memory that is kept for the phase's optimizer."""
-        return self.phase.reserve
-
-    @property
-    def fullest(self) -> PhaseState:
-        """The phase with the highest predicted peak, by which the run teaches."""
-        return max(self.phases, key=lambda state: state.run_plan.predicted_peak_bytes or 0.0)
+    def fullest(self) -> PhaseEngine:
+        """The engine of the phase with the highest predicted peak, from which later runs learn."""
+        return max(self.engines, key=lambda engine: engine.run_plan.predicted_peak_bytes or 0.0)
 
     @property
     def own_plan(self) -> RunPlan:
         """This rank's plans of all phases as one."""
-        first, *later = (state.run_plan for state in self.phases)
+        first, *later = (engine.run_plan for engine in self.engines)
         return replace(first, later=tuple(later))
 
     @property
     def trainable(self) -> list[tuple[bool, ...]]:
         """Which parameters of each phase are trained now, outside of the phases themselves."""
-        return [state.optimization.trainable for state in self.phases]
+        return [engine.optimization.trainable for engine in self.engines]
 
     @property
     def ooms_rescued(self) -> int:
         """Out-of-memories survived so far, in all phases."""
-        return sum(state.batcher.ooms_rescued for state in self.phases)
+        return sum(engine.batcher.ooms_rescued for engine in self.engines)
 
     @property
-    def cost_after_rescue(self) -> float:
-        """Of the costliest micro-batch that was counted after the last out-of-memory, in the fullest phase."""
-        return self.fullest.cost_after_rescue
-
-    @property
-    def largest_cost(self) -> float:
-        """Of the costliest micro-batch that was counted, in the fullest phase."""
-        return self.fullest.largest_cost
-
-    @property
-    def peak_bytes_after_rescue(self) -> int:
-        """Peak of what ran after the last out-of-memory; 0 where nothing that was counted did."""
-        return self.monitor.peak_bytes_after_rescue if self.cost_after_rescue else 0
+    def largest_micro_batch(self) -> int:
+        """Samples of the largest micro-batch so far, of all phases."""
+        return max(engine.largest_micro_batch for engine in self.engines)
 
     @contextmanager
-    def in_phase(self, state: PhaseState) -> Iterator[None]:
+    def in_phase(self, engine: PhaseEngine) -> Iterator[None]:
         """Trains a phase in the block, with the other phases' parameters frozen."""
-        before, self.phase = self.phase, state
-        with only_trained(self.model, state.phase):
+        before, self.engine = self.engine, engine
+        with only_trained(self.model, engine.phase):
             try:
                 yield
             finally:
-                self.phase = before
+                self.engine = before
 
-    def note_run(self, result: BatchResult, *, counted: bool) -> None:
-        """Remembers what this rank ran of the phase, and what it cost where its memory was counted."""
-        self.largest_micro_batch = max((self.largest_micro_batch, *result.micro_batches))
-        if counted:
-            state = self.phase
-            state.largest_cost = max(state.largest_cost, result.largest_cost)
-            state.cost_after_rescue = max(state.cost_after_rescue, result.cost_after_rescue)
-
-    def note_rescue(self) -> None:
-        """Separates what runs from now on from what ran before: memory ran out, and is free again."""
-        self.monitor.rescued()
-        for state in self.phases:
-            state.cost_after_rescue = 0.0
-        self.foreign_bytes = max(state.batcher.foreign_bytes for state in self.phases)
+    def record_rescue(self) -> None:
+        """Records an out-of-memory of any phase: the monitor's peak since then is that of all phases."""
+        for engine in self.engines:
+            engine.record_rescue()
 
     def replan_if_thawed(self) -> None:
         """Plans anew where other parameters are trained than the plans count; the logical batch stays."""
-        changed = [state for state in self.phases if state.optimization.trainable != state.planned_for]
+        changed = [engine for engine in self.engines if engine.optimization.trainable != engine.planned_for]
         if not changed:
             return
-        for state in changed:
-            state.planned_for = state.optimization.trainable
-            state.optimization.drop_stale_state()
-        if len(self.phases) > 1:
+        for engine in changed:
+            engine.planned_for = engine.optimization.trainable
+            engine.optimization.drop_stale_state()
+        if len(self.engines) > 1:
             # Each phase leaves room for what the others' optimizers keep by now.
             self.planners = Planners.of_phases(self.planners.first)
-            for state, planner in zip(self.phases, self.planners.phases, strict=True):
-                state.planner = planner
-        held_bytes = sum(state.optimization.state_bytes for state in self.phases)
+            for engine, planner in zip(self.engines, self.planners.phases, strict=True):
+                engine.planner = planner
+        held_bytes = sum(engine.optimization.state_bytes for engine in self.engines)
         # Probes have peaks of their own, and reset the meter.
         self.monitor.pause()
         own = self.own_plan
         # A micro-batch size that was given stays as it is: there is no factor to plan with.
         if own.plan.safety_factor is not None:
             rule = FactorRule(known=own.factor, aim=own.aim)
-            plans = self.ranks.gather(lambda: self.planners.make_again(own, rule, held_bytes=held_bytes))
+            plans = self.ranks.gather(lambda: self.planners.replan_same_batch(own, rule, held_bytes=held_bytes))
             self._use_thawed(plans)
-        for state in self.phases:
-            state.reserve.expect(state.planner.explorer.optimizer_memory(), held_bytes=state.optimization.state_bytes)
-            state.reserve.hold()
+        for engine in self.engines:
+            engine.reserve.expect(
+                engine.planner.explorer.optimizer_memory(), held_bytes=engine.optimization.state_bytes
+            )
+            engine.reserve.hold()
 
     def _use_thawed(self, plans: Sequence[RunPlan]) -> None:
         """Trains by all ranks' plans for the parameters that are trained now, which are not those trained at first."""
         self.is_thawed = True
-        for state, mine, first in zip(self.phases, plans[self.ranks.rank].phases, plans[0].phases, strict=True):
-            state.use(mine, first)
+        for engine, mine, first in zip(self.engines, plans[self.ranks.rank].phases, plans[0].phases, strict=True):
+            engine.set_plans(mine, first)
 
     def log(self, **record: Any) -> None:
         """Adds a line about the last step to the metrics, which rank 0 writes, and shows it in the trackers."""
@@ -415,7 +356,7 @@ class Session(Parts):
         of_ranks = self.ranks.gather(
             lambda: {
                 "randomness": capture_generators(),
-                "micro_batches": [state.batcher.state_dict() for state in self.phases],
+                "micro_batches": [engine.batcher.state_dict() for engine in self.engines],
                 "thawed_plan": self.own_plan.to_plain() if self.is_thawed else None,
             }
         )
@@ -426,10 +367,10 @@ class Session(Parts):
                 "trainable": [list(flags) for flags in self.trainable],
                 "best": self.best,
                 "task": dict(self.task.state()),
-                "optimization": [state.optimization.state_dict() for state in self.phases],
+                "optimization": [engine.optimization.state_dict() for engine in self.engines],
                 "progress": asdict(self.progress),
                 "metrics_lines": self.metrics.lines,
-                "logical_batch": self.plan.logical_batch,
+                "logical_batch": self.engine.run_plan.plan.logical_batch,
                 "device": self.meter.key,
                 **of_ranks[0],
                 "other_ranks": list(of_ranks[1:]),
@@ -461,8 +402,8 @@ class Session(Parts):
         if len(of_ranks) == self.ranks.size:
             same_device = state["device"] == self.meter.key
             self._restore_thawed([one["thawed_plan"] for one in of_ranks])
-            for phase, micro_batches in zip(self.phases, of_ranks[rank]["micro_batches"], strict=True):
-                phase.batcher.load_state_dict(micro_batches, same_device=same_device)
+            for engine, micro_batches in zip(self.engines, of_ranks[rank]["micro_batches"], strict=True):
+                engine.batcher.load_state_dict(micro_batches, same_device=same_device)
             restore_generators(of_ranks[rank]["randomness"])
         elif self.ranks.is_first:
             restore_generators(state["randomness"])
@@ -498,14 +439,14 @@ class Session(Parts):
             self.model.load_state_dict(state["best"])
         self.model.load_state_dict(state["model"])
         self.best = state["best"] if self.ranks.is_first else {}
-        saved = zip(self.phases, state["trainable"], state["optimization"], strict=True)
-        for phase, trainable, optimization in saved:
-            phase.optimization.set_trainable(trainable)
-            phase.optimization.load_state_dict(optimization)
+        saved = zip(self.engines, state["trainable"], state["optimization"], strict=True)
+        for engine, trainable, optimization in saved:
+            engine.optimization.set_trainable(trainable)
+            engine.optimization.load_state_dict(optimization)
             # `resume --epochs` may have made the schedule longer since.
-            phase.optimization.follow_schedule()
-            needed = phase.planner.explorer.optimizer_memory()
-            phase.reserve.expect(needed, held_bytes=phase.optimization.state_bytes)
+            engine.optimization.follow_schedule()
+            needed = engine.planner.explorer.optimizer_memory()
+            engine.reserve.expect(needed, held_bytes=engine.optimization.state_bytes)
         if self.folder.goes_on_for_longer(self.progress.step):
             self.progress.trained, self.progress.epochs_without_gain = False, 0
 
@@ -518,8 +459,8 @@ class Session(Parts):
         if not plans or not all(self.ranks.gather(lambda: still_fits(plans[rank], self.meter))):
             return
         self._use_thawed(plans)
-        for state in self.phases:
-            state.planned_for = state.optimization.trainable
+        for engine in self.engines:
+            engine.planned_for = engine.optimization.trainable
 
 
 def load_checkpoint(parts: Parts, *, skip: int = 0) -> dict[str, Any] | None:
@@ -606,7 +547,7 @@ def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan 
         if still_fits(own, planner.meter):
             return own
         planner.reporter.notice("The plan was made for another device: its batch is kept, and cut as this one needs")
-    return planners.make(factor) if first.limits is None else planners.make_again(first, factor)
+    return planners.make(factor) if first.limits is None else planners.replan_same_batch(first, factor)
 
 
 def _read_plan(path: Path) -> RunPlan | None:

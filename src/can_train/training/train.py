@@ -29,12 +29,19 @@ from can_train.errors import (
     DoesNotFitError,
     FailedRunError,
     OutOfMemoryDetails,
-    RankGoneError,
     StateError,
 )
-from can_train.factors.observations import Device, Observation, Started, write_record
+from can_train.factors.observations import Observation, Started, write_record
 from can_train.factors.observations import Outcome as AttemptOutcome
-from can_train.factors.store import factor_rule, memory_fingerprint, next_time, policy_options, store_of
+from can_train.factors.observing import (
+    AttemptRecord,
+    PlannedMemory,
+    device_of,
+    make_observation,
+    outcome_of,
+    write_observation,
+)
+from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint, next_time, policy_options, store_of
 from can_train.fit.cost_model import PhaseLimit
 from can_train.fit.factor_rule import FactorRule, KnownLimit, KnownLimits
 from can_train.fit.micro_batcher import (
@@ -48,12 +55,12 @@ from can_train.fit.micro_batcher import (
 )
 from can_train.fit.optimizer import Snapshot, seed_rank, step_generator
 from can_train.fit.phases import freeze
-from can_train.fit.planner import FixedSize, Planner, Planners, RunPlan, packed_rows
-from can_train.fit.rescue import describe_out_of_memory
+from can_train.fit.planner import Planner, Planners, RunPlan, packed_rows
+from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.io.records import check_writable, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
-from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory, without_others
+from can_train.memory.out_of_memory import headline, is_host_memory, without_others
 from can_train.reporter import DemotingReporter, LoggedReporter, Reporter, SilentReporter
 from can_train.runs.recording import rewind_steps, write_predictions
 from can_train.runs.run_folder import RunFolder, SlurmContext, StopRequests, make_run, resume_hint
@@ -194,25 +201,24 @@ def _train_and_judge(parts: Parts) -> Outcome:
     """Trains and judges; an out-of-memory that could not be rescued becomes a `DoesNotFitError` with the device's
     state.
     """
+
+    def does_not_fit(error: BaseException) -> DoesNotFitError:
+        # Within micro-batches it is rescued; memory that runs out elsewhere (for weights, a copy of them) is not.
+        details = describe_out_of_memory(parts.meter, None)
+        smaller = "choose a smaller model by its settings (--set), or a larger device"
+        return DoesNotFitError("What a run keeps on the device must fit beside its micro-batches",
+                               value=headline(error), remedy=without_others(details.foreign_bytes, smaller),
+                               details=replace(details, of_host=details.of_host or is_host_memory(error)))  # fmt: skip
+
     # The trackers are waited for last, when all that matters is on the disk.
     with _tracked(parts) as parts.trackers, parts.folder.attempts.recorded(parts.stops, rank=parts.ranks.rank):
         try:
-            return _run_attempt(parts)
+            with fatal_out_of_memory(does_not_fit):
+                return _run_attempt(parts)
         except DoesNotFitError as error:
             if error.details.capacity_bytes is None:
                 error.details = describe_out_of_memory(parts.meter, error.details.need_bytes, known=error.details)
             raise
-        except Exception as error:
-            # Within micro-batches it is rescued; what runs out elsewhere (weights, a copy of them) cannot be.
-            if not is_out_of_memory(error):
-                raise
-            message, of_host = headline(error), is_host_memory(error)
-        # After the except clause, which keeps the tensors of what failed alive.
-        details = describe_out_of_memory(parts.meter, None)
-        smaller = "choose a smaller model by its settings (--set), or a larger device"
-        remedy = without_others(details.foreign_bytes, smaller)
-        raise DoesNotFitError("What a run keeps on the device must fit beside its micro-batches", value=message,
-                              remedy=remedy, details=replace(details, of_host=details.of_host or of_host))  # fmt: skip
 
 
 def _check_trackers(run: ResolvedRun) -> None:
@@ -238,7 +244,7 @@ def _run_attempt(parts: Parts) -> Outcome:
     with parts.meter.active():
         session = make_session(parts, rule)
         # Writes the observation, from which later runs learn, when the block is left.
-        with observe(session):
+        with recording_observation(session):
             train(session)
             # Only rank 0 judges; the others end here and free their devices.
             parts.ranks.close()
@@ -284,7 +290,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
         checkpoint = session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
         if parts.folder.goes_on_for_longer(session.progress.step):
-            epochs, lr = parts.training.epochs, session.optimization.lr
+            epochs, lr = parts.training.epochs, session.engine.optimization.lr
             text = f"The run now has {epochs} epochs; from here on its learning rate, now {lr:.3g}, is that of a run"
             reporter.notice(f"{text} of {epochs}")
     if ranks.is_first:
@@ -310,8 +316,8 @@ def train(session: Session) -> None:
     """
     progress, ranks = session.progress, session.ranks
     epochs, patience = session.training.epochs, session.training.patience
-    for state in session.phases:
-        ranks.on_every_rank(state.reserve.hold)
+    for engine in session.engines:
+        ranks.on_every_rank(engine.reserve.hold)
     # A signal inside the block is only noted: the step ends and is saved before the process does.
     with session.stops.deferred(), session.reporter.stage("training", total=session.total_steps, unit="steps") as stage:
         stage.advance(progress.step)
@@ -351,10 +357,10 @@ def _train_epoch(session: Session, stage: Any) -> None:
     session.log(
         epoch=progress.epoch + 1,
         train={term: total / progress.epoch_samples for term, total in progress.epoch_sums.items()},
-        lr=session.optimization.lr,
+        lr=session.engine.optimization.lr,
         samples_per_second=round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None,
         peak_memory_pct=None if peak is None else round(peak, 5),
-        batch_size_safety_factor=session.plan.safety_factor,
+        batch_size_safety_factor=session.engine.run_plan.plan.safety_factor,
         micro_batch_size=progress.epoch_largest,
         micro_batches=progress.epoch_parts,
         ooms_rescued=progress.epoch_ooms,
@@ -382,16 +388,16 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> Mapping[str,
         rows: [R] samples of the batch.
         ends_epoch: Whether it is the last step of its epoch.
     """
-    progress, phases = session.progress, session.phases
+    progress, engines = session.progress, session.engines
     snapshot, trainable = Snapshot(session.model, session.meter.device), session.trainable
-    updates = [(state, repetition) for state in phases for repetition in range(1, state.phase.steps + 1)]
+    updates = [(engine, repetition) for engine in engines for repetition in range(1, engine.phase.steps + 1)]
     results = []
     try:
         _before_step(session, rows)
         # A run that is resumed within a step goes on after the updates that are done.
-        for number, (state, repetition) in list(enumerate(updates))[progress.updates :]:
-            ends = ends_epoch and repetition == state.phase.steps
-            with session.in_phase(state):
+        for number, (engine, repetition) in list(enumerate(updates))[progress.updates :]:
+            ends = ends_epoch and repetition == engine.phase.steps
+            with session.in_phase(engine):
                 results.append(_update(session, rows, snapshot, ends_epoch=ends))
             progress.updates = number + 1
             if progress.updates < len(updates):
@@ -399,9 +405,9 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> Mapping[str,
     except (DoesNotFitError, RankFailedError) as error:
         if isinstance(error, DoesNotFitError) or error.did_not_fit:
             # A later attempt takes the step again, perhaps with more memory.
-            for state, flags in zip(phases, trainable, strict=True):
-                state.optimization.optimizer.zero_grad(set_to_none=True)
-                state.optimization.set_trainable(flags)
+            for engine, flags in zip(engines, trainable, strict=True):
+                engine.optimization.optimizer.zero_grad(set_to_none=True)
+                engine.optimization.set_trainable(flags)
             snapshot.restore()
             session.save()
         raise
@@ -428,9 +434,9 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
     taken before it.
     """
     # The reserves' own lists, not copies: one is emptied within the step, and nobody else may keep what was in it.
-    reserved = [state.reserve.tensors for state in session.phases]
+    reserved = [engine.reserve.tensors for engine in session.engines]
     held = *reserved, session.planners.first.reference_tensors, snapshot.copies
-    optimizers = [state.optimization.optimizer for state in session.phases]
+    optimizers = [engine.optimization.optimizer for engine in session.engines]
     ranks = session.ranks
     with session.monitor.step(session.model, *optimizers, *held) as counted:
         shares = _accumulate(session, rows)
@@ -438,20 +444,20 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
         if len(set(factors.values())) > 1:
             # Each term needs a factor of its own, and their gradients have been added up: once more, with the
             # denominators that the first pass has found.
-            session.optimization.optimizer.zero_grad(set_to_none=True)
+            session.engine.optimization.optimizer.zero_grad(set_to_none=True)
             snapshot.restore()
             denominators = Denominators(combine_shares([share for share, _ in shares]).denominators)
             shares, factor = _with_ooms_of_both(shares, _accumulate(session, rows, denominators)), 1.0
         else:
             factor = next(iter(factors.values()))
-            _multiply_gradients(session.optimization.parameters, factor)
+            _multiply_gradients(session.engine.optimization.parameters, factor)
         result = combine_shares([share for share, _ in shares]).scaled(factor)
         if not all(math.isfinite(mean) for mean in result.means.values()):
             raise _no_longer_finite(session, f"step {session.progress.step}", result.means)
-        ranks.reduce_gradients(session.optimization.parameters)
+        ranks.reduce_gradients(session.engine.optimization.parameters)
         session.stop_signal = _first_signal(ranks.gather(lambda: _update_weights(session, ends_epoch=ends_epoch)))
         ranks.broadcast_buffers(session.model)
-    session.note_run(shares[ranks.rank][0], counted=counted)
+    session.engine.record_result(shares[ranks.rank][0], is_counted=counted)
     if session.training.log_splits and len(result.micro_batches) > 1:
         session.reporter.detail(_split_text(session, rows, result))
     return result
@@ -462,7 +468,7 @@ def _split_text(session: Session, rows: Rows, result: BatchResult) -> str:
     task, (allocated, _) = session.task, session.monitor.last_step
     units, stops = task.batch_features(rows)[:, 0], np.cumsum(result.micro_batches)
     largest = max(float(part.sum()) for part in np.split(units, stops[:-1]))
-    phase = f", {session.phase.phase.name}" if session.phase.phase.name else ""
+    phase = f", {session.engine.phase.name}" if session.engine.phase.name else ""
     total = f"{units.sum():,.0f} {task.memory_features[0].name}, the largest part {largest:,.0f}"
     peak = f", peak {size_text(allocated)}" if allocated else ""
     return f"step {session.progress.step}{phase}: {len(stops)} micro-batches, {total}{peak}"
@@ -517,15 +523,15 @@ def _accumulate(session: Session, rows: Rows, known: Denominators | None = None)
         Of all ranks, the result of the share, and the denominators of the whole logical batch that it was computed
         with.
     """
-    state, device, progress, ranks = session.phase, session.meter.device, session.progress, session.ranks
+    engine, device, progress, ranks = session.engine, session.meter.device, session.progress, session.ranks
     with ranks.reporting_failure():
         # A function of seed, step and update: a resumed or repeated step draws the same numbers.
         generator = step_generator(seed=session.training.seed, step=progress.step, update=progress.updates)
-        task = state.in_epoch(progress.epoch, session.training.epochs)
+        task = engine.in_epoch(progress.epoch, session.training.epochs)
         # The whole batch, so that couplings of its samples are drawn alike on all ranks; it computes only the samples
         # that it is asked for.
         batch = task.logical_batch(rows, device, session.precision.dtype, generator)
-        share = ranks.share(len(rows), lambda: state.shared_plan.training_costs(state.task, rows))
+        share = ranks.share(len(rows), lambda: engine.shared_plan.training_costs(engine.task, rows))
         denominators = known or Denominators.of(batch, len(rows))
 
         def losses_of(start: int, stop: int) -> Losses:
@@ -537,28 +543,28 @@ def _accumulate(session: Session, rows: Rows, known: Denominators | None = None)
 
         if share.start == share.stop:
             # A scaler that has never scaled refuses to step.
-            state.optimization.scaler.scale(torch.zeros((), device=device))
+            engine.optimization.scaler.scale(torch.zeros((), device=device))
         try:
-            result = state.batcher.run_share(
+            result = engine.batcher.run_share(
                 losses_of,
-                state.run_plan.training_costs(state.task, rows[share]),
+                engine.run_plan.training_costs(engine.task, rows[share]),
                 denominators=denominators.by_term,
                 weights=session.task.loss_weights or None,
-                scale=state.optimization.scaler.scale,
+                scale=engine.optimization.scaler.scale,
             )
         except DoesNotFitError as error:
             raise with_samples(error, session.task.describe, rows[share]) from None
-        state.reserve.before_step()
+        engine.reserve.before_step()
     return ranks.exchange((result, denominators))
 
 
 def _update_weights(session: Session, *, ends_epoch: bool) -> int | None:
     """Moves weights and schedule; returns the signal that this rank has received."""
-    moved = session.optimization.step()
-    session.batcher.stepped()
+    moved = session.engine.optimization.step()
+    session.engine.batcher.stepped()
     # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
     if ends_epoch if session.training.scheduler_interval == "epoch" else moved:
-        session.optimization.scheduler.step()
+        session.engine.optimization.scheduler.step()
     return session.stops.received
 
 
@@ -601,7 +607,7 @@ def validation_loss(session: Session) -> float:
     """Returns the weighted loss over the validation samples, of which each rank computes a share."""
     task, device = session.task, session.meter.device
     rows = packed_rows(task, task.validation_rows)
-    share = session.ranks.share(len(rows), lambda: session.shared_plan.evaluation_costs(task, rows))
+    share = session.ranks.share(len(rows), lambda: session.engine.shared_plan.evaluation_costs(task, rows))
     session.model.eval()
 
     def losses_of(part: Rows) -> tuple[dict[str, float], dict[str, float]]:
@@ -621,9 +627,9 @@ def validation_loss(session: Session) -> float:
 
 def _inference(session: Session) -> BatchedInference:
     """Makes what runs the session's model without gradients, by the limits of its plan."""
-    plan, task = session.run_plan, session.task
+    plan, task = session.engine.run_plan, session.task
     return BatchedInference(
-        batcher=session.batcher,
+        batcher=session.engine.batcher,
         model=session.model,
         device=InferenceDevice(meter=session.meter, precision=session.precision),
         costs_of=lambda rows: plan.evaluation_costs(task, rows),
@@ -662,9 +668,9 @@ class _Scores:
 def _result(session: Session) -> dict[str, Any]:
     """Judges the best weights; returns what `result.json` holds."""
     # Judging needs neither optimizer state nor gradients.
-    for state in session.phases:
-        state.optimization.optimizer.state.clear()
-        state.optimization.optimizer.zero_grad(set_to_none=True)
+    for engine in session.engines:
+        engine.optimization.optimizer.state.clear()
+        engine.optimization.optimizer.zero_grad(set_to_none=True)
     session.meter.release()
     session.model.load_state_dict(session.best)
     session.model.eval()
@@ -715,122 +721,71 @@ def _outcome(task: BatchTask, folder: RunFolder, result: Mapping[str, Any]) -> O
 
 
 @contextmanager
-def observe(session: Session) -> Iterator[None]:
+def recording_observation(session: Session) -> Iterator[None]:
     """Records the block as an attempt, for later runs to learn from: that it began, how it ended and what memory it
     took. An out-of-memory leaves the block as `DoesNotFitError`.
     """
-    run, meter, state = session.run, session.meter, state_dir(session.run.paths)
+    run, store = session.run, store_of(session.run)
     # The batcher of a resumed run also counts those of earlier attempts.
     ooms_before = session.ooms_rescued
-    begun: dict[str, Any] = {
-        "run_id": session.folder.run_id,
-        "attempt": session.ranks.on_rank0(lambda: session.folder.attempts.current),
-        "rank": session.ranks.rank,
-        "key": run.key,
-        "device": Device(key=meter.key, name=meter.name, total_bytes=meter.total_bytes, driver=meter.driver),
-        "start_time": next_time(state),
-    }
-    started = Started(**begun, host=this_host(), pid=os.getpid())
-    begin: list[Path] = []
-    _try_to_write(session, lambda: begin.append(write_record(state, started)))
+    attempt = session.ranks.on_rank0(lambda: session.folder.attempts.current)
+    begun = AttemptRecord(run_id=session.folder.run_id, attempt=attempt, rank=session.ranks.rank, key=run.key,
+                          device=device_of(session.meter), start_time=next_time(store.state))  # fmt: skip
+    started = _write_started(session, store, begun)
     outcome: AttemptOutcome = "error"
     try:
-        yield
+        with fatal_out_of_memory(lambda _: _fatal_in_step(session)):
+            yield
         outcome = "rescued" if session.ooms_rescued > ooms_before else "ok"
-    except (SystemExit, KeyboardInterrupt, RankFailedError, RankGoneError):
-        # A failure of another rank says nothing of the device here.
-        outcome = "interrupted"
+    except BaseException as error:
+        outcome = "interrupted" if isinstance(error, RankFailedError) else outcome_of(error)
+        if isinstance(error, CanTrainError):
+            error.exit_code = RUN_FAILED
         raise
-    except CanTrainError as error:
-        error.exit_code = RUN_FAILED
-        outcome = "oom" if isinstance(error, DoesNotFitError) else outcome
-        raise
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        outcome = "oom"
-        rule = "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)"
-        found = f"step {session.progress.step}, micro-batches of up to {session.plan.largest_micro_batch} samples"
-        remedy = f"The run goes on from its last checkpoint: can-train resume {session.folder.run_id}"
-        failed = DoesNotFitError(rule, value=found, remedy=remedy, details=OutOfMemoryDetails(should_fit=True))
-        failed.exit_code = RUN_FAILED
-        raise failed from error
     finally:
-        # What remains of the record serves the report alone: the error, if there is one, says more.
+        # The rest of the record is for the report alone: the error, if there is one, says more.
         with suppress(OSError):
             session.steps.flush()
+        if session.training.use_adaptive_batch_size_factor:
+            ooms = session.ooms_rescued - ooms_before
+            is_written = write_observation(
+                store, lambda end_time: _observation(session, begun, outcome, ooms, end_time), session.reporter.notice
+            )
+            # The observation says the same: else half of the files that are listed for years would say nothing.
+            if is_written and started is not None:
+                started.unlink(missing_ok=True)
 
-        def write() -> None:
-            write_record(state, _observation(session, begun, outcome, session.ooms_rescued - ooms_before))
-            # The observation says the same: without this, half of the files that are listed for years say nothing.
-            for path in begin:
-                path.unlink(missing_ok=True)
-            store_of(run).refresh_export()
 
-        _try_to_write(session, write)
+def _write_started(session: Session, store: FactorStore, begun: AttemptRecord) -> Path | None:
+    """Writes that an attempt has begun; returns the record's file, None where it was not written."""
+    started = Started(**vars(begun), host=this_host(), pid=os.getpid())
+    if session.training.use_adaptive_batch_size_factor:
+        try:
+            return write_record(store.state, started)
+        except (StateError, ValueError) as error:
+            session.reporter.notice(f"This run teaches nothing. {error}")
+    return None
 
 
-def _observation(session: Session, begun: Mapping[str, Any], outcome: AttemptOutcome, ooms: int) -> Observation:
-    run, fullest, monitor = session.run, session.fullest, session.monitor
-    run_plan, plan = fullest.run_plan, fullest.run_plan.plan
-    predicted, oom_cost = run_plan.predicted_peak_bytes, fullest.batcher.oom_cost
-    cost_after_oom = 0.0 if oom_cost is None else session.cost_after_rescue
-    searched = run_plan.limits.training if run_plan.limits is not None and plan.safety_factor is not None else None
-    # A capped search does not know where a share of its limit leads.
-    line = None if searched is None or searched.capped else searched
-    observed = Observation(
-        **begun,
-        size=run.size,
-        end_time=next_time(state_dir(run.paths)),
-        outcome=outcome,
-        factor=run_plan.factor.factor,
-        factor_reason=run_plan.factor.reason,
-        capacity_bytes=session.meter.capacity_bytes,
-        peak_allocated_bytes=monitor.peak_bytes or None,
-        peak_reserved_bytes=monitor.peak_reserved_bytes or None,
-        predicted_peak_bytes=None if predicted is None else round(predicted),
-        predicted_base_bytes=None if line is None else round(line.model.base_bytes),
-        predicted_full_bytes=None if line is None else round(line.peak_bytes(line.tuned_limit)),
-        tuned_limit=None if searched is None else round(searched.tuned_limit),
-        safe_limit=None if searched is None else round(plan.rules.safe_limit),
-        used=run_plan.used(session.largest_cost or plan.largest_cost),
-        logical_batch=plan.logical_batch,
-        largest_micro_batch=session.largest_micro_batch or plan.largest_micro_batch,
-        binding_limit=plan.binding_limit,
-        limits=_found_limits(session),
-        oom_used=None if oom_cost is None else run_plan.used(oom_cost),
-        used_after_rescue=run_plan.used(cost_after_oom) if cost_after_oom else None,
-        peak_bytes_after_rescue=session.peak_bytes_after_rescue if cost_after_oom else None,
-        # One in evaluation, or while other processes held the memory, shows nothing of the plan's limit.
-        ooms_rescued=0 if oom_cost is None else ooms,
-        allocator_retries=session.meter.retries(),
-        foreign_bytes=session.foreign_bytes,
-        torch_version=torch.__version__,
-        fingerprint=memory_fingerprint(run),
-        policy={"name": run.factor.policy, "options": policy_options(run)},
+def _fatal_in_step(session: Session) -> DoesNotFitError:
+    largest = session.engine.run_plan.plan.largest_micro_batch
+    return DoesNotFitError(
+        "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)",
+        value=f"step {session.progress.step}, micro-batches of up to {largest} samples",
+        remedy=f"The run goes on from its last checkpoint: can-train resume {session.folder.run_id}",
+        details=OutOfMemoryDetails(should_fit=True),
     )
-    fixed = run_plan.fixed_size
-    if fixed is None or oom_cost is None:
-        return observed
-    return _with_fixed_size(observed, fixed, oom_cost / plan.largest_cost)
 
 
-def _with_fixed_size(observed: Observation, fixed: FixedSize, oom_share: float) -> Observation:
-    """Adds to the observation of a run without a search what its micro-batches show that ran out of memory.
-
-    Args:
-        observed: The observation.
-        fixed: What was predicted of them.
-        oom_share: Cost of the smallest one that ran out of memory ÷ that of the plan's largest.
-    """
-    largest = fixed.largest_cost / max(fixed.tuned_limit, 1.0)
-    # Limits that were not looked for to their end do not tell of which share the cost is.
-    known: dict[str, Any] = {} if fixed.capped else {"used": largest, "oom_used": oom_share * largest,
-                                     "predicted_base_bytes": round(fixed.base_bytes),
-                                     "predicted_full_bytes": round(fixed.full_bytes)}  # fmt: skip
-    factor = fixed.factor
-    return replace(observed, factor=factor.factor, factor_reason=factor.reason, tuned_limit=round(fixed.tuned_limit),
-                   safe_limit=round(factor.factor * fixed.tuned_limit), **known)  # fmt: skip
+def _observation(
+    session: Session, begun: AttemptRecord, outcome: AttemptOutcome, ooms: int, end_time: str
+) -> Observation:
+    run, fullest = session.run, session.fullest
+    planned = PlannedMemory.of_plan(fullest.run_plan, _found_limits(session))
+    engines = [fullest, *(engine for engine in session.engines if engine is not fullest)]
+    return make_observation(begun, engines, planned, outcome, ooms, end_time=end_time, size=run.size,
+                            fingerprint=memory_fingerprint(run),
+                            policy={"name": run.factor.policy, "options": policy_options(run)})  # fmt: skip
 
 
 def _found_limits(session: Session) -> dict[str, KnownLimits]:
@@ -846,12 +801,3 @@ def _found_limits(session: Session) -> dict[str, KnownLimits]:
 
     return {plan.phase: KnownLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation))
             for plan in plans if plan.limits}  # fmt: skip
-
-
-def _try_to_write(session: Session, write: Callable[[], object]) -> None:
-    # A failure to write what a run teaches never stops a training.
-    if session.training.use_adaptive_batch_size_factor:
-        try:
-            write()
-        except (StateError, ValueError) as error:
-            session.reporter.notice(f"This run teaches nothing. {error}")

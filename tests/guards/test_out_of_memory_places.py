@@ -1,0 +1,91 @@
+"""An out-of-memory is caught in few places, each for a reason: one for the steps of a training and the parts of an
+evaluation, one that turns into an error what nothing can undo, and the trials of a size or of a placement.
+"""
+
+import ast
+
+import pytest
+
+from guards.sources import Source, package_sources, parse
+
+STEPS = {
+    "fit/rescue.py Try": "catches those of training steps and of evaluation: the micro-batch is undone and split",
+}
+FATAL = {
+    "fit/rescue.py fatal_out_of_memory": "turns those that nothing can undo into an error",
+}
+TRIALS = {
+    "adapters/framework_loop.py FrameworkLoop._prepare": "the first batch is tried to find limits",
+    "fit/explore.py fit_by_probes.run_round": "a probe may be too large",
+    "fit/explore.py seconds_per_sample": "a batch that is timed may be too large",
+    "fit/explore.py Explorer.batch_dependence": "whether samples depend on each other is tried with a few of them",
+    "fit/explore.py Explorer._mid_run": "state and gradients of a run are allocated as a trial",
+    "fit/micro_batcher.py MicroBatcher.measure_dependence": "whether a split is exact is tried with a few samples",
+    "fit/optimizer.py OptimizerReserve._allocate": "the memory of the optimizer's step is allocated before the step",
+    "fit/prediction.py _of_model": "batches that check a prediction may be too large",
+    "fit/rescue.py _add_sparse_gradient": "a sum of sparse gradients takes memory, and is tried again",
+    "fit/search.py _try": "sizes are tried",
+    "fit/search.py confirm_limit": "a remembered limit is tried",
+    "memory/meters.py simulate_fit": "a batch is tried on a simulated GPU",
+    "training/inference.py copy_to_device": "a finished model may be too large for a device",
+    "training/inference.py with_host_fallback": "a model that does not fit on the device computes on the host",
+    "training/reference_models.py ReferenceModels._decide": "placements of a reference model are tried",
+}
+LOOKS = {
+    "factors/observing.py outcome_of": "names the outcome of an attempt",
+    "fit/prediction.py _of_model": "lets it pass an except clause for errors of other kinds",
+    "fit/rescue.py Rescue.record_foreign_memory": "reads the device at the moment at which memory ran out",
+    "memory/out_of_memory.py CatchOutOfMemory.__exit__": "decides what the block catches",
+    "runs/run_folder.py _describe_end": "names the ending of an attempt",
+    "training/sample_task.py Task.asked": "lets it pass an except clause for errors of other kinds",
+    "training/session.py Session._damage": "lets it pass an except clause for errors of other kinds",
+}
+
+
+def places(source: Source) -> tuple[set[str], set[str]]:
+    """Where a file catches an out-of-memory, and where it asks whether an error is one."""
+    catches, asks = set[str](), set[str]()
+
+    def visit(node: ast.AST, name: str) -> None:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            name = f"{name}.{node.name}" if name else node.name
+        place = f"{source.path} {name}"
+        is_class = isinstance(node, ast.ClassDef) and node.name != "CatchOutOfMemory"
+        if is_class and any("CatchOutOfMemory" in names(base) for base in node.bases):
+            catches.add(place)
+        if isinstance(node, ast.With) and any("CatchOutOfMemory" in names(item.context_expr) for item in node.items):
+            catches.add(place)
+        if isinstance(node, ast.Call) and "is_out_of_memory" in names(node.func):
+            asks.add(place)
+        for child in ast.iter_child_nodes(node):
+            visit(child, name)
+
+    visit(source.tree, "")
+    return catches, asks
+
+
+def names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} | {
+        one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)
+    }
+
+
+def test_an_out_of_memory_is_caught_where_it_is_listed() -> None:
+    found = [places(source) for source in package_sources()]
+    catches, asks = set[str]().union(*(one for one, _ in found)), set[str]().union(*(one for _, one in found))
+    assert catches == (STEPS | TRIALS).keys()
+    assert asks == (FATAL | LOOKS).keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "catches", "asks"),
+    [
+        ("def one():\n    with CatchOutOfMemory():\n        pass", {"a.py one"}, set()),
+        ("class One:\n    def two(self):\n        with x, y.CatchOutOfMemory() as z:\n            pass",
+         {"a.py One.two"}, set()),
+        ("class One(CatchOutOfMemory):\n    pass", {"a.py One"}, set()),
+        ("def one(error):\n    return not is_out_of_memory(error)", set(), {"a.py one"}),
+    ],
+)  # fmt: skip
+def test_a_place_is_found(text: str, catches: set[str], asks: set[str]) -> None:
+    assert places(parse("a.py", text)) == (catches, asks)
