@@ -141,7 +141,7 @@ def look_up(state: Path, runs: Path) -> Seconds:
     known = FactorStore(state).known(key_of(0), DEVICES[0], observation_of(0).fingerprint, size="student")
     next_time(state)
     seconds = time.process_time() - cpu, time.perf_counter() - wall
-    if known.choice is None:
+    if known.factor is None:
         raise AssertionError("a factor was learned")
     return seconds
 

@@ -169,7 +169,7 @@ def attempt(run: ResolvedRun, hidden: float) -> float:
             train_new(run, SilentReporter())
         except DoesNotFitError as error:
             print(f"  {error.rule}", file=sys.stderr)
-    return sessions[0].run_plan.aim.share
+    return sessions[0].run_plan.factor.aim.share
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def by_plan(machine: Machine, *, logical: int) -> Choice:
         evaluation=found,
         optimizer_peak_bytes=0,
     )
-    factor = FactorRule(known=None, aim=Aim(AIM)).decide(limits).choice.factor
+    factor = FactorRule(decided=None, aim=Aim(AIM)).decide(limits).value
     rules = SplitRules(safe_limit=factor * found.tuned_limit, tuned_limit=found.tuned_limit)
     batcher = MicroBatcher(machine.model, meter=ModelledMeter(machine.capacity_bytes), limits=limits, rules=rules)
     return own_choice(machine, batcher, logical, lambda rows: BatchCosts.priced(fit.model, counts[rows]))

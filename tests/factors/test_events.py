@@ -87,9 +87,9 @@ def test_an_unpin_lets_the_learned_factor_hold_again() -> None:
 def test_a_pin_may_come_before_the_first_run(tmp_path: Path) -> None:
     store = get_safety_factor_db(tmp_path)
     store.pin(KEY, 0.4)
-    choice = store.known(KEY, "never-seen").choice
-    assert (store.get_factor(KEY), choice.factor if choice else None) == (0.4, 0.4)
-    assert store.known(OTHER, "never-seen").choice is None
+    choice = store.known(KEY, "never-seen").factor
+    assert (store.get_factor(KEY), choice.value if choice else None) == (0.4, 0.4)
+    assert store.known(OTHER, "never-seen").factor is None
     assert store.get_stats(KEY)["num_runs"] == 0
 
 
@@ -129,7 +129,7 @@ def test_a_clock_that_was_set_back_does_not_keep_a_reset_from_what_it_resets(tmp
     store.reset(KEY)
     with pytest.raises(ConfigError, match="The factor was reset"):
         store.get_factor(KEY)
-    assert store.known(KEY, "v100-16gb").choice is None
+    assert store.known(KEY, "v100-16gb").factor is None
 
 
 def test_after_a_clock_was_set_back_by_years_decisions_still_follow_what_they_are_about(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
-from can_train.fit.factor_rule import Aim, FactorChoice, FactorRule
+from can_train.fit.factor_rule import Aim, FactorRule, SafetyFactor
 from can_train.memory.meters import CpuMeter
 from can_train.reporter import SilentReporter
 from can_train.runs.run_folder import RunFolder, StopRequests
@@ -102,7 +102,7 @@ class Notices(SilentReporter):
 
 def fixed(factor: float) -> FactorRule:
     """A safety factor that was decided before."""
-    return FactorRule(known=FactorChoice(factor, "for a test"), aim=Aim(0.9))
+    return FactorRule(decided=SafetyFactor(factor, "for a test"), aim=Aim(0.9))
 
 
 def line_parts(

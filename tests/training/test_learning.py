@@ -236,7 +236,7 @@ def test_a_pinned_factor_aims_at_no_peak(tmp_path: Path) -> None:
     parts = line_parts(tmp_path, batch_size=20)
     get_safety_factor_db(tmp_path / "state").pin(KEY, 0.25)
     pinned = factor_rule(parts.run, parts.meter.key, parts.reporter)
-    assert (pinned.known.factor if pinned.known else None, pinned.aim) == (0.25, NO_AIM)
+    assert (pinned.decided.value if pinned.decided else None, pinned.aim) == (0.25, NO_AIM)
 
 
 def test_an_out_of_memory_of_any_rank_in_the_last_attempt_cuts_finer(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from can_train.fit.factor_rule import STATIC, FactorChoice
+from can_train.fit.factor_rule import STATIC, SafetyFactor
 from can_train.fit.packing import BatchCosts
 from can_train.fit.plan import PlanRequest, resolve_plan
 from can_train.fit.planner import RunPlan
@@ -27,7 +27,7 @@ def test_a_plan_names_the_batch_that_was_given_and_how_many_make_a_step(asked: P
 
 def test_a_plan_names_a_static_factor() -> None:
     plan = resolve_plan(ASKED, BatchCosts.uniform(1_280), tuned_limit=500, factor=0.6)
-    static = RunPlan(plan=plan, limits=None, factor=FactorChoice(0.6, STATIC))
+    static = RunPlan(plan=plan, limits=None, factor=SafetyFactor(0.6, STATIC))
     assert "The safety factor is 0.6, as set: nothing is learned." in plan_summary(static, "sim-64mib", 2**26)
-    learned = replace(static, factor=FactorChoice(0.6, "learned from 2 runs"))
+    learned = replace(static, factor=SafetyFactor(0.6, "learned from 2 runs"))
     assert not any("safety factor" in line for line in plan_summary(learned, "sim-64mib", 2**26))

@@ -34,7 +34,7 @@ from can_train.fit.collate import Rows, leaves, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, PeakPrediction
 from can_train.fit.engine import Engine
 from can_train.fit.explore import Search, SearchTime, Workload, find_limit, left_as_it_was
-from can_train.fit.factor_rule import Aim, FactorDecision, FactorRule
+from can_train.fit.factor_rule import Aim, FactorRule, SafetyFactor
 from can_train.fit.micro_batcher import Counts, Losses, MicroBatcher, Split
 from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, Snapshot, measure_optimizer
 from can_train.fit.packing import BatchCosts, SplitRules, counts_of, cut
@@ -168,7 +168,7 @@ class FrameworkLoop:
         self.batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits)
         self._key = self.settings.key or f"{self.framework}_{type(self.model).__name__}".lower()
         self._limits: DeviceLimits | None = None
-        self._decision: FactorDecision | None = None
+        self._factor: SafetyFactor | None = None
         self._engine: Engine | None = None  # Made with the first batch
         self._logical_batch = 0
         state_dir = self.settings.state_dir
@@ -237,9 +237,9 @@ class FrameworkLoop:
         """Ends the loop: what it has taught is recorded."""
         self.monitor.pause()
         self._active.close()
-        engine, limits, decision = self._engine, self._limits, self._decision
-        if self.settings.learn and engine is not None and limits is not None and decision is not None:
-            make = partial(self._observation, engine, outcome, limits, decision)
+        engine, limits, factor = self._engine, self._limits, self._factor
+        if self.settings.learn and engine is not None and limits is not None and factor is not None:
+            make = partial(self._observation, engine, outcome, limits, factor)
             write_observation(self._store, make, self.notice)
         self._limits = None
 
@@ -301,9 +301,9 @@ class FrameworkLoop:
             # A batch that is never split may still fit, since it needs no room for the gradients of earlier parts.
             self.notice("Weights, state and two sets of gradients leave no room: what runs out of memory is split.")
             return
-        self._decision = self._rule().decide(self._limits)
+        self._factor = self._rule().decide(self._limits)
         tuned = self._limits.training.tuned_limit
-        rules = SplitRules(safe_limit=self._decision.choice.factor * tuned, tuned_limit=tuned)
+        rules = SplitRules(safe_limit=self._factor.value * tuned, tuned_limit=tuned)
         self.batcher.set_limits(rules, self._limits)
         self.notice(self._found(self._limits, self._limits.priced(counts)))
 
@@ -351,7 +351,7 @@ class FrameworkLoop:
         )
 
     def _rule(self) -> FactorRule:
-        first = FactorRule(known=None, aim=Aim(FactorSettings().target))
+        first = FactorRule(decided=None, aim=Aim(FactorSettings().target))
         if not self.settings.learn:
             return first
         try:
@@ -378,13 +378,13 @@ class FrameworkLoop:
         }
 
     def _observation(
-        self, engine: Engine, outcome: Outcome, limits: DeviceLimits, decision: FactorDecision, end_time: str
+        self, engine: Engine, outcome: Outcome, limits: DeviceLimits, factor: SafetyFactor, end_time: str
     ) -> Observation:
         training = limits.training
         begun = AttemptRecord(run_id=new_run_id(self._key), attempt=1, rank=0, key=self._key,
                               device=device_of(self.meter), start_time=self._started)  # fmt: skip
         planned = PlannedMemory(
-            factor=decision.choice,
+            factor=factor,
             limit=training,
             whole_limit=max(training.tuned_limit, 1.0),
             safe_limit=self.batcher.rules.safe_limit,

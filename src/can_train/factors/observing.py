@@ -18,7 +18,7 @@ from can_train.memory.out_of_memory import is_out_of_memory
 if TYPE_CHECKING:
     from can_train.fit.cost_model import PhaseLimit
     from can_train.fit.engine import Engine
-    from can_train.fit.factor_rule import FactorChoice, KnownLimits
+    from can_train.fit.factor_rule import KnownLimits, SafetyFactor
     from can_train.fit.planner import FixedSize, RunPlan
     from can_train.memory.meters import Meter
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class PlannedMemory:
     """The plan of an attempt, as far as its memory goes; costs in bytes above base."""
 
-    factor: FactorChoice
+    factor: SafetyFactor
     limit: PhaseLimit | None  # Of training, as a search found it; None without a search
     # Cost that `used` is a share of; None where a search stopped before memory ended it, since such a run does not show
     # where a share of its limit leads.
@@ -118,7 +118,7 @@ def make_observation(
     observed = Observation(
         **vars(begun),
         outcome=outcome,
-        factor=planned.factor.factor,
+        factor=planned.factor.value,
         factor_reason=planned.factor.reason,
         capacity_bytes=engine.meter.capacity_bytes,
         peak_allocated_bytes=monitor.peak_bytes or None,
@@ -158,8 +158,8 @@ def _with_fixed_size(observed: Observation, fixed: FixedSize, oom_share: float) 
                                       "predicted_base_bytes": round(fixed.base_bytes),
                                       "predicted_full_bytes": round(fixed.full_bytes)}  # fmt: skip
     factor = fixed.factor
-    return replace(observed, factor=factor.factor, factor_reason=factor.reason, tuned_limit=round(fixed.tuned_limit),
-                   safe_limit=round(factor.factor * fixed.tuned_limit), **shares)  # fmt: skip
+    return replace(observed, factor=factor.value, factor_reason=factor.reason, tuned_limit=round(fixed.tuned_limit),
+                   safe_limit=round(factor.value * fixed.tuned_limit), **shares)  # fmt: skip
 
 
 def write_observation(store: FactorStore, make: Callable[[str], Observation], notice: Callable[[str], object]) -> bool:

@@ -35,7 +35,7 @@ from can_train.factors.summary import (
     summarize_runs,
     with_settings,
 )
-from can_train.fit.factor_rule import NO_AIM, STATIC, Aim, EarlierSearch, FactorChoice, FactorRule, OtherDevice
+from can_train.fit.factor_rule import NO_AIM, STATIC, Aim, EarlierSearch, FactorRule, OtherDevice, SafetyFactor
 from can_train.io.records import utc_text, write_json_atomic
 from can_train.memory.allocator_settings import allocator_settings
 from can_train.reporter import Reporter
@@ -45,13 +45,13 @@ _OTHER_DEVICE_RUNS: Final = 10
 
 
 @dataclass(frozen=True)
-class Known:
-    """What the store knows before a run."""
+class LearnedFactor:
+    """The safety factor that a store has for a run before it begins."""
 
-    choice: FactorChoice | None  # pinned, learned on this device or imported
+    factor: SafetyFactor | None  # pinned, learned on this device or imported
     aim: Aim | None = None  # of the policy; `NO_AIM` under a pin; None where no run on this device was learned from
-    other_device: OtherDevice | None = None  # without a choice: what the device seen last has shown
-    after_oom: bool = False  # with a choice: whether the run's last attempt ended by an out-of-memory, on any rank
+    other_device: OtherDevice | None = None  # without a factor: what the device seen last has shown
+    after_oom: bool = False  # with a factor: whether the run's last attempt ended by an out-of-memory, on any rank
     earlier: EarlierSearch | None = None  # the limits that the last run on this device found
 
 
@@ -144,7 +144,7 @@ class FactorStore:
 
     def known(
         self, key: str, device: str, fingerprint: Mapping[str, Any] = {}, *, size: str = "", run_id: str = ""
-    ) -> Known:
+    ) -> LearnedFactor:
         """Returns what is known before a run of a configuration on a kind of device.
 
         Args:
@@ -171,14 +171,14 @@ class FactorStore:
         earlier = _earlier_search(here, active.cutoff)
         if summary.factor is None or summary.state == "first":
             elsewhere = [run for run in runs if run.device.key != device and _shows_ratio(run, records.events)]
-            return Known(None, other_device=_other_device(elsewhere), earlier=earlier)
+            return LearnedFactor(None, other_device=_other_device(elsewhere), earlier=earlier)
         aim = None if summary.interval is None else Aim(summary.aim, summary.aim_reason)
         attempts = [run for run in every if run_id and run.run_id == run_id]
         last = max((run.attempt for run in attempts), default=0)
         after_oom = any(run.outcome == "oom" for run in attempts if run.attempt == last)
-        choice = FactorChoice(summary.factor, summary.reason)
+        factor = SafetyFactor(summary.factor, summary.reason)
         aim = NO_AIM if summary.state == "pinned" else aim
-        return Known(choice, aim, after_oom=after_oom, earlier=earlier)
+        return LearnedFactor(factor, aim, after_oom=after_oom, earlier=earlier)
 
     def reset(self, key: str | None, device: str | None = None) -> Path:
         """Excludes the runs so far from learning; they stay in the history. None means every key, or every device.
@@ -354,23 +354,23 @@ def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id
 def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> FactorRule:
     """Does what `factor_rule` does, but raises StateError where the store cannot be read."""
     if not run.training.use_adaptive_batch_size_factor:
-        static = FactorChoice(run.training.graph_memory_safety_factor, STATIC)
-        return FactorRule(known=static, aim=NO_AIM)
+        static = SafetyFactor(run.training.graph_memory_safety_factor, STATIC)
+        return FactorRule(decided=static, aim=NO_AIM)
     first = _first_rule(run)
     known = store_of(run).known(run.key, device_key, memory_fingerprint(run), size=run.size, run_id=run_id)
     return rule_after(known, first)
 
 
-def rule_after(known: Known, first: FactorRule) -> FactorRule:
+def rule_after(known: LearnedFactor, first: FactorRule) -> FactorRule:
     """Returns the rule of a run's factor from what is known before it; `first` is that of a first run."""
-    if known.choice is None:
+    if known.factor is None:
         # What another device has measured says more than an experience table.
-        table = None if known.other_device else first.known
-        return replace(first, other_device=known.other_device, known=table, earlier=known.earlier)
+        table = None if known.other_device else first.decided
+        return replace(first, other_device=known.other_device, decided=table, earlier=known.earlier)
     # An import has no aim of its own, so the target stands until the limits lower it.
     is_learned = known.aim not in (None, NO_AIM)
     aim = known.aim or first.aim
-    return replace(first, known=known.choice, aim=aim, aim_is_learned=is_learned, after_oom=known.after_oom,
+    return replace(first, decided=known.factor, aim=aim, aim_is_learned=is_learned, after_oom=known.after_oom,
                    earlier=known.earlier)  # fmt: skip
 
 
@@ -379,8 +379,8 @@ def _first_rule(run: ResolvedRun) -> FactorRule:
     known = None
     if factor.from_table:
         table = run.task_settings.experience(run.dataset.name, run.mode.name)
-        known = FactorChoice(*experience_factor(*table))
-    return FactorRule(known=known, aim=Aim(factor.target), minimum=factor.min, maximum=factor.max)
+        known = SafetyFactor(*experience_factor(*table))
+    return FactorRule(decided=known, aim=Aim(factor.target), minimum=factor.min, maximum=factor.max)
 
 
 def experience_factor(base: float, base_reason: str, adjustments: Sequence[tuple[float, str]]) -> tuple[float, str]:

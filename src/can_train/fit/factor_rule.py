@@ -5,7 +5,7 @@ limits that they found come along, for a plan to confirm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -63,11 +63,12 @@ def describe_closed_form(limits: DeviceLimits, aim: float, factor: float, *, rat
 
 
 @dataclass(frozen=True)
-class FactorChoice:
-    """The factor of the next run."""
+class SafetyFactor:
+    """The decision on a run's safety factor."""
 
-    factor: float  # share of the tuned limit, in (0, 1]
+    value: float  # share of the tuned limit that the run may use, in (0, 1]
     reason: str
+    aim: Aim = NO_AIM  # the peak that it leads to
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,7 @@ PROVISIONAL: Final = 0.5
 _LEAST_RATIO: Final = 0.5
 _LARGEST_RATIO: Final = 2.0
 STATIC: Final = "static, nothing is learned"  # the reason of a factor that learning is switched off for
-UNUSED: Final = FactorChoice(1.0, "not in use: nothing was searched for")
-
-
-@dataclass(frozen=True)
-class FactorDecision:
-    """A run's factor, and the peak that it works towards."""
-
-    choice: FactorChoice
-    aim: Aim
+UNUSED: Final = SafetyFactor(1.0, "not in use: nothing was searched for")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,26 +126,27 @@ class EarlierSearch:
 class FactorRule:
     """Decides the factor of a run."""
 
-    known: FactorChoice | None  # as far as it is known before the device is looked at; None: it follows from the limits
-    aim: Aim  # the peak to work towards, as far as it is known before
+    # The factor that is pinned, learned or static, whatever the device holds; None: it follows from the limits.
+    decided: SafetyFactor | None
+    aim: Aim  # the peak to work towards, as far as it is known before the limits are
     aim_is_learned: bool = False  # whether runs have shown that the aim fits; else what the limits show lowers it
     minimum: float = 0.05  # bounds of a factor that follows from the limits
     maximum: float = 1.0
     other_device: OtherDevice | None = None  # what another device has shown of the configuration
-    after_oom: bool = False  # whether the last attempt died of an out-of-memory: its plan gives way to `known`
+    after_oom: bool = False  # whether the last attempt died of an out-of-memory: its plan gives way to `decided`
     earlier: EarlierSearch | None = None  # whose limits a plan may confirm instead of searching; None: there are none
 
     @property
     def provisional(self) -> float:
         """The factor that a search assumes."""
-        return PROVISIONAL if self.known is None else self.known.factor
+        return PROVISIONAL if self.decided is None else self.decided.value
 
-    def decide(self, limits: DeviceLimits | None) -> FactorDecision:
+    def decide(self, limits: DeviceLimits | None) -> SafetyFactor:
         """Decides the factor from what the device was found to hold; None where nothing was searched for."""
         if limits is None:
-            return FactorDecision(self.known or UNUSED, self.aim)
-        if self.known is not None:
-            return FactorDecision(self.known, self.aim if self.aim_is_learned else lower_aim(limits, self.aim))
+            return replace(self.decided or UNUSED, aim=self.aim)
+        if self.decided is not None:
+            return replace(self.decided, aim=self.aim if self.aim_is_learned else lower_aim(limits, self.aim))
         # The prediction's interval must not reach beyond the capacity.
         width = predicted_half_width(limits)
         certain = max(1.0 - width, 0.0)
@@ -165,4 +159,4 @@ class FactorRule:
             source = f"from the probes and {runs} on {self.other_device.device}"
         factor = min(max(closed_form_factor(limits, aim.share, ratio=ratio), self.minimum), self.maximum)
         reason = f"{source}: {describe_closed_form(limits, aim.share, factor, ratio=ratio)}"
-        return FactorDecision(FactorChoice(factor, reason), aim)
+        return SafetyFactor(factor, reason, aim)

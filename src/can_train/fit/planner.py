@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
 from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
-from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorChoice, FactorRule
+from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
 from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.phases import phase_training
@@ -52,7 +52,7 @@ class FixedSize:
     base_bytes: float  # Predicted peak without a micro-batch
     full_bytes: float  # Predicted peak of one at the tuned limit
     largest_cost: float  # Of the plan's micro-batches, in bytes
-    factor: FactorChoice  # Share of the tuned limit that a search would have allowed
+    factor: SafetyFactor  # Share of the tuned limit that a search would have allowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,7 @@ class RunPlan:
 
     plan: Plan
     limits: DeviceLimits | None  # Limits of the device; None without a search
-    factor: FactorChoice = UNUSED  # The safety factor in force
-    aim: Aim = NO_AIM  # The peak that the run aims for
+    factor: SafetyFactor = UNUSED  # The safety factor in force
     skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
     ranks: int = 1  # Processes that share the logical batch
     notices: tuple[str, ...] = ()  # What else the user should know, as sentences
@@ -304,7 +303,7 @@ class Planner:
             replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs)),
             order,
             tuned_limit=phase.tuned_limit if phase is not None and request.searches else None,
-            factor=decided.choice.factor,
+            factor=decided.value,
             other_epochs=other_epochs,
         )
         notices = [
@@ -327,8 +326,7 @@ class Planner:
         return RunPlan(
             plan=plan,
             limits=limits,
-            factor=decided.choice,
-            aim=decided.aim,
+            factor=decided,
             skipped=skipped,
             ranks=self.ranks,
             notices=tuple(notices),
@@ -427,7 +425,7 @@ def _fixed_size(plan: Plan, limits: DeviceLimits, factor: FactorRule) -> FixedSi
     training = limits.training
     return FixedSize(tuned_limit=training.tuned_limit, capped=training.capped, base_bytes=training.model.base_bytes,
                      full_bytes=training.peak_bytes(training.tuned_limit), largest_cost=plan.largest_cost,
-                     factor=factor.decide(limits).choice)  # fmt: skip
+                     factor=factor.decide(limits))  # fmt: skip
 
 
 def _room(limits: DeviceLimits, plan: Plan, aim: Aim) -> float:

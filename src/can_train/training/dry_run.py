@@ -242,8 +242,8 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
     run = config if isinstance(config, ResolvedRun) else from_plain(config)
     meter = meters.open_meter(run.device)
     rule = read_factor_rule(run, meter.key)
-    if rule.known is not None:
-        return rule.known.factor
+    if rule.decided is not None:
+        return rule.decided.value
     reporter = SilentReporter()
     # Random generators stay as they were.
     task, generators = load_task(run, reporter), capture_generators()
@@ -252,4 +252,4 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
         planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter)
         plan = Planners.of_phases(planner).make(rule)
     restore_generators(generators)
-    return (plan.fixed_size or plan).factor.factor
+    return (plan.fixed_size or plan).factor.value

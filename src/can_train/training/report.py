@@ -91,7 +91,7 @@ def _phase_details(run_plan: RunPlan) -> list[str]:
     if plan.safety_factor is not None:
         lines.append(f"  tuned limit    {_tuned_limit_text(limits)}")
         lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor.reason}")
-        if (aim := run_plan.aim) != NO_AIM:
+        if (aim := run_plan.factor.aim) != NO_AIM:
             reason = f": {aim.reason}" if aim.reason else ""
             lines.append(f"  target         a peak of {aim.share:.1%} of what is usable{reason}")
     share = peak / limits.capacity_bytes
@@ -216,8 +216,8 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
         "lr_factor": plan.lr_factor,
         "safety_factor": plan.safety_factor,
         "safety_factor_reason": run_plan.factor.reason if searched else "",
-        "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != NO_AIM else None,
-        "target_reason": run_plan.aim.reason,
+        "target_peak_pct": run_plan.factor.aim.share if searched and run_plan.factor.aim != NO_AIM else None,
+        "target_reason": run_plan.factor.aim.reason,
     }
     if limits is None or peak is None:
         unknown = ("cost_model", "tuned_limit_bytes", "safe_limit_bytes", "predicted_peak_bytes")

@@ -19,7 +19,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError, first_sentence
 from can_train.fit.engine import Engine
-from can_train.fit.factor_rule import FactorChoice, FactorRule
+from can_train.fit.factor_rule import FactorRule, SafetyFactor
 from can_train.fit.micro_batcher import BatchResult, MicroBatcher
 from can_train.fit.optimizer import (
     Optimization,
@@ -283,7 +283,7 @@ class Session(Parts):
         own = self.own_plan
         # A micro-batch size that was given stays as it is: there is no factor to plan with.
         if own.plan.safety_factor is not None:
-            rule = FactorRule(known=own.factor, aim=own.aim)
+            rule = FactorRule(decided=own.factor, aim=own.factor.aim)
             plans = self.ranks.gather(lambda: self.planners.replan_same_batch(own, rule, held_bytes=held_bytes))
             self._use_thawed(plans)
         for engine in self.engines:
@@ -513,23 +513,23 @@ def resolve_plans(planners: Planners, ranks: Ranks, factor: FactorRule, first_pa
             # An attempt that is killed here leaves some of them: the next one makes the others again.
             write_json_atomic(path, plan.to_plain())
             return plan
-        if not factor.after_oom or factor.known is None:
+        if not factor.after_oom or factor.decided is None:
             return plan
         # The attempt before ran out of memory and lowered the factor: the same logical batch is split finer.
-        return _split_finer(plan, factor.known)
+        return _split_finer(plan, factor.decided)
 
     return ranks.gather(finish)
 
 
-def _split_finer(run_plan: RunPlan, factor: FactorChoice) -> RunPlan:
+def _split_finer(run_plan: RunPlan, factor: SafetyFactor) -> RunPlan:
     """Splits as a lower factor asks; a plan that is as fine is returned as it is."""
 
     def finer(one: RunPlan) -> RunPlan:
-        if one.plan.safety_factor is None or one.plan.safety_factor <= factor.factor:
+        if one.plan.safety_factor is None or one.plan.safety_factor <= factor.value:
             return one
-        rules = replace(one.plan.rules, safe_limit=factor.factor * one.plan.rules.tuned_limit)
-        plan = replace(one.plan, rules=rules, safety_factor=factor.factor)
-        return replace(one, plan=plan, factor=factor)
+        rules = replace(one.plan.rules, safe_limit=factor.value * one.plan.rules.tuned_limit)
+        plan = replace(one.plan, rules=rules, safety_factor=factor.value)
+        return replace(one, plan=plan, factor=replace(factor, aim=one.factor.aim))
 
     first, *later = map(finer, run_plan.phases)
     return replace(first, later=tuple(later))
