@@ -16,7 +16,7 @@ from can_train.factors.observations import Observation, write_record
 from can_train.factors.policies import Decision, FactorPoint, MomentumPolicy
 from can_train.factors.store import LearnedFactor, experience_factor, get_safety_factor_db
 from can_train.factors.summary import history_of, summarize
-from can_train.fit.factor_rule import EarlierSearch, KnownLimit, KnownLimits, OtherDevice
+from can_train.fit.factor_rule import EarlierSearch, OtherDevice, RememberedLimit, RememberedLimits
 from fakes.samples import A100, KEY, at, observation, out_of_memory
 
 MIB = 2**20
@@ -298,8 +298,8 @@ def test_no_point_of_the_history_overlaps_an_out_of_memory(spans: list[tuple[flo
         assert (run.used in counted) == (overlapping in ([], [run]))
 
 
-LIMIT = KnownLimit(tuned_limit=1_000.0, capped=False, base_bytes=500.0, measured_ratio=1.02)
-LIMITS = {"": KnownLimits(training=LIMIT, evaluation=replace(LIMIT, capped=True))}
+LIMIT = RememberedLimit(tuned_limit=1_000.0, capped=False, base_bytes=500.0, measured_ratio=1.02)
+LIMITS = {"": RememberedLimits(training=LIMIT, evaluation=replace(LIMIT, capped=True))}
 
 
 def earlier(state: Path) -> EarlierSearch | None:

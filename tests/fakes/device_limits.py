@@ -1,6 +1,6 @@
 """Synthetic limits of a device, without a search."""
 
-from can_train.fit.cost_model import CostModel, DeviceLimits, PhaseLimit
+from can_train.fit.cost_model import CostModel, DeviceLimits, SearchResult
 from can_train.task import Feature
 
 CAPACITY = 10**9
@@ -15,7 +15,7 @@ def limits(
         covariance=((1.0, 0.0), (0.0, 0.0)), relative_residual=0.0,
     )  # fmt: skip
     tuned = (fills - base) * CAPACITY / measured_ratio
-    phase = PhaseLimit(
+    phase = SearchResult(
         model=model,
         tuned_limit=tuned,
         capped=capped,

@@ -15,7 +15,7 @@ from can_train.errors import ArgumentError, CanTrainError
 from can_train.fit import packing
 from can_train.fit.packing import (
     BatchCosts,
-    PartLimit,
+    MicroBatchLimit,
     SplitRules,
     cut,
     largest_typical_batch,
@@ -113,7 +113,7 @@ batches = st.builds(
     st.sampled_from([SUMMED, PADDED, MIXED]),
 )
 limits = st.builds(
-    PartLimit,
+    MicroBatchLimit,
     cost=st.integers(0, 20_000).map(float),
     samples=st.integers(0, 50),
     floor=st.integers(1, 10),
@@ -181,7 +181,7 @@ def test_samples_that_cost_nothing_fit_anywhere(features: tuple[Feature, ...]) -
 
 
 @given(batch=batches, limit=limits)
-def test_every_sample_is_in_one_part_in_order(batch: BatchCosts, limit: PartLimit) -> None:
+def test_every_sample_is_in_one_part_in_order(batch: BatchCosts, limit: MicroBatchLimit) -> None:
     sizes = cut(batch, limit)
     assert min(sizes) >= 1
     assert starts(sizes)[-1] == len(batch)
@@ -190,27 +190,27 @@ def test_every_sample_is_in_one_part_in_order(batch: BatchCosts, limit: PartLimi
 
 def test_parts_hold_no_more_samples_than_they_may() -> None:
     batch = BatchCosts.of_samples([1, 2, 1, 2, 1])
-    assert cut(batch, PartLimit(samples=2)) == (2, 2, 1)
-    assert cut(batch, PartLimit(samples=2, floor=4)) == (2, 2, 1)
+    assert cut(batch, MicroBatchLimit(samples=2)) == (2, 2, 1)
+    assert cut(batch, MicroBatchLimit(samples=2, floor=4)) == (2, 2, 1)
 
 
 @given(batch=batches, limit=st.integers(0, 20_000))
 def test_no_part_is_over_the_limit_but_a_sample_that_is_so_alone(batch: BatchCosts, limit: int) -> None:
-    sizes = cut(batch, PartLimit(cost=limit))
+    sizes = cut(batch, MicroBatchLimit(cost=limit))
     costs = part_costs(batch, sizes)
     assert all(cost <= limit or size == 1 for cost, size in zip(costs, sizes, strict=True))
-    equal = cut(batch, PartLimit(cost=limit, equal=True))
+    equal = cut(batch, MicroBatchLimit(cost=limit, equal=True))
     assert equal[0] == 1 or max(part_costs(batch, equal)) <= limit
 
 
 @given(costs=st.lists(st.integers(0, 9), min_size=1, max_size=12), limit=st.integers(1, 30))
 def test_no_cut_in_order_needs_fewer_parts(costs: list[int], limit: int) -> None:
-    assert len(cut(BatchCosts.of_samples(costs), PartLimit(cost=limit))) == fewest_parts(costs, limit)
+    assert len(cut(BatchCosts.of_samples(costs), MicroBatchLimit(cost=limit))) == fewest_parts(costs, limit)
 
 
 @given(batch=batches, limit=st.integers(0, 20_000), floor=st.integers(2, 20))
 def test_parts_stay_at_the_floor_and_are_costly_only_there(batch: BatchCosts, limit: int, floor: int) -> None:
-    sizes = cut(batch, PartLimit(cost=limit, floor=floor))
+    sizes = cut(batch, MicroBatchLimit(cost=limit, floor=floor))
     assert all(size >= floor for size in sizes[:-1])
     costs = part_costs(batch, sizes)
     assert all(cost <= limit or size <= floor for cost, size in zip(costs, sizes, strict=True))
@@ -218,27 +218,27 @@ def test_parts_stay_at_the_floor_and_are_costly_only_there(batch: BatchCosts, li
 
 def test_equal_samples_are_rather_cut_unevenly_than_below_the_floor() -> None:
     batch = BatchCosts.uniform(6)
-    assert cut(batch, PartLimit(cost=4)) == (3, 3)
-    assert cut(batch, PartLimit(cost=1, floor=4)) == (4, 2)
+    assert cut(batch, MicroBatchLimit(cost=4)) == (3, 3)
+    assert cut(batch, MicroBatchLimit(cost=1, floor=4)) == (4, 2)
 
 
 def test_a_last_part_below_the_floor_is_given_what_the_one_before_can_spare() -> None:
     batch = BatchCosts.of_samples([1, 1, 1, 1, 1, 2])
-    assert cut(batch, PartLimit(cost=5)) == (5, 1)
-    assert cut(batch, PartLimit(cost=5, floor=3)) == (3, 3)
-    assert cut(batch, PartLimit(cost=5, floor=4)) == (4, 2)
+    assert cut(batch, MicroBatchLimit(cost=5)) == (5, 1)
+    assert cut(batch, MicroBatchLimit(cost=5, floor=3)) == (3, 3)
+    assert cut(batch, MicroBatchLimit(cost=5, floor=4)) == (4, 2)
 
 
 @given(size=st.integers(1, 300), limit=st.integers(1, 300), cost=st.integers(1, 9))
 def test_samples_of_equal_cost_are_cut_into_the_fewest_nearly_equal_parts(size: int, limit: int, cost: int) -> None:
-    sizes = cut(BatchCosts.of_samples([cost] * size), PartLimit(cost=limit * cost))
+    sizes = cut(BatchCosts.of_samples([cost] * size), MicroBatchLimit(cost=limit * cost))
     assert len(sizes) == -(-size // limit)
     assert max(sizes) - min(sizes) <= 1
 
 
 @given(batch=batches, limit=st.integers(0, 20_000), samples=st.integers(0, 50))
 def test_equal_parts_are_the_largest_that_fit(batch: BatchCosts, limit: int, samples: int) -> None:
-    sizes = cut(batch, PartLimit(cost=limit, samples=samples, equal=True))
+    sizes = cut(batch, MicroBatchLimit(cost=limit, samples=samples, equal=True))
     assert len(set(sizes)) == 1
     for larger in range(sizes[0] + 1, min(samples or len(batch), len(batch)) + 1):
         if len(batch) % larger == 0:
@@ -247,9 +247,9 @@ def test_equal_parts_are_the_largest_that_fit(batch: BatchCosts, limit: int, sam
 
 def test_equal_parts_keep_to_the_floor_where_none_fits() -> None:
     batch = BatchCosts.of_samples([1, 2] * 6)
-    assert cut(batch, PartLimit(cost=3, equal=True)) == (2,) * 6
-    assert cut(batch, PartLimit(cost=2, equal=True)) == (1,) * 12
-    assert cut(batch, PartLimit(cost=2, floor=3, equal=True)) == (3,) * 4
+    assert cut(batch, MicroBatchLimit(cost=3, equal=True)) == (2,) * 6
+    assert cut(batch, MicroBatchLimit(cost=2, equal=True)) == (1,) * 12
+    assert cut(batch, MicroBatchLimit(cost=2, floor=3, equal=True)) == (3,) * 4
 
 
 def heavy_tailed(draw: Callable[[np.random.Generator], NDArray[np.float64]]) -> tuple[NDArray[np.float64], float]:
@@ -278,7 +278,7 @@ def test_heavy_tails_need_hardly_more_parts_than_their_cost_where_equal_counts_n
 ) -> None:
     batches, limit = heavy_tailed(draw)
     ideal = sum(math.ceil(batch.sum() / limit) for batch in batches)
-    parts = sum(len(cut(BatchCosts.of_samples(batch), PartLimit(cost=limit))) for batch in batches)
+    parts = sum(len(cut(BatchCosts.of_samples(batch), MicroBatchLimit(cost=limit))) for batch in batches)
     assert parts <= 1.1 * ideal
     assert len(batches) * math.ceil(512 / equal_count(batches, limit)) >= 2 * ideal
 
@@ -361,12 +361,12 @@ def test_a_target_is_reached_within_the_cap_and_missed_by_no_more_than_it_takes(
 ) -> None:
     batch = BatchCosts.of_samples(costs)
     limit = SplitRules(target=target, max_splits=cap).limit_for(batch)
-    wanted = cut(batch, PartLimit(cost=target))
+    wanted = cut(batch, MicroBatchLimit(cost=target))
     if len(wanted) <= cap:
         assert cut(batch, limit) == wanted
         return
     assert len(cut(batch, limit)) <= cap
-    assert len(cut(batch, PartLimit(cost=limit.cost * (1 - 1e-6)))) > cap
+    assert len(cut(batch, MicroBatchLimit(cost=limit.cost * (1 - 1e-6)))) > cap
 
 
 @given(costs=sample_costs, safe_limit=st.integers(50, 400), samples=st.integers(0, 10))

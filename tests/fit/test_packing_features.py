@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from can_train.fit.packing import BatchCosts, PartLimit, batch_totals, cut, growing_totals
+from can_train.fit.packing import BatchCosts, MicroBatchLimit, batch_totals, cut, growing_totals
 from can_train.task import Feature
 
 THREE = (Feature("nodes"), Feature("tokens", padding=1), Feature("attention", padding=2))
@@ -65,7 +65,7 @@ def test_a_batch_in_packing_order_is_cut_into_parts_that_cost_no_more_in_all(
     lengths: list[tuple[int, int]], share: float
 ) -> None:
     batch = BatchCosts(counts_of(lengths)[:, :1], (SOURCE,), (1.0,))
-    limit = PartLimit(cost=max(share * batch.total, batch.each().max()))
+    limit = MicroBatchLimit(cost=max(share * batch.total, batch.each().max()))
     packed = batch.packed()
     assert sorted(packed.each()) == sorted(batch.each())
     assert len(cut(packed, limit)) <= len(cut(batch, limit))

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.cost_model import PhaseLimit
+from can_train.fit.cost_model import SearchResult
 from can_train.fit.explore import ProbeBounds, Search, SearchTime, fit_by_probes
-from can_train.fit.factor_rule import EarlierSearch, FactorRule, KnownLimit, KnownLimits
+from can_train.fit.factor_rule import EarlierSearch, FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, RunPlan, kept_rows, plan_request, still_fits
 from can_train.fit.search import Peak, SearchBounds, find_phase_limit, pack_worst_case
@@ -389,11 +389,11 @@ def known_from(plan: RunPlan, **changed: Any) -> FactorRule:
     """The rule of a run that knows the limits of an earlier plan."""
     assert plan.limits is not None
 
-    def known(phase: PhaseLimit) -> KnownLimit:
-        return KnownLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
+    def known(phase: SearchResult) -> RememberedLimit:
+        return RememberedLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
                           measured_ratio=phase.measured_ratio)  # fmt: skip
 
-    limits = KnownLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation))
+    limits = RememberedLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation))
     earlier = EarlierSearch(run_id="earlier-run", capacity_bytes=plan.limits.capacity_bytes,
                             torch_version=torch.__version__, phases={"": limits})  # fmt: skip
     return replace(FACTOR, earlier=replace(earlier, **changed))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
-from can_train.fit.cost_model import CostModel, DeviceLimits, PhaseLimit
+from can_train.fit.cost_model import CostModel, DeviceLimits, SearchResult
 from can_train.fit.micro_batcher import Losses, MicroBatcher
-from can_train.fit.packing import BatchCosts, PartLimit, SplitRules
+from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules
 from can_train.fit.rescue import (
     QUIET_STEPS,
     Backoff,
@@ -37,7 +37,7 @@ GIB = 2**30
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 1.00 GiB."
 
 
-def phase(base_bytes: int, tuned_limit: float = 0.0) -> PhaseLimit:
+def phase(base_bytes: int, tuned_limit: float = 0.0) -> SearchResult:
     """What a search would have found where a unit of cost is a byte."""
     model = CostModel(
         features=(Feature("bytes"),),
@@ -47,7 +47,7 @@ def phase(base_bytes: int, tuned_limit: float = 0.0) -> PhaseLimit:
         covariance=((0.0, 0.0), (0.0, 0.0)),
         relative_residual=0.0,
     )
-    return PhaseLimit(
+    return SearchResult(
         model=model, tuned_limit=tuned_limit, capped=False, trials=1, ooms=0, measured_ratio=1.0, mean_totals=(1.0,)
     )
 
@@ -66,7 +66,7 @@ class Noted:
 
 
 def run_all(
-    rescue: Rescue, batch: BatchCosts, limit: PartLimit, attempt: Callable[[int, int], Any], noted: Noted
+    rescue: Rescue, batch: BatchCosts, limit: MicroBatchLimit, attempt: Callable[[int, int], Any], noted: Noted
 ) -> list[tuple[int, int, Any]]:
     """Runs a batch; returns each part (start, stop, what the attempt returned) that succeeded."""
     parts = []
@@ -94,9 +94,11 @@ class Device:
         self.waits.append(seconds)
         self.after_wait(self)
 
-    def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[tuple[int, int, Any]]:
+    def run(
+        self, settings: RescueSettings | None = None, limit: MicroBatchLimit | None = None
+    ) -> list[tuple[int, int, Any]]:
         self.rescue = Rescue(self.meter, settings or RescueSettings(), phase=phase(60 * MIB), wait=self.wait)
-        return run_all(self.rescue, self.batch, limit or PartLimit(), self.attempt, self.noted)
+        return run_all(self.rescue, self.batch, limit or MicroBatchLimit(), self.attempt, self.noted)
 
 
 def sizes(parts: list[tuple[int, int, Any]]) -> list[int]:
@@ -131,7 +133,7 @@ def test_every_sample_is_run_once_in_order(costs: list[float], fits: float, fact
 
 def test_what_has_been_run_before_memory_ran_out_is_not_run_again() -> None:
     device = Device(BatchCosts.of_samples([1, 1, 1, 1, 9, 9]), fits=10)
-    assert [result for _, _, result in device.run(limit=PartLimit(samples=2))] == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    assert [result for _, _, result in device.run(limit=MicroBatchLimit(samples=2))] == [(0, 2), (2, 4), (4, 5), (5, 6)]
 
 
 def test_nothing_is_split_below_the_floor() -> None:
@@ -176,7 +178,7 @@ def test_an_error_knows_whether_another_device_would_help(foreign_mib: int, one_
     device.meter.gpu.allocator.foreign_bytes = foreign_mib * MIB
     rescue = Rescue(device.meter, RescueSettings(adaptive=adaptive, retries=0))
     with pytest.raises(PartDoesNotFitError) as caught:
-        run_all(rescue, device.batch, PartLimit(), device.attempt, Noted())
+        run_all(rescue, device.batch, MicroBatchLimit(), device.attempt, Noted())
     details = caught.value.details
     assert (details.one_sample, details.should_fit) == (one_sample, not one_sample)
     assert (details.foreign_bytes, details.capacity_bytes) == (foreign_mib * MIB, 64 * MIB)
@@ -198,7 +200,7 @@ def test_other_errors_pass() -> None:
 
     rescue = Rescue(SimulatedMeter(MIB, expandable=True), RescueSettings())
     with pytest.raises(ValueError, match="shapes differ"):
-        run_all(rescue, BatchCosts.uniform(4), PartLimit(), attempt, Noted())
+        run_all(rescue, BatchCosts.uniform(4), MicroBatchLimit(), attempt, Noted())
 
 
 def test_nothing_of_a_failed_attempt_is_held_when_the_next_one_starts() -> None:
@@ -220,7 +222,7 @@ def test_nothing_of_a_failed_attempt_is_held_when_the_next_one_starts() -> None:
     rescue = Rescue(SimulatedMeter(MIB, expandable=True), RescueSettings())
     gc.disable()
     try:
-        assert len(run_all(rescue, BatchCosts.uniform(16), PartLimit(), attempt, Noted())) == 8
+        assert len(run_all(rescue, BatchCosts.uniform(16), MicroBatchLimit(), attempt, Noted())) == 8
     finally:
         gc.enable()
 
@@ -317,7 +319,7 @@ def test_evaluation_is_split_and_rescued_by_itself() -> None:
 
 def test_an_evaluations_limit_holds_from_the_start() -> None:
     gpu = SmallGpu(400)
-    parts = gpu.batcher.evaluate(lambda start, stop: stop - start, 10, PartLimit(cost=4))
+    parts = gpu.batcher.evaluate(lambda start, stop: stop - start, 10, MicroBatchLimit(cost=4))
     assert parts == [4, 3, 3]
     assert gpu.batcher.ooms_rescued == 0
 
@@ -435,10 +437,10 @@ def test_a_surprise_at_a_cost_that_did_fit_makes_later_parts_a_little_smaller() 
 
 def test_the_smallest_cost_that_ran_out_within_the_plan_is_known() -> None:
     device = Device(BatchCosts.uniform(64), fits=10)
-    device.run(limit=PartLimit(cost=40))
+    device.run(limit=MicroBatchLimit(cost=40))
     assert device.rescue.oom_cost == 16
     device.rescue.backoff, device.fits = Backoff(), 30
-    run_all(device.rescue, device.batch, PartLimit(cost=32), device.attempt, Noted())
+    run_all(device.rescue, device.batch, MicroBatchLimit(cost=32), device.attempt, Noted())
     assert device.rescue.oom_cost == 16
 
 
@@ -452,7 +454,7 @@ def test_where_nothing_is_rescued_the_cost_that_ran_out_is_known_too() -> None:
 def test_a_sample_beyond_the_plan_says_nothing_of_the_plan() -> None:
     device = Device(BatchCosts.of_samples([1, 30]), fits=20)
     with pytest.raises(DoesNotFitError, match="sample 1 of the batch"):
-        device.run(RescueSettings(retries=0), limit=PartLimit(cost=10))
+        device.run(RescueSettings(retries=0), limit=MicroBatchLimit(cost=10))
     assert device.rescue.oom_cost == math.inf
 
 

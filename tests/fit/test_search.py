@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from can_train.errors import ArgumentError
-from can_train.fit.cost_model import PhaseLimit, ProbeFit
+from can_train.fit.cost_model import ProbeFit, SearchResult
 from can_train.fit.explore import ProbeBounds, fit_by_probes
-from can_train.fit.factor_rule import KnownLimit
+from can_train.fit.factor_rule import RememberedLimit
 from can_train.fit.packing import BatchCosts
 from can_train.fit.search import (
     Peak,
@@ -411,22 +411,22 @@ class Device:
         upper: float = 1_000 * GIB,
         slack: float = 0.0,
         has_time: Callable[[float], bool] = lambda cost: True,
-    ) -> PhaseLimit:
+    ) -> SearchResult:
         """Probes, then searches; only trials are in `fitted`."""
         probed, order = self.probed(slack)
         bounds = SearchBounds(upper=upper, capacity_bytes=self.capacity, has_time=has_time)
         return find_phase_limit(probed, self, order, bounds)
 
-    def confirm(self, known: KnownLimit, *, upper: float = 1_000 * GIB) -> PhaseLimit | None:
+    def confirm(self, known: RememberedLimit, *, upper: float = 1_000 * GIB) -> SearchResult | None:
         probed, order = self.probed()
         return confirm_limit(probed, self, order, known, upper=upper)
 
-    def filled(self, limit: PhaseLimit) -> float:
+    def filled(self, limit: SearchResult) -> float:
         """Share of the capacity that a batch at the limit takes, were there one of exactly its cost."""
         return (BASE + limit.tuned_limit) / self.capacity
 
 
-def assert_tried(device: Device, limit: PhaseLimit) -> None:
+def assert_tried(device: Device, limit: SearchResult) -> None:
     assert limit.trials == len(device.fitted) + len(device.failed)
     assert limit.ooms == len(device.failed)
     assert limit.tuned_limit == pytest.approx(max([device.probed_cost, *device.fitted]), rel=1e-6)
@@ -580,8 +580,8 @@ def test_however_time_runs_out_no_limit_is_given_that_was_not_tried(seconds: lis
     assert_tried(device, device.find(has_time=lambda cost: next(left, False)))
 
 
-def known_of(limit: PhaseLimit, **changed: Any) -> KnownLimit:
-    known = KnownLimit(tuned_limit=limit.tuned_limit, capped=limit.capped, base_bytes=limit.model.base_bytes,
+def known_of(limit: SearchResult, **changed: Any) -> RememberedLimit:
+    known = RememberedLimit(tuned_limit=limit.tuned_limit, capped=limit.capped, base_bytes=limit.model.base_bytes,
                        measured_ratio=limit.measured_ratio)  # fmt: skip
     return replace(known, **changed)
 

@@ -31,7 +31,7 @@ def test_the_variable_may_be_a_size_as_well_as_a_file(
     monkeypatch: pytest.MonkeyPatch, size: str, held_mib: int
 ) -> None:
     monkeypatch.setenv(FOREIGN, size)
-    assert open_gpu(64).taken_bytes == held_mib * MIB
+    assert open_gpu(64).foreign_bytes_at_start == held_mib * MIB
 
 
 @pytest.mark.parametrize("text", ["", "\n", "0MiB", None])
@@ -44,7 +44,7 @@ def test_a_file_without_a_size_means_nobody(held: Path, text: str | None) -> Non
 def test_who_was_there_first_leaves_the_rest_as_on_a_gpu(held: Path) -> None:
     held.write_text("24MiB\n")
     meter = open_gpu(64)
-    assert (meter.total_bytes, meter.capacity_bytes, meter.taken_bytes) == (64 * MIB, 40 * MIB, 24 * MIB)
+    assert (meter.total_bytes, meter.capacity_bytes, meter.foreign_bytes_at_start) == (64 * MIB, 40 * MIB, 24 * MIB)
     assert (meter.foreign_bytes(), meter.key) == (0, "sim-64mib")
 
 

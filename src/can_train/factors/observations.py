@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
-from can_train.fit.factor_rule import KnownLimits
+from can_train.fit.factor_rule import RememberedLimits
 from can_train.io.index import INDEX_FROM, Index, Kind, digest, index_folder, read_folder, write_index
 from can_train.io.records import (
     DOCUMENT_SUFFIX,
@@ -111,7 +111,7 @@ class Observation:
     largest_micro_batch: Count  # samples
     binding_limit: str  # what decided the logical batch
     # what the search found, by the names of the phases; empty without a search, or where it ended for lack of time
-    limits: dict[str, KnownLimits] = field(default_factory=dict)
+    limits: dict[str, RememberedLimits] = field(default_factory=dict)
     oom_used: Share | None = None  # cost of the smallest micro-batch that ran out of memory ÷ tuned limit
     # The largest micro-batch that ran after the last out-of-memory, and the peak since then; None where none ran.
     used_after_rescue: Share | None = None

@@ -16,9 +16,9 @@ from can_train.factors.store import FactorStore, next_time
 from can_train.memory.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
-    from can_train.fit.cost_model import PhaseLimit
+    from can_train.fit.cost_model import SearchResult
     from can_train.fit.engine import Engine
-    from can_train.fit.factor_rule import KnownLimits, SafetyFactor
+    from can_train.fit.factor_rule import RememberedLimits, SafetyFactor
     from can_train.fit.planner import FixedSize, RunPlan
     from can_train.memory.meters import Meter
 
@@ -28,7 +28,7 @@ class PlannedMemory:
     """The plan of an attempt, as far as its memory goes; costs in bytes above base."""
 
     factor: SafetyFactor
-    limit: PhaseLimit | None  # Of training, as a search found it; None without a search
+    limit: SearchResult | None  # Of training, as a search found it; None without a search
     # Cost that `used` is a share of; None where a search stopped before memory ended it, since such a run does not show
     # where a share of its limit leads.
     whole_limit: float | None
@@ -39,10 +39,10 @@ class PlannedMemory:
     largest_cost: float  # Of the costliest one that was planned
     binding_limit: str  # What decided the logical batch
     fixed_size: FixedSize | None = None  # Prediction for micro-batches whose size was given
-    remembered: Mapping[str, KnownLimits] = field(default_factory=dict)  # For later runs, by the phase's name
+    remembered: Mapping[str, RememberedLimits] = field(default_factory=dict)  # For later runs, by the phase's name
 
     @classmethod
-    def of_plan(cls, run_plan: RunPlan, remembered: Mapping[str, KnownLimits]) -> PlannedMemory:
+    def of_plan(cls, run_plan: RunPlan, remembered: Mapping[str, RememberedLimits]) -> PlannedMemory:
         """Returns what the plan of a run, of its fullest phase, says."""
         plan = run_plan.plan
         is_searched = run_plan.limits is not None and plan.safety_factor is not None

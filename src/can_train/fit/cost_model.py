@@ -125,7 +125,7 @@ def _non_negative_least_squares(rows: NDArray[np.float64], peaks: NDArray[np.flo
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseLimit:
+class SearchResult:
     """One phase (training: forward and backward; evaluation: forward) on one device."""
 
     model: CostModel
@@ -152,7 +152,7 @@ class PhaseLimit:
         """Returns the half-width in bytes of the interval around the predicted peak."""
         return self.model.half_width(typical_totals(self.model, self.mean_totals, cost))
 
-    def predicted_within(self, room_bytes: float) -> PhaseLimit:
+    def predicted_within(self, room_bytes: float) -> SearchResult:
         """Returns the limit that is predicted where tensors may take `room_bytes`, no more than was searched here."""
         fits = max(self.cost_within(room_bytes), 0.0)
         return self if fits >= self.tuned_limit else replace(self, tuned_limit=fits, capped=False)
@@ -164,8 +164,8 @@ class DeviceLimits:
 
     device_key: str
     capacity_bytes: int  # Bytes of it that PyTorch's allocator could use
-    training: PhaseLimit  # Forward and backward
-    evaluation: PhaseLimit  # Forward alone
+    training: SearchResult  # Forward and backward
+    evaluation: SearchResult  # Forward alone
     optimizer_peak_bytes: int  # Peak of an optimizer step
     gradient_bytes: int = 0  # Gradients of a step's earlier micro-batches, which `training` includes
     earlier_run: str = ""  # Run whose limits are those that are `confirmed`

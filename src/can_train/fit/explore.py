@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
-from can_train.fit.cost_model import AGREED, CostModel, DeviceLimits, PhaseLimit, ProbeFit, ProbeReading, fit_to_probes
+from can_train.fit.cost_model import (
+    AGREED,
+    CostModel,
+    DeviceLimits,
+    ProbeFit,
+    ProbeReading,
+    SearchResult,
+    fit_to_probes,
+)
 from can_train.fit.optimizer import (
     OptimizerMemory,
     Precision,
@@ -40,7 +48,7 @@ from can_train.task import Phase
 
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
-    from can_train.fit.factor_rule import EarlierSearch, KnownLimit
+    from can_train.fit.factor_rule import EarlierSearch, RememberedLimit
     from can_train.fit.micro_batcher import Losses
     from can_train.memory.meters import Meter
     from can_train.task import BatchTask, Feature, LogicalBatch
@@ -222,7 +230,7 @@ class Search:
     # By default as much as it takes.
     time: SearchTime = field(default_factory=lambda: SearchTime(clock=lambda: 0.0, seconds=math.inf))
     time_share: float = 1.0  # The part of that time that this search may take
-    known: KnownLimit | None = None  # An earlier run's limit, to be confirmed first; None: there is none
+    known: RememberedLimit | None = None  # An earlier run's limit, to be confirmed first; None: there is none
 
 
 def probe(work: Workload, meter: Meter) -> ProbeFit:
@@ -279,14 +287,14 @@ class _Trials:
         return self.search.time.allows(seconds, epoch_seconds=epoch_seconds, share=self.search.time_share)
 
 
-def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> PhaseLimit:
+def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> SearchResult:
     """Fits the cost model of some work, and searches for the largest batch that fits, up to the cost `upper`."""
     fit = probe(work, meter)
     costs = BatchCosts.priced(fit.model, work.counts)
     # Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search.
     highest = upper(costs) if any(fit.model.coefficients) else 1.0
     if not search.verify:
-        limit = PhaseLimit(model=fit.model, tuned_limit=highest, capped=True, mean_totals=costs.mean_counts())
+        limit = SearchResult(model=fit.model, tuned_limit=highest, capped=True, mean_totals=costs.mean_counts())
         return limit.predicted_within(predicted_room(meter.capacity_bytes))
     pace = fit.largest_seconds / max(fit.largest_cost, 1.0)
     trials = _Trials(work=work, meter=meter, costs=costs, search=search, seconds_per_byte=pace)
@@ -429,7 +437,7 @@ class Explorer:
             return model, seconds_per_sample(work, model, self.meter)
 
     @contextmanager
-    def worst_case(self, training: PhaseLimit, cost: float) -> Iterator[tuple[Callable[[], None], Sequence[Tensor]]]:
+    def worst_case(self, training: SearchResult, cost: float) -> Iterator[tuple[Callable[[], None], Sequence[Tensor]]]:
         """Yields a function that runs a worst-case batch of training, and the tensors that are resident meanwhile."""
         with self._trained_alone() as buffer_copies:
             _, _, work = self._mid_run(buffer_copies)

@@ -91,7 +91,7 @@ UNUSED: Final = SafetyFactor(1.0, "not in use: nothing was searched for")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownLimit:
+class RememberedLimit:
     """A tuned limit that an earlier run found, and the line on which its batch peaked."""
 
     tuned_limit: float  # cost in bytes
@@ -105,11 +105,11 @@ class KnownLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownLimits:
+class RememberedLimits:
     """Those of one phase."""
 
-    training: KnownLimit
-    evaluation: KnownLimit
+    training: RememberedLimit
+    evaluation: RememberedLimit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class EarlierSearch:
     run_id: str
     capacity_bytes: int
     torch_version: str
-    phases: Mapping[str, KnownLimits]  # by their names
+    phases: Mapping[str, RememberedLimits]  # by their names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import DeviceLimits, PeakPrediction
-from can_train.fit.packing import BatchCosts, PartLimit, SplitRules, counts_of
+from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.rescue import Backoff, Rescue, RescueSettings, Try, Undo, leaves_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room
@@ -403,7 +403,7 @@ class MicroBatcher:
         self._last_largest_cost = totals.largest_cost
         return totals.result(ooms - ooms_before)
 
-    def _limit_for(self, costs: BatchCosts) -> PartLimit:
+    def _limit_for(self, costs: BatchCosts) -> MicroBatchLimit:
         limit = self.rules.limit_for(costs)
         if self._split is None:
             return limit
@@ -445,7 +445,7 @@ class MicroBatcher:
         self,
         compute: Callable[[int, int], T],
         batch: BatchCosts | Counts | int,
-        limit: PartLimit | None = None,
+        limit: MicroBatchLimit | None = None,
     ) -> list[T]:
         """Computes something of samples `start:stop` without gradients, and returns the results of the parts in order.
         Without a limit, a part may hold what a part of training may.

@@ -430,7 +430,7 @@ class OptimizerReserve:
         raise DoesNotFitError(
             "The optimizer's step must fit beside weights and gradients",
             value=f"{need / 2**20:.1f} MiB cannot be had",
-            remedy=without_others(self._meter.taken_bytes + self._meter.foreign_bytes(), smaller),
+            remedy=without_others(self._meter.foreign_bytes_at_start + self._meter.foreign_bytes(), smaller),
             # Smaller micro-batches leave room for it when the run is resumed.
             details=OutOfMemoryDetails(should_fit=True),
         )

@@ -258,7 +258,7 @@ class BatchCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartLimit:
+class MicroBatchLimit:
     """What one micro-batch may hold."""
 
     cost: float = math.inf  # Bytes above base
@@ -268,16 +268,16 @@ class PartLimit:
     planned: tuple[int, ...] = ()  # Sizes of the whole batch's parts in samples, which are cut further where they must
 
 
-def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
+def cut(batch: BatchCosts, limit: MicroBatchLimit) -> tuple[int, ...]:
     """Cuts a batch into micro-batches; returns their sizes in samples, in order.
 
     Samples of uniform cost are solved for the fewest parts of nearly equal size, where that keeps to the floor.
     Otherwise each part takes the samples that follow until the next one would not fit (next-fit). A sample that alone
     costs more than the limit is a part by itself.
 
-    >>> cut(BatchCosts.of_samples([5, 1, 1, 6, 2]), PartLimit(cost=7))
+    >>> cut(BatchCosts.of_samples([5, 1, 1, 6, 2]), MicroBatchLimit(cost=7))
     (3, 1, 1)
-    >>> cut(BatchCosts.uniform(10), PartLimit(cost=4))
+    >>> cut(BatchCosts.uniform(10), MicroBatchLimit(cost=4))
     (4, 3, 3)
     """
     size = len(batch)
@@ -371,11 +371,11 @@ class SplitRules:
     target: float = math.inf  # Cost that micro-batches should come down to; infinite: none
     max_splits: int = 4  # Most parts that are planned to reach `target`; `splits` and a rescue may exceed it
 
-    def limit_for(self, batch: BatchCosts) -> PartLimit:
+    def limit_for(self, batch: BatchCosts) -> MicroBatchLimit:
         """Decides what one micro-batch of this logical batch may hold."""
         if self.threshold and batch.main_feature(0, len(batch)) <= self.threshold:
-            return PartLimit(cost=self.tuned_limit, floor=self.floor, equal=self.equal)
-        limit = PartLimit(cost=self.safe_limit, samples=self.samples, floor=self.floor, equal=self.equal)
+            return MicroBatchLimit(cost=self.tuned_limit, floor=self.floor, equal=self.equal)
+        limit = MicroBatchLimit(cost=self.safe_limit, samples=self.samples, floor=self.floor, equal=self.equal)
         if self.target < self.safe_limit:
             wanted = replace(limit, cost=self.target)
             if len(cut(batch, wanted)) > self.max_splits:
@@ -393,7 +393,7 @@ class SplitRules:
         return even if len(cut(batch, even)) == self.splits else replace(limit, cost=more)
 
 
-def _cost_around(batch: BatchCosts, limit: PartLimit, parts: int) -> tuple[float, float]:
+def _cost_around(batch: BatchCosts, limit: MicroBatchLimit, parts: int) -> tuple[float, float]:
     """Returns two adjacent cost limits: the first cuts a batch into more than `parts` parts, the second does not."""
     low, high = 0.0, batch.total
     for _ in range(_BISECTIONS):

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
-from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
+from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
 from can_train.fit.optimizer import capture_generators, restore_generators
-from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules, optimizer_batches, packing_order
+from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.phases import phase_training
 from can_train.fit.plan import Plan, PlanRequest, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
@@ -97,13 +97,13 @@ class RunPlan:
         return _price(task, rows, None if self.limits is None else self.limits.evaluation)
 
     @property
-    def evaluation_limit(self) -> PartLimit:
+    def evaluation_limit(self) -> MicroBatchLimit:
         """What a part of an evaluation may hold: its safe limit, and no more memory than a step takes."""
         if self.limits is None or self.predicted_peak_bytes is None:
-            return PartLimit(samples=self.plan.largest_micro_batch)
+            return MicroBatchLimit(samples=self.plan.largest_micro_batch)
         evaluation = self.limits.evaluation
         safe_limit = (self.plan.safety_factor or 1.0) * evaluation.tuned_limit
-        return PartLimit(cost=min(safe_limit, evaluation.cost_within(self.predicted_peak_bytes)))
+        return MicroBatchLimit(cost=min(safe_limit, evaluation.cost_within(self.predicted_peak_bytes)))
 
     @property
     def predicted_peak_bytes(self) -> float | None:
@@ -333,7 +333,7 @@ class Planner:
             phase=self.phase.name,
         )
 
-    def _oversize(self, phase: PhaseLimit) -> Rows:
+    def _oversize(self, phase: SearchResult) -> Rows:
         """Returns the rows of the samples that do not fit by themselves, the costliest first."""
         # A search that ended below the limit was up to a batch with every sample in it.
         if phase.capped:
@@ -412,7 +412,7 @@ def still_fits(plan: RunPlan, meter: Meter) -> bool:
     return plan.limits.device_key == meter.key and peak is not None and peak <= meter.capacity_bytes
 
 
-def _price(task: BatchTask, rows: Rows, phase: PhaseLimit | None) -> BatchCosts:
+def _price(task: BatchTask, rows: Rows, phase: SearchResult | None) -> BatchCosts:
     counts = task.batch_features(rows)
     if phase is not None and any(phase.model.coefficients):
         return BatchCosts.priced(phase.model, counts)
@@ -453,7 +453,7 @@ def _too_large_notices(plan: Plan, limits: DeviceLimits, training: TrainingSetti
     return [f"{option}: {needs}; {outcome}"]
 
 
-def _unexplained_notices(what: str, phase: PhaseLimit) -> list[str]:
+def _unexplained_notices(what: str, phase: SearchResult) -> list[str]:
     """Warns where the features do not account for the measured memory."""
     names = ", ".join(feature.name for feature in phase.model.features)
     if not phase.model.explains:
@@ -466,7 +466,7 @@ def _unexplained_notices(what: str, phase: PhaseLimit) -> list[str]:
     return []
 
 
-def _untried_notices(what: str, phase: PhaseLimit) -> list[str]:
+def _untried_notices(what: str, phase: SearchResult) -> list[str]:
     """Says where a search ended for lack of time."""
     if not (phase.untried and phase.capped):
         return []
@@ -475,7 +475,7 @@ def _untried_notices(what: str, phase: PhaseLimit) -> list[str]:
     return [f"{tried}; one of {size_text(phase.untried)} was not tried for lack of time ({more})"]
 
 
-def _fixed_padding_notices(phase: PhaseLimit) -> list[str]:
+def _fixed_padding_notices(phase: SearchResult) -> list[str]:
     """Says where padded lengths are counted and samples take the same memory whatever their lengths."""
     shares = [coefficient * mean ** max(feature.padding, 1) for feature, coefficient, mean in
               zip(phase.model.features, phase.model.coefficients, phase.mean_totals, strict=True)]  # fmt: skip

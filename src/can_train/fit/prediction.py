@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError
-from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, PhaseLimit
+from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, SearchResult
 from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe, weighted_loss
 from can_train.fit.optimizer import Precision, make_optimizer, measure_optimizer, step_generator
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
@@ -546,7 +546,7 @@ def _of_model(of: _Step) -> PeakPrediction:
                 explains = fit.model.explains and (agrees or checked <= fit.largest_cost)
     optimizer_step = resident_bytes + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
     means = tuple(batch.counts.mean(axis=0).tolist())
-    phase = PhaseLimit(model=fit.model, tuned_limit=math.inf, capped=True, mean_totals=means)
+    phase = SearchResult(model=fit.model, tuned_limit=math.inf, capped=True, mean_totals=means)
     return PeakPrediction(
         peak_bytes=max(peak, float(optimizer_step)),
         half_width_bytes=fit.model.half_width(batch.totals),

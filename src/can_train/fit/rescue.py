@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.optimizer import Snapshot
-from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, cut
+from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, cut
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
 from can_train.memory.out_of_memory import (
@@ -28,7 +28,7 @@ from can_train.memory.out_of_memory import (
 )
 
 if TYPE_CHECKING:
-    from can_train.fit.cost_model import PhaseLimit
+    from can_train.fit.cost_model import SearchResult
     from can_train.memory.meters import Meter
 
 QUIET_STEPS: Final = 20  # Optimizer steps without an out-of-memory after which a larger micro-batch is tried
@@ -132,7 +132,7 @@ class Rescue:
 
     meter: Meter
     settings: RescueSettings
-    phase: PhaseLimit | None = None  # What a search found of such batches on the device; None where there was none
+    phase: SearchResult | None = None  # What a search found of such batches on the device; None where there was none
     wait: Callable[[float], object] = time.sleep
     backoff: Backoff = Backoff()  # How large parts may be for now
     ooms: int = 0  # Out-of-memories so far, those that ended in an error included
@@ -149,7 +149,7 @@ class Rescue:
     # Number of ROOM_SHARES tried since other processes were noticed; 0: there are none, as far as is known.
     contention_level: int = 0
 
-    def tries(self, batch: BatchCosts, limit: PartLimit) -> Iterator[Try]:
+    def tries(self, batch: BatchCosts, limit: MicroBatchLimit) -> Iterator[Try]:
         """Yields micro-batches of a batch in order, until all samples are computed. One that ran out of memory is
         followed by smaller ones of the same samples.
 
@@ -196,7 +196,7 @@ class Rescue:
                 self.foreign_bytes = max(self.foreign_bytes, round(foreign))
             raise
 
-    def _cut(self, batch: BatchCosts, start: int, limit: PartLimit) -> tuple[int, ...]:
+    def _cut(self, batch: BatchCosts, start: int, limit: MicroBatchLimit) -> tuple[int, ...]:
         """Cuts the samples from `start` on into parts within the limits in force."""
         if start == len(batch):
             return ()
@@ -210,7 +210,7 @@ class Rescue:
             return tuple(size for part in parts if len(part) for size in cut(part, limit))
         return cut(batch.part(start, len(batch)) if start else batch, limit)
 
-    def _split_after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> tuple[int, ...]:
+    def _split_after_oom(self, batch: BatchCosts, start: int, stop: int, limit: MicroBatchLimit) -> tuple[int, ...]:
         """Decides how the part that failed, and all that is left to do, is cut from now on."""
         self.ooms += 1
         # What is left need not have a divisor that fits.
@@ -231,7 +231,7 @@ class Rescue:
         first, *_ = self._cut(batch.part(0, stop), start, narrow)
         return (first, *self._cut(batch, start + first, limit))
 
-    def _contended_room(self, cost: float, limit: PartLimit) -> float:
+    def _contended_room(self, cost: float, limit: MicroBatchLimit) -> float:
         """Returns what a part may cost that failed because other processes held memory; 0 where that is not why."""
         # Parts then keep to what is left for as long as that lasts. The backoff must not learn from it: it says nothing
         # of what fits without contention.
@@ -244,7 +244,7 @@ class Rescue:
                 return share
         return 0.0
 
-    def _recheck_contention(self, limit: PartLimit) -> bool:
+    def _recheck_contention(self, limit: MicroBatchLimit) -> bool:
         """Ends the contention once others have left; tells whether there was any, so that the room may have changed."""
         was_contended = bool(self.contention_level)
         if was_contended and self._room() >= min(limit.cost, self.backoff.limit):
@@ -419,8 +419,8 @@ def describe_out_of_memory(
     """
     known = known or OutOfMemoryDetails()
     available = min(available_bytes, meter.available_bytes())
-    foreign = max(known.foreign_bytes, meter.taken_bytes + round(meter.capacity_bytes - available))
-    alone = meter.capacity_bytes + meter.taken_bytes
+    foreign = max(known.foreign_bytes, meter.foreign_bytes_at_start + round(meter.capacity_bytes - available))
+    alone = meter.capacity_bytes + meter.foreign_bytes_at_start
     # A failure without other processes on the device proves that more is needed than it has.
     never_fits = not known.should_fit and (not foreign if need_bytes is None else need_bytes > alone)
     return replace(

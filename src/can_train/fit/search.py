@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from can_train.errors import ArgumentError
-from can_train.fit.cost_model import EXPLAINED, PhaseLimit, typical_totals
+from can_train.fit.cost_model import EXPLAINED, SearchResult, typical_totals
 from can_train.fit.packing import ROUNDING, BatchCosts
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from can_train.fit.cost_model import ProbeFit
-    from can_train.fit.factor_rule import KnownLimit
+    from can_train.fit.factor_rule import RememberedLimit
 
 # Divisor of the size while nothing has fitted yet: an out-of-memory costs more than a trial that fits.
 _RETREAT: Final = 4
@@ -282,7 +282,7 @@ class SearchBounds:
     has_time: Callable[[float], bool] = lambda cost: True  # Whether there is time to try a batch of some cost
 
 
-def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, bounds: SearchBounds) -> PhaseLimit:
+def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, bounds: SearchBounds) -> SearchResult:
     """Searches for the largest cost that fits. The probes' cost fits, and is the first reading; batches are made of the
     samples of `order`. The tuned limit is the cost of the largest batch that was run and fits.
     """
@@ -329,7 +329,7 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
         affordable=affordable,
     )
     cost, peak = largest
-    return PhaseLimit(
+    return SearchResult(
         model=model,
         tuned_limit=cost,
         capped=found.size >= _UNITS or untried > _NEARLY * cost,
@@ -342,8 +342,8 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
 
 
 def confirm_limit(
-    probes: ProbeFit, measure: Measure, order: BatchCosts, known: KnownLimit, *, upper: float
-) -> PhaseLimit | None:
+    probes: ProbeFit, measure: Measure, order: BatchCosts, known: RememberedLimit, *, upper: float
+) -> SearchResult | None:
     """Tries the limit of an earlier run by one batch, of `upper` at most. Returns None where that run did not search so
     far, and where the batch does not fit or peaks elsewhere than it did then: model or data are others now.
     """
@@ -357,7 +357,7 @@ def confirm_limit(
         peak = float(measure(positions).allocated)
         if abs(peak - known.peak_bytes(cost)) > EXPLAINED * peak:
             return None
-        return PhaseLimit(
+        return SearchResult(
             model=model,
             tuned_limit=cost,
             capped=known.capped or wanted < known.tuned_limit,

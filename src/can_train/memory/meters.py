@@ -61,7 +61,7 @@ class Meter(ABC):
     total_bytes: int  # its whole memory
     capacity_bytes: int  # what PyTorch's allocator may use of it
     kernel_bytes: int = 0  # the most that one of its kernels takes beside its results, in batches that fill it
-    taken_bytes: int = 0  # what other processes held at the start, as far as one can tell; not part of the capacity
+    foreign_bytes_at_start: int = 0  # held by other processes, as far as one can tell; not part of the capacity
     driver: str = ""  # version of the driver; empty where there is none
     counts_always: bool = True  # whether a peak covers everything since the last reset; if not, only measured spans
     is_host: bool = False  # whether its memory is the host's
@@ -218,7 +218,7 @@ class CudaMeter(Meter):
         # Torch 2.6 can set a fraction (`set_per_process_memory_fraction`) but cannot tell it.
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
         self.capacity_bytes = min(obtainable, int(fraction * self.total_bytes))
-        self.taken_bytes = max(0, self.total_bytes - obtainable - _CONTEXT_MOST_BYTES)
+        self.foreign_bytes_at_start = max(0, self.total_bytes - obtainable - _CONTEXT_MOST_BYTES)
         self.key = gpu_key(properties.name, self.total_bytes)
         threads = properties.multi_processor_count * properties.max_threads_per_multi_processor
         self.kernel_bytes = threads * SUM_BYTES_PER_THREAD
@@ -318,7 +318,7 @@ class SimulatedMeter(Meter):
                 told = ", ".join(settings.ignored)
                 self.notices = (f"The simulated GPU leaves out what these allocator settings do to memory: {told}",)
         self.capacity_bytes = self.gpu.allocator.available_bytes
-        self.taken_bytes = total_bytes - self.capacity_bytes
+        self.foreign_bytes_at_start = total_bytes - self.capacity_bytes
         self.key = f"sim-{exact_size(total_bytes)}"
         self._is_active = False
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.packing import BatchCosts, PartLimit
+from can_train.fit.packing import BatchCosts, MicroBatchLimit
 from can_train.fit.rescue import PartDoesNotFitError, RescueSettings, describe_out_of_memory
 from can_train.memory.meters import CpuMeter, Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
@@ -55,7 +55,9 @@ class BatchedInference:
     model: nn.Module  # on the device
     device: InferenceDevice
     costs_of: Callable[[Rows], BatchCosts | int] = len  # prices samples; their number, where all cost the same
-    limit: PartLimit = field(default_factory=lambda: PartLimit(samples=PART_SAMPLES))  # what a part may hold
+    limit: MicroBatchLimit = field(
+        default_factory=lambda: MicroBatchLimit(samples=PART_SAMPLES)
+    )  # what a part may hold
     describe: Callable[[int], str] = "sample {}".format  # names a sample that does not fit
     advance: Callable[[int], object] = lambda samples: None  # called with the samples of each part that is done
 
@@ -106,7 +108,7 @@ class BatchedInference:
             found = samples.contributions(self.model, part, self.device.meter.device, self.device.precision.dtype)
             return np.asarray(found.detach().double().cpu())
 
-        smaller = replace(self, limit=PartLimit(samples=EXPLAINED_SAMPLES))
+        smaller = replace(self, limit=MicroBatchLimit(samples=EXPLAINED_SAMPLES))
         return np.concatenate(smaller.run(rows, compute))
 
 

@@ -20,7 +20,7 @@ from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer, Search, Workload, find_limit, probe, seconds_per_sample
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision, capture_generators, restore_generators
-from can_train.fit.packing import BatchCosts, PartLimit, members
+from can_train.fit.packing import BatchCosts, MicroBatchLimit, members
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.io.records import read_text, write_json_atomic
 from can_train.memory.meters import Meter
@@ -408,7 +408,7 @@ class ReferenceModels:
 
         batcher = MicroBatcher(source.model, meter=meter, limits=limits)
         batched = BatchedInference(batcher=batcher, model=source.model, device=device, costs_of=costs_of,
-                                   limit=PartLimit(cost=LIMIT_SHARE * limit.tuned_limit))  # fmt: skip
+                                   limit=MicroBatchLimit(cost=LIMIT_SHARE * limit.tuned_limit))  # fmt: skip
 
         def compute(part: Rows) -> Mapping[str, Tensor]:
             nonlocal peak_bytes

@@ -42,8 +42,8 @@ from can_train.factors.observing import (
     write_observation,
 )
 from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint, next_time, policy_options, store_of
-from can_train.fit.cost_model import PhaseLimit
-from can_train.fit.factor_rule import FactorRule, KnownLimit, KnownLimits
+from can_train.fit.cost_model import SearchResult
+from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.micro_batcher import (
     BatchResult,
     Denominators,
@@ -788,16 +788,16 @@ def _observation(
                             policy={"name": run.factor.policy, "options": policy_options(run)})  # fmt: skip
 
 
-def _found_limits(session: Session) -> dict[str, KnownLimits]:
+def _found_limits(session: Session) -> dict[str, RememberedLimits]:
     """Returns the limits of all phases, for a later plan to confirm; none where any search was cut short."""
     plans = session.own_plan.phases
     phases = [phase for plan in plans if plan.limits for phase in (plan.limits.training, plan.limits.evaluation)]
     if session.is_thawed or not all(phase.trials and not phase.untried for phase in phases):
         return {}
 
-    def known(phase: PhaseLimit) -> KnownLimit:
-        return KnownLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
+    def known(phase: SearchResult) -> RememberedLimit:
+        return RememberedLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
                           measured_ratio=phase.measured_ratio)  # fmt: skip
 
-    return {plan.phase: KnownLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation))
+    return {plan.phase: RememberedLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation))
             for plan in plans if plan.limits}  # fmt: skip
