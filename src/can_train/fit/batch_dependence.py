@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 # Samples of the two parts of the batch: unequal, since equal parts hide a mean that is taken over each part.
 SPLIT: Final = (3, 5)
-# Relative L2 difference of the gradients above which samples depend on each other. Round-off is 1e-16 and 1e-7 per
-# operation.
+# Largest relative L2 difference of the gradients that is no dependence of samples on each other. Round-off is 1e-16 and
+# 1e-7 per operation.
 TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
-_HALF_TOLERANCE: Final = 3e-2  # The same for float16 and bfloat16, and for mixed precision
+_HALF_TOLERANCE: Final = 3e-2  # Tolerance of float16, bfloat16 and mixed precision
 # Functions that drop activations, in torch and torch.nn.functional, in place or not.
 _DROPOUT: Final = re.compile(r"(feature_)?(alpha_)?dropout([123]d)?_?")
 
@@ -43,7 +43,7 @@ _WITH_DROPOUT: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDependence:
-    """What a split changes."""
+    """The changes of a gradient by a split."""
 
     terms: Mapping[str, float]  # Loss terms whose gradient a split changes, with the relative L2 difference
     modules: tuple[str, ...]  # Names of the normalising layers that make samples depend on each other
@@ -52,7 +52,7 @@ class BatchDependence:
     measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
 
     def sentences(self, *, split: bool, ranks: int = 1) -> list[str]:
-        """Returns what a plan says about it; `split` tells whether its batches are split, as most never are, and
+        """Returns the sentences of a plan about it; `split` tells whether its batches are split, as most never are, and
         `ranks` on how many processes.
         """
         sentences = []
@@ -79,7 +79,7 @@ class BatchDependence:
 
     @staticmethod
     def sentence_of_mean(term: str) -> str:
-        """Returns what is to be said of a loss term whose sum is a mean."""
+        """Returns the sentence about a loss term whose sum is a mean."""
         cure = 'give the sum (reduction="sum"), or the mean times its denominator'
         return f"The sum of {term!r} is a mean, which is as large of a part as of the whole batch: {cure}"
 
@@ -122,7 +122,7 @@ def measure_batch_dependence(
             half = half or no_dropout.half
             tolerance = _HALF_TOLERANCE if half else TOLERANCE.get(parameters[0].dtype, _HALF_TOLERANCE)
             terms = _differences(split, whole, tolerance)
-            # Where the parts' gradients have the mean that their sum should be, they are those of means.
+            # Where the parts' gradients have the mean that their sum should be, the loss is a mean.
             averaged = _differences(gradients_of(means_of, sizes), whole, tolerance) if terms else {}
     finally:
         snapshot.restore()
@@ -209,7 +209,7 @@ def _gradients(
 
 
 def _gradient(loss: Tensor, parameters: list[nn.Parameter], *, retain_graph: bool) -> list[Tensor]:
-    """Computes what `autograd.grad` does, for which reentrant checkpoints have no gradient, without a word."""
+    """Computes gradients as `autograd.grad` does, which reentrant checkpoints silently give none."""
     earlier = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -29,7 +29,7 @@ ALLOCATION_QUANTUM: Final = 512  # Bytes that allocators round up to: peaks cann
 COVERAGE: Final = 3.0
 # Share of a predicted cost that the interval always includes. On the simulated GPU predictions lie within it.
 UNSEEN: Final = 0.01
-# Relative residual of the probes above which the features do not explain them; probes that follow their features lie
+# Largest relative residual of probes that the features explain; probes that follow their features lie
 # within 0.1 %.
 EXPLAINED: Final = 0.02
 ROUND_OFF: Final = 1e-9  # Share of the largest peak below which a fitted coefficient is round-off of zero
@@ -171,7 +171,7 @@ class DeviceLimits:
     earlier_run: str = ""  # Run whose limits are those that are `confirmed`
 
     def priced(self, batch: Any) -> BatchCosts:
-        """Prices what somebody else's loop gives, as `counts_of` reads it; raises ArgumentError where that is counts of
+        """Prices a batch of somebody else's loop, as `counts_of` reads it; raises ArgumentError where it has counts of
         other features.
         """
         model = self.training.model
@@ -181,7 +181,7 @@ class DeviceLimits:
         names = [feature.name for feature in model.features]
         is_named_otherwise = isinstance(batch, Mapping) and [feature.name for feature in features] != names
         if len(features) != len(names) or is_named_otherwise:
-            raise ArgumentError("A batch has counts of what the limits were found with", value=f"{batch!r:.80}",
+            raise ArgumentError("A batch needs counts of the features of the limits", value=f"{batch!r:.80}",
                                 remedy=f"Give each sample's {', '.join(names)}")  # fmt: skip
         return BatchCosts.priced(model, counts)
 
@@ -254,7 +254,7 @@ def typical_totals(model: CostModel, mean_totals: Sequence[float], cost: float) 
     return totals
 
 
-AGREED: Final = 0.005  # Relative residual of the probes at which they end
+AGREED: Final = 0.005  # Relative residual that ends the probes
 # Shares of the readings, smallest first, that are left out in turn to find a line.
 _DROPPED: Final = (0.0, 0.25, 0.5, 0.7, 0.8)
 ProbeReading = tuple["NDArray[np.float64]", float]  # Of a probe: batch totals [F], and peak in bytes
@@ -267,7 +267,7 @@ class ProbeFit:
     model: CostModel  # Its `explains` tells whether the features account for the measured peaks
     largest_cost: float  # Cost of the probe with the largest peak
     largest_peak: float  # That peak, in bytes
-    largest_seconds: float = 0.0  # What that probe took
+    largest_seconds: float = 0.0  # Seconds of that probe
     slack_bytes: float = 0.0  # Bytes that the allocator reserved beyond the allocated ones; 0 where it reserves none
 
 

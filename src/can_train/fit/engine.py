@@ -38,7 +38,7 @@ class Engine:
     largest_micro_batch: int = 0
 
     def set_limits(self, rules: SplitRules, limits: DeviceLimits | None) -> None:
-        """Cuts batches by other limits from now on, whose costs are not comparable with those of the limits before."""
+        """Cuts batches by other limits from now on, whose costs are not comparable with earlier ones."""
         self.batcher.set_limits(rules, limits)
         self.largest_cost = self.cost_after_rescue = 0.0
 

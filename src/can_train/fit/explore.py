@@ -1,4 +1,4 @@
-"""Finds out what fits on a device: probes and trials of training, evaluation and other work.
+"""Finds the largest batches that fit on a device: probes and trials of training, evaluation and other work.
 
 Shapes: R samples, F features.
 """
@@ -67,19 +67,19 @@ SMALLEST_PROBE: Final = 4  # Samples of a first probe; with fewer, the shape of 
 # Cost of the largest probe in units of the gradients' size: a line fitted below that bends where activations outgrow
 # the gradients, later the less it bends.
 _BEYOND_GRADIENTS: Final = 4.0
-# Multiple of such a cost up to which probes without a line grow beyond `ROUNDS`: a bend there shows in three sizes of
+# Multiple of such a cost that probes without a line grow to beyond `ROUNDS`: a bend there shows in three sizes of
 # batches after it.
 _WORTH_GROWING: Final = 8.0
-# The same in units of the most that a kernel takes: what it sums is a part of the cost. The critic of a WGAN-GP in
-# bf16, recorded for an H100, grows evenly from 13 times as much on.
+# Cost of the largest probe in units of the most that a kernel takes: its sums are a part of the cost. The critic of a
+# WGAN-GP in bf16, recorded for an H100, grows evenly from 13 times as much on.
 _BEYOND_KERNELS: Final = 16.0
 PROBE_SHARE: Final = 0.5  # Share of the capacity that probes stay below: they should be tiny
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeBounds:
-    """What probes stay below, and what they outgrow because it hides the line that holds for batches that fill a
-    device; in bytes.
+    """Largest size of probes, and sizes that they outgrow: small batches hide the line that holds for batches that fill
+    a device; in bytes.
     """
 
     capacity_bytes: float  # Of the device
@@ -119,7 +119,7 @@ def fit_by_probes(
             with CatchOutOfMemory() as caught:
                 readings.append((batch_totals(features, counts[positions]), float(measure(positions))))
             complete = complete and not caught.message
-            # Single samples are all tried, since one of them may be huge.
+            # All single samples are tried, since any may be huge.
             if caught.message and size > 1:
                 break
         return complete
@@ -181,7 +181,7 @@ class Workload:
     run: Callable[[NDArray[np.int64]], None]  # Runs a batch of some rows
     rows: NDArray[np.int64]  # [R] the samples that batches are made of
     counts: NDArray[np.float64]  # [R, F] their features
-    features: Sequence[Feature]  # What the memory of a batch grows with
+    features: Sequence[Feature]  # Counts that the memory of a batch grows with
     resident: Sequence[Tensor]  # Tensors that are on the device meanwhile
     gradient_bytes: int = 0  # Size of the weights' gradients, where the work computes them
     steps_per_trial: int = 1  # Times that a batch is run in a trial
@@ -195,7 +195,7 @@ class Workload:
         return Peak(meter.peak_bytes(), meter.peak_reserved_bytes())
 
 
-_SAME_CAPACITY: Final = 0.01  # Relative difference up to which two capacities are the same
+_SAME_CAPACITY: Final = 0.01  # Largest relative difference of two capacities that count as the same
 # Time that a search may take: this share of the first epoch, or so many seconds where that is more.
 SEARCH_SHARE: Final = 0.1
 SEARCH_SECONDS: Final = 30.0
@@ -307,7 +307,7 @@ def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> Se
     return find_phase_limit(fit, trials.run, costs, bounds)
 
 
-# Samples of a batch that is timed, where they fit; the share of the capacity that they may take; and the runs, of which
+# Samples of a batch that is timed, where they fit; the share of the capacity that they may take; and the runs: only
 # the quickest counts: the others waited for other processes.
 _TIMED_SAMPLES: Final = 64
 _TIMED_SHARE: Final = 0.5
@@ -393,7 +393,7 @@ class Explorer:
         on_trial: Callable[[float], object] = lambda cost: None,
         earlier: EarlierSearch | None = None,
     ) -> DeviceLimits:
-        """Fits the cost models of training and evaluation, and searches for their limits, or confirms those of an
+        """Fits the cost models of training and evaluation, and searches for their limits, or confirms the limits of an
         earlier run; `held_bytes` of the optimizers' state are on the device already. Raises DoesNotFitError where the
         model does not fit, or no sample beside it.
         """
@@ -508,7 +508,7 @@ class Explorer:
 
     def _train_step(self, rows: NDArray[np.int64]) -> None:
         """Runs forward and backward; drops the gradients, also where it fails."""
-        # Each part of a batch holds copies of the buffers, beside those of the step.
+        # Each part of a batch holds copies of the buffers, beside the step's.
         held = Snapshot(self.model, self.meter.device)
         try:
             batch = self._batch(rows, coupled=True)

@@ -1,5 +1,5 @@
-"""The factor of a configuration that a device has not run yet, from what the device was just found to hold: the share
-of the tuned limit whose predicted peak meets the target. What earlier runs taught is the factor policies' subject; the
+"""The factor of a configuration that a device has not run yet, from the limits that were just found on it: the share
+of the tuned limit whose predicted peak meets the target. The factor policies learn from earlier runs; the
 limits that they found come along, for a plan to confirm.
 """
 
@@ -28,8 +28,8 @@ NO_AIM: Final = Aim(1.0)  # The aim of a factor that a person has fixed: it hold
 
 
 def lower_aim(limits: DeviceLimits, aim: Aim, *, margin: float = 0.0) -> Aim:
-    """Lowers an aim to what was seen to fit, less a margin (share of the capacity); `NO_AIM` stays. A small or
-    fragmented device runs out of memory well below its capacity.
+    """Lowers an aim to the largest peak that was seen to fit, less a margin (share of the capacity); `NO_AIM` stays. A
+    small or fragmented device runs out of memory well below its capacity.
     """
     training = limits.training
     # A search that stopped where memory decides nothing has not seen how much fits.
@@ -73,14 +73,14 @@ class SafetyFactor:
 
 @dataclass(frozen=True)
 class OtherDevice:
-    """What runs of the configuration have measured on another kind of device."""
+    """Measurements of the configuration's runs on another kind of device."""
 
     ratio: float  # measured ÷ predicted peak
     runs: int
     device: str
 
 
-# Factor that a search assumes before there is one: it looks for what the batch needs ÷ this. With 0.5, a limit below
+# Factor that a search assumes before there is one: it looks for the batch's cost ÷ this. With 0.5, a limit below
 # that is memory's, wherever weights and state leave half of the device free.
 PROVISIONAL: Final = 0.5
 # Bounds of `OtherDevice.ratio`: beyond them it was not measured in the same training.
@@ -92,7 +92,7 @@ UNUSED: Final = SafetyFactor(1.0, "not in use: nothing was searched for")
 
 @dataclass(frozen=True, kw_only=True)
 class RememberedLimit:
-    """A tuned limit that an earlier run found, and the line on which its batch peaked."""
+    """A tuned limit that an earlier run found, and the line that its batch's peak lies on."""
 
     tuned_limit: float  # cost in bytes
     capped: bool  # whether more did not matter to that run
@@ -106,7 +106,7 @@ class RememberedLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class RememberedLimits:
-    """Those of one phase."""
+    """The limits that an earlier run found for one phase."""
 
     training: RememberedLimit
     evaluation: RememberedLimit
@@ -114,7 +114,7 @@ class RememberedLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierSearch:
-    """What the last run of a configuration found on a kind of device."""
+    """The limits that the last run of a configuration found on a kind of device."""
 
     run_id: str
     capacity_bytes: int
@@ -129,10 +129,10 @@ class FactorRule:
     # The factor that is pinned, learned or static, whatever the device holds; None: it follows from the limits.
     decided: SafetyFactor | None
     aim: Aim  # the peak to work towards, as far as it is known before the limits are
-    aim_is_learned: bool = False  # whether runs have shown that the aim fits; else what the limits show lowers it
+    aim_is_learned: bool = False  # whether runs have shown that the aim fits; else the limits lower it
     minimum: float = 0.05  # bounds of a factor that follows from the limits
     maximum: float = 1.0
-    other_device: OtherDevice | None = None  # what another device has shown of the configuration
+    other_device: OtherDevice | None = None  # measurements of the configuration on another device
     after_oom: bool = False  # whether the last attempt died of an out-of-memory: its plan gives way to `decided`
     earlier: EarlierSearch | None = None  # whose limits a plan may confirm instead of searching; None: there are none
 
@@ -142,7 +142,7 @@ class FactorRule:
         return PROVISIONAL if self.decided is None else self.decided.value
 
     def decide(self, limits: DeviceLimits | None) -> SafetyFactor:
-        """Decides the factor from what the device was found to hold; None where nothing was searched for."""
+        """Decides the factor from the device's limits, which are None where nothing was searched for."""
         if limits is None:
             return replace(self.decided or UNUSED, aim=self.aim)
         if self.decided is not None:

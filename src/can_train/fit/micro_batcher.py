@@ -37,7 +37,7 @@ _LOSSES: Final = "losses_of returns {term: (sum over the samples, denominator)}"
 _SMALLEST_SPLIT: Final = (2, 3)
 # Loss terms of a part: the sum over the part, and the part's own denominator.
 Losses = Mapping[str, tuple[Tensor, float]]
-Counts = Sequence[float] | NDArray[Any] | Tensor | Mapping[Any, Any]  # What `counts_of` reads
+Counts = Sequence[float] | NDArray[Any] | Tensor | Mapping[Any, Any]  # As `counts_of` reads them
 Split = Callable[[int], Sequence[int]]  # Returns the sizes of the micro-batches of a batch of so many samples
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class BatchResult:
     denominators: dict[str, float] = field(default_factory=dict)  # Each term's own
     micro_batches: tuple[int, ...] = ()  # Sizes in samples, in order, as they were run in the end
     largest_cost: float = 0.0  # Cost of the costliest micro-batch
-    cost_after_rescue: float = 0.0  # The same of those that ran after the last out-of-memory
+    cost_after_rescue: float = 0.0  # Cost of the costliest one after the last out-of-memory
     ooms_rescued: int = 0  # Out-of-memories on the way
 
     @property
@@ -98,7 +98,7 @@ class _MeansOnDevice(Mapping[str, float]):
 
 @dataclass
 class Denominators:
-    """The denominators of a whole logical batch, or what they are taken to be until the batch is computed."""
+    """The denominators of a whole logical batch, or estimates of them until the batch is computed."""
 
     by_term: dict[str, float]
     size: int = 0  # Samples of the batch, where the denominators of its terms are taken to be that
@@ -111,7 +111,7 @@ class Denominators:
 
     @property
     def is_estimate(self) -> bool:
-        """Whether they are not those of the batch for certain."""
+        """Whether the batch's denominators are not certain yet."""
         return self.size > 0
 
     def learn(self, losses: Losses, *, is_whole: bool) -> None:
@@ -122,7 +122,7 @@ class Denominators:
                 self.by_term[term] = own
 
     def factors(self, actual: Mapping[str, float]) -> dict[str, float]:
-        """Returns, by term, what a gradient that was computed with these must be multiplied by."""
+        """Returns, by term, the factor that corrects a gradient that was computed with these denominators."""
         # A term without anything in the batch has no gradient.
         return {
             term: self.by_term.get(term, float(self.size)) / own if own else 1.0 for term, own in actual.items()
@@ -171,7 +171,7 @@ class _Totals:
         self.largest_cost = max(self.largest_cost, cost)
 
     def result(self, ooms: int) -> BatchResult:
-        """Returns the result of the batch, on whose way memory ran out some times."""
+        """Returns the result of the batch, during which memory ran out `ooms` times."""
         return BatchResult(
             means=_MeansOnDevice(self._means),
             denominators=self._denominators,
@@ -183,7 +183,7 @@ class _Totals:
 
 
 def combine_shares(shares: Sequence[BatchResult]) -> BatchResult:
-    """Returns the result of a logical batch from those of its shares, in order."""
+    """Combines the results of a logical batch's shares, given in order."""
     return BatchResult(
         means=sum_by_term([share.means for share in shares]),
         denominators=sum_by_term([share.denominators for share in shares]),
@@ -195,7 +195,7 @@ def combine_shares(shares: Sequence[BatchResult]) -> BatchResult:
 
 
 def combine_updates(updates: Sequence[BatchResult]) -> BatchResult:
-    """Returns the result of a step from those of its optimizer updates: means are those over the updates that have the
+    """Combines the results of a step's optimizer updates: the mean of a term is taken over the updates that have the
     term.
     """
     if len(updates) == 1:
@@ -215,7 +215,7 @@ def sum_by_term(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_denominators(result: BatchResult, denominators: Mapping[str, float] | None, *, size: int) -> None:
-    """Checks that the parts' denominators add up to those of the whole batch, or to its size where those are None."""
+    """Checks that the parts' denominators add up to the whole batch's, or to its size where `denominators` is None."""
     for term, own in result.denominators.items():
         needed = float(size) if denominators is None else denominators[term]
         if not math.isclose(own, needed, rel_tol=_DENOMINATOR_TOLERANCE, abs_tol=_DENOMINATOR_TOLERANCE):
@@ -244,15 +244,15 @@ class MicroBatcher:
     Args:
         model: Model whose parameters' gradients are accumulated.
         meter: Meter of the device that the model is on, or its name, as in `--device`; None opens one.
-        limits: What a micro-batch may hold: a number of samples, or what `find_max_size` or `predict_peak` returned
-            (costs are then what the prediction was given: counts of each sample); or a function that returns the sizes
-            of the micro-batches of a batch of `size` samples. Without limits, nothing is cut before memory runs out,
-            and with them memory that runs out all the same splits further.
-        rescue: What may be done about an out-of-memory.
-        rules: How batches are cut in place of what follows from `limits`.
+        limits: Limit of a micro-batch: a number of samples, or the result of `find_max_size` or `predict_peak`
+            (costs are then the counts of each sample that the prediction was given); or a function that returns the
+            sizes of the micro-batches of a batch of `size` samples. Without limits, nothing is cut before memory runs
+            out, and with them memory that runs out all the same splits further.
+        rescue: The measures that are allowed after an out-of-memory.
+        rules: How batches are cut, in place of rules that follow from `limits`.
 
     Raises:
-        ArgumentError: The model has no parameters, lazy ones or those of DDP or FSDP; hooks step as gradients
+        ArgumentError: The model has no parameters, lazy ones, or is wrapped by DDP or FSDP; hooks step as gradients
             accumulate; or limits say nothing of a batch.
         DoesNotFitError: A prediction says that no sample fits.
 
@@ -279,13 +279,13 @@ class MicroBatcher:
         self._meter = meter_of(meter, str(self._parameters[0].device))
         self._settings = rescue or RescueSettings()
         self._rescue = Rescue(self._meter, self._settings)
-        # Evaluation costs less a sample, so what training learned of sizes says nothing of its own.
+        # Evaluation costs less a sample, so limits that training learned do not hold for evaluation.
         self._evaluation = Rescue(self._meter, self._settings)
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
         self._largest_planned = 0.0
         self._retries, self._retries_rose = self._meter.retries(), False
         self._last_largest_cost = math.inf
-        self._undo: Undo | None = None  # That of the batch being computed, or of the last one
+        self._undo: Undo | None = None  # Of the batch that is computed now, or was computed last
         self._had_gradient = False  # Whether any part of the batch had one
         # Tensors beside the model's parameters that a backward pass gave gradients to, and the losses looked through.
         self._outside: list[weakref.ref[Tensor]] = []
@@ -313,7 +313,7 @@ class MicroBatcher:
         Args:
             losses_of: Computes the loss terms of samples `start:stop`: sums, with their own denominators.
             batch: Costs of the samples, or a number of samples that all cost the same; under the limits of a
-                prediction, what that was given.
+                prediction, the counts of each sample.
             denominators: Denominator of each term for the whole batch; None: the number of samples, for every term.
             weights: Weight of each term; None: 1 each.
             scale: Applied to each part's loss before backward (a gradient scaler).
@@ -321,7 +321,7 @@ class MicroBatcher:
         Raises:
             DoesNotFitError: One sample is too much, or nothing may be split.
             ArgumentError: The parts' denominators do not add up to the whole batch's, a sum is a mean, or an argument
-                has the wrong shape. After any error `.grad` holds, beside what was there, the parts that were computed
+                has the wrong shape. After any error `.grad` has also the gradients of the parts that were computed
                 before it.
         """
         costs, self._had_gradient = self._whole_batch(batch), False
@@ -344,7 +344,7 @@ class MicroBatcher:
     def measure_dependence(
         self, losses_of: Callable[[int, int], Losses], micro_batches: tuple[int, ...]
     ) -> BatchDependence:
-        """Measures with a few samples whether what `losses_of` computes of parts makes up what it computes of a batch,
+        """Measures with a few samples whether the losses of parts add up to the loss of their batch,
         which was cut into `micro_batches`. Where that takes too much memory, nothing is known.
         """
         # Not more samples than have fitted at once, but enough for two parts of two: a single sample has no variance.
@@ -377,7 +377,7 @@ class MicroBatcher:
         """Adds the gradient of one rank's share of a logical batch to `.grad`, as `run` does; a share may be empty.
 
         Sample 0 is the share's first, but `denominators` are the whole batch's: the gradients of all ranks add up to
-        that of the batch. They are added up once a batch, by the caller, since ranks need not have as many parts.
+        the batch's gradient. The caller adds them up once a batch, since ranks need not have as many parts.
         """
         costs = self._costs(batch)
         if not len(costs):
@@ -385,7 +385,7 @@ class MicroBatcher:
         self._parameters = list(self._model.parameters())
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
-            # Activations differ, so what was learned of memory says nothing now.
+            # Activations differ, so limits that were learned before do not hold.
             self._trainable, self._rescue.backoff, self._largest_planned = trainable, Backoff(), 0.0
             self._looked_through.clear()
         self._undo = undo = Undo(self._model, self._meter, self._parameters, self._outside)
@@ -414,7 +414,7 @@ class MicroBatcher:
         losses = _check_losses(batch_loss.losses_of(part.start, part.stop), batch_loss.denominators, batch_loss.weights)
         means = {term: total / batch_loss.denominator(term) for term, (total, _) in losses.items()}
         loss = batch_loss.weighted(means)
-        # A micro-batch of which all terms are constant needs no gradient.
+        # A micro-batch whose terms are all constant needs no gradient.
         if loss.requires_grad:
             self._look_outside(loss, tuple(means), undo)
             batch_loss.scale(loss).backward()
@@ -422,8 +422,8 @@ class MicroBatcher:
         return {term: (mean.detach(), losses[term][1]) for term, mean in means.items()}
 
     def _look_outside(self, loss: Tensor, terms: tuple[str, ...], undo: Undo) -> None:
-        """Finds what a loss gives gradients to beside the model's parameters, once for every set of terms, so that a
-        failed part is undone there too.
+        """Finds the tensors beside the model's parameters that a loss gives gradients to, once for every set of terms,
+        so that a failed part is undone there too.
         """
         if terms in self._looked_through:
             return
@@ -435,7 +435,7 @@ class MicroBatcher:
                 self._outside.append(weakref.ref(leaf))
 
     def merge_gradients(self) -> None:
-        """Adds the gradients of a batch's earlier parts to those of the part that is computed now. For a `losses_of`
+        """Adds the gradients of a batch's earlier parts to the gradients of the current part. For a `losses_of`
         that runs backward and steps the optimizer by itself, in the last part; a part cannot be undone after it.
         """
         if self._undo is not None:
@@ -448,7 +448,7 @@ class MicroBatcher:
         limit: MicroBatchLimit | None = None,
     ) -> list[T]:
         """Computes something of samples `start:stop` without gradients, and returns the results of the parts in order.
-        Without a limit, a part may hold what a part of training may.
+        Without a limit, parts are as large as those in training.
         """
         costs, rescue = self._whole_batch(batch), self._evaluation
         limit, undo = limit or self.rules.limit_for(costs), Undo(self._model, self._meter)
@@ -485,7 +485,7 @@ class MicroBatcher:
         self._rescue.backoff = backoff
 
     def watch(self, on_oom: Callable[[], object]) -> None:
-        """Registers what is called after each out-of-memory of training, such as `MemoryMonitor.rescued`."""
+        """Registers a function that is called after each out-of-memory of training, such as `MemoryMonitor.rescued`."""
         self._rescue.on_oom = on_oom
 
     @property
@@ -511,7 +511,7 @@ class MicroBatcher:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_device: bool = True) -> None:
-        """Restores what `state_dict` returned; what another device ran out of memory at limits nothing on this one."""
+        """Restores a state of `state_dict`; out-of-memories of another device limit nothing on this one."""
         self._rescue.backoff = Backoff(**state["backoff"]) if same_device else Backoff()
         self._largest_planned = state["largest_planned"]
         # Those that the limits belong to: the model may have been made with others, of an earlier epoch.
@@ -527,8 +527,8 @@ class MicroBatcher:
 
 
 def _refuse_unsplittable(model: nn.Module) -> None:
-    """Raises ArgumentError for a model whose passes wait for those of other ranks, which may have fewer parts, or do
-    what must be done once a batch.
+    """Raises ArgumentError for a model whose passes wait for other ranks, which may have fewer parts, or whose hooks
+    act once a batch.
     """
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     rule = (
@@ -566,7 +566,7 @@ def _planned(split: Sequence[int], samples: int) -> tuple[int, ...]:
 
 
 def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights: Mapping[str, float] | None) -> Losses:
-    """Checks the shape of what somebody else's loop computes."""
+    """Checks the shape of the losses of somebody else's loop."""
     pairs = losses.values() if isinstance(losses, Mapping) else ()
     if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ArgumentError(_LOSSES, value=f"{type(losses).__name__}")
@@ -584,7 +584,7 @@ def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights
 
 
 def _as_costs(batch: Any) -> BatchCosts:
-    """Prices what somebody else's loop gives: a cost a sample, or a number of samples."""
+    """Prices the batch of somebody else's loop: a cost for each sample, or a number of samples."""
     _, counts = counts_of(batch)
     if isinstance(batch, Mapping) or np.ndim(batch) > 1:
         raise ArgumentError("A batch is a number of samples, or a cost for each of them", value=f"{batch!r:.80}")

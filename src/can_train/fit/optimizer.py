@@ -1,4 +1,4 @@
-"""What an optimizer step is made with, beside the batch: random generators, number formats, the optimizer and its
+"""Parts of an optimizer step other than the batch: random generators, number formats, the optimizer and its
 schedule, and the memory that it takes.
 """
 
@@ -44,7 +44,7 @@ def seed_everything(seed: int) -> None:
 
 def seed_rank(*, seed: int, rank: int, step: int) -> None:
     """Seeds the global generators of a rank so that each rank drops other units; rank 0's are left as they are."""
-    # By the steps done so far as well: a rank that joins later must not draw again what was drawn.
+    # By the steps done so far as well: a rank that joins later must not repeat earlier draws.
     if rank:
         seed_everything(int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint32)[0]))
 
@@ -61,7 +61,7 @@ def capture_generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Restores what `capture_generators` returned; GPU generators only where there are as many GPUs."""
+    """Restores states of `capture_generators`; GPU generators only where there are as many GPUs."""
     version, internal, gauss = state["python"]
     # A checkpoint may have made lists of the tuples that Python's generator insists on.
     random.setstate((version, tuple(internal), gauss))
@@ -73,8 +73,9 @@ def restore_generators(state: dict[str, Any]) -> None:
 
 
 def step_generator(*, seed: int, step: int, update: int = 0, before: bool = False) -> torch.Generator:
-    """Returns the generator of a step's randomness that samples share, in one of its optimizer updates, or of what a
-    task does `before` the step: pure functions of these numbers, and what is drawn from one changes nothing in another.
+    """Returns the generator of a step's randomness that samples share, in one of its optimizer updates, or of the work
+    that a task does `before` the step: pure functions of these numbers, and draws from one generator change nothing in
+    another.
     """
     key = (1,) if before else (2, update) if update else ()
     sequence = np.random.SeedSequence([seed, step], spawn_key=key)
@@ -84,7 +85,7 @@ def step_generator(*, seed: int, step: int, update: int = 0, before: bool = Fals
 
 class Snapshot:
     """The generators of the host and of a device, and a model's buffers, as they are now; `since` is an earlier one of
-    the same model, from which what has not changed is taken.
+    the same model, which shares everything that has not changed.
     """
 
     # Taken for every micro-batch: `capture_generators` converts to types that can be saved, which takes longer.
@@ -94,8 +95,8 @@ class Snapshot:
         self._modules: list[nn.Module] = list(model.modules()) if since is None else since._modules
         self._python = random.getstate()
         self._numpy_words = _numpy_words()
-        # Reading the whole state takes longer than all the rest. What changes no word is the use of a second normal
-        # number that was drawn with an earlier one, where the state holds such a number.
+        # Reading the whole state takes longer than all the rest. No word changes when a second normal
+        # number is used that was drawn with an earlier one, where the state holds such a number.
         if since is not None and self._numpy_words and self._numpy_words == since._numpy_words and not since._numpy[3]:
             self._numpy: Any = since._numpy
         else:
@@ -116,7 +117,7 @@ class Snapshot:
         return [value for *_, value in self._buffers if value is not None]
 
     def release(self) -> None:
-        """Frees the copies of the buffers; what is left is for `since`."""
+        """Frees the copies of the buffers; the rest is for `since`."""
         self._buffers.clear()
 
     def restore(self) -> None:
@@ -211,8 +212,8 @@ class Optimization:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def follow_schedule(self) -> None:
-        """Sets the learning rate to what the schedule has at the current tick: it may be another schedule than the one
-        by which a restored state was trained.
+        """Sets the learning rate to the schedule's at the current tick: a restored state may have been trained by
+        another schedule.
         """
         for group, base_lr, share in zip(
             self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
@@ -394,7 +395,7 @@ class OptimizerReserve:
         self.expect(needs, held_bytes=held_bytes)
 
     def expect(self, needs: OptimizerMemory, *, held_bytes: int) -> None:
-        """Replaces what the optimizer will take: other parameters may be trained than before."""
+        """Replaces the memory that the optimizer will take: other parameters may be trained than before."""
         self._tensor_bytes = needs.tensor_bytes
         self._transient_bytes = needs.transient_bytes
         self._missing_bytes = max(needs.state_bytes - held_bytes, 0)
@@ -437,7 +438,7 @@ class OptimizerReserve:
 
 
 def _pieces(need: int, tensor_bytes: Sequence[int]) -> Iterator[int]:
-    """Yields the sizes of the parameters, over and over until they make up what is needed."""
+    """Yields the sizes of the parameters, over and over until they add up to `need`."""
     for size in cycle(tensor_bytes or (need,)):
         if need <= 0:
             break

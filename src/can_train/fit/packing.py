@@ -1,4 +1,4 @@
-"""What the memory of a batch grows with, and how a logical batch is cut into micro-batches, by count or by cost.
+"""Counts that a batch's memory grows with, and the cut of a logical batch into micro-batches, by count or by cost.
 
 Shapes: R samples, F features, G samples of the whole data set, S members.
 """
@@ -58,7 +58,7 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
         raise ArgumentError("A micro-batch must be allowed at least one sample", value=f"limit {limit}")
     count = -(-desired // limit)
     if divisor:
-        # Divisors come in pairs, one of them at most the square root: a billion samples are solved at once.
+        # Divisors come in pairs, the smaller one at most the square root: a billion samples are solved at once.
         pairs = ((low, desired // low) for low in range(1, math.isqrt(desired) + 1) if desired % low == 0)
         count = min(divisor for pair in pairs for divisor in pair if divisor >= count)
     size, larger = divmod(desired, count)
@@ -88,11 +88,11 @@ def growing_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> 
 
 
 def counts_of(batch: Any) -> tuple[list[Feature], NDArray[np.float64]]:
-    """Reads what somebody else's loop gives of a batch: a number of samples; or [R] or [R, F] counts of what their
+    """Reads the batch of somebody else's loop: a number of samples; or [R] or [R, F] counts that their
     memory grows with; or such counts [R] by feature, or by its name. Raises ArgumentError for anything else.
 
     Returns:
-        The features, of which the last counts samples, and the counts [R, F + 1].
+        The features, the last one counting samples, and the counts [R, F + 1].
 
     >>> features, counts = counts_of({Feature("tokens", padding=1): [2, 5]})
     >>> [feature.name for feature in features], counts.tolist()
@@ -118,7 +118,7 @@ def counts_of(batch: Any) -> tuple[list[Feature], NDArray[np.float64]]:
 
 
 def packing_order(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Returns the positions of samples with counts [R, F] in the order in which a batch of them is cut.
+    """Returns the positions of samples with counts [R, F] in the order that a batch is cut in.
 
     Where samples are padded, the longest come first: parts then hold samples of like lengths, and the costliest part is
     computed while there are no gradients yet. The gradient of a batch does not depend on the order of its samples.
@@ -205,7 +205,7 @@ class BatchCosts:
         return BatchCosts(self._counts[positions], self._features, self._coefficients)
 
     def packed(self) -> BatchCosts:
-        """Returns the batch in the order in which it is cut."""
+        """Returns the batch in the order that it is cut in."""
         if self._sums is not None:
             return self
         return self.chosen(packing_order(self._features, self._counts))
@@ -241,7 +241,7 @@ class BatchCosts:
         return np.asarray(self._counts ** np.asarray(powers) @ self._coefficients)
 
     def reach(self, start: int, limit: float) -> int:
-        """Returns the largest `stop` for which samples `start:stop` cost at most `limit`; `start` where none do."""
+        """Returns the largest `stop` such that samples `start:stop` cost at most `limit`; `start` where none do."""
         limit *= 1 + ROUNDING
         if self._sums is not None:
             return min(int(np.searchsorted(self._sums, self._sums[start] + limit, side="right")) - 1, len(self))
@@ -259,7 +259,7 @@ class BatchCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimit:
-    """What one micro-batch may hold."""
+    """The limit of one micro-batch."""
 
     cost: float = math.inf  # Bytes above base
     samples: int = 0  # Largest number of samples; 0: any
@@ -283,7 +283,7 @@ def cut(batch: BatchCosts, limit: MicroBatchLimit) -> tuple[int, ...]:
     size = len(batch)
     most = min(limit.samples or size, size)
     if limit.equal:
-        # The largest divisor of the batch for which every part fits; the floor or 1 where none does.
+        # The largest divisor of the batch whose parts all fit; the floor or 1 where none does.
         divisors = [n for n in range(most, 0, -1) if size % n == 0 and (n >= limit.floor or n == size)] or [1]
         for width in divisors:
             if all(batch.cost(start, start + width) <= limit.cost * (1 + ROUNDING) for start in range(0, size, width)):
@@ -366,13 +366,14 @@ class SplitRules:
     samples: int = 0  # Largest micro-batch in samples (a fixed one, or a loader batch); 0: any
     floor: int = 1  # Smallest micro-batch in samples
     equal: bool = False  # Micro-batches of equal size
-    threshold: float = 0.0  # Units of the main feature up to which a batch is not cut, as long as it is known to fit
+    # A batch of at most so many units of the main feature is not cut, as long as it is known to fit
+    threshold: float = 0.0
     splits: int = 1  # Parts that a batch above the threshold is cut into at least, as far as samples and floor allow
     target: float = math.inf  # Cost that micro-batches should come down to; infinite: none
     max_splits: int = 4  # Most parts that are planned to reach `target`; `splits` and a rescue may exceed it
 
     def limit_for(self, batch: BatchCosts) -> MicroBatchLimit:
-        """Decides what one micro-batch of this logical batch may hold."""
+        """Decides the limit of a micro-batch of this logical batch."""
         if self.threshold and batch.main_feature(0, len(batch)) <= self.threshold:
             return MicroBatchLimit(cost=self.tuned_limit, floor=self.floor, equal=self.equal)
         limit = MicroBatchLimit(cost=self.safe_limit, samples=self.samples, floor=self.floor, equal=self.equal)

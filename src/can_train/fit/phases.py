@@ -31,7 +31,7 @@ def named_by(model: nn.Module, names: Sequence[str], setting: str) -> set[str]:
         setting: Where they were given, for the error.
 
     Raises:
-        ConfigError: One of them stands for no parameter; the message lists the nearest names.
+        ConfigError: A name stands for no parameter; the message lists the nearest names.
     """
     parameters = [name for name, _ in model.named_parameters()]
     found: set[str] = set()
@@ -53,7 +53,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def freeze(model: nn.Module, training: TrainingSettings, *, epoch: int) -> None:
-    """Freezes what `training.freeze` names, or thaws it once its epochs are over; all else stays as it is."""
+    """Freezes the parameters that `training.freeze` names, or thaws them once its epochs are over."""
     if training.freeze:
         names = named_by(model, training.freeze, "training.freeze")
         is_trained = 0 < training.thaw_epoch <= epoch

@@ -24,7 +24,7 @@ LrScale = Literal["auto", "none", "sqrt", "linear"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan is resolved from."""
+    """The request that a plan is resolved from."""
 
     mode: Mode  # `max`: the largest batch that fits; `opt`: the requested batch, cut to fit; `off`: as requested, uncut
     requested_batch: int | None  # Logical batch in samples that the user gave; None where the user gave none
@@ -37,9 +37,9 @@ class PlanRequest:
     lr_scale: LrScale = "auto"
     rules: SplitRules = field(default_factory=SplitRules)  # The accumulation options, still without limits
     ranks: int = 1  # Processes that share a logical batch, each on a device of its own
-    # Units of the main feature above which a batch becomes several optimizer steps; infinite: never.
+    # A batch of more units of the main feature becomes several optimizer steps; infinite: never.
     preflight_threshold: float = math.inf
-    # Samples of each epoch ÷ those of the last, which has all; a single one where epochs are alike.
+    # Samples of each epoch ÷ samples of the last, which has all; a single one where epochs are alike.
     epoch_shares: tuple[float, ...] = (1.0,)
 
     @property
@@ -81,14 +81,14 @@ class Plan:
     most_parts: int
     largest_micro_batch: int  # Samples of the largest micro-batch of these epochs
     largest_cost: float  # Cost of the costliest micro-batch
-    # Cost of the costliest that is not the first of its step, beside which there are gradients; 0 where each step has
+    # Cost of the costliest that is not the first of its step, so that gradients exist beside it; 0 where each step has
     # only one.
     largest_later_cost: float
-    binding_limit: BindingLimit  # What decided the logical batch
+    binding_limit: BindingLimit  # The limit that decided the logical batch
     batches_per_step: int = 1  # Loader batches that make a logical batch, where these decided it
     lr_factor: float  # Multiplier of the learning rate
     safety_factor: float | None  # Share of the tuned limit in use; None without a search
-    notices: tuple[str, ...]  # What the user should know, as sentences
+    notices: tuple[str, ...]  # Sentences for the user
 
 
 def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
@@ -120,7 +120,7 @@ def resolve_plan(
     other_epochs: Sequence[BatchCosts] = (),
 ) -> Plan:
     """Resolves a plan for the training samples in the first epoch's order, or in the last one's, where epochs differ,
-    and in those of `other_epochs`. None of them costs more than the tuned limit, which was searched for up to
+    and in those of `other_epochs`. No sample costs more than the tuned limit, which was searched for up to
     `search_upper` (None: without a search).
     """
     if tuned_limit is None:
@@ -233,10 +233,10 @@ def _least_batch_notices(
 
 
 def spare_room(request: PlanRequest, logical_batch: int, dataset_size: int, room: int) -> list[str]:
-    """Says what the device would hold beyond a preset's batch, and how to ask for it.
+    """Says how many samples the device would hold beyond a preset's batch, and how to ask for them.
 
     Args:
-        request: What was asked for.
+        request: The plan's request.
         logical_batch: The plan's, in samples.
         dataset_size: Samples of an epoch.
         room: Samples that all devices would hold at once.

@@ -45,7 +45,7 @@ _PADDED_SHARE: Final = 0.02  # Share of a mean sample's cost below which padded 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSize:
-    """What is predicted of micro-batches whose size was given, so that nothing was searched for."""
+    """The prediction for micro-batches whose size was given, so that nothing was searched for."""
 
     tuned_limit: float  # Largest cost that is predicted to fit, in bytes
     capped: bool  # Whether more was not looked for
@@ -64,10 +64,10 @@ class RunPlan:
     factor: SafetyFactor = UNUSED  # The safety factor in force
     skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
     ranks: int = 1  # Processes that share the logical batch
-    notices: tuple[str, ...] = ()  # What else the user should know, as sentences
+    notices: tuple[str, ...] = ()  # Further sentences for the user
     phase: str = ""  # Name of the phase that it is for; empty where there is one only
     later: tuple[RunPlan, ...] = ()  # The plans of the phases after the first
-    fixed_size: FixedSize | None = None  # What is predicted of micro-batches whose size was given
+    fixed_size: FixedSize | None = None  # Prediction for micro-batches whose size was given
 
     @property
     def phases(self) -> tuple[RunPlan, ...]:
@@ -76,7 +76,7 @@ class RunPlan:
 
     @property
     def fullest(self) -> RunPlan:
-        """The plan of the phase with the highest predicted peak, which decides what a run teaches."""
+        """The plan of the phase with the highest predicted peak, from which later runs learn."""
         return max(self.phases, key=lambda plan: plan.predicted_peak_bytes or 0.0)
 
     @property
@@ -98,7 +98,7 @@ class RunPlan:
 
     @property
     def evaluation_limit(self) -> MicroBatchLimit:
-        """What a part of an evaluation may hold: its safe limit, and no more memory than a step takes."""
+        """The limit of a part of an evaluation: its safe limit, and no more memory than a step takes."""
         if self.limits is None or self.predicted_peak_bytes is None:
             return MicroBatchLimit(samples=self.plan.largest_micro_batch)
         evaluation = self.limits.evaluation
@@ -196,7 +196,7 @@ class Planner:
             reference_tensors=self.reference_tensors,
             phase=self.phase,
             others_state_bytes=self.others_state_bytes,
-            # Each rank trains a share of an epoch. Their clocks differ, so do their limits, as those of their devices
+            # Each rank trains a share of an epoch. Their clocks differ, so do their limits, as their devices' limits
             # may: they agree on the plans that are made of them.
             search_seconds=self.search_seconds,
             epoch_share=SEARCH_SHARE / self.ranks,
@@ -269,7 +269,7 @@ class Planner:
     def explore(
         self, request: PlanRequest, factor: float, *, held_bytes: int = 0, earlier: EarlierSearch | None = None
     ) -> DeviceLimits:
-        """Finds the limits of the device, or confirms those of an earlier run; leaves random generators as they
+        """Finds the limits of the device, or confirms an earlier run's; leaves random generators as they
         were.
         """
         generators = capture_generators()
@@ -365,7 +365,7 @@ class Planners:
 
     @classmethod
     def of_phases(cls, planner: Planner) -> Planners:
-        """Makes a planner for each phase of a task, each of which leaves room for the others' optimizers."""
+        """Makes a planner for each phase of a task; each leaves room for the other phases' optimizers."""
         phases = planner.task.phases()
         if len(phases) == 1 and phases[0].loss is None and not phases[0].parameters:
             return cls((replace(planner, phase=phases[0]),))
@@ -429,7 +429,7 @@ def _fixed_size(plan: Plan, limits: DeviceLimits, factor: FactorRule) -> FixedSi
 
 
 def _room(limits: DeviceLimits, plan: Plan, aim: Aim) -> float:
-    """Returns what a micro-batch may cost; predicted where the search stopped below that."""
+    """Returns the largest cost of a micro-batch; predicted where the search stopped below it."""
     if not limits.training.capped:
         return plan.rules.safe_limit
     fits = limits.training.cost_within(aim.share * limits.capacity_bytes)
@@ -437,7 +437,7 @@ def _room(limits: DeviceLimits, plan: Plan, aim: Aim) -> float:
 
 
 def _too_large_notices(plan: Plan, limits: DeviceLimits, training: TrainingSettings) -> list[str]:
-    """Warns where the user's options make micro-batches larger than what fits."""
+    """Warns where the user's options make micro-batches too large."""
     if limits.training.capped or plan.largest_cost <= limits.training.tuned_limit * (1 + ROUNDING):
         return []
     need, there = size_text(limits.training.peak_bytes(plan.largest_cost)), size_text(limits.capacity_bytes)
@@ -506,7 +506,7 @@ def rows_by_epoch(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> Ca
 
 
 def epoch_shares(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> tuple[float, ...]:
-    """Returns the samples of each epoch ÷ those of the last; a single one where epochs are alike."""
+    """Returns the samples of each epoch ÷ samples of the last; a single one where epochs are alike."""
     if not epochs_differ(task, epochs):
         return (1.0,)
     sizes = [len(kept_rows(task.in_epoch(epoch, epochs), skipped)) for epoch in range(epochs)]
@@ -534,7 +534,7 @@ def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs
     """
     rows = kept_rows(task, skipped)
     if len(rows) == 0:
-        raise DoesNotFitError("At least one training sample must fit", value="every one of them is oversize")
+        raise DoesNotFitError("At least one training sample must fit", value="all samples are oversize")
     if not epochs_differ(task, epochs):
         return [epoch_order(rows, seed=seed, epoch=0)]
     # The rows of the last epoch are the task's own: a dry run repeats a sample of the data to its full length, which
@@ -552,7 +552,7 @@ class Epochs:
     main_feature: Callable[[Rows], NDArray[np.float64]]  # Returns [R] the units of the main feature of R samples
     seed: int
     logical_batch: int
-    preflight_units: float  # Units of the main feature above which a batch becomes several steps; infinite: never
+    preflight_units: float  # A batch of more units of the main feature becomes several steps; infinite: never
     packed: Callable[[Rows], Rows] = lambda rows: rows  # Returns the samples of a step in the order of `packing_order`
 
     def steps(self, epoch: int) -> list[Rows]:

@@ -1,5 +1,5 @@
 """`predict_peak`: the peak that a step on a batch would have on a GPU, predicted without one: from tiny batches on the
-CPU, or for a card of the catalogue from what CUDA would allocate for the batch itself.
+CPU, or for a card of the catalogue from the allocations of CUDA for the batch itself.
 
 Shapes: R samples, F features.
 """
@@ -62,20 +62,21 @@ _MATRIX_DIMS: Final = 2
 _IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _UNLIMITED: Final = 2**50
-# Upper ends of the workspaces, as multiples of what is assumed: cuBLASLt may keep as much again and twice of it; what
-# cuDNN takes differs most between networks, and so much of it leaves 1 of 100 published peaks of generated CNNs above.
+# Upper ends of the workspaces, as multiples of the assumed ones: cuBLASLt may keep as much again and twice of it; the
+# workspaces of cuDNN differ most between networks, and this multiple leaves 1 of 100 published peaks of generated CNNs
+# above.
 _CUBLAS_MOST: Final = 3
 _CUDNN_MOST: Final = 3
-# Gaps beyond those of the replay, as a share of the peak: networks without dense convolutions need it for as many.
+# Gaps beyond the replay's, as a share of the peak: networks without dense convolutions need it for as many.
 _GAPS_MOST: Final = 0.1
-# What the same step takes on CUDA, as a share of what small batches on the CPU predict: operators without a table keep
-# somewhat less, and workspaces of cuDNN come on top (CNNs, 95 of 100 published peaks).
+# Memory of the same step on CUDA, as a share of the prediction from small batches on the CPU: operators without a table
+# keep somewhat less, and workspaces of cuDNN come on top (CNNs, 95 of 100 published peaks).
 _CPU_LEAST: Final = 0.9
 _CPU_MOST: Final = 1.4
 _CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
 Counts = Sequence[float] | NDArray[Any] | Tensor
 BatchCounts = int | Counts | Mapping[str | Feature, Counts]
-"""A number of samples, or what memory grows with for each of them."""
+"""A number of samples, or counts of each sample that memory grows with."""
 
 LossOf = Callable[[NDArray[np.int64]], Tensor]
 """Computes the loss of the samples at some positions."""
@@ -83,7 +84,7 @@ LossOf = Callable[[NDArray[np.int64]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerm:
-    """A part of what a training takes of a GPU, with the interval that it is expected in; in bytes."""
+    """A part of a training's memory on a GPU, with the interval that it is expected in; in bytes."""
 
     what: str
     num_bytes: float
@@ -93,19 +94,19 @@ class MemoryTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetPrediction:
-    """What a training step takes of a card of the catalogue."""
+    """The memory of a training step on a card of the catalogue."""
 
     card: Card
-    tensors: MemoryTerm  # weights, gradients, optimizer state and what the batch takes, at their peak
-    workspaces: tuple[MemoryTerm, ...]  # of libraries, inside PyTorch's allocator; what each adds to the peak
-    fragmentation: MemoryTerm  # what the allocator reserves beyond the peak
-    context: MemoryTerm  # what CUDA and the kernels of the libraries that are used take outside the allocator
+    tensors: MemoryTerm  # weights, gradients, optimizer state and the batch's tensors, at their peak
+    workspaces: tuple[MemoryTerm, ...]  # of libraries, inside PyTorch's allocator; each as far as it adds to the peak
+    fragmentation: MemoryTerm  # bytes that the allocator reserves beyond the peak
+    context: MemoryTerm  # bytes of CUDA and of the loaded libraries' kernels, outside the allocator
     fits_card: bool  # whether the allocations fit, one after the other, beside the largest context, or a screen
     notices: tuple[str, ...] = ()  # sentences without a full stop
 
     @property
     def terms(self) -> tuple[MemoryTerm, ...]:
-        """All parts, which add up to what the driver shows."""
+        """All parts, which add up to the memory that the driver shows."""
         return (self.tensors, *self.workspaces, self.fragmentation, self.context)
 
     @property
@@ -120,7 +121,7 @@ class TargetPrediction:
 
     @property
     def device_bytes(self) -> float:
-        """What `nvidia-smi` shows of the process."""
+        """The memory of the process in `nvidia-smi`."""
         return sum(term.num_bytes for term in self.terms)
 
     @property
@@ -176,15 +177,15 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
     Args:
         task_or_model: A model on the CPU, which is left as it was; or a task, whose model is made. Of a task with
             several phases, the one with the highest peak is predicted.
-        batch: Number of samples; or, for samples that differ, [R] or [R, F] counts of what their memory grows with
+        batch: Number of samples; or, for samples that differ, [R] or [R, F] counts that their memory grows with
             (nodes and edges, tokens); or such counts [R] by feature, where samples are padded: `{Feature("tokens",
-            padding=1): lengths}`. For a task: number of samples, of which the costliest are taken; or [R] rows.
+            padding=1): lengths}`. For a task: number of samples, the costliest ones being taken; or [R] rows.
         loss_of: For a model: computes the loss of the samples at some positions of `batch`.
         optimizer: For a model: makes its optimizer; None: AdamW. It is measured as it runs on a GPU, where most
             optimizers update many parameters at once (`foreach`).
         training: For a task: precision and optimizer; None: the defaults.
         precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`.
-        memory_format: For a model: that of the images that it is called with, `torch.channels_last`.
+        memory_format: For a model: format of the images that it is called with, `torch.channels_last`.
         target: A card, `rtx3090`, or the memory of another one, `16GiB`. Two steps on the whole batch are recorded as
             CUDA would run them, with tensors that have no values; a model of your own may be on any device, `meta`
             included.
@@ -207,7 +208,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
     name = precision.removeprefix("amp-")
     if name not in _PRECISIONS:
-        raise ArgumentError("A model's precision is one of those of autocast", value=repr(precision),
+        raise ArgumentError("A model's precision must be a precision of autocast", value=repr(precision),
                             remedy=f"Valid: {', '.join(_PRECISIONS)}")  # fmt: skip
     step = _Step(
         model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
@@ -315,7 +316,7 @@ class _TaskStep:
 
     @cached_property
     def _rows(self) -> NDArray[np.int64]:
-        """Samples of the batch; of a number of them, those that have the most of what memory grows with."""
+        """Samples of the batch; of a number of samples, the ones whose counts are largest."""
         if np.ndim(self.batch):
             return np.asarray(self.batch, dtype=np.int64)
         rows = self.task.train_rows
@@ -332,7 +333,7 @@ def _of_target(step: _Step | _TaskStep, card: Card) -> TargetPrediction:
     except NoCudaDispatchError as error:
         if any(parameter.is_meta for parameter in step.model.parameters()):
             raise ArgumentError(
-                "A model on meta is predicted from what CUDA would allocate", value=f"{error.rule}: {error.value}",
+                "A model on meta is predicted from the allocations of CUDA", value=f"{error.rule}: {error.value}",
                 remedy=error.remedy or "Give a model on the CPU",
             ) from error  # fmt: skip
         return _from_the_cpu(step.on_cpu(), card, error, loaded_kernels(step.model))
@@ -358,8 +359,8 @@ def loaded_kernels(model: nn.Module) -> str:
 def price_trace(
     trace: AllocationTrace, card: Card, settings: AllocatorSettings, kernels: str = ALL_KERNELS
 ) -> TargetPrediction:
-    """Tells what the allocations of a program take of a card, under settings of PyTorch's allocator, beside the kernels
-    that it loads.
+    """Predicts a card's memory from the allocations of a program, under settings of PyTorch's allocator, and the
+    kernels that it loads.
     """
     peaks, reserved = [], 0
     for kinds in ((TENSORS,), (TENSORS, CUBLAS), (TENSORS, CUBLAS, CUDNN)):
@@ -368,7 +369,7 @@ def price_trace(
         reserved = allocator.peak_reserved_bytes
     tensors, with_cublas, with_all = peaks
     cublas, cudnn = with_cublas - tensors, with_all - with_cublas
-    # Larger workspaces may raise what is reserved where they do not raise the peak: freed blocks do not hold them.
+    # Larger workspaces may raise the reserved bytes where they do not raise the peak: freed blocks do not hold them.
     further = max(0, _replayed(_with_larger_workspaces(trace), settings).peak_reserved_bytes - reserved)
     context = _context(card, kernels)
     taken_bytes = max(context.most_bytes, context.num_bytes + screen_bytes(card))
@@ -413,7 +414,7 @@ def _context(card: Card, kernels: str) -> MemoryTerm:
 
 
 def _from_the_cpu(found: PeakPrediction, card: Card, error: NoCudaDispatchError, kernels: str) -> TargetPrediction:
-    """Takes what probes on the CPU tell where CUDA's dispatch cannot be had, with an interval that says so."""
+    """Predicts from probes on the CPU where CUDA's dispatch cannot be had, with an interval that says so."""
     peak, margin, context = found.peak_bytes, found.half_width_bytes, _context(card, kernels)
     gaps, most_tensors = FRAGMENTATION * peak, _CPU_MOST * peak + margin
     return TargetPrediction(
@@ -480,7 +481,7 @@ class _Batch:
 
     def unlike_probes(self, cost_of: NDArray[np.float64], cost: float) -> NDArray[np.int64]:
         """Returns positions of samples that cost about as much: the smallest and the largest in turn, as no probe has
-        them, each of which holds samples alike or in order.
+        them: a probe's samples are alike or in order.
         """
         ranked = np.argsort(self.counts[:, 0], kind="stable")
         mixed = np.stack([ranked, ranked[::-1]], axis=1).ravel()[: len(ranked)]
@@ -503,7 +504,7 @@ def _of_model(of: _Step) -> PeakPrediction:
         # LBFGS steps with a closure, SparseAdam on sparse gradients.
         raise ArgumentError(
             "An optimizer is measured in steps on dense gradients, without a closure", value=f"{error}",
-            remedy="Give optimizer=torch.optim.SGD, and add what its state takes",
+            remedy="Give optimizer=torch.optim.SGD, and add the memory of its state",
         ) from error  # fmt: skip
 
     def step(rows: NDArray[np.int64]) -> None:

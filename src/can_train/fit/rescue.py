@@ -1,4 +1,4 @@
-"""What happens on an out-of-memory: the micro-batch is undone, its memory is freed, it is split and run again."""
+"""Rescue from an out-of-memory: the micro-batch is undone, its memory is freed, it is split and run again."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
 QUIET_STEPS: Final = 20  # Optimizer steps without an out-of-memory after which a larger micro-batch is tried
 MAX_QUIET_STEPS: Final = 2000  # Longest such wait: it doubles with each growth that ran out of memory
-# Relative distance between the limit and what failed, below which growing further is not worth a failure.
+# Relative distance between the limit and the cost that failed; growing closer is not worth a failure.
 CLOSE: Final = 0.05
 # Share of the limit that is kept when the allocator is too full (it had to release its cache twice in a row), or when
 # memory runs out at a cost that did fit before.
 RETREAT: Final = 0.9
-# Shares of what other processes leave that micro-batches use, the next one after each out-of-memory. The allocator
-# reserves more than is in use, and the more so the less room it has.
+# Shares of the memory beside other processes that micro-batches use, the next share after each out-of-memory. The
+# allocator reserves more than is in use, and the more so the less room it has.
 ROOM_SHARES: Final = (0.97, 0.85, 0.7, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RescueSettings:
-    """What may be done about an out-of-memory."""
+    """The measures that are allowed after an out-of-memory."""
 
     adaptive: bool = True  # Whether micro-batches may be split; if not, the first out-of-memory is an error
-    factor: float = 2.0  # Divisor of the cost of what failed
+    factor: float = 2.0  # Divisor of the cost that failed
     floor: int = 1  # Number of samples that is never split further
     retries: int = 3  # Attempts at that floor, after the first
     regrow: bool = True  # Whether micro-batches grow back after a quiet stretch
@@ -56,9 +56,9 @@ class RescueSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """What out-of-memories have taught since the run began; costs in bytes above base."""
+    """Limits that out-of-memories have shown since the run began; costs in bytes above base."""
 
-    limit: float = math.inf  # What one micro-batch may cost for now; infinite: whatever the plan allows
+    limit: float = math.inf  # Largest cost of a micro-batch for now; infinite: the plan's limit
     failed: float = math.inf  # Smallest cost that ran out of memory since the limit last grew beyond it; infinite: none
     held: float = 0.0  # Limit that lasted for a whole quiet stretch; 0: none has
     quiet: int = 0  # Optimizer steps since the last out-of-memory or growth
@@ -87,14 +87,14 @@ class Backoff:
         if self.quiet + 1 < self.patience:
             return replace(self, quiet=self.quiet + 1)
         if self.failed > self.limit * (1 + CLOSE):
-            # Half-way to what failed; by the factor where nothing is known of larger sizes.
+            # Half-way to the cost that failed; by the factor where no larger size has failed.
             limit = min((self.limit + self.failed) / 2, factor * self.limit)
             # Nothing has failed since the last growth, so there is no reason left to wait longer.
             patience = QUIET_STEPS if self.failed == math.inf else self.patience
             grown = replace(self, limit=limit, held=self.limit, quiet=0, patience=patience, surprises=0)
         else:
-            # What failed then may fit now: another process may have held the memory. Trying it costs a rescue, so the
-            # wait for the next such try doubles.
+            # The cost that failed may fit now: another process may have held the memory. Trying it costs a rescue, so
+            # the wait for the next such try doubles.
             patience = min(self.patience * 2, MAX_QUIET_STEPS)
             grown = Backoff(limit=self.limit * factor, held=self.limit, patience=patience)
         return grown if grown.limit < planned else Backoff(held=grown.held, patience=grown.patience)
@@ -132,11 +132,11 @@ class Rescue:
 
     meter: Meter
     settings: RescueSettings
-    phase: SearchResult | None = None  # What a search found of such batches on the device; None where there was none
+    phase: SearchResult | None = None  # Result of the search on the device; None without a search
     wait: Callable[[float], object] = time.sleep
     backoff: Backoff = Backoff()  # How large parts may be for now
     ooms: int = 0  # Out-of-memories so far, those that ended in an error included
-    ooms_rescued: int = 0  # Those of batches that were computed in the end
+    ooms_rescued: int = 0  # Out-of-memories of batches that were computed in the end
     # Smallest cost that ran out of memory although it was within the plan and no other process took the memory;
     # infinite where none did.
     oom_cost: float = math.inf
@@ -144,7 +144,7 @@ class Rescue:
     on_oom: Callable[[], object] = lambda: None
     # Most memory that other processes held when this one ran out of it, though they may have left since.
     foreign_bytes: int = 0
-    # What this process could have in use when memory ran out last.
+    # Bytes that this process could have in use when memory ran out last.
     _obtainable_bytes: float = math.inf
     # Number of ROOM_SHARES tried since other processes were noticed; 0: there are none, as far as is known.
     contention_level: int = 0
@@ -155,7 +155,7 @@ class Rescue:
 
         Args:
             batch: Costs of the samples.
-            limit: What the plan allows a micro-batch.
+            limit: The plan's limit of a micro-batch.
 
         Raises:
             PartDoesNotFitError: Samples that may not be split further ran out of memory too often.
@@ -184,7 +184,7 @@ class Rescue:
 
     @contextmanager
     def record_foreign_memory(self) -> Iterator[None]:
-        """Reads how much other processes hold when memory runs out in the block: one of them may leave before the try
+        """Reads how much other processes hold when memory runs out in the block: a process may leave before the try
         is undone, and is to blame, too.
         """
         try:
@@ -213,11 +213,11 @@ class Rescue:
     def _split_after_oom(self, batch: BatchCosts, start: int, stop: int, limit: MicroBatchLimit) -> tuple[int, ...]:
         """Decides how the part that failed, and all that is left to do, is cut from now on."""
         self.ooms += 1
-        # What is left need not have a divisor that fits.
+        # The samples that are left need not have a divisor that fits.
         limit = replace(limit, equal=False)
         cost = batch.cost(start, stop)
         if self.settings.adaptive and (room := self._contended_room(cost, limit)):
-            # Others may have left already: this part is cut by what they had left.
+            # Other processes may have ended already: this part is cut by the room beside them.
             first, *_ = self._cut(batch.part(0, stop), start, replace(limit, cost=min(limit.cost, room)))
             return (first, *self._cut(batch, start + first, limit))
         if cost <= limit.cost * (1 + ROUNDING):
@@ -232,9 +232,11 @@ class Rescue:
         return (first, *self._cut(batch, start + first, limit))
 
     def _contended_room(self, cost: float, limit: MicroBatchLimit) -> float:
-        """Returns what a part may cost that failed because other processes held memory; 0 where that is not why."""
-        # Parts then keep to what is left for as long as that lasts. The backoff must not learn from it: it says nothing
-        # of what fits without contention.
+        """Returns the largest cost of a part beside other processes' memory; 0 where that memory is not why the part
+        failed.
+        """
+        # Parts keep to the room beside other processes for as long as these run. The backoff must not learn from it: it
+        # does not show how much fits without contention.
         room = 0.0 if self.phase is None else self.phase.cost_within(self._obtainable_bytes)
         if room <= 0 or room >= max(cost, min(limit.cost, self.backoff.limit)):
             return 0.0
@@ -294,7 +296,7 @@ class Rescue:
 
 @contextmanager
 def fatal_out_of_memory(make_error: Callable[[BaseException], DoesNotFitError | None]) -> Iterator[None]:
-    """Turns an out-of-memory error in the block into the error that `make_error` returns: nothing undoes what ran. The
+    """Turns an out-of-memory error in the block into the error that `make_error` returns: nothing undoes the block. The
     error stays as it is where `make_error` returns None.
     """
     try:
@@ -308,7 +310,8 @@ def fatal_out_of_memory(make_error: Callable[[BaseException], DoesNotFitError | 
 
 class Undo:
     """Undoes passes over the parts of one batch that fail: generators, buffers and gradients are as they were before.
-    The gradients that `parameters`, and what `outside` refers to, have from earlier parts are set aside meanwhile.
+    The gradients of earlier parts, of `parameters` and of the tensors that `outside` refers to, are set aside
+    meanwhile.
     """
 
     def __init__(
@@ -329,7 +332,7 @@ class Undo:
         leaf.grad = None
 
     def merge(self) -> None:
-        """Adds the gradients that were set aside to those of the attempt, which cannot be undone from then on."""
+        """Adds the gradients that were set aside to the try's gradients; the try cannot be undone from then on."""
         pairs = []
         for leaf, earlier in self._aside:
             if earlier is not None:
@@ -357,7 +360,7 @@ class Undo:
             self._snapshot.restore()
             raise
         finally:
-            # What would stay on the device until the next attempt has its own.
+            # Else the copies would stay on the device until the next try makes its own.
             self._aside = []
             self._snapshot.release()
 

@@ -32,21 +32,21 @@ _GROWTH: Final = 2  # Multiplier of the size while everything has fitted and the
 _MAX_READINGS: Final = 16
 # Largest multiplier of a jump: a line through readings is not trusted further than this beyond the last of them.
 _JUMP: Final = 32
-_LONG_JUMP: Final = 1.5  # Multiplier of the size from which a jump counts as long
+_LONG_JUMP: Final = 1.5  # A jump to more than this multiple of the size counts as long
 # Share of the memory left that a long jump fills: peaks that bend up by up to 30 % then still fit.
 _LONG_JUMP_SHARE: Final = 0.7
 _WORTHWHILE: Final = 0.01  # Relative gain that is worth another trial
-_APART: Final = 1.05  # Ratio of two sizes from which their readings give a slope; closer ones give round-off and noise
+_APART: Final = 1.05  # Smallest ratio of two sizes whose readings give a slope; closer ones give round-off and noise
 # Smallest slope that is believed, as a share of the slope from zero, where size 0 is known to read 0.
 _GENTLEST: Final = 0.5
-# Relative distance below the smallest failure at which a search by halves ends; half of it is lost on average.
+# A search by halves ends at this relative distance below the smallest failure; half of it is lost on average.
 _CLOSE: Final = 0.07
 # Trials in a row that the size found must fit in: with readings, a second one that differs shows scatter; without, only
 # a failure does, and of sizes that fail as often as not one repetition would pass half.
 _REPEATED: Final = 2
 _REPEATED_BLIND: Final = 3
 _CONFIRMED: Final = 3  # Trials in a row that a size must fit in where trials scatter
-_STEADY: Final = 0.001  # Relative difference of two readings of a size up to which they are the same
+_STEADY: Final = 0.001  # Largest relative difference of two readings of a size that count as the same
 # Share of the size that is left free where trials scatter; twice as much after each further failure, up to half.
 _ROOM: Final = 0.05
 _MOST_ROOM: Final = 0.5
@@ -58,8 +58,8 @@ _MOST_FILLED: Final = 16  # Samples that a packed batch is filled up with at mos
 _CAUTION: Final = 0.97
 _CEILING: Final = 0.99  # Share of the room that the search fills; beyond it, another out-of-memory buys next to nothing
 _MOST_COPIES: Final = 64  # Times that the whole data set is repeated at most to make a trial's batch
-# Size, in units of the largest that fits, from which a trial is worth its time though a larger one was wanted; and up
-# to which a limit is as good as found, though there was no time for more.
+# Smallest size of a trial, in units of the largest that fits, that is worth its time though a larger one was wanted;
+# and largest size that leaves a limit as good as found, though there was no time for more.
 _WORTH_A_TRIAL: Final = 1.25
 _NEARLY: Final = 1.1
 
@@ -88,8 +88,8 @@ def find_max_size(
     it, where another out-of-memory would buy no more than that. In the end the size found is tried again: once with
     readings, twice without.
 
-    Where a repeated trial fails, or reads another peak near the capacity, trials scatter: what fitted once may fail
-    later. A size at least 5 % smaller is then taken, which has fitted three times in a row.
+    Where a repeated trial fails, or reads another peak near the capacity, trials scatter: a size that fitted once may
+    fail later. A size at least 5 % smaller is then taken, which has fitted three times in a row.
 
     Args:
         trial: Runs one size; raises an out-of-memory error where it does not fit, and may return its peak in bytes.
@@ -120,7 +120,7 @@ def find_max_size(
 
 @dataclass
 class _Progress:
-    """What the trials so far have shown. Every further size lies between `fits` and `fails`, so the search ends."""
+    """The outcomes of the trials so far. Every further size lies between `fits` and `fails`, so the search ends."""
 
     fails: int  # Smallest size that is ruled out
     fits: int = 0  # Largest size that fits
@@ -182,7 +182,7 @@ def _confirmed(
         if capacity is not None and peak is not None:
             readings.append(peak)
         makes_room = not fitted
-        # Readings make room once at most: what follows must fit as often, or makes room by failing.
+        # Readings make room once at most: later sizes must fit as often, or make room by failing.
         if confirm is None and not scatters and (not fitted or _differ(readings)):
             scatters, needed = True, _CONFIRMED
             makes_room = not fitted or max(readings) > (1 - _ROOM) * (capacity or math.inf)
@@ -197,7 +197,7 @@ def _differ(readings: list[float]) -> bool:
 
 
 def _next_size(progress: _Progress, capacity: float | None) -> int:
-    """Returns the size to try next, strictly between what fits and what does not; 0 ends the search."""
+    """Returns the size to try next, strictly between the sizes that fit and fail; 0 ends the search."""
     fits, fails, readings = progress.fits, progress.fails, progress.readings
     if fails - fits <= 1:
         return 0
@@ -224,7 +224,7 @@ def _next_size(progress: _Progress, capacity: float | None) -> int:
 
 
 def _jump(progress: _Progress, capacity: float) -> int:
-    """Returns the size that the readings lead to; that of the last reading where nothing is left to gain."""
+    """Returns the size that the readings lead to; the last reading's where nothing is left to gain."""
     size, peak = progress.readings[-1]
     gentlest = _GENTLEST * peak / size if progress.from_zero else 0.0
     predicted = _extrapolate(progress.readings, capacity, gentlest)
@@ -236,7 +236,7 @@ def _jump(progress: _Progress, capacity: float) -> int:
 
 
 def _extrapolate(readings: list[_Reading], peak_bytes: float, gentlest: float) -> float:
-    """Returns the size at which the curve through the last readings reaches a peak."""
+    """Returns the size whose peak, on the curve through the last readings, is `peak_bytes`."""
     size, peak = readings[-1]
     room = peak_bytes - peak
     if room <= 0:
@@ -252,7 +252,7 @@ def _extrapolate(readings: list[_Reading], peak_bytes: float, gentlest: float) -
     if not slopes:
         return safe
     if slopes[-1] <= 0:
-        # The optimizer's memory hides that of the batch, which does not say how far it is from showing.
+        # The optimizer's memory hides the batch's, and nothing tells how much larger a batch must be to show.
         return max(safe, size * _GROWTH)
     if len(slopes) == 1 or slopes[1] <= slopes[0]:
         return size + room / slopes[-1]
@@ -275,7 +275,7 @@ Measure = Callable[["NDArray[np.int64]"], Peak]  # Runs the samples at some posi
 
 @dataclass(frozen=True, kw_only=True)
 class SearchBounds:
-    """What a search of batches keeps to."""
+    """The bounds of a search of batches."""
 
     upper: float  # Largest cost worth trying: beyond it memory does not matter
     capacity_bytes: float
