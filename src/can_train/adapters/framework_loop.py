@@ -1,4 +1,4 @@
-"""The batches of a training framework's own loop, computed in parts that fit. What fits is found with the first batch,
+"""The batches of a training framework's own loop, computed in parts that fit. Limits are found with the first batch,
 and learned for the next run. The callback for Lightning and the Trainer of transformers are built on it.
 
 Shapes: R samples, F features.
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 def sample_counts(batch: Any) -> Counts:
-    """Returns what the memory of a collated batch grows with, for each sample: nodes and edges in a batch of
+    """Returns counts of each sample that the memory of a collated batch grows with: nodes and edges in a batch of
     torch_geometric, else the numbers that its tensors hold. Padded samples then count with their padding.
     """
     if hasattr(batch, "num_graphs"):
@@ -68,10 +68,10 @@ class LoopSettings:
 
     Attributes:
         device: Meter of the device, or its name, as in `--device`; None: the model's.
-        limits: What a micro-batch may hold, as in `MicroBatcher`; None: what is found with the first batch, and what
-            earlier runs have taught.
-        select: Takes samples out of a collated batch: those of a slice, or at positions.
-        counts: What the memory of a collated batch grows with, for each sample: [R] by name.
+        limits: Limits of a micro-batch, as in `MicroBatcher`; None: limits are found with the first batch, and from
+            earlier runs.
+        select: Takes samples out of a collated batch: by a slice, or by their positions.
+        counts: Counts of each sample that the memory of a collated batch grows with: [R] by name.
         key: Name in the factor store; empty: the framework's and the model's.
         learn: Whether earlier runs are learned from, and this one is recorded.
         state_dir: State folder of the factor store; None: the user's own.
@@ -98,7 +98,7 @@ class Part:
 
     @property
     def share(self) -> float:
-        """Samples of the part, of those of the batch."""
+        """Samples of the part ÷ samples of the batch."""
         return (self.stop - self.start) / self.samples
 
     @property
@@ -108,21 +108,21 @@ class Part:
 
 
 LossOf = Callable[[Part], tuple[Tensor, float | None]]
-"""Computes the mean loss of a part, and the number of what it is the mean over; None: of its samples."""
+"""Computes the mean loss of a part, and the number of items that it is the mean over; None: the part's samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a logical batch came to."""
+    """The loss of a logical batch."""
 
     loss: Tensor  # Its mean, detached
-    weights: dict[int, float]  # What each part's mean counts for in it, by the part's first sample
+    weights: dict[int, float]  # Weight of each part's mean, by the part's first sample
 
 
 @dataclass
 class _Parts:
-    """Computes the losses of a batch's parts as `MicroBatcher` wants them; keeps, by their first samples, what each
-    counts for in the batch, and its loss times that.
+    """Computes the losses of a batch's parts as `MicroBatcher` wants them; keeps, by their first samples, the weight of
+    each in the batch, and its loss times the weight.
     """
 
     part: Callable[[int, int], Part]
@@ -134,7 +134,7 @@ class _Parts:
         part = self.part(start, stop)
         loss, own = self.loss_of(part)
         share = 1.0 if part.share == 1.0 else part.share if own is None else own / part.samples
-        # A whole batch's loss stays as it is: its gradient is, bit by bit, that of the loop without this class.
+        # A whole batch's loss stays as it is: its gradient is, bit by bit, the gradient without this class.
         weighted = loss if part.share == 1.0 else loss * share
         self.shares[start], self.losses[start] = share, weighted.detach()
         return {LOSS: (weighted, share)}
@@ -147,11 +147,11 @@ class FrameworkLoop:
     Attributes:
         framework: Its name, for the factor store.
         model: The module whose parameters are trained, on its device.
-        optimizers: Those of the loop.
+        optimizers: The loop's optimizers.
         settings: How it is made to fit.
-        remedy_for_means: What makes a loss exact that is a mean over something else than samples, as a sentence; empty:
-            nothing is measured.
-        notice: Is given a sentence on what was found.
+        remedy_for_means: Sentence that tells how to make a loss exact that is a mean over other items than samples;
+            empty: nothing is measured.
+        notice: Is given a sentence about the limits that were found.
     """
 
     framework: str
@@ -229,12 +229,14 @@ class FrameworkLoop:
         return self.batcher.evaluate(computed, self._priced(counts))
 
     def before_optimizer_step(self) -> None:
-        """Makes room for what an optimizer makes in its first step; raises DoesNotFitError where there is none."""
+        """Makes room for the state that an optimizer makes in its first step; raises DoesNotFitError where there is
+        none.
+        """
         if self._engine is not None:
             self._engine.reserve.before_step()
 
     def close(self, outcome: Outcome = "ok") -> None:
-        """Ends the loop: what it has taught is recorded."""
+        """Ends the loop, and records its observation."""
         self.monitor.pause()
         self._active.close()
         engine, limits, factor = self._engine, self._limits, self._factor
@@ -271,10 +273,10 @@ class FrameworkLoop:
         for sentence in sentences:
             warnings.warn(f"{sentence}.", stacklevel=3)
 
-    # What fits
+    # Limits
 
     def _prepare(self, batch: Any, counts: Counts, loss_of: LossOf) -> Engine:
-        """Finds what fits with the first batch, and holds the memory of the optimizers' first step."""
+        """Finds limits with the first batch, and holds the memory of the optimizers' first step."""
         with self.meter.host():
             needs = _memory_of(self.optimizers, on_gpu=not self.meter.is_host)
         held_bytes = sum(
@@ -299,7 +301,7 @@ class FrameworkLoop:
         if self._limits is None:
             self.meter.release()
             # A batch that is never split may still fit, since it needs no room for the gradients of earlier parts.
-            self.notice("Weights, state and two sets of gradients leave no room: what runs out of memory is split.")
+            self.notice("Weights, state and two sets of gradients leave no room: batches that run out of memory split.")
             return
         self._factor = self._rule().decide(self._limits)
         tuned = self._limits.training.tuned_limit
@@ -357,7 +359,7 @@ class FrameworkLoop:
         try:
             return rule_after(self._store.known(self._key, self.meter.key, self._fingerprint()), first)
         except StateError as error:
-            self.notice(f"What earlier runs taught cannot be read. {error}")
+            self.notice(f"Observations of earlier runs cannot be read. {error}")
             return first
 
     def _found(self, limits: DeviceLimits, costs: BatchCosts) -> str:
@@ -367,7 +369,7 @@ class FrameworkLoop:
         share = f"{peak / limits.capacity_bytes:.0%} of the {size_text(limits.capacity_bytes)} of {limits.device_key}"
         return f"{len(costs)} samples a step are computed {parts}. Memory is predicted to peak at {share}."
 
-    # What is learned
+    # The observation
 
     def _fingerprint(self) -> dict[str, Any]:
         return {
@@ -409,7 +411,7 @@ def _memory_of(optimizers: Sequence[Optimizer], *, on_gpu: bool) -> OptimizerMem
         try:
             found.append(measure_optimizer(parameters, partial(_alike, optimizer, on_gpu=on_gpu)))
         except (TypeError, ValueError, RuntimeError):
-            # One that is made otherwise, or does not run on the host, is taken to keep what Adam does.
+            # One that is made otherwise, or does not run on the host, is taken to keep as much as Adam.
             sizes = tuple(one.nbytes for one in parameters if one.nbytes)
             total = sum(sizes)
             found.append(OptimizerMemory(parameter_bytes=total, state_bytes=2 * total, transient_bytes=total,

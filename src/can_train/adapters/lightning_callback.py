@@ -51,13 +51,13 @@ def _check_installed(name: str, instead: str) -> None:
         raise CanTrainError(f"{name} needs Lightning", value=found, remedy=remedy)
 
 
-class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is installed
+class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the installed Lightning
     """Makes the batches of a Lightning training fit: `Trainer(callbacks=[MicroBatchCallback()])`.
 
     Each batch of a loader is computed in parts, where it must be, and stepped once: the gradient is the whole batch's.
-    What fits is found with the first batch, in trial steps that leave nothing behind; a part that runs out of memory is
-    undone and split; and what the run has taught is recorded for the next one. Validation, test and prediction are
-    split, too, and values that a step logs are those of the whole batch.
+    Limits are found with the first batch, in trial steps that leave nothing behind; a part that runs out of memory is
+    undone and split; and an observation is recorded for the next run. Validation, test and prediction are split,
+    too, and values that a step logs are the whole batch's.
 
     A `training_step` that returns the mean over the batch's samples needs no change. One that returns a mean over
     something else (tokens, masked positions) returns their number beside it, `{"loss": loss, "denominator": tokens}`.
@@ -68,7 +68,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
         settings: Limits, key in the factor store, how batches are cut; None: the defaults of `LoopSettings`.
 
     Attributes:
-        loop: What computes the batches, during a training; None before and after.
+        loop: Computes the batches, during a training; None before and after.
 
     Raises:
         CanTrainError: Lightning is not installed; when a training begins: something else changes its gradients.
@@ -103,7 +103,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
         self._close("ok")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Makes room for what the optimizer makes in its first step."""
+        """Makes room for the state that the optimizer makes in its first step."""
         self._stepped = True
         if self.loop is not None:
             self.loop.before_optimizer_step()
@@ -166,14 +166,14 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
             parameter.grad = gradient
         self._gradients = []
         if isinstance(trainer.strategy.model, DistributedDataParallel):
-            # It averages what is in `.grad` once each parameter has had a gradient, here of zeros.
+            # It averages `.grad` once each parameter has had a gradient, here of zeros.
             backward(loss, *others)
 
     def _train_manually(self, trainer: Any, pl_module: Any, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
         """Runs `training_step` up to its backward pass for each part, and to its end for the last one."""
         loop, calls, output = self._loop_of(trainer, pl_module), _Calls(pl_module), None
         if self._stepped:
-            # What was used is cleared by the step itself, which it does in the midst of a part.
+            # The step itself clears gradients that were used, in the midst of a part.
             _clear_gradients(pl_module.parameters())
         self._stepped = False
 
@@ -309,8 +309,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Calls:
-    """What the parts of a batch log, and what they add to metrics of torchmetrics: a part that is computed again leaves
-    it once, and the whole batch logs a value once.
+    """Values that the parts of a batch log, and their updates of metrics of torchmetrics: a part that is computed again
+    leaves it once, and the whole batch logs a value once.
     """
 
     def __init__(self, pl_module: Any) -> None:
@@ -326,7 +326,7 @@ class _Calls:
         before = self._states()
         if not part.is_trial:
             self._logged[part.start] = calls
-            # As they were before a first attempt, of which they may have counted everything.
+            # As they were before a first try, which they may have counted wholly.
             self._restore(self._before.setdefault(part.start, before))
 
         def log(name: str, value: Any, *arguments: Any, **options: Any) -> None:
@@ -351,7 +351,7 @@ class _Calls:
             vars(metric).update(_copied(state))
 
     def write(self, weights: Mapping[int, float]) -> None:
-        """Logs what the parts have logged, once; `weights` are theirs, by their first samples."""
+        """Logs the parts' values once; `weights` are the parts', by their first samples."""
         by_name = defaultdict[str, list[tuple[float, Any, tuple[Any, ...], dict[str, Any]]]](list)
         for start, weight in weights.items():
             for name, value, arguments, options in self._logged[start]:
@@ -370,7 +370,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reduced(how: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Returns the value of a batch from those of its parts, as Lightning's `reduce_fx` says, else their mean."""
+    """Combines the values of a batch's parts, as Lightning's `reduce_fx` says, else their mean."""
     name = getattr(how, "__name__", how)
     if name in ("sum", "min", "max"):
         return getattr(torch.stack([torch.as_tensor(value) for value in values]), name)()
@@ -378,7 +378,7 @@ def _reduced(how: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _loss_in(output: Any, device: torch.device) -> tuple[Tensor, float | None]:
-    """Returns the loss of what a `training_step` returned, and its denominator; None skips the part."""
+    """Returns the loss in the output of a `training_step`, and its denominator; None skips the part."""
     if output is None:
         return torch.zeros((), device=device), None
     if not isinstance(output, Mapping):
@@ -394,7 +394,7 @@ def _detached(output: Any) -> Any:
 
 
 def _combined(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Returns what a step would have returned of the whole batch: means of numbers, and rows one after the other."""
+    """Combines the outputs of parts into the whole batch's: means of numbers, and rows one after the other."""
     first = outputs[0]
     if len(outputs) == 1 or first is None:
         return outputs[-1]
@@ -409,7 +409,7 @@ def _combined(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     return _reduced("mean", outputs, weights) if isinstance(first, Tensor | float) else first
 
 
-class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on what is installed
+class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on the installed Lightning
     """Measures peak memory in a Lightning training: `Trainer(callbacks=[MemoryMonitorCallback()])`.
 
     After each measured batch and at the end it logs `peak_memory_pct`, the largest peak so far as a share of the

@@ -94,7 +94,7 @@ def _quick(trainer: Any) -> Any:
 
 
 def _holders(owners: tuple[Any, ...], name: str) -> Iterator[Any]:
-    """Yields what has a batch size: objects with an attribute, and mappings of hyper-parameters."""
+    """Yields the holders of a batch size: objects with an attribute, and mappings of hyper-parameters."""
     for owner in owners:
         if hasattr(owner, name):
             yield owner

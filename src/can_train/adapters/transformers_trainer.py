@@ -31,11 +31,11 @@ from can_train.training.distributed import add_gradients
 
 _LOG: Final = logging.getLogger("can_train")
 _Trainer: Final[Any] = object  # The Trainer itself stands behind the mixin among the bases of a class
-_IGNORED_LABEL: Final = -100  # What a loss leaves out, in PyTorch and transformers
+_IGNORED_LABEL: Final = -100  # Label that a loss leaves out, in PyTorch and transformers
 _ROUND_OFF: Final = 1e-9  # Difference of two weights that is round-off
 _MEASURED_SAMPLES: Final = (5, 8)  # Fewest and most samples that show how losses add up
 
-# How the loss of a batch follows from those of its parts: it is their sum, where each is divided by the number of items
+# How the loss of a batch follows from its parts' losses: it is their sum, where each is divided by the number of items
 # in the whole batch, or their mean over samples, over labels, or over all labels but the first one of each sample.
 _SUM: Final = "sum"
 _SAMPLES: Final = "samples"
@@ -48,11 +48,11 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
     `class MicroBatchTrainer(MicroBatchTrainerMixin, Trainer): ...`.
 
     Each batch of the loader is computed in parts, where it must be, and the gradient is the whole batch's: nothing is
-    started again, and the batch stays as it is. What fits is found with the first batch, in trial steps that leave
-    nothing behind; a part that runs out of memory is undone and split; and what the run has taught is recorded for the
-    next one. Evaluation and prediction are split, too.
+    started again, and the batch stays as it is. Limits are found with the first batch, in trial steps that leave
+    nothing behind; a part that runs out of memory is undone and split; and an observation is recorded for the next
+    run. Evaluation and prediction are split, too.
 
-    Where a loss is divided by the Trainer's `num_items_in_batch`, those of the parts add up to the batch's. Any other
+    Where a loss is divided by the Trainer's `num_items_in_batch`, the parts' losses add up to the batch's. Any other
     one is a mean over samples or over labels. Which of these it is is measured when a batch is split for the first
     time; a warning says where it is none of them.
 
@@ -61,7 +61,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             other arguments are the Trainer's.
 
     Attributes:
-        loop: What computes the batches, during a training or an evaluation; None before and after.
+        loop: Computes the batches, during a training or an evaluation; None before and after.
 
     Raises:
         ArgumentError: A class has its bases in another order; when a training begins: something else changes batches,
@@ -81,8 +81,8 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         super().__init__(*arguments, **options)
         self.loop: FrameworkLoop | None = None
         self._loop_settings = loop_settings or LoopSettings()
-        self._closing: Any = None  # What is undone after a training or an evaluation, while there is one
-        self._ways: list[str] = []  # In which losses of parts may make up that of their batch, the likeliest first
+        self._closing: Any = None  # Undoes changes after a training or an evaluation, while there is one
+        self._ways: list[str] = []  # How losses of parts may make up their batch's loss, the likeliest first
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Trains as the Trainer does."""
@@ -104,7 +104,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the Trainer's
         loop = self._loop()
         is_parallel = isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
-        # Ranks need not have as many parts, so that no pass of one may wait for those of others.
+        # Ranks need not have as many parts, so that no pass may wait for other ranks.
         own_model = self.model if is_parallel else model
         own_model.train()
         items = self._items(inputs)
@@ -159,7 +159,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         return _Items(inputs, shifts_labels=getattr(self, "_loss_shifts_labels", is_causal))
 
     def _find_way(self, items: _Items, part: Part, loss_of: Callable[[NDArray[np.int64]], Tensor]) -> None:
-        """Drops the ways that do not hold, where the weight of a part depends on which of them does."""
+        """Drops the ways that do not hold, where the weight of a part depends on the way."""
         weights = [items.weight(way, part) for way in self._ways]
         if max(weights) - min(weights) <= _ROUND_OFF:
             return
@@ -233,20 +233,20 @@ _NO_WAY: Final = (
 
 
 class _Items:
-    """What the loss of a batch may be the mean over: its labels or its samples."""
+    """The items that the loss of a batch may be the mean over: its labels or its samples."""
 
     def __init__(self, inputs: Any, *, shifts_labels: bool) -> None:
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        # Numbers are targets of a regression, of which each sample has as many.
+        # Numbers are targets of a regression: each sample has as many.
         is_counted = isinstance(labels, Tensor) and not labels.is_floating_point()
         self._labels: Tensor = labels if is_counted else torch.tensor(0)  # type: ignore[assignment]
         self._counts: dict[str, NDArray[np.int64]] = {}  # Of each sample, [R], by way
         by_label = [_LABELS, _LATER_LABELS][: self._labels.dim()]
-        # Ways in which the loss may be a mean, the likeliest first.
+        # Kinds of means that the loss may be, the likeliest first.
         self.means = [*(reversed(by_label) if shifts_labels else by_label), _SAMPLES]
 
     def weight(self, way: str, part: Part) -> float:
-        """Returns what the loss of a part counts for in that of the batch."""
+        """Returns the weight of a part's loss in the batch's."""
         if way == _SUM:
             return 1.0
         counts = self._counted(way, part.samples)
@@ -263,7 +263,7 @@ class _Items:
     def losses(
         self, way: str, part: Part, loss_of: Callable[[NDArray[np.int64]], Tensor]
     ) -> Callable[[int, int], Losses]:
-        """Returns what computes the loss of `few` samples start:stop, as a sum with its denominator."""
+        """Returns a function that computes the loss of `few` samples start:stop, as a sum with its denominator."""
         rows, counts = self.few(part), self._counted(way, part.samples)
 
         def losses(start: int, stop: int) -> Losses:
@@ -282,14 +282,14 @@ class _Items:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Returns the outputs of a batch from those of its parts, as the Trainer joins those of batches."""
+    """Joins the outputs of a batch's parts, as the Trainer joins the outputs of batches."""
     if parts[0] is None:
         return None
     return reduce(import_module("transformers.trainer_pt_utils").nested_concat, parts)
 
 
 def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Does what DistributedDataParallel does to gradients, once a batch."""
+    """Averages gradients over the ranks as DistributedDataParallel does, once a batch."""
     add_gradients(parameters, parameters[0].device)
     torch._foreach_div_([one.grad for one in parameters if one.grad is not None], float(dist.get_world_size()))
 

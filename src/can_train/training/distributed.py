@@ -1,4 +1,4 @@
-"""The processes that train one run together, one a GPU: what they exchange, and how a failure or a signal on one of
+"""The processes that train one run together, one a GPU: their exchanges, and how a failure or a signal on one of
 them becomes known to all, so that none waits forever.
 """
 
@@ -40,14 +40,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where one process stands among those of its run, which meet at address and port."""
+    """The place of a process among the processes of its run, which meet at address and port."""
 
     rank: int
     size: int  # processes in all
     local_rank: int  # among the processes of its machine
     address: str
     port: int
-    # Where torchrun listens there already: the prefix of what these ranks write into its store. Empty: rank 0 listens.
+    # Where torchrun listens there already: the prefix of these ranks' entries in its store. Empty: rank 0 listens.
     store_prefix: str = ""
 
 
@@ -69,7 +69,7 @@ class RankFailedError(CanTrainError):
         found = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in failures)
         remedy = "Mend what stopped it, then resume the run"
         super().__init__("Every process of a run must get through", value=found, remedy=remedy)
-        # Whether memory was too small on one of them.
+        # Whether memory was too small on any rank.
         self.did_not_fit = any(failure.did_not_fit for failure in failures)
 
 
@@ -92,7 +92,7 @@ class Ranks:
             work: Exchanges nothing with other ranks; returns a small picklable object.
 
         Returns:
-            What the work returned on each rank, by rank.
+            The results of the work on all ranks, by rank.
 
         Raises:
             Exception: The work failed here.
@@ -126,7 +126,7 @@ class Ranks:
         return made[0]
 
     def on_rank0_first(self, work: Callable[[], T]) -> T:
-        """Does some work on rank 0, and then on the others, which find what it has prepared; raises as `gather`
+        """Does some work on rank 0, and then on the others, which find its results prepared; raises as `gather`
         does.
         """
         done: list[T] = []
@@ -155,7 +155,7 @@ class Ranks:
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Overwrites a model's buffers with rank 0's.
 
-        One that some rank has not made yet, or that has another shape there (a cache that grows with what was seen),
+        One that some rank has not made yet, or that has another shape there (a cache that grows with its inputs),
         stays each rank's own.
         """
 
@@ -167,7 +167,7 @@ class Ranks:
         """Ends the connections; all ranks call it at the same point."""
 
     def leave(self) -> None:
-        """Ends what is left of the connections, whatever the others do; to be called before the process ends."""
+        """Ends connections that are left, whatever the other ranks do; to be called before the process ends."""
 
 
 class ConnectedRanks(Ranks):
@@ -268,7 +268,7 @@ class _Calls:
         Thread(target=self._work, name="ranks", daemon=True).start()
 
     def run(self, call: Callable[[], T], *, timeout_s: float | None = None) -> T:
-        """Returns what a call returns; raises what it raises, and TimeoutError where it takes longer."""
+        """Runs a call; raises its errors, and TimeoutError where it takes longer."""
         future: Future[T] = Future()
         self._waiting.put((call, future))
         return future.result(timeout_s)
@@ -314,8 +314,8 @@ def rank_device(device: str, place: RankPlace | Ranks) -> str:
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Adds up each parameter's gradient over the processes of a group, in place; None is that of all processes, which
-    exchanges tensors of `device`.
+    """Adds up each parameter's gradient over the processes of a group, in place; None is the group of all processes,
+    which exchanges tensors of `device`.
 
     A parameter without a gradient in any process stays without; where only some have one, the others add zeros.
     """
@@ -354,7 +354,7 @@ def _tensor_group(device: torch.device) -> ProcessGroup | None:
     if device.type != "cuda":
         return None
     group: ProcessGroup = dist.new_group(backend="nccl", timeout=_REDUCE_TIMEOUT)
-    # The first exchange is what makes the connection, and takes its buffers.
+    # The first exchange makes the connection, and takes its buffers.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     torch.cuda.synchronize(device)
     return group

@@ -1,6 +1,6 @@
 """Plans a run for devices that need not be at hand, without training and without writing anything.
 
-What it finds is written as text by `report.py`.
+`report.py` writes the plans as text.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class DryPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """What the user should know, as sentences."""
+        """Sentences for the user."""
         if self.plan is None:
             return []
         notices = [*self.plan.all_notices]
@@ -135,7 +135,7 @@ def host_target(memory_mib: int) -> UsableMemory:
 def dry_plans(
     run: ResolvedRun, targets: Sequence[UsableMemory], reporter: Reporter, *, ranks: int = 1
 ) -> list[DryPlan]:
-    """Plans a run, which some processes train together, for each of the targets, of which there is at least one."""
+    """Plans a run, which some processes train together, for each of the targets, at least one."""
     # On a login node's many cores, tiny batches wait for threads longer than they compute.
     torch.set_num_threads(1)
     return plans_of_sample(run, sample_task(run, reporter), targets, reporter, ranks=ranks)
@@ -145,18 +145,18 @@ def plans_of_sample(
     run: ResolvedRun, sampled: BatchTask, targets: Sequence[UsableMemory], reporter: Reporter, *, ranks: int = 1
 ) -> list[DryPlan]:
     """Plans a run for each of the targets from a task that has read a sample of its data."""
-    # A copy: planning gives the task rows and outputs of reference models that are not those of a training.
+    # A copy: planning gives the task rows and outputs of reference models that differ from a training's.
     task = copy(sampled)
     # The sample is repeated to the length of the data set, so that an epoch has as many steps as in training.
     task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows or len(sampled.train_rows))
-    # What the largest target holds is explored once; less is predicted of the others.
+    # The largest target is explored once; the others hold less, which is predicted.
     meter = meters.AbsentGpuMeter(max(targets, key=lambda target: target.capacity_bytes))
     model, num_samples = fresh_model(run, task, meter), len(task.train_rows)
     planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False, ranks=ranks)
     references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
                                  cache=cache_folder(run.paths), verify=False)  # fmt: skip
     decided = references.decide(model)
-    # Targets on which reference models are consulted alike share the probes.
+    # Targets that consult reference models alike share the probes.
     explored: dict[tuple[str, ...], _ExploredRun] = {}
     plans = []
     for target in targets:

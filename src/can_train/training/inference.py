@@ -30,7 +30,7 @@ PART_SAMPLES: Final = 256
 runs out they are fewer."""
 
 EXPLAINED_SAMPLES: Final = 32
-"""The same where the score's gradient is computed, which needs what every layer computed."""
+"""Samples at a time where the score's gradient is computed, which needs the outputs of every layer."""
 
 Rows = NDArray[np.int64]
 
@@ -55,9 +55,7 @@ class BatchedInference:
     model: nn.Module  # on the device
     device: InferenceDevice
     costs_of: Callable[[Rows], BatchCosts | int] = len  # prices samples; their number, where all cost the same
-    limit: MicroBatchLimit = field(
-        default_factory=lambda: MicroBatchLimit(samples=PART_SAMPLES)
-    )  # what a part may hold
+    limit: MicroBatchLimit = field(default_factory=lambda: MicroBatchLimit(samples=PART_SAMPLES))  # of a part
     describe: Callable[[int], str] = "sample {}".format  # names a sample that does not fit
     advance: Callable[[int], object] = lambda samples: None  # called with the samples of each part that is done
 
@@ -73,7 +71,7 @@ class BatchedInference:
             self.advance(stop - start)
             return result
 
-        # A host that stands in for the device computes outside of what a simulated GPU counts.
+        # A host that stands in for the device computes outside of the simulated GPU's count.
         try:
             with self.device.span():
                 return self.batcher.evaluate(attempt, self.costs_of(rows), self.limit)
@@ -92,7 +90,7 @@ class BatchedInference:
         return np.concatenate(self.run(rows, compute))
 
     def parts(self, samples: Any, rows: Rows) -> list[Any]:
-        """Returns what `samples.outcome` computes of each part of some samples, in their order."""
+        """Returns the results of `samples.outcome` for each part of some samples, in their order."""
         device = self.device.meter.device
 
         def compute(part: Rows) -> Any:
@@ -102,7 +100,7 @@ class BatchedInference:
         return self.run(rows, compute)
 
     def contributions(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
-        """Returns what the parts of some samples contribute to their scores, by `samples.contributions`."""
+        """Returns the contributions of some samples' parts to their scores, by `samples.contributions`."""
 
         def compute(part: Rows) -> NDArray[np.float64]:
             found = samples.contributions(self.model, part, self.device.meter.device, self.device.precision.dtype)
@@ -148,6 +146,6 @@ def with_host_fallback(device: InferenceDevice, use: Callable[[InferenceDevice],
 
 
 def rescue_settings(training: TrainingSettings) -> RescueSettings:
-    """Returns what may be done about an out-of-memory in inference: always split, as the gradient is not at stake."""
+    """Returns the measures against an out-of-memory in inference: always split, as the gradient is not at stake."""
     floor = training.min_micro_batch_size
     return RescueSettings(factor=training.backoff_factor, floor=floor, retries=training.oom_retries)

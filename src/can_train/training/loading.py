@@ -1,4 +1,4 @@
-"""Loads what a run is made of: its task with the data, its model, its checkpoints, which survive a kill at any moment,
+"""Loads the parts of a run: its task with the data, its model, its checkpoints, which survive a kill at any moment,
 and the finished models that it builds on.
 """
 
@@ -64,7 +64,7 @@ def with_cache(paths: PathSettings, reporter: Reporter, make: Callable[[Path], T
         except OSError:
             raise error from None
         reporter.notice(f"Prepared data are not kept. {error}")
-    # What is made maps the files that it reads: they stay readable after they are deleted.
+    # The task maps the files that it reads: they stay readable after they are deleted.
     with scratch as folder:
         return make(Path(folder))
 
@@ -91,13 +91,13 @@ def check_inputs_unchanged(folder: RunFolder, task: BatchTask) -> None:
     # A reference model's digest depends on the data too, so changed data are the only cause that is named.
     if "data" in changed:
         raise RunError("A run goes on with the data that it began with", value="its logs have other contents by now",
-                       remedy="Bring back what was there, or train anew")  # fmt: skip
+                       remedy="Bring the earlier files back, or train anew")  # fmt: skip
     if changed:
         named = ", ".join(f"the {model.role.replace('_', ' ')} {model.name}" for model in models
                           if model.role in changed)  # fmt: skip
         raise RunError("A run goes on with the models that it began with",
                        value=f"{named} has other weights by now, or is asked about other samples",
-                       remedy="Bring back what was there, or train anew")  # fmt: skip
+                       remedy="Bring the earlier files back, or train anew")  # fmt: skip
 
 
 def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter) -> nn.Module:
@@ -141,12 +141,12 @@ class Checkpoints:
         Args:
             state: Tensors, numbers, text, and lists, tuples and dicts of them.
             step: Optimizer steps done.
-            epochs_begun: Epochs of which at least one step is done.
+            epochs_begun: Epochs that have at least one step done.
 
         Raises:
             CheckpointError: It could not be written; the previous one is untouched.
         """
-        # Serialized in memory first, so that the digest is of what was meant, whatever reaches the disk.
+        # Serialized in memory first, so that the digest is of the intended bytes, whatever reaches the disk.
         buffer = io.BytesIO()
         torch.save({"format": _FORMAT_VERSION, **state}, buffer)
         data = buffer.getvalue()
@@ -331,7 +331,7 @@ def start_from(model: nn.Module, run_path: Path) -> None:
     """Gives a fresh model the best weights of the finished run in a folder.
 
     Raises:
-        CheckpointError: The run has not finished, or its model is another; the error names what differs.
+        CheckpointError: The run has not finished, or its model is another; the error names the difference.
     """
     folder = RunFolder(run_path)
     state = Checkpoints(folder.checkpoints_path).load(SilentReporter())

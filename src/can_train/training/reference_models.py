@@ -1,4 +1,6 @@
-"""Reference models in a training: where their outputs come from, by what was measured of each way, and their scores."""
+"""Reference models in a training: where their outputs come from, as measurements of each way decide, and their
+scores.
+"""
 
 import json
 import zlib
@@ -45,14 +47,14 @@ _BLOCK_SAMPLES: Final = 4096  # whose outputs wait in memory for the disk
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementCost:
-    """What one way of getting a reference model's outputs costs."""
+    """The cost of one way of getting a reference model's outputs."""
 
     placement: str  # `device`, `cache` or `offload`
     base_bytes: float  # on the device beside a batch: weights, gradients, optimizer state, and the reference model
-    sample_bytes: float  # what the mean sample of a micro-batch adds
-    largest_bytes: float  # what the largest sample adds
+    sample_bytes: float  # of the mean sample of a micro-batch
+    largest_bytes: float  # of the largest sample
     step_seconds: float  # of a step, for one sample
-    once_seconds: float = 0.0  # of what is done once, before training
+    once_seconds: float = 0.0  # of the work that is done once, before training
     disk_bytes: int = 0  # size of the cache on disk
 
 
@@ -84,7 +86,7 @@ def choose_placement(costs: Sequence[PlacementCost], *, capacity_bytes: float, s
 class ReferenceModelPlan:
     """Where the outputs of a reference model come from."""
 
-    role: str  # what the model is to the task
+    role: str  # the model's role in the task
     name: str  # the run that trained it
     placement: str
     costs: tuple[PlacementCost, ...] = ()  # of each way that was measured
@@ -129,7 +131,7 @@ class ComputedOutputs:
 
     Attributes:
         model: The reference model, or its copy on the device.
-        resident: What stays on the device.
+        resident: Tensors that stay on the device.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class ComputedOutputs:
         # Not inference mode: training saves these tensors for its backward pass.
         with span, torch.no_grad(), torch.autocast(self._meter.device.type, enabled=False):
             outputs = self._reference_model.outputs(self.model, rows, self._device, self._dtype)
-        # Outside the host's span, so that a simulated GPU counts what arrives on it.
+        # Outside the host's span, so that a simulated GPU counts the tensors that arrive on it.
         return {name: output.to(self._meter.device, copy=self._on_host) for name, output in outputs.items()}
 
 
@@ -234,7 +236,7 @@ class ReferenceModels:
         Returns:
             The tensors that stay on the device.
         """
-        # The placement must fit on every rank; what is done once serves the share of one.
+        # The placement must fit on every rank; work that is done once serves one rank's share.
         least_bytes = min(self.ranks.gather(lambda: self.meter.capacity_bytes))
         samples = -(-len(self.task.train_rows) * self.training.epochs // self.ranks.size)
 
@@ -261,7 +263,7 @@ class ReferenceModels:
         Returns:
             The plans, with the predicted peak of filling a cache; and the tensors that stay on the device.
         """
-        # What rank 0 has written to the cache the others need not compute.
+        # The other ranks need not compute outputs that rank 0 has written to the cache.
         sources = self.ranks.on_rank0_first(lambda: [self._fill(plan) for plan in plans])
         if self.ranks.size > 1:
             sources = [(plan, source.same_on_all(self.ranks) if isinstance(source, CachedOutputs) else source)
@@ -269,7 +271,9 @@ class ReferenceModels:
         return [plan for plan, _ in sources], self.ranks.on_every_rank(lambda: self._bind(sources))
 
     def bind_placeholders(self, plans: Sequence[ReferenceModelPlan]) -> list[Tensor]:
-        """Hands outputs to the task for planning alone, zeros for the cache; returns what stays on the device."""
+        """Hands outputs to the task for planning alone, zeros for the cache; returns the tensors that stay on the
+        device.
+        """
         return self._bind([(plan, self._source(self._named(plan.role), plan.placement)) for plan in plans])
 
     def score(self, role: str, rows: Rows) -> NDArray[np.float64]:
@@ -319,7 +323,7 @@ class ReferenceModels:
                 self.meter.release()
                 stage.advance(1)
         if not costs:
-            # Planning reports what does not fit, of the way that needs least.
+            # Planning reports why the way that needs least does not fit.
             return replace(plan, placement="cache" if "cache" in placements else plan.placement)
         samples = len(self.task.train_rows) * self.training.epochs
         return replace(plan, costs=tuple(costs)).on(self.meter.capacity_bytes, samples=samples)
@@ -429,7 +433,7 @@ class ReferenceModels:
 
 
 def _work(reference_model: ReferenceModel, source: ComputedOutputs) -> Workload:
-    """Describes the computation of outputs to what explores the device."""
+    """Describes the computation of outputs for the exploration of the device."""
 
     def run(rows: Rows) -> None:
         source(rows)

@@ -37,7 +37,7 @@ _COLUMNS: Final = ("device", "usable", _FACTOR, "batch", "micro-batches", "steps
 
 
 def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
-    """Writes what everybody should know of a plan: batch, micro-batches and memory, a sentence each."""
+    """Writes the main facts of a plan: batch, micro-batches and memory, a sentence each."""
     plan, peak = run_plan.plan, run_plan.fullest.predicted_peak_bytes
     steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
     unit = "step" if plan.steps_per_epoch == 1 else "steps"
@@ -75,7 +75,7 @@ def _parts_text(run_plan: RunPlan) -> str:
 
 
 def plan_details(run_plan: RunPlan) -> list[str]:
-    """Writes what a plan rests on as aligned lines, phase by phase; none where nothing was measured."""
+    """Writes the basis of a plan as aligned lines, phase by phase; none where nothing was measured."""
     lines = []
     for one in run_plan.phases:
         own = _phase_details(one)
@@ -101,7 +101,7 @@ def _phase_details(run_plan: RunPlan) -> list[str]:
 
 
 def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
-    """Writes a plan in full: its summary, then what it rests on."""
+    """Writes a plan in full: its summary, then its basis."""
     return [*plan_summary(run_plan, device_key, capacity_bytes), *plan_details(run_plan)]
 
 

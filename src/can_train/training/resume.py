@@ -1,5 +1,5 @@
-"""What `can-train resume` may change of a run: its epochs, its device, and the place of its data. Imports no torch: a
-run may go on in a job that is submitted from a login node.
+"""The settings that `can-train resume` may change: a run's epochs, its device, and the place of its data. Imports no
+torch: a run may go on in a job that is submitted from a login node.
 """
 
 import re
@@ -25,7 +25,7 @@ _DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?|sim:(?P<size>.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeRequest:
-    """What is to be different from now on; None: stays as it is."""
+    """The settings to change; None: the setting stays."""
 
     epochs: str | None = None
     device: str | None = None
@@ -33,7 +33,7 @@ class ResumeRequest:
 
     @property
     def values(self) -> dict[str, str]:
-        """What was given, by the setting's dotted name."""
+        """The changes, by the setting's dotted name."""
         path = None if self.dataset is None else str(expanded(self.dataset).absolute())
         given = {_EPOCHS: self.epochs, "device": self.device, _PATH: path}
         return {name: value for name, value in given.items() if value is not None}
@@ -42,7 +42,7 @@ class ResumeRequest:
 def change_run(folder: RunFolder, request: ResumeRequest, reporter: Reporter) -> list[str]:
     """Changes how a run goes on, which its configuration and `RunFolder.changes` say afterwards.
 
-    Everything is checked first: what is refused leaves the run as it was.
+    Everything is checked first: a refusal leaves the run as it was.
 
     Returns:
         A sentence for each setting that changed.

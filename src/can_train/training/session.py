@@ -1,6 +1,4 @@
-"""What one attempt of a run trains with: its plan on every rank, its state in memory, and that state in a
-checkpoint.
-"""
+"""One attempt of a run: its plan on every rank, its state in memory, and that state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Parts:
-    """What an attempt of a run is made with."""
+    """The parts that an attempt of a run is made from."""
 
     run: ResolvedRun
     folder: RunFolder
@@ -128,7 +126,7 @@ class PhaseEngine(Engine):
         task: The task as it is in the phase.
         planner: Makes another plan where other parameters are trained.
         run_plan: The phase's plan on this rank.
-        shared_plan: Rank 0's plan, by whose prices all ranks share samples out alike.
+        shared_plan: Rank 0's plan: its prices let all ranks share samples out alike.
         planned_for: Which parameters were trained when the plan was made.
     """
 
@@ -225,7 +223,7 @@ class Session(Parts):
 
     @property
     def fullest(self) -> PhaseEngine:
-        """The engine of the phase with the highest predicted peak, from which later runs learn."""
+        """The engine of the phase with the highest predicted peak, which later runs learn from."""
         return max(self.engines, key=lambda engine: engine.run_plan.predicted_peak_bytes or 0.0)
 
     @property
@@ -260,7 +258,7 @@ class Session(Parts):
                 self.engine = before
 
     def record_rescue(self) -> None:
-        """Records an out-of-memory of any phase: the monitor's peak since then is that of all phases."""
+        """Records an out-of-memory of any phase: the monitor's peak since then is all phases'."""
         for engine in self.engines:
             engine.record_rescue()
 
@@ -273,7 +271,7 @@ class Session(Parts):
             engine.planned_for = engine.optimization.trainable
             engine.optimization.drop_stale_state()
         if len(self.engines) > 1:
-            # Each phase leaves room for what the others' optimizers keep by now.
+            # Each phase leaves room for the state that the others' optimizers keep by now.
             self.planners = Planners.of_phases(self.planners.first)
             for engine, planner in zip(self.engines, self.planners.phases, strict=True):
                 engine.planner = planner
@@ -346,7 +344,7 @@ class Session(Parts):
         Where a later attempt has begun in a job, it counts as SIGTERM.
 
         Raises:
-            SystemExit: A later attempt trains already; what it has saved is left as it is.
+            SystemExit: A later attempt trains already; its checkpoints are left as they are.
         """
         if self.ranks.on_rank0(self.folder.is_taken_over):
             self.reporter.notice("A later attempt trains this run; this process ends, and saves nothing")
@@ -384,8 +382,8 @@ class Session(Parts):
         self.ranks.on_rank0(write)
 
     def restore(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Continues from a checkpoint's state, bit by bit; returns it, or that of the checkpoint before it where the
-        content of this one is not what a run like this writes.
+        """Continues from a checkpoint's state, bit by bit; returns it, or the state of the checkpoint before it where
+        the content of this one is damaged.
 
         Raises:
             CheckpointError: There is no other.
@@ -416,7 +414,9 @@ class Session(Parts):
         return next(filter(None, self.ranks.gather(lambda: self._damage(state))), "")
 
     def _damage(self, state: Mapping[str, Any]) -> str:
-        """Restores what needs no other rank and checks the rest; returns why that failed, empty if it did not."""
+        """Restores the state that needs no other rank and checks the rest; returns the failure, empty if there is
+        none.
+        """
         self.progress = Progress.from_plain(state["progress"])
         try:
             self._restore_own(state)
@@ -427,7 +427,7 @@ class Session(Parts):
                 msgspec.convert(micro_batches["backoff"], Backoff)
             for plan in (one["thawed_plan"] for one in of_ranks):
                 RunPlan.from_plain(plan or self.own_plan.to_plain())
-        # Whatever stands in the place of what was saved, the readers of its parts stumble in ways of their own.
+        # Whatever stands in the place of saved values, their readers stumble in ways of their own.
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -479,7 +479,7 @@ def load_checkpoint(parts: Parts, *, skip: int = 0) -> dict[str, Any] | None:
 
 
 def _check_progress(state: Mapping[str, Any]) -> None:
-    """Checks what a session needs of a checkpoint before it can restore one; raises ValueError or KeyError."""
+    """Checks the fields of a checkpoint that a session needs to restore it; raises ValueError or KeyError."""
     Progress.from_plain(state["progress"])
     msgspec.convert(state["metrics_lines"], int)
     msgspec.convert(state["device"], str)

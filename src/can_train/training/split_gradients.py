@@ -1,4 +1,4 @@
-"""Compares, on a run's own model and data, the gradient of a whole batch with that of the same batch in micro-batches.
+"""Compares, on a run's own model and data, the gradient of a whole batch with the gradient in micro-batches.
 
 In double precision, where rounding is too small to hide an error, and without dropout, whose masks depend on the split.
 """
@@ -29,7 +29,7 @@ from can_train.training.loading import fresh_model, sample_task
 from can_train.training.reference_models import ComputedOutputs
 
 MOST_SAMPLES: Final = 256  # of the batch: more take longer, and show nothing else
-# Relative L2 error up to which a difference is rounding: 1e-16 per operation, and gradients add up thousands.
+# Largest relative L2 error that is rounding: 1e-16 per operation, and gradients add up thousands.
 ROUNDING: Final = 1e-12
 
 
@@ -111,7 +111,7 @@ def splits(samples: int, accumulated: int = 1) -> list[tuple[int, ...]]:
     growing: list[int] = []
     while (rest := samples - sum(growing)) > 0:
         size = 2 ** len(growing)
-        # The last one takes what would be smaller than the one before it.
+        # The last one takes a rest that would be smaller than the one before it.
         growing.append(size if rest >= 3 * size else rest)
     each = -(-samples // accumulated)
     loaded = tuple(min(each, samples - start) for start in range(0, samples, each))
@@ -137,7 +137,7 @@ def _rows(task: BatchTask, run: ResolvedRun, size: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Batch:
-    """One logical batch, with what computes its gradient."""
+    """One logical batch, with the model and the device that compute its gradient."""
 
     model: nn.Module
     batch: LogicalBatch
@@ -181,7 +181,7 @@ def _difference(one: tuple[float, Tensor], whole: tuple[float, Tensor]) -> Diffe
 
 
 def comparison_lines(comparison: GradientComparison) -> list[str]:
-    """Writes a comparison: what was computed, a line for each split, and a sentence that says what it means."""
+    """Writes a comparison: its batch, a line for each split, and a sentence about its meaning."""
     dropout = "dropout off" if comparison.drops else "no dropout"
     of = f" (of the {comparison.batch_size:,} that a step has)" if comparison.samples < comparison.batch_size else ""
     lines = [

@@ -74,12 +74,14 @@ from can_train.training.report import plan_details, plan_summary, reference_mode
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
 
 ShareResult = tuple[BatchResult, Denominators]
-"""What a rank computed of a logical batch, with the denominators of the whole batch that it took for it."""
+"""The result of a rank's share of a logical batch, with the denominators of the whole batch that it was computed
+with.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is shown of a finished run: its judgement as text, in short and in full, and one sentence."""
+    """The text about a finished run: its judgement, in short and in full, and one sentence."""
 
     folder: RunFolder
     summary_tables: Sequence[Table]
@@ -149,7 +151,7 @@ def train_on(
 
 
 def _with_state(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> Reporter:
-    """Says once what a run lacks whose state folder cannot be written; returns the reporter of what follows."""
+    """Reports that a state folder cannot be written; returns a reporter that does not repeat it."""
     folder = state_dir(run.paths)
     try:
         check_writable(folder)
@@ -166,7 +168,7 @@ def _with_state(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> Reporter:
 
 @contextmanager
 def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Iterator[None]:
-    """Writes to the run's log what is reported in the block, and the error that ends it; says how the run goes on where
+    """Writes the block's reports to the run's log, and the error that ends it; says how the run goes on where
     a person stopped it.
     """
     job = SlurmContext.from_environment().job
@@ -206,7 +208,7 @@ def _train_and_judge(parts: Parts) -> Outcome:
         # Within micro-batches it is rescued; memory that runs out elsewhere (for weights, a copy of them) is not.
         details = describe_out_of_memory(parts.meter, None)
         smaller = "choose a smaller model by its settings (--set), or a larger device"
-        return DoesNotFitError("What a run keeps on the device must fit beside its micro-batches",
+        return DoesNotFitError("Memory ran out outside of the micro-batches",
                                value=headline(error), remedy=without_others(details.foreign_bytes, smaller),
                                details=replace(details, of_host=details.of_host or is_host_memory(error)))  # fmt: skip
 
@@ -243,7 +245,7 @@ def _run_attempt(parts: Parts) -> Outcome:
     rule = factor_rule(parts.run, parts.meter.key, parts.reporter, run_id=folder.run_id)
     with parts.meter.active():
         session = make_session(parts, rule)
-        # Writes the observation, from which later runs learn, when the block is left.
+        # Writes the observation, which later runs learn from, when the block is left.
         with recording_observation(session):
             train(session)
             # Only rank 0 judges; the others end here and free their devices.
@@ -261,7 +263,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     """Builds the model, makes or reads the plan, and restores the last checkpoint.
 
     Args:
-        parts: What the attempt is made with.
+        parts: The parts that the attempt is made from.
         factor: How the safety factor of a plan that is made here is decided.
     """
     run, task, meter, reporter, ranks = parts.run, parts.task, parts.meter, parts.reporter, parts.ranks
@@ -294,7 +296,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
             text = f"The run now has {epochs} epochs; from here on its learning rate, now {lr:.3g}, is that of a run"
             reporter.notice(f"{text} of {epochs}")
     if ranks.is_first:
-        # What followed the checkpoint is trained, and logged, once more.
+        # Steps after the checkpoint are trained, and logged, once more.
         session.metrics.rewind(0 if checkpoint is None else checkpoint["metrics_lines"])
         rewind_steps(session.folder.path, session.progress.step)
     return session
@@ -335,7 +337,7 @@ def train(session: Session) -> None:
             if stopped_early:
                 text = f"No better validation loss in {patience} epochs: stopping after {progress.epoch}"
                 session.reporter.notice(text)
-    # Judging has a peak of its own, from which nothing is learned.
+    # Judging has a peak of its own, and nothing is learned from it.
     session.monitor.pause()
     session.ooms_elsewhere = sum(ranks.gather(lambda: session.ooms_rescued)) - session.ooms_rescued
 
@@ -419,7 +421,7 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> Mapping[str,
 
 
 def _before_step(session: Session, rows: Rows) -> None:
-    """Lets the task freeze and thaw parameters, and plans for what is trained then."""
+    """Lets the task freeze and thaw parameters, and plans for the parameters that are trained then."""
     step, seed = session.progress.step, session.training.seed
     generator = step_generator(seed=seed, step=step, before=True)
     share = step / session.total_steps
@@ -433,7 +435,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
     """Takes one optimizer step of the current phase: its gradient, the sum over the ranks, the weights; `snapshot` was
     taken before it.
     """
-    # The reserves' own lists, not copies: one is emptied within the step, and nobody else may keep what was in it.
+    # The reserves' own lists, not copies: one is emptied within the step, and nobody else may keep its tensors.
     reserved = [engine.reserve.tensors for engine in session.engines]
     held = *reserved, session.planners.first.reference_tensors, snapshot.copies
     optimizers = [engine.optimization.optimizer for engine in session.engines]
@@ -464,7 +466,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
 
 
 def _split_text(session: Session, rows: Rows, result: BatchResult) -> str:
-    """Says how a batch was split: into how many parts, of how much, and with what peak."""
+    """Says how a batch was split: into how many parts, their sizes and the peak."""
     task, (allocated, _) = session.task, session.monitor.last_step
     units, stops = task.batch_features(rows)[:, 0], np.cumsum(result.micro_batches)
     largest = max(float(part.sum()) for part in np.split(units, stops[:-1]))
@@ -475,7 +477,7 @@ def _split_text(session: Session, rows: Rows, result: BatchResult) -> str:
 
 
 def _correction(shares: Sequence[ShareResult], rank: int, *, size: int) -> dict[str, float]:
-    """Returns, by term, what the gradient of the whole batch must be multiplied by: 1 where its denominators were known
+    """Returns, by term, the factor that corrects the whole batch's gradient: 1 where its denominators were known
     before it was computed.
     """
     result, denominators = combine_shares([share for share, _ in shares]), shares[rank][1]
@@ -604,7 +606,7 @@ def _validate(session: Session) -> None:
 
 
 def validation_loss(session: Session) -> float:
-    """Returns the weighted loss over the validation samples, of which each rank computes a share."""
+    """Returns the weighted loss over the validation samples; each rank computes a share."""
     task, device = session.task, session.meter.device
     rows = packed_rows(task, task.validation_rows)
     share = session.ranks.share(len(rows), lambda: session.engine.shared_plan.evaluation_costs(task, rows))
@@ -626,7 +628,7 @@ def validation_loss(session: Session) -> float:
 
 
 def _inference(session: Session) -> BatchedInference:
-    """Makes what runs the session's model without gradients, by the limits of its plan."""
+    """Makes the inference of the session's model, by the limits of its plan."""
     plan, task = session.engine.run_plan, session.task
     return BatchedInference(
         batcher=session.engine.batcher,
@@ -650,7 +652,7 @@ class _Scores:
         self._known: dict[tuple[str, bytes], NDArray[np.float64]] = {}
 
     def __call__(self, rows: Rows, role: str = "") -> NDArray[np.float64]:
-        """Returns the model's scores, or those of a reference model."""
+        """Returns scores of the model, or of a reference model."""
         key = role, rows.tobytes()
         if key not in self._known:
             task, references = self._session.task, self._session.reference_models
@@ -659,14 +661,14 @@ class _Scores:
         return self._known[key]
 
     def parts(self, rows: Rows) -> list[Any]:
-        """Returns what the task computes of each part of some samples."""
+        """Returns the task's results for each part of some samples."""
         found = self._inference.parts(self._session.task, rows)
         self._advance(len(rows))
         return found
 
 
 def _result(session: Session) -> dict[str, Any]:
-    """Judges the best weights; returns what `result.json` holds."""
+    """Judges the best weights; returns the content of `result.json`."""
     # Judging needs neither optimizer state nor gradients.
     for engine in session.engines:
         engine.optimization.optimizer.state.clear()
@@ -722,11 +724,11 @@ def _outcome(task: BatchTask, folder: RunFolder, result: Mapping[str, Any]) -> O
 
 @contextmanager
 def recording_observation(session: Session) -> Iterator[None]:
-    """Records the block as an attempt, for later runs to learn from: that it began, how it ended and what memory it
+    """Records the block as an attempt, for later runs to learn from: that it began, how it ended and how much memory it
     took. An out-of-memory leaves the block as `DoesNotFitError`.
     """
     run, store = session.run, store_of(session.run)
-    # The batcher of a resumed run also counts those of earlier attempts.
+    # The batcher of a resumed run also counts earlier attempts'.
     ooms_before = session.ooms_rescued
     attempt = session.ranks.on_rank0(lambda: session.folder.attempts.current)
     begun = AttemptRecord(run_id=session.folder.run_id, attempt=attempt, rank=session.ranks.rank, key=run.key,
