@@ -16,11 +16,8 @@ import numpy as np
 from bench.measure_data import read_frames, run_python
 from bench.results_file import environment, markdown, write_section
 from can_train.config.resolved import cache_folder, data_root
-from can_train.fit.optimizer import Precision
-from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
 from can_train.training.evaluate import Scorer
-from can_train.training.inference import InferenceDevice
 from can_train.training.loading import load_finished
 from can_train_tasks.can.contributions import FRAMES, PROPERTIES
 from can_train_tasks.can.data.dataset import load_data
@@ -82,8 +79,7 @@ def measure(path: Path) -> dict[str, Floats]:
     run = finished.run
     data = load_data(run.dataset, data_root(run.paths), cache_folder(run.paths), SilentReporter())
     model = FinishedNetwork(finished, data.flat)
-    precision = Precision.named(run.training.precision)
-    scorer = Scorer(run.training, InferenceDevice(meter=open_meter("cpu"), precision=precision))
+    scorer = Scorer.open(run.training, "cpu")
     found: dict[str, Floats] = {}
     for folder, tested in data.split.test.items():
         logs = [tested[data.flat.source[tested] == source] for source in np.unique(data.flat.source[tested])]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from can_train.cli.evaluate import MOST_ALARMS
 from can_train.cli.main import main
+from can_train_tasks.can.evaluation.alarms import MOST_ALARMS
 from fakes.trained_runs import bus_log, finished_run
 
 Line = Callable[..., str]

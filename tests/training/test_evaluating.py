@@ -22,10 +22,10 @@ from can_train.fit.optimizer import Precision
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
 from can_train.runs.run_folder import RunFolder
-from can_train.task import AlarmRule
 from can_train.training.evaluate import EvaluationRequest, Scorer, evaluate
 from can_train.training.inference import InferenceDevice
 from can_train.training.loading import Checkpoints, load_finished
+from can_train_tasks.can.evaluation.options import EvaluationOptions
 from can_train_tasks.can.reference_models import FinishedNetwork
 from fakes.line_fit import Notices
 from fakes.trained_runs import bus_log, finished_run, own_log
@@ -134,7 +134,9 @@ def test_a_copied_run_judges_without_the_machine_that_trained_it(tmp_path: Path)
 
 
 def test_a_given_threshold_decides_and_is_said(tmp_path: Path) -> None:
-    document = evaluated(finished_run("gat"), bus_log(tmp_path / "other.csv", seed=1), rule=AlarmRule(threshold=1e6))
+    document = evaluated(
+        finished_run("gat"), bus_log(tmp_path / "other.csv", seed=1), options=EvaluationOptions(threshold=1e6)
+    )
     assert (document["threshold"], document["threshold_rule"]) == (1e6, "as given")
     assert document["judgement"]["test"]["other.csv"]["model"]["flagged_share"] == 0
 

@@ -12,9 +12,9 @@ import pytest
 
 from can_train.reporter import SilentReporter
 from can_train.runs.run_folder import RunFolder
-from can_train.task import AlarmRule
 from can_train.training.evaluate import Evaluated, EvaluationRequest, evaluate
 from can_train.training.loading import Checkpoints
+from can_train_tasks.can.evaluation.options import EvaluationOptions
 from fakes.trained_runs import bus_log, finished_run
 
 TEACHERS = {"gat": {"model__hidden": 8, "model__layers": 2, "model__heads": 2}, "vgae": {"model__hidden": (800, 400)}}
@@ -103,7 +103,9 @@ def test_a_teacher_is_asked_in_full_precision_whatever_its_student_computes_in(o
     )
     assert without_speeds(judgement_of(run)) == without_speeds(result_of(run))
     threshold = result_of(run)["references"]["teacher"]["threshold"]
-    alone = judgement_of(Path(teacher), other, rule=AlarmRule(threshold=threshold))["test"]["other.csv"]["model"]
+    alone = judgement_of(Path(teacher), other, options=EvaluationOptions(threshold=threshold))["test"]["other.csv"][
+        "model"
+    ]
     assert judgement_of(run, other)["test"]["other.csv"]["references"]["teacher"] == alone
 
 
@@ -116,7 +118,9 @@ def test_on_another_log_a_student_is_beside_its_teacher_and_itself_without_one(m
         assert judgement["references"][role]["threshold"] == threshold
         assert judgement["references"][role]["threshold_rule"].endswith("on validation, in drive")
         # As a run of its own it is judged by another way through the code.
-        expected = judgement_of(alone, other, rule=AlarmRule(threshold=threshold))["test"]["other.csv"]["model"]
+        expected = judgement_of(alone, other, options=EvaluationOptions(threshold=threshold))["test"]["other.csv"][
+            "model"
+        ]
         assert judgement["test"]["other.csv"]["references"][role] == expected
     assert judgement["test"]["other.csv"]["references"]["teacher"] != judgement["test"]["other.csv"]["model"]
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from can_train.reporter import SilentReporter
-from can_train.task import Evaluation
 from can_train.training.evaluate import EvaluationRequest, evaluate
 from can_train.training.loading import load_finished
 from can_train_tasks.can.contributions import autoencoder_contributions
 from can_train_tasks.can.data.batches import Gatherer
-from can_train_tasks.can.evaluation.evaluate import WindowEvaluation
+from can_train_tasks.can.evaluation.options import EvaluationOptions
 from can_train_tasks.can.reference_models import FinishedNetwork
 from fakes.random_bus import INJECTED, injected_frames
 from fakes.trained_runs import WINDOW, injected_log, injected_run
@@ -32,8 +31,11 @@ def other_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return injected_log(tmp_path_factory.mktemp("other") / "other.csv", seed=1)
 
 
-def explained(run: Path, log: Path, **more: Any) -> Mapping[str, Any]:
-    asked = {"device": "cpu", "flagged_only": True, **more}
+def explained(
+    run: Path, log: Path, *, flagged_only: bool = True, explain: bool = False, **more: Any
+) -> Mapping[str, Any]:
+    options = EvaluationOptions(flagged_only=flagged_only, explain=explain)
+    asked = {"device": "cpu", "options": options, **more}
     return evaluate(EvaluationRequest(run=run, dataset=str(log), **asked), SilentReporter()).document
 
 
@@ -108,10 +110,3 @@ def test_what_raises_an_anomaly_score_adds_up_to_it() -> None:
     total = np.add.reduceat(found.sum(dim=1).numpy(), flat.node_ptr[:-1])
     assert total == pytest.approx(network.combine(score().double().numpy()), rel=1e-5)
     assert not (found < 0).any()
-
-
-def test_a_task_that_cannot_explain_says_so(other_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowEvaluation, "explain", Evaluation.explain)
-    document = explained(injected_run("gat"), other_log)
-    assert "This task does not tell what drives its scores" in document["notes"]
-    assert "alarms" not in document

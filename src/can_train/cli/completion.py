@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
@@ -22,11 +21,9 @@ from can_train.cli.train_options import named_task
 from can_train.config.resolved import (
     NO_TRACKER,
     TRACKERS,
-    PathSettings,
     preset_folders,
     presets,
     state_folder,
-    user_file,
 )
 from can_train.config.settings import CHOICES, ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
 from can_train.config.task_loading import task_names
@@ -140,7 +137,7 @@ def _answers(
     name = before[0] if before and not before[0].startswith("-") else "train"
     if name not in commands and name != "train":
         return []
-    parameters = load(name, before).params
+    parameters = load(name, before if name == "train" else before[1:]).params
     flags = {flag: one for one in parameters for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
     flag, equals, value = word.partition("=")
     if equals and flag in flags:
@@ -176,9 +173,7 @@ def _run_ids(before: Sequence[str]) -> list[str]:
     from can_train.cli.run_locator import RunLocator
     from can_train.slurm.status import LAST
 
-    given = dict(pairwise(before))
-    runs_dir = given.get("--runs-dir") or user_file().values.get("runs_dir") or PathSettings().runs_dir
-    runs = RunLocator(runs_dir, given.get("--state-dir")).runs()
+    runs = RunLocator.of_words(before).runs()
     return [*([LAST] if runs else []), *(known.run_id for known in runs)]
 
 

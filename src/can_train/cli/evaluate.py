@@ -1,10 +1,11 @@
-"""`can-train evaluate RUN`: judges a finished run once more, on its own data or on others."""
+"""`can-train evaluate RUN`: judges a finished run once more, on its own data or on other data."""
 
 from __future__ import annotations
 
-import math
-import re
-from typing import TYPE_CHECKING, Annotated, Final
+import inspect
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -19,37 +20,10 @@ from can_train.cli.output import (
     print_wrapped,
 )
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
-from can_train.errors import ConfigError, RunError
+from can_train.config.task_loading import described_tasks, load_object
+from can_train.config.task_settings import NoSettings, load_task_settings
+from can_train.errors import CanTrainError, ConfigError, RunError
 from can_train.io.records import expanded
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from can_train.task import Alarm, AlarmRule
-
-MOST_ALARMS: Final = 20  # that are printed, two to four lines each
-# Options that `can-train detect` has, too: when a finished model raises alarms.
-_LONGEST_HOLD: Final = 1000  # of the last samples: as many are kept, and compared at each one
-_SECONDS: Final = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "ms": 0.001}
-
-Threshold = Annotated[
-    float | None,
-    typer.Option(help="Flag what scores more than this. [what the run chose in validation]", metavar="NUMBER"),
-]
-Calibrate = Annotated[
-    str | None,
-    typer.Option(help="Take the first seconds for benign and adapt to them; they are not judged: 10s.", metavar="TIME"),
-]
-AlarmsPerHour = Annotated[
-    float | None,
-    typer.Option(help="Choose the threshold for about so many false alarms an hour.", metavar="NUMBER"),
-]
-HoldOption = Annotated[
-    str | None,
-    typer.Option(
-        "--hold", help="Raise an alarm when M of the last N samples are flagged: 2/3. [of detect: 1/1]", metavar="M/N"
-    ),
-]
 
 
 def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
@@ -57,29 +31,15 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     *,
     dataset: Annotated[
         str | None,
-        typer.Option(help="Other data: a known data set, a log or a folder of logs. [the run's own test part]"),
+        typer.Option(help="Other data: a known data set, a file or a folder. [the run's own test part]"),
     ] = None,
-    threshold: Threshold = None,
-    calibrate: Calibrate = None,
-    alarms_per_hour: AlarmsPerHour = None,
-    hold: HoldOption = None,
-    flagged_only: Annotated[
-        bool, typer.Option("--flagged-only", help="List what was flagged, and why; --scores writes only that.")
-    ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="List alarms with what drove them; with --scores FILE, of each sample.")
-    ] = False,
     scores: Annotated[
         str | None, typer.Option(help="Write each sample's score to a .csv or .parquet file.", metavar="FILE")
-    ] = None,
-    channel: Annotated[
-        str | None,
-        typer.Option(help="Read one interface of logs that have several: can0. [all, as one bus]", metavar="NAME"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, or a simulated GPU: sim:2GiB.")] = "auto",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="How the data are read: dataset.columns.id=ID. Repeatable.", metavar="KEY=VALUE"),
+        typer.Option("--set", help="How the data are read: dataset.NAME=VALUE. Repeatable.", metavar="KEY=VALUE"),
     ] = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
@@ -90,14 +50,9 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     ] = None,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
+    options: Any = None,
 ) -> None:
     """Judge a finished run once more: on its own test data, or on other data."""
-    # An unset variable of a script leaves a flag empty.
-    given = {"dataset": dataset, "device": device, "scores": scores, "data-root": data_root, "channel": channel}
-    for name, value in given.items():
-        if value == "":
-            raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
-    rule = alarm_rule(threshold=threshold, calibrate=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     locator = RunLocator(runs_dir, state_dir)
     known = locator.find(run)
@@ -112,30 +67,30 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     request = EvaluationRequest(
         run=known.folder.path,
         dataset=dataset,
-        sets=(*(set_ or ()), *([f"dataset.channel='{channel}'"] if channel else [])),
-        rule=rule,
-        flagged_only=flagged_only,
-        explain=explain,
+        sets=tuple(set_ or ()),
+        options=options,
         scores=expanded(scores) if scores else None,
+        verbose=verbosity == Verbosity.VERBOSE,
         device=device,
         paths=PathSettings(data_root=data_root or "", state_dir=state_dir or ""),
         trust=locator.trust(trusts_all=trust_code),
     )
     evaluated = evaluate_run(request, make_reporter(verbosity))
-    document = evaluated.document
+    document, verdict = evaluated.document, evaluated.verdict
     if as_json:
         print_json(document)
         return
-    if not flagged_only or verbosity == Verbosity.VERBOSE:
+    if verdict.has_tables:
         print_judgement(evaluated.summary_tables, evaluated.tables, verbosity)
-    if flagged_only or (explain and not scores):
-        _print_alarms(evaluated.alarms, most=len(evaluated.alarms) if verbosity == Verbosity.VERBOSE else MOST_ALARMS)
+    for paragraph in verdict.paragraphs:
+        print_text("")
+        print_wrapped(paragraph)
     print_text("")
-    for note in evaluated.notes:
+    for note in verdict.notes:
         print_wrapped(f"{note}.")
     seconds = document["seconds"]
     part = ", of which only the run's own test part is judged" if document["own_split"] else ""
-    counted = " of ".join(f"{count:,} {what}" for what, count in evaluated.counted.items())
+    counted = " of ".join(f"{count:,} {name}" for name, count in evaluated.counted.items())
     print_wrapped(
         f"Run {document['run_id']} on {document['dataset']}{part}: {counted}; "
         f"reading took {seconds['reading']:.1f} s, scoring {seconds['scoring']:.1f} s"
@@ -144,59 +99,79 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         print_text(f"Scores: {document['scores']}")
 
 
-def _print_alarms(alarms: Sequence[Alarm], most: int) -> None:
-    """Prints alarms log by log; where there are more than `most`, those with the highest scores."""
-    highest = sorted(range(len(alarms)), key=lambda index: alarms[index].score, reverse=True)[:most]
-    shown = [alarms[index] for index in sorted(highest)]
-    if not alarms:
-        print_text("\nNothing was flagged.")
-    for source in dict.fromkeys(alarm.source for alarm in shown):
-        print_text(f"\n{source}")
-        for alarm in shown:
-            if alarm.source == source:
-                print_wrapped(f"  {alarm.place}\n    {alarm.reason}")
-    if len(shown) < len(alarms):
-        print_text("")
-        print_wrapped(f"These are the {len(shown)} highest of {len(alarms):,} alarms; "
-                      "-v prints all, --scores FILE writes them")  # fmt: skip
+def make_evaluate_command(words: Sequence[str]) -> Callable[..., None]:
+    """Makes the command with the evaluation options of the task whose run the words name.
 
-
-def alarm_rule(
-    *, threshold: float | None, calibrate: str | None, alarms_per_hour: float | None, hold: str | None
-) -> AlarmRule:
-    """Checks the options and reads them.
-
-    Raises:
-        ConfigError: A value is wrong, or two of them choose the threshold.
+    Where they name no run, as before `--help`, it has the options of every task that is declared with a description.
     """
-    if threshold is not None and not math.isfinite(threshold):
-        raise ConfigError("--threshold is a finite number", value=str(threshold))
-    calibrate_s = None if calibrate is None else _parse_seconds("calibrate", calibrate)
-    for flag, value in {"calibrate": calibrate_s, "alarms-per-hour": alarms_per_hour}.items():
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"--{flag} is more than 0", value=f"{value:g}", remedy="Give a positive number")
-        if value is not None and threshold is not None:
-            raise ConfigError(f"--threshold and --{flag} both choose the threshold", remedy="Give one of them")
-    held = None if hold is None else _parse_hold(hold)
-    # Torch, which a line that is wrong does not wait for.
-    from can_train.task import AlarmRule
-
-    return AlarmRule(threshold=threshold, calibrate_s=calibrate_s, alarms_per_hour=alarms_per_hour, hold=held)
+    described = [load_object(load_task_settings(name).evaluation) for name in described_tasks()]
+    settings = _evaluation_settings(words, _valued_flags(_command(described)), _valued_flags(_command(())))
+    return _command(described) if settings is None else _command([settings], settings)
 
 
-def _parse_seconds(flag: str, text: str) -> float:
-    """Reads a time such as 10s, 2min or 90."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text)
-    if found is None or found[2] not in _SECONDS:
-        raise ConfigError(f"--{flag} is a time", value=repr(text), remedy=f"Write it like --{flag} 10s")
-    return float(found[1]) * _SECONDS[found[2]]
+def _evaluation_settings(words: Sequence[str], valued: Mapping[str, bool], shared: Container[str]) -> Any:
+    """Returns the dataclass of the evaluation options of the task whose run the words name; None: there is no such run.
+
+    Args:
+        words: The command line behind `evaluate`.
+        valued: Whether a flag takes a value, by flag.
+        shared: Flags that every task has.
+    """
+    flags = [word.partition("=")[0].replace("_", "-") if word.startswith("-") else "" for word in words]
+    before = ["", *(flag if "=" not in word else "" for flag, word in zip(flags, words, strict=True))]
+    names = [index for index, flag in enumerate(flags) if not flag and not valued.get(before[index])]
+    if not names:
+        return None
+    # A word behind a flag that only the run's task knows may be the flag's value.
+    name = words[min(names, key=lambda index: before[index].startswith("--") and before[index] not in valued)]
+    locator = RunLocator.of_words(words)
+    try:
+        known = locator.find(name)
+    except CanTrainError:
+        return None  # the command itself raises the error, once its flags are read
+    task = known.config.get("task", "")
+    if task in described_tasks():
+        return load_object(load_task_settings(task).evaluation)
+    # The class of a task of one's own is imported with torch. Flags that every task has do not need it.
+    if all(flag in shared for flag in flags if flag.startswith("--")):
+        return NoSettings
+    config = locator.trust(trusts_all="--trust-code" in flags).config(known.folder)
+    code_dir = dict(config.get("paths") or {}).get("code_dir", "")
+    return load_object(load_task_settings(task, code_dir).evaluation)
 
 
-def _parse_hold(text: str) -> tuple[int, int]:
-    """Reads `2/3`."""
-    found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]) <= _LONGEST_HOLD:
-        raise ConfigError("--hold is M/N: an alarm is raised when M of the last N samples are flagged",
-                          value=repr(text), remedy=f"Write it like --hold 2/3, with M ≤ N ≤ {_LONGEST_HOLD}"
-                          )  # fmt: skip
-    return int(found[1]), int(found[2])
+def _command(kinds: Sequence[Any], settings: Any = None) -> Callable[..., None]:
+    """Makes the command with the fields of dataclasses as further options, of which it makes `settings`."""
+    signature = inspect.signature(evaluate, eval_str=True).parameters
+    run, dataset, *others = (parameter for name, parameter in signature.items() if name != "options")
+    options = {parameter.name: parameter for kind in kinds for parameter in _parameters(kind)}
+    if taken := options.keys() & signature.keys():
+        raise ConfigError("An option of a task has a name that every evaluation uses", value=", ".join(sorted(taken)),
+                          remedy="Rename it in the task's EvaluationSettings")  # fmt: skip
+
+    def command(**flags: Any) -> None:
+        for name, value in flags.items():
+            # An unset variable of a script leaves a flag empty.
+            if value == "":
+                raise ConfigError(f"--{name.replace('_', '-')} is empty", remedy="Give a value, or leave the flag out")
+        given = {name: flags.pop(name) for name in options}
+        evaluate(**flags, options=settings(**given) if settings and given else None)
+
+    command.__signature__ = inspect.Signature([run, dataset, *options.values(), *others])  # type: ignore[attr-defined]
+    command.__doc__ = evaluate.__doc__
+    return command
+
+
+def _parameters(kind: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        default: Any = field.default if field.default_factory is MISSING else field.default_factory()
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default,
+                                annotation=hints[field.name])  # fmt: skip
+
+
+def _valued_flags(command: Callable[..., None]) -> dict[str, bool]:
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return {flag: not getattr(parameter, "is_flag", False) for parameter in typer.main.get_command(app).params
+            for flag in (*parameter.opts, *parameter.secondary_opts)}  # fmt: skip

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from textwrap import shorten
 from typing import Any, Final
 
 import typer
@@ -16,6 +17,7 @@ from can_train import __version__
 from can_train.cli.output import print_aside, print_json, print_text
 from can_train.config.resolved import default_task
 from can_train.config.settings import canonical_name
+from can_train.config.task_loading import command_entries, command_usage, load_object
 from can_train.config.task_settings import load_task_settings
 from can_train.errors import (
     CanTrainError,
@@ -50,26 +52,20 @@ _COMMANDS: Final = {
     "cancel": "stop a run, which saves itself first",
     "resume": "continue a run, also beyond its end: --epochs N",
     "evaluate": "judge a finished run on its own data or others: --dataset",
-    "detect": "watch a bus live with a finished run: candump can0 | …",
     "resubmit": "a new run like it with other settings: --lr 0.01",
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",
 }
 _ARGUMENTS: Final = {"factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL"} | dict.fromkeys(
-    ("show", "status", "logs", "cancel", "resume", "evaluate", "detect", "resubmit"), "RUN"
+    ("show", "status", "logs", "cancel", "resume", "evaluate", "resubmit"), "RUN"
 )
 
-_OTHER_COMMANDS: Final = (
-    "Other commands, each with its own --help:\n\n\b\n"
-    + "\n".join(f"  {f'{name} {_ARGUMENTS.get(name, str())}':<17}{text}" for name, text in _COMMANDS.items())
-    + "\n\n-h is short for --help; --version prints the version.\n"
-)
 # Commands of scripts, which no help shows: of jobs, and of shells that complete a line.
 _JOB_COMMAND: Final = "after-job"
 _COMPLETE: Final = "complete-line"
 
 # Commands that several processes of a launcher would each do for themselves. Training forms one run of them.
-_OF_ONE_PROCESS: Final = ("demo", "detect", "evaluate", "pipeline")
+_OF_ONE_PROCESS: Final = ("demo", "evaluate", "pipeline")
 
 _ON: Final = ("true", "yes", "on", "1")
 _OFF: Final = ("false", "no", "off", "0")
@@ -77,6 +73,7 @@ _OFF: Final = ("false", "no", "off", "0")
 _UsageError: Final[Any] = typer.BadParameter.__base__
 _HELP_ALL: Final = "--help-all"
 _SUGGESTIONS: Final = 5
+_LINE: Final = 80  # columns of the list of commands
 _BROKEN_PIPE: Final = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 # Typer's words for a value of the wrong type, and can-train's.
@@ -139,9 +136,10 @@ def _run_command(arguments: Sequence[str]) -> int:
     name = "train" if words[0].startswith("-") else words.pop(0)
     if name == _COMPLETE:
         return _complete(words)
-    if name not in ("train", *_COMMANDS, _JOB_COMMAND):
-        raise unknown_name("command", name, ("train", *_COMMANDS))
-    if name in _OF_ONE_PROCESS:
+    of_tasks = command_entries()
+    if name not in ("train", *_COMMANDS, _JOB_COMMAND, *of_tasks):
+        raise unknown_name("command", name, ("train", *_COMMANDS, *of_tasks))
+    if name in _OF_ONE_PROCESS or name in of_tasks:
         check_started_once(f"`can-train {name}`")
     try:
         _parser(name, words)(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
@@ -155,7 +153,7 @@ def _parser(name: str, words: Sequence[str] = ()) -> Any:
     training: dict[str, Any] = {}
     if name == "train":
         example = load_task_settings(default_task()).example
-        training = {"help": _HELP.format(example=example), "epilog": _OTHER_COMMANDS}
+        training = {"help": _HELP.format(example=example), "epilog": _list_commands()}
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(cls=Command, **training)(_load_command(name, words))
@@ -167,8 +165,23 @@ def _complete(words: Sequence[str]) -> int:
     from can_train.cli.completion import complete_line
 
     with suppress(CanTrainError):
-        complete_line(words, _COMMANDS, _parser)
+        complete_line(words, _COMMANDS | {name: text for name, (_, text) in _commands_of_tasks().items()}, _parser)
     return 0
+
+
+def _list_commands() -> str:
+    """Lists the commands for help: those of the launcher, then those that packages of tasks declare."""
+    usages = {name: (_ARGUMENTS.get(name, ""), text) for name, text in _COMMANDS.items()} | _commands_of_tasks()
+    listed = "\n".join(f"  {f'{name} {arguments}':<17}{shorten(text, _LINE - 19, placeholder=' …')}"
+                       for name, (arguments, text) in usages.items())  # fmt: skip
+    return (f"Other commands, each with its own --help:\n\n\b\n{listed}\n\n"
+            "-h is short for --help; --version prints the version.\n")  # fmt: skip
+
+
+def _commands_of_tasks() -> dict[str, tuple[str, str]]:
+    """Returns the arguments and the first line of help of each command that a package of tasks declares."""
+    usages = {name: command_usage(entry) for name, entry in command_entries().items() if name not in _COMMANDS}
+    return {name: (arguments, text[:1].lower() + text[1:]) for name, (arguments, text) in usages.items()}
 
 
 def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
@@ -211,13 +224,9 @@ def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
 
             return resume
         case "evaluate":
-            from can_train.cli.evaluate import evaluate
+            from can_train.cli.evaluate import make_evaluate_command
 
-            return evaluate
-        case "detect":
-            from can_train.cli.detect import detect
-
-            return detect
+            return make_evaluate_command(words)
         case "pipeline":
             from can_train.cli.pipeline import make_pipeline_command
 
@@ -226,6 +235,9 @@ def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
             from can_train.cli.attempt import after_job
 
             return after_job
+        case _ if name in command_entries():
+            command: Callable[..., None] = load_object(command_entries()[name].value)
+            return command
         case _:
             from can_train.cli.train import make_resubmit_command, make_train_command
 

@@ -1,12 +1,13 @@
 """Where the commands about runs look for them: the options that name the folders, and the runs found there."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import typer
 
-from can_train.config.resolved import state_folder, user_file
+from can_train.config.resolved import PathSettings, state_folder, user_file
 from can_train.errors import ConfigError
 from can_train.runs.run_folder import CodeTrust, Registry
 from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
@@ -47,6 +48,16 @@ class RunLocator:
         self.runs_dir = Path(runs_dir)
         self.state_folder = state_folder(None if state_dir is None else Path(state_dir))
         self.registry = Registry(self.state_folder)
+
+    @classmethod
+    def of_words(cls, words: Sequence[str]) -> Self:
+        """Makes the locator of a command line whose flags are not parsed yet."""
+        given = {}
+        for word, value in pairwise([*words, ""]):
+            flag, equals, joined = word.replace("_", "-", 2).partition("=") if word.startswith("--") else ("", "", "")
+            given[flag] = joined if equals else value
+        runs_dir = given.get("--runs-dir", user_file().values.get("runs_dir", PathSettings().runs_dir))
+        return cls(runs_dir, given.get("--state-dir"))
 
     def runs(self) -> list[KnownRun]:
         """Lists all runs, the newest first."""

@@ -157,13 +157,26 @@ class FinishedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationData:
-    """Data that a finished run is evaluated on."""
+    """The data that a finished run is evaluated on, and how.
 
-    dataset: Any  # the task's settings of them
-    own: bool  # whether they are the run's own data, which may have moved
-    data_root: Path  # folder of the published data sets
-    cache: Path  # folder of prepared data
+    Attributes:
+        dataset: Settings of the data set.
+        own: Whether the run was trained on the data, wherever they are stored now.
+        data_root: Folder of the published data sets.
+        cache: Folder of prepared data.
+        options: Evaluation options of the task (`TaskSettings.evaluation`).
+        verbose: Whether everything is printed.
+        writes_samples: Whether a file of the scores of single samples is written.
+    """
+
+    dataset: Any
+    own: bool
+    data_root: Path
+    cache: Path
     reporter: Reporter
+    options: Any = None
+    verbose: bool = False
+    writes_samples: bool = False
 
 
 def _key_prefix(task: str) -> str:

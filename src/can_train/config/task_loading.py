@@ -1,7 +1,10 @@
-"""Where the code of a task is: tasks that a package declares in the entry-point group `can_train.tasks`, as can-train's
-own are declared, and tasks that a line names as `file.py:Class` or `package.module:Class`.
+"""Finds the code of tasks and of their commands.
+
+A package declares its tasks in the entry-point group `can_train.tasks` and its commands in `can_train.commands`, as
+can-train's own package of tasks does. A command line may also name a task as `file.py:Class` or `package.module:Class`.
 """
 
+import ast
 import hashlib
 import importlib
 import os
@@ -9,26 +12,27 @@ import re
 import sys
 from functools import lru_cache
 from importlib.machinery import PathFinder
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 from can_train.errors import ConfigError, TaskError, unknown_name
 
-_GROUP: Final = "can_train.tasks"  # of entry points
+_TASKS: Final = "can_train.tasks"  # entry-point groups
+_COMMANDS: Final = "can_train.commands"
 _PROJECT: Final = "can-train"  # the project that declares the tasks of this package
 BASE: Final = "can_train.training.sample_task:Task"
 _INSTALLED: Final = ("site-packages", "dist-packages")  # folders of packages that every job finds, too
 _HOW: Final = "A task is installed, or it is file.py:Class, or package.module:Class"
 
 
-class TaskEntry(NamedTuple):
-    """A task that an installed package declares.
+class EntryPoint(NamedTuple):
+    """A task or a command that an installed package declares.
 
     Attributes:
-        value: Import path `module:name` of its description (a `TaskSettings`, by convention in upper case, whose module
-            does not import torch) or of its class.
+        value: Import path `module:name`. A command's is a function. A task's is a class, or a `TaskSettings` in upper
+            case, whose module does not import torch.
         project: The project that declares it.
         extras: The project's optional dependencies, by name.
     """
@@ -48,26 +52,31 @@ class TaskEntry(NamedTuple):
         return self.value.rpartition(":")[2].isupper()
 
 
-def task_entries() -> dict[str, TaskEntry]:
+def task_entries() -> dict[str, EntryPoint]:
     """Lists the declared tasks by name. Where two projects declare a name, can-train's own is meant."""
-    return _task_entries(tuple(sys.path))
+    return _entry_points(_TASKS, tuple(sys.path))
+
+
+def command_entries() -> dict[str, EntryPoint]:
+    """Lists the declared commands by name, as `task_entries` lists tasks."""
+    return _entry_points(_COMMANDS, tuple(sys.path))
 
 
 @lru_cache(maxsize=8)
-def _task_entries(path: tuple[str, ...]) -> dict[str, TaskEntry]:
-    # Its import takes as long as all the others here.
+def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
+    # Importing this module takes as long as all other imports of this file.
     from importlib.metadata import distributions
 
-    declared: dict[str, TaskEntry] = {}
+    declared: dict[str, EntryPoint] = {}
     for package in distributions(path=list(path)):
-        for entry in package.entry_points.select(group=_GROUP):
+        for entry in package.entry_points.select(group=group):
             extras = tuple(package.metadata.get_all("Provides-Extra") or ())
-            declared.setdefault(entry.name, TaskEntry(entry.value, package.metadata["Name"], extras))
-    return dict(sorted((declared | _checkout_entries()).items()))
+            declared.setdefault(entry.name, EntryPoint(entry.value, package.metadata["Name"], extras))
+    return dict(sorted((declared | _checkout_entries(group)).items()))
 
 
-def _checkout_entries() -> dict[str, TaskEntry]:
-    """Reads the tasks of a checkout or of a snapshot of one, which need not be installed where it runs."""
+def _checkout_entries(group: str) -> dict[str, EntryPoint]:
+    """Reads the entry points of a checkout, or of a snapshot of a checkout, which need not be installed."""
     file = Path(__file__).resolve().parents[3] / "pyproject.toml"
     if Path(__file__).resolve().parents[2].name != "src" or not file.is_file():
         return {}
@@ -75,8 +84,24 @@ def _checkout_entries() -> dict[str, TaskEntry]:
 
     project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
     extras = tuple(project.get("optional-dependencies", {}))
-    declared = project.get("entry-points", {}).get(_GROUP, {}) if project.get("name") == _PROJECT else {}
-    return {name: TaskEntry(value, _PROJECT, extras) for name, value in declared.items()}
+    declared = project.get("entry-points", {}).get(group, {}) if project.get("name") == _PROJECT else {}
+    return {name: EntryPoint(value, _PROJECT, extras) for name, value in declared.items()}
+
+
+def command_usage(entry: EntryPoint) -> tuple[str, str]:
+    """Reads the arguments of a command, as `RUN`, and the first line of its docstring, from its source: help runs no
+    code of commands. Both are empty where the source cannot be read.
+    """
+    try:
+        spec = find_spec(entry.module)
+        tree = ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8"))
+    except (ImportError, OSError, ValueError):
+        return "", ""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == entry.value.partition(":")[2]:
+            first_line = (ast.get_docstring(node) or "").partition("\n")[0]
+            return " ".join(argument.arg.upper() for argument in node.args.args), first_line
+    return "", ""
 
 
 def task_names() -> list[str]:

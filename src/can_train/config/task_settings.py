@@ -92,8 +92,10 @@ class TaskSettings:
             builds on (by role), and prepares its data.
         sampler: Import path. Makes the task from a sample of the data, in seconds and without writing. The task also
             has `sample_note` (what was sampled; empty if nothing had to be) and `estimated_train_rows`.
-        evaluator: Import path. Prepares other data for the evaluation of a finished run.
-        detector: Import path. Makes the live detection (`LiveDetection`) of a finished run; empty: the task has none.
+        evaluator: Import path. Prepares the evaluation of a finished run (`training.evaluate.Evaluation`), on its own
+            data or on other data.
+        evaluation: Import path. Settings dataclass of an evaluation; its fields become options of `can-train evaluate`,
+            and may be annotated as Typer's options are.
         tables: Import path. Writes a run's judgement as tables of text, all of it.
         summary_tables: Import path. Writes of it what a person sees by default.
         files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
@@ -121,7 +123,7 @@ class TaskSettings:
     factory: Any = "can_train.training.sample_task:make_task"
     sampler: Any = "can_train.training.sample_task:make_sample_task"
     evaluator: Any = "can_train.training.sample_evaluation:evaluator"
-    detector: Any = ""
+    evaluation: Any = NoSettings
     tables: Any = "can_train.training.sample_judging:tables"
     summary_tables: Any = "can_train.training.sample_judging:tables"
     files: Any = ""
@@ -194,6 +196,7 @@ def describe(cls: Any) -> TaskSettings:
                           remedy=f"Write {name}.{lacking[0]}; see docs/tasks.md")  # fmt: skip
     _check_settings(f"{name}.Settings", cls.Settings)
     _check_settings(f"{name}.DatasetSettings", cls.DatasetSettings, ("name", "path"))
+    _check_settings(f"{name}.EvaluationSettings", cls.EvaluationSettings)
     for model, settings in cls.models.items():
         _check_settings(f"{name}.models[{model!r}]", settings)
     for mode, settings in cls.modes.items():
@@ -203,7 +206,8 @@ def describe(cls: Any) -> TaskSettings:
     return TaskSettings(
         task_class=cls, settings=cls.Settings, dataset=cls.DatasetSettings, modes=modes, training=cls.training,
         models={model: ModelSpec(settings=settings, modes=tuple(modes)) for model, settings in models.items()},
-        default_model=next(iter(models)), configs=str(Path(inspect.getfile(cls)).parent / "configs"),
+        default_model=next(iter(models)), evaluation=cls.EvaluationSettings,
+        configs=str(Path(inspect.getfile(cls)).parent / "configs"),
     )  # fmt: skip
 
 

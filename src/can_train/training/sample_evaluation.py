@@ -9,19 +9,10 @@ import torch
 from torch import nn
 
 from can_train.config.resolved import EvaluationData, FinishedModel
-from can_train.errors import ConfigError
-from can_train.task import AlarmRule, Evaluation, Table
+from can_train.task import Table
+from can_train.training.evaluate import Evaluation, Scorer, Verdict
 from can_train.training.sample_judging import VALIDATION, PartOutcome, tables
 from can_train.training.sample_task import Rows, Task, make_trained_task
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleVerdict:
-    """What a model says of the samples of an evaluation."""
-
-    judgement: Mapping[str, Any]
-    samples: Mapping[str, Any]
-    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,23 +43,18 @@ class SampleEvaluation(Evaluation):
         model.load_state_dict(finished.weights)
         self._judged = _Judged(model.eval(), task)
 
-    def judge(self, score: Callable[..., Any], rule: AlarmRule) -> SampleVerdict:
+    def evaluate(self, score: Scorer) -> Verdict:
         """Judges the model on each set."""
-        if rule.threshold is not None:
-            asked = f"--threshold {rule.threshold:g}"
-            raise ConfigError("This task has no threshold", value=asked, remedy="Leave it out")
-        if rule != AlarmRule():
-            flags = "--calibrate, --alarms-per-hour and --hold"
-            raise ConfigError("This task raises no alarms", remedy=f"Leave out {flags}")
-        parts = {name: score.parts(self._judged, rows) for name, rows in self._sets.items()}  # type: ignore[attr-defined]
-        tests = {name: self._task.judge_rows(rows, parts[name]) for name, rows in self._sets.items()}
-        predictions = [one for name in self._sets for part in parts[name] for one in part.predictions or ()]
+        with score.stage("scoring"):
+            parts = {name: score.parts(self._judged, rows) for name, rows in self._sets.items()}
+            tests = {name: self._task.judge_rows(rows, parts[name]) for name, rows in self._sets.items()}
+        predictions = [each for name in self._sets for part in parts[name] for each in part.predictions or ()]
         columns = {
             "set": [name for name, rows in self._sets.items() for _ in rows],
             "sample": [self._task.describe(int(row)) for rows in self._sets.values() for row in rows],
-            "prediction": [_cell(one) for one in predictions],
+            "prediction": [_cell(prediction) for prediction in predictions],
         }
-        return SampleVerdict(judgement={"test": tests}, samples=columns if predictions else {})
+        return Verdict(judgement={"test": tests}, samples=columns if predictions else {})
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
         """Writes a judgement as a table."""

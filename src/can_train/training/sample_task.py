@@ -52,7 +52,8 @@ class TaskContext:
         data_root: Folder of published data sets.
         cache: Folder of prepared data, which may be deleted at any time.
         finished: The finished models that the run builds on, by role.
-        state: What `Task.state` of the run returned that is evaluated; empty in training.
+        evaluation: An instance of the task's `EvaluationSettings`: the options of `can-train evaluate`.
+        state: The value of `Task.state` of the run that is evaluated; empty in training.
         sampling: Whether only a plan is asked for: a sample of the data will do, and nothing is written.
     """
 
@@ -65,6 +66,7 @@ class TaskContext:
     data_root: Path = Path("data")
     cache: Path = Path(".cache")
     finished: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Any = field(default_factory=NoSettings)
     state: Mapping[str, Any] = field(default_factory=dict)
     reporter: Reporter = field(default_factory=SilentReporter)
     sampling: bool = False
@@ -96,7 +98,9 @@ class Task(BatchTask):
         Settings: Dataclass of the task's settings, frozen and with keyword-only fields.
         DatasetSettings: Dataclass of a data set's settings; has `name` and `path`.
         models: Settings dataclass of each model that `--model` chooses from, the default first; empty: one model.
-        modes: The same of `--mode`; has `name`.
+        modes: Settings dataclass of each mode that `--mode` chooses from; has `name`.
+        EvaluationSettings: Dataclass whose fields are options of `can-train evaluate`; `context.evaluation` has their
+            values.
         training: Its own defaults of training settings, by name: `{"lr": 1e-4, "lr_batch_size": 32}`.
         settings, dataset, model_settings, mode: Their values in this run.
     """
@@ -105,10 +109,12 @@ class Task(BatchTask):
     DatasetSettings: ClassVar[type] = DatasetSettings
     models: ClassVar[Mapping[str, type]] = {}
     modes: ClassVar[Mapping[str, type]] = {}
+    EvaluationSettings: ClassVar[type] = NoSettings
     training: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, context: TaskContext | None = None) -> None:
-        self.context = context or TaskContext(settings=self.Settings(), dataset=self.DatasetSettings())
+        self.context = context or TaskContext(settings=self.Settings(), dataset=self.DatasetSettings(),
+                                              evaluation=self.EvaluationSettings())  # fmt: skip
         self.settings, self.dataset = self.context.settings, self.context.dataset
         self.model_settings, self.mode = self.context.model, self.context.mode
         self._phase = Phase()
@@ -493,7 +499,7 @@ def make_trained_task(finished: FinishedModel, models: Mapping[str, FinishedMode
     """Makes the task of a finished run, with other data perhaps; `models` are those that the run builds on."""
     run = replace(finished.run, dataset=data.dataset)
     context = _context(run, models, data_root=data.data_root, cache=data.cache, reporter=data.reporter)
-    return _made(replace(context, state=finished.state), run)
+    return _made(replace(context, state=finished.state, evaluation=data.options), run)
 
 
 def make_sample_task(
@@ -506,7 +512,8 @@ def make_sample_task(
 
 def _context(run: ResolvedRun, finished: Mapping[str, FinishedModel], **places: Any) -> TaskContext:
     return TaskContext(settings=run.settings, dataset=run.dataset, model_name=run.model_name, model=run.model,
-                       mode=run.mode, seed=run.training.seed, finished=finished, **places)  # fmt: skip
+                       mode=run.mode, seed=run.training.seed, finished=finished,
+                       evaluation=load_object(run.task_settings.evaluation)(), **places)  # fmt: skip
 
 
 def _made(context: TaskContext, run: ResolvedRun) -> Task:

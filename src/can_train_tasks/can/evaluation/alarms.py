@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 
 from can_train.fit.packing import members
-from can_train.task import Alarm
 from can_train_tasks.can.contributions import (
     BYTES,
     CHANGE,
@@ -27,7 +26,8 @@ from can_train_tasks.can.contributions import (
 )
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools, FlatGraphs, Floats, Ints, id_text
-from can_train_tasks.can.evaluation.bursts import Hold, Timeline, held_scores
+from can_train_tasks.can.evaluation.bursts import Timeline, held_scores
+from can_train_tasks.can.evaluation.options import Hold
 
 # Windows of a log that are not flagged, from which "usual" is taken: seconds on a processor. With fewer than the least,
 # nothing is called usual.
@@ -257,6 +257,36 @@ def _node_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | Non
         flat.edge_features[edges, EDGE_FEATURES.index(each)][touches] for each in ("interval_mean_ms", "count")
     )
     return float(np.average(gap, weights=count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """Flagged windows that belong together, and why they were flagged."""
+
+    source: str  # the log
+    place: str  # where in the log they are, and their score, for a person
+    reason: str  # the cause of the score, for a person
+    score: float  # the highest one
+    record: Mapping[str, Any]  # strict JSON
+
+
+MOST_ALARMS: Final = 20  # that are listed without -v, two to four lines each
+
+
+def list_alarms(alarms: Sequence[Alarm], *, every: bool) -> list[str]:
+    """Lists alarms as a paragraph for each log; without `every`, those with the highest scores."""
+    if not alarms:
+        return ["Nothing was flagged."]
+    highest = sorted(range(len(alarms)), key=lambda index: alarms[index].score, reverse=True)
+    listed = [alarms[index] for index in sorted(highest if every else highest[:MOST_ALARMS])]
+    paragraphs = [
+        "\n".join([source, *(f"  {alarm.place}\n    {alarm.reason}" for alarm in listed if alarm.source == source)])
+        for source in dict.fromkeys(alarm.source for alarm in listed)
+    ]
+    if len(listed) < len(alarms):
+        paragraphs.append(f"These are the {len(listed)} highest of {len(alarms):,} alarms; "
+                          "-v prints all, --scores FILE writes them")  # fmt: skip
+    return paragraphs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypedDict
+from typing import TYPE_CHECKING, Final, Self, TypedDict
 
 import numpy as np
 
 from can_train_tasks.can.data.graphs import Bools, Floats, Ints
+from can_train_tasks.can.evaluation.options import Hold
 
 if TYPE_CHECKING:
     from can_train_tasks.can.data.graphs import FlatGraphs
@@ -27,16 +28,6 @@ CONFIDENCE: Final = 0.95  # of an interval
 # Bursts, and benign stretches, below which there is no interval: drawn from fewer, nearly all draws are alike, and the
 # interval would be narrow because little is known.
 LEAST_BLOCKS: Final = 5
-
-
-class Hold(NamedTuple):
-    """An alarm is raised when `needed` of the last `of` windows are flagged."""
-
-    needed: int
-    of: int
-
-    def __str__(self) -> str:
-        return f"{self.needed}/{self.of}"
 
 
 EACH_WINDOW: Final = Hold(1, 1)

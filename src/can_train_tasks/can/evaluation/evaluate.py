@@ -5,6 +5,7 @@ Shapes: R rows (windows), F windows of a test folder, S columns of raw scores, W
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError, ConfigError
 from can_train.io.records import expanded
 from can_train.reporter import SilentReporter
-from can_train.task import Alarm, AlarmRule, Evaluation, Explanation, Verdict
+from can_train.training.evaluate import Evaluation, Scorer, Verdict
 from can_train_tasks.can.data.dataset import (
     CanData,
     find_prepared,
@@ -32,11 +33,20 @@ from can_train_tasks.can.data.graphs import Floats, Ints, Split, counted, id_tex
 from can_train_tasks.can.data.layout import TEST, find_evaluation_logs, find_logs
 from can_train_tasks.can.data.reading import LogReader, decide_bases
 from can_train_tasks.can.evaluation import judging
-from can_train_tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, usual_windows
+from can_train_tasks.can.evaluation.alarms import (
+    USUAL_NOTE,
+    Alarm,
+    Cause,
+    Explainer,
+    FlaggedLog,
+    list_alarms,
+    usual_windows,
+)
 from can_train_tasks.can.evaluation.baselines import Baselines, constant_baselines, vocabulary_lookup
-from can_train_tasks.can.evaluation.bursts import USUAL_HOLD, Hold
+from can_train_tasks.can.evaluation.bursts import USUAL_HOLD
 from can_train_tasks.can.evaluation.calibration import BenignScores, Calibration, calibrate_logs, calibration_notes
 from can_train_tasks.can.evaluation.metrics import Threshold
+from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions, Hold
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
 from can_train_tasks.can.fusion.mixing import WEIGHT, WindowScores
@@ -77,6 +87,8 @@ def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: Eva
     """
     if "threshold" not in finished.result.get("judgement", ()):
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
+    if request.options.channel is not None:
+        request = replace(request, dataset=replace(request.dataset, channel=request.options.channel))
     data, request = _judged_data(finished, request)
     model: WindowModel
     if isinstance(finished.run.model, FusionAgentSettings):
@@ -166,6 +178,15 @@ class EvaluatedWindows:
     notes: Sequence[str]  # sentences about how the windows were judged
 
 
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The causes of the scores of windows."""
+
+    alarms: Sequence[Alarm]  # in the order of the windows
+    columns: Mapping[str, Any]  # more columns of the file of scores, with None where a window is not explained
+    notes: Sequence[str]  # how to read it, in sentences
+
+
 class WindowEvaluation(Evaluation):
     """Windows that are judged by the threshold that a run chose in validation.
 
@@ -209,6 +230,37 @@ class WindowEvaluation(Evaluation):
         steps = np.diff(flat.first_frame[rows])
         fresh = np.where(np.diff(flat.source[rows]) == 0, np.minimum(steps, flat.window), flat.window)
         return {"windows": len(self._rows), "frames": flat.window + int(fresh.sum())}
+
+    def evaluate(self, score: Scorer) -> Verdict:
+        """Judges the windows; explains the flagged ones if the options ask for it."""
+        options: EvaluationOptions = self._request.options
+        with score.stage("scoring"):
+            windows = self.judge(score, options)
+        judgement, samples = windows.judgement, windows.samples
+        record = {name: judgement[name] for name in ("threshold", "threshold_rule")}
+        if not (options.flagged_only or options.explain):
+            return Verdict(judgement=judgement, samples=samples, notes=windows.notes, record=record)
+        scoring_s, began = score.seconds, time.perf_counter()
+        writes = self._request.writes_samples
+        with score.stage("explaining"):
+            # The reasons of windows that are not flagged stand in the file of scores only.
+            every = options.explain and writes and not options.flagged_only
+            explanation = self.explain(score.contributions, windows, every=every)
+        explaining_s = time.perf_counter() - began
+        columns = {**samples, **explanation.columns}
+        if options.flagged_only:
+            flagged = np.flatnonzero(samples["flagged"])
+            columns = {name: [cells[index] for index in flagged] for name, cells in columns.items()}
+        lists = options.flagged_only or not writes
+        return Verdict(
+            judgement=judgement,
+            samples=columns,
+            notes=[*windows.notes, *explanation.notes],
+            record={**record, "alarms": [alarm.record for alarm in explanation.alarms]},
+            seconds={"scoring": round(scoring_s, 3), "explaining": round(explaining_s, 3)},
+            paragraphs=list_alarms(explanation.alarms, every=self._request.verbose) if lists else (),
+            has_tables=self._request.verbose or not options.flagged_only,
+        )
 
     def judge(self, score: Score, rule: AlarmRule) -> EvaluatedWindows:
         """Judges each folder by itself, together with baselines and references, by the run's own threshold or another.
@@ -286,9 +338,14 @@ class WindowEvaluation(Evaluation):
         kept = {folder: columns[calibrated[folder].judged] for folder, columns in raw.items()}
         return replace(split, test=test), {judging.TRAINED: replace(model, scores=scores)}, kept, notes
 
-    def explain(self, contribute: Contribute, verdict: Verdict, *, every: bool) -> Explanation:
-        """Names the CAN IDs, and their properties, that drove the scores; adds the numbers of the windows' lines."""
-        assert isinstance(verdict, EvaluatedWindows)
+    def explain(self, contribute: Contribute, verdict: EvaluatedWindows, *, every: bool) -> Explanation:
+        """Names the CAN IDs, and their properties, that drove the scores; adds the numbers of the windows' lines.
+
+        Args:
+            contribute: Computes the contributions to the scores of windows.
+            verdict: The windows.
+            every: Whether windows that are not flagged are explained, too.
+        """
         flat, rows = self._data.flat, verdict.rows
         reasons: list[str | None] = [None] * len(rows)
         lines = np.empty((2, len(rows)), np.int64)

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
+import torch
 
 from can_train.config.resolved import FinishedModel
-from can_train.errors import CheckpointError, DataError, RunError
+from can_train.errors import CheckpointError, ConfigError, DataError, RunError
 from can_train.fit.packing import members
-from can_train.task import AlarmRule, LiveDetection, LiveEvent, LiveSource
+from can_train.runs.run_folder import CodeTrust
+from can_train.training.evaluate import Scorer
+from can_train.training.loading import finished_model, load_finished
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import (
     BENIGN,
@@ -34,7 +39,7 @@ from can_train_tasks.can.data.graphs import (
     counted,
 )
 from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
-from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD, Hold
+from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD
 from can_train_tasks.can.evaluation.calibration import (
     LEAST_CALIBRATION_WINDOWS,
     BenignScores,
@@ -48,10 +53,11 @@ from can_train_tasks.can.evaluation.live_input import (
     open_input,
 )
 from can_train_tasks.can.evaluation.metrics import Threshold
+from can_train_tasks.can.evaluation.options import AlarmRule, Hold
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, rare_id_notes, read_as_trained
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
-from can_train_tasks.can.settings import ColumnSettings, FusionAgentSettings
+from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings, FusionAgentSettings
 
 USUAL_WINDOWS: Final = 64  # the latest calm ones, from which an alarm's reasons tell what is usual; half a megabyte
 USUAL_EVERY: Final = 16  # calm windows of which one is kept, so that they span a minute and not a second
@@ -64,20 +70,69 @@ MOST_BUSES: Final = 64  # that are watched, each with windows and an alarm of it
 ERRORS_S: Final = 1.0  # seconds of a bus between two events that tell of its error frames, which come by thousands
 LIVE: Final = "live"  # name of the input where a log's would stand
 
-# Computes raw scores, and contributions, as `Evaluation` has them.
+# Computes the raw scores of windows, or the contributions to them.
 Compute = Callable[[WindowModel, Ints], Floats]
 
 
-def make_live_detection(
-    finished: FinishedModel, load_model: Callable[[str], FinishedModel], source: LiveSource, rule: AlarmRule, *,
-    explain: bool,
-) -> LiveDetector:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class LiveEvent:
+    """An event of live detection."""
+
+    text: str  # for a person
+    record: Mapping[str, Any]  # strict JSON; `event` is its kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionRequest:
+    """An input that a finished run watches, and when it raises alarms."""
+
+    run: Path  # folder of the finished run
+    source: str  # `-` for standard input, a file, or a CAN interface
+    channel: str = ""  # the interface that is watched, of an input that has several; empty: each by itself
+    rule: AlarmRule = field(default_factory=AlarmRule)
+    explain: bool = False  # whether alarms name their causes
+    device: str = "cpu"
+    trust: CodeTrust = field(default_factory=CodeTrust)  # decides whether the run's code may run
+
+
+class LiveRun:
+    """A finished run that watches an input.
+
+    Raises:
+        ConfigError: The run is of another task, or the input cannot be opened.
+    """
+
+    def __init__(self, request: DetectionRequest) -> None:
+        finished = load_finished(request.run, request.trust.config)
+        run = finished.run
+        if not isinstance(run.dataset, CanDatasetSettings):
+            raise ConfigError("This task detects nothing live", value=run.task, remedy="Use can-train evaluate")
+        self._scorer = Scorer.open(run.training, request.device)
+        self._detector = make_live_detector(finished, partial(finished_model, run), request)
+        self.finish, self.summary, self.close = self._detector.finish, self._detector.summary, self._detector.close
+
+    def events(self) -> Iterator[LiveEvent]:
+        """Yields events, as `LiveDetector.events`."""
+        # The parts are so small that threads would wait for each other longer than they compute.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with self._scorer.device.meter.active():
+                yield from self._detector.events(self._scorer, self._scorer.contributions)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def make_live_detector(
+    finished: FinishedModel, load_model: Callable[[str], FinishedModel], request: DetectionRequest
+) -> LiveDetector:
     """Opens an input for a finished run; `load_model` loads the models that it builds on.
 
     Raises:
         ConfigError: The input cannot be opened.
-        CheckpointError: The run's result does not tell what the rule asks for.
+        CheckpointError: The run's result lacks a figure that the rule needs.
     """
+    rule = request.rule
     judgement = finished.result.get("judgement", {})
     if "threshold" not in judgement:
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
@@ -97,10 +152,10 @@ def make_live_detection(
         model = FinishedNetwork(finished, nothing)
     # How the training log was written says little about what is piped in.
     dataset = replace(finished.run.dataset, format="auto", id_base="auto", byte_base="auto", columns=ColumnSettings(),
-                      channel=source.channel)  # fmt: skip
+                      channel=request.channel)  # fmt: skip
     dataset = read_as_trained(dataset, judgement)
-    watch = Watch(hold=hold, threshold=threshold, calibrate_s=rule.calibrate_s, benign=benign, explain=explain)
-    return LiveDetector(model, open_input(source.name, dataset), watch)
+    watch = Watch(hold=hold, threshold=threshold, calibrate_s=rule.calibrate_s, benign=benign, explain=request.explain)
+    return LiveDetector(model, open_input(request.source, dataset), watch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +410,7 @@ class LiveBus:
         return next(explainer.causes(np.array([len(usual)])))
 
 
-class LiveDetector(LiveDetection):
+class LiveDetector:
     """A finished model on frames as they arrive, each bus by itself."""
 
     def __init__(self, model: WindowModel, source: FrameInput, watch: Watch) -> None:

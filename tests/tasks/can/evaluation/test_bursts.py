@@ -11,11 +11,11 @@ from can_train_tasks.can.evaluation.bursts import (
     EACH_WINDOW,
     LEAST_BLOCKS,
     Blocks,
-    Hold,
     Timeline,
     burst_figures,
     held_scores,
 )
+from can_train_tasks.can.evaluation.options import Hold
 from fakes.windows_by_hand import source_file, windows_of
 
 WINDOW = [1, 2, 3]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from can_train.errors import CheckpointError, ConfigError, DataError
-from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, USUAL_HOLD, Hold, Timeline, held_scores
+from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, USUAL_HOLD, Timeline, held_scores
 from can_train_tasks.can.evaluation.calibration import (
     LEAST_CALIBRATION_WINDOWS,
     BenignScores,
@@ -17,6 +17,7 @@ from can_train_tasks.can.evaluation.calibration import (
     calibrate_logs,
     calibration_notes,
 )
+from can_train_tasks.can.evaluation.options import Hold
 from fakes.windows_by_hand import source_file, windows_of
 
 HOUR = 1_800  # windows, one every two seconds

@@ -13,8 +13,8 @@ from can_train.config.compose import RunRequest, evaluation_dataset, resolve
 from can_train.config.resolved import EvaluationData, FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError, MissingDataError
 from can_train.reporter import SilentReporter
-from can_train.task import AlarmRule
 from can_train_tasks.can.evaluation.evaluate import FITTED_BASELINES, WindowEvaluation, make_evaluation
+from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions
 from can_train_tasks.can.inputs import InputEncoder, InputStatistics
 from can_train_tasks.can.models import build_network
 from fakes.random_bus import random_frames, write_log
@@ -42,6 +42,7 @@ def evaluation_of(finished: FinishedModel, place: Path, dataset: Path | None, *s
         data_root=place,
         cache=place / "cache",
         reporter=SilentReporter(),
+        options=EvaluationOptions(),
     )
     return make_evaluation(finished, {}.__getitem__, asked)
 

@@ -12,14 +12,14 @@ import pytest
 
 from can_train.errors import CheckpointError
 from can_train.reporter import SilentReporter
-from can_train.task import AlarmRule, LiveEvent, LiveSource
-from can_train.training.evaluate import DetectionRequest, EvaluationRequest, LiveRun, evaluate
+from can_train.training.evaluate import EvaluationRequest, evaluate
 from can_train_tasks.can.data.graphs import Frames
 from can_train_tasks.can.evaluation import live_input
-from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, Hold
-from can_train_tasks.can.evaluation.live import AlarmState
+from can_train_tasks.can.evaluation.bursts import EACH_WINDOW
+from can_train_tasks.can.evaluation.live import AlarmState, DetectionRequest, LiveEvent, LiveRun, make_live_detector
 from can_train_tasks.can.evaluation.live_input import BusFrames
 from can_train_tasks.can.evaluation.metrics import Threshold
+from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions, Hold
 from fakes.candump import candump
 from fakes.random_bus import INJECTED, injected_frames, write_log
 from fakes.trained_runs import WINDOW, finished_run, injected_run
@@ -51,7 +51,8 @@ class Watched:
 
 
 def offline(run: Path, log: Path, rule: AlarmRule) -> Mapping[str, Any]:
-    request = EvaluationRequest(run=run, dataset=str(log), rule=rule, flagged_only=True, device="cpu")
+    request = EvaluationRequest(run=run, dataset=str(log), device="cpu",
+                                options=EvaluationOptions(**vars(rule), flagged_only=True))  # fmt: skip
     return evaluate(request, SilentReporter()).document
 
 
@@ -94,7 +95,7 @@ def test_numbers_that_do_not_tell_their_base_are_read_as_in_the_training_data(tm
     scores, alarms = [], []
     for name, text in (("drive.log", candump(frames)), ("drive.csv", table(frames))):
         (tmp_path / name).write_text(text)
-        request = EvaluationRequest(run=run, dataset=str(tmp_path / name), rule=AlarmRule(), device="cpu",
+        request = EvaluationRequest(run=run, dataset=str(tmp_path / name), device="cpu",
                                     scores=tmp_path / "scores.csv")  # fmt: skip
         evaluate(request, SilentReporter())
         scores.append(pl.read_csv(tmp_path / "scores.csv")["score"].to_list())
@@ -131,7 +132,8 @@ def test_windows_scores_and_flags_are_those_of_the_same_frames_in_a_log(
     make: Callable[[int], Frames], stride: int, rule: AlarmRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, frames = injected_run("vgae", dataset__stride=stride), make(1_200)
-    request = EvaluationRequest(run=run, dataset=str(write_log(tmp_path / "other.csv", frames)), rule=rule,
+    request = EvaluationRequest(run=run, dataset=str(write_log(tmp_path / "other.csv", frames)),
+                                options=EvaluationOptions(**vars(rule)),
                                 scores=tmp_path / "scores.csv", device="cpu")  # fmt: skip
     document = evaluate(request, SilentReporter()).document
     offline = pl.read_csv(tmp_path / "scores.csv")
@@ -285,7 +287,7 @@ def test_silence_and_its_end_are_told_and_leave_the_windows_as_they_are(tmp_path
     frames = drive(1_000)
     (tmp_path / "input.txt").write_text(candump(frames))
     live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(tmp_path / "input.txt")))
-    detector: Any = live._detection
+    detector: Any = live._detector
     detector._input.batches = lambda: iter([None, bus(frames[:50]), None, None, bus(frames[50:]), None])
     kinds = [(event.record["event"], event.text) for event in live.events() if "alarm" not in event.record["event"]]
     assert [kind for kind, _ in kinds] == ["silence", "resumed", "silence", "resumed", "silence"]
@@ -316,7 +318,7 @@ def test_a_can_interface_is_watched_as_a_pipe_is() -> None:
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     frames = drive(40_000, pause_s=0.0)
     live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(Path(__file__)), explain=True))
-    detector: Any = live._detection
+    detector: Any = live._detector
     detector._input.batches = lambda: (bus(frames[start : start + 333]) for start in range(0, 40_000, 333))
     events = live.events()
     next(events)
@@ -330,13 +332,12 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", [AlarmRule(calibrate_s=1.0), AlarmRule(alarms_per_hour=6.0)], ids=str)
 def test_a_run_without_a_record_of_benign_scores_is_refused(rule: AlarmRule) -> None:
     from can_train.training.loading import load_finished
-    from can_train_tasks.can.evaluation.live import make_live_detection
 
     finished = load_finished(injected_run("gat"))
     judgement = {name: value for name, value in finished.result["judgement"].items() if name != "benign"}
     bare = replace(finished, result={"judgement": judgement})
     with pytest.raises(CheckpointError, match="how benign windows score"):
-        make_live_detection(bare, {}.__getitem__, LiveSource(name="-"), rule, explain=False)
+        make_live_detector(bare, {}.__getitem__, DetectionRequest(run=Path("run"), source="-", rule=rule))
 
 
 def states(hold: Hold, flags: str, *, seconds: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""`can-train detect RUN`: a finished run watches what arrives."""
+"""`can-train detect RUN`: a finished run watches a CAN bus."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from can_train.cli.evaluate import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
 from can_train.cli.output import print_aside, print_text, print_wrapped
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.errors import ConfigError, with_command_name
 from can_train.reporter import COLUMNS, wrapped
+from can_train_tasks.can.evaluation.options import AlarmRule, AlarmsPerHour, Calibrate, HoldOption, Threshold
 
 if TYPE_CHECKING:
-    from can_train.task import LiveEvent
+    from can_train_tasks.can.evaluation.live import LiveEvent
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -48,23 +48,26 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """Watch a bus with a finished run, and print alarms as they are raised, until the input ends or Ctrl-C."""
+    """Watch a bus live with a finished run: candump can0 | …
+
+    Alarms are printed as they are raised, until the input ends or Ctrl-C.
+    """
     with _stopping_at_signals():
         for name, value in {"input": input_, "device": device, "channel": channel}.items():
             if value == "":
                 raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
-        rule = alarm_rule(threshold=threshold, calibrate=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
+        rule = AlarmRule(threshold=threshold, calibrate_s=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
         locator = RunLocator(runs_dir, state_dir)
         known = locator.find(run)
         # Hydra and torch: a line that is wrong does not wait for them.
-        from can_train.training.evaluate import DetectionRequest, LiveRun
+        from can_train_tasks.can.evaluation.live import DetectionRequest, LiveRun
 
         request = DetectionRequest(run=known.folder.path, source=input_, channel=channel or "", rule=rule,
                                    explain=explain, device=device,
                                    trust=locator.trust(trusts_all=trust_code))  # fmt: skip
         live = LiveRun(request)
         try:
-            print_aside(f"Run {known.run_id} watches {_input_name(input_)}")
+            print_aside(f"Run {known.run_id} watches {'standard input' if input_ == '-' else input_}")
             try:
                 _print_events(live.events(), as_json=as_json)
             finally:
@@ -90,10 +93,6 @@ def _print_events(events: Iterable[LiveEvent], *, as_json: bool) -> None:
         else:
             # A program that reads the events gets each in a line of its own.
             print_text(with_command_name(event.text))
-
-
-def _input_name(name: str) -> str:
-    return "standard input" if name == "-" else name
 
 
 @contextmanager
