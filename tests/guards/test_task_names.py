@@ -23,7 +23,7 @@ def task_names(source: Source, tasks: set[str]) -> list[str]:
 
 
 def _mentions_module(text: str, tasks: set[str]) -> bool:
-    return text.partition(".")[0] == TASK_PACKAGE.name or any(f".tasks.{task}." in f".{text}." for task in tasks)
+    return TASK_PACKAGE.name in text or any(f".tasks.{task}." in f".{text}." for task in tasks)
 
 
 def _identifier(node: ast.AST) -> str | None:
@@ -48,6 +48,8 @@ def test_no_task_is_named_outside_its_folder() -> None:
         "from can_train_tasks.can.settings import CanSettings",
         "from can_train_tasks import can",
         "SETTINGS = 'can_train_tasks.can.settings:TASK'",
+        "open('src/can_train_tasks/settings.py')",
+        "import_module(f'can_train_tasks.{name}')",
         "task = 'muon'",
         "SETTINGS = 'can_train_tasks.can.settings.CanSettings'",
         "open('tasks/muon/settings.py')",
