@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,11 @@ def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory, repository: Path) -
 
 
 def test_the_wheel_has_every_module_and_every_preset(repository: Path, unpacked_wheel: Path) -> None:
-    modules = relative_files(repository / "src" / "can_train", "*.py")
+    for package in ("can_train", "can_train_tasks"):
+        modules = relative_files(repository / "src" / package, "*.py")
+        assert modules
+        assert relative_files(unpacked_wheel / package, "*.py") == modules
     presets = relative_files(repository / "configs", "*.yaml")
-    assert relative_files(unpacked_wheel / "can_train", "*.py") == modules
     assert relative_files(unpacked_wheel / "can_train" / "configs", "*.yaml") == presets
     assert presets
 
@@ -59,13 +62,24 @@ def relative_files(folder: Path, pattern: str) -> list[str]:
     return sorted(file.relative_to(folder).as_posix() for file in folder.rglob(pattern))
 
 
-def test_the_wheel_names_the_console_script_and_the_licence(unpacked_wheel: Path) -> None:
+def test_the_wheel_names_the_console_script_tasks_commands_and_the_licence(
+    repository: Path, unpacked_wheel: Path
+) -> None:
     (information,) = unpacked_wheel.glob("*.dist-info")
-    assert "can-train = can_train.cli.main:run" in (information / "entry_points.txt").read_text()
+    declared = ConfigParser()
+    declared.read(information / "entry_points.txt")
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    assert dict(declared["console_scripts"]) == {"can-train": "can_train.cli.main:run"}
+    for group, entries in project["entry-points"].items():
+        assert dict(declared[group]) == entries
+        assert all((unpacked_wheel / f"{entry.partition(':')[0].replace('.', '/')}.py").exists()
+                   for entry in entries.values())  # fmt: skip
     assert "MIT License" in (information / "licenses" / "LICENSE").read_text()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--model", "gat", "--dataset", "synthetic", "--dry-run"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["detect", "--help"], ["--model", "gat", "--dataset", "synthetic", "--dry-run"]]
+)
 def test_the_wheel_runs_away_from_the_checkout(unpacked_wheel: Path, tmp_path: Path, arguments: list[str]) -> None:
     result = subprocess.run(
         [sys.executable, "-P", "-m", "can_train", *arguments],
