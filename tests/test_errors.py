@@ -116,7 +116,8 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
         write_text_atomic(tmp_path / "steps.jsonl", "")
     error = from_os_error(raised.value)
     assert error is not None
-    assert f"A folder is in the place of a file, or a file in the place of a folder: {tmp_path}/steps.jsonl: " in str(error)
+    place = f"{tmp_path}/steps.jsonl"
+    assert f"A folder is in the place of a file, or a file in the place of a folder: {place}: " in str(error)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])

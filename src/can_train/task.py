@@ -1,5 +1,5 @@
-"""What training, planning and evaluation ask of a task and its data: `BatchTask`. A task that is described by its
-samples derives from `Task` (training/sample_task.py), which answers all of it from them.
+"""`BatchTask`: the base class of every task, with the methods that training, planning and evaluation call. A task that
+is described by its samples derives from `Task` (training/sample_task.py), which implements them all.
 
 Shapes: R samples that a call names by their rows, i.e. their indices in the task's data.
 """
@@ -20,11 +20,11 @@ class Feature:
     """One count that the memory of a batch grows with.
 
     Attributes:
-        name: What is counted, in the plural: `nodes`, `tokens`.
+        name: The counted things, in the plural: `nodes`, `tokens`.
         padding: 0: a batch has the sum over its samples. p ≥ 1: every sample is padded to the largest, and memory grows
             with (number of samples) · (largest count)^p; 1 for padded tokens, 2 for their attention matrix.
         factors: Names of features of the same samples, for memory that grows with (number of samples) · (largest count
-            of the one) · (largest count of the other): attention from tokens of one text to those of another. The
+            of the first) · (largest count of the second): attention between the tokens of two texts. The
             feature's own padding is then 1, and a sample's own count the product of its counts.
     """
 
@@ -57,7 +57,7 @@ class Phase:
 
 
 class LogicalBatch(Protocol):
-    """What one optimizer step sees."""
+    """The samples of one optimizer step."""
 
     @property
     def denominators(self) -> Mapping[str, float] | None:
@@ -72,7 +72,7 @@ class Table(Protocol):
 
     @property
     def title(self) -> str:
-        """What the table is about."""
+        """Its title."""
 
     @property
     def columns(self) -> Sequence[str]:
@@ -89,7 +89,7 @@ class Table(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Predictions:
-    """What a trained model says of the samples of one test set, each of which is positive or negative.
+    """Scores of a trained model for the samples of one test set, which are positive or negative.
 
     Attributes:
         score: [R] the higher, the likelier a sample is positive.
@@ -97,7 +97,7 @@ class Predictions:
         flagged: [R] whether the model calls it positive, by its threshold.
         time_s: [R] seconds from the set's beginning to each sample's, for samples that are parts of a recording; empty:
             they are not.
-        words: What a sample, a positive and a negative one are called.
+        words: Nouns for a sample, a positive one and a negative one.
     """
 
     score: NDArray[np.floating[Any]]
@@ -115,9 +115,9 @@ class ReferenceModel(ABC):
     """A finished model that a task consults and does not train, for example a teacher.
 
     Attributes:
-        role: What the model is to the task: `teacher`.
+        role: Its role in the task: `teacher`.
         name: Id of the run that trained it.
-        features: What the memory of computing its outputs grows with.
+        features: Counts that the memory of computing its outputs grows with.
         model: The model, frozen and in evaluation mode, on the CPU.
         rows: Samples whose outputs training and validation need, ascending.
         placements: Where its outputs may come from: `device`, `cache`, `offload`. The first wins among equally good
@@ -161,7 +161,7 @@ class ReferenceModel(ABC):
 
 
 class TaskInEpoch(Protocol):
-    """What training asks of a task during one epoch."""
+    """A task during one epoch, as training calls it."""
 
     @property
     def train_rows(self) -> NDArray[np.int64]:
@@ -180,7 +180,7 @@ class BatchTask(ABC):
         train_rows: Rows of the training samples.
         validation_rows: Rows whose loss decides when to stop and which weights are the best.
         loss_weights: Weight of each loss term; empty: 1 each.
-        memory_features: What the memory of a batch grows with, the main feature first.
+        memory_features: Counts that the memory of a batch grows with, the main feature first.
         sample_note: Which part of the data this task holds, as a sentence; empty: all of it.
         estimated_train_rows: Training samples of all the data, where this task holds only a part of it.
     """
@@ -234,7 +234,7 @@ class BatchTask(ABC):
         return ()
 
     def state(self) -> Mapping[str, Any]:
-        """Returns what the task has taken from its training data and its model depends on: a vocabulary, statistics.
+        """Returns the figures of the training data that the model depends on: a vocabulary, statistics.
 
         Lists, numbers and text. It is saved with the weights, and an evaluation on other data gets it back.
         """
@@ -252,7 +252,7 @@ class BatchTask(ABC):
 
         Args:
             epoch: Counted from 0.
-            epochs: Epochs of the whole run. The rows of each are among `train_rows`, those of the last are all of them.
+            epochs: Epochs of the whole run. The rows of each are among `train_rows`; the last one has all of them.
         """
         return self
 
@@ -276,17 +276,17 @@ class BatchTask(ABC):
         """Judges the trained model by its scores; returns strict JSON, which becomes part of the result.
 
         Args:
-            score: `score(rows)` returns the model's scores, `score(rows, role)` those of a reference model.
+            score: `score(rows)` returns the model's scores, `score(rows, role)` the scores of a reference model.
         """
         return {}
 
     def predictions(
         self, judgement: Mapping[str, Any], score: Callable[..., NDArray[np.float64]]
     ) -> Mapping[str, Predictions]:
-        """Returns, by test set, what the judged model says of single samples, for the charts of a report.
+        """Returns, by test set, the model's scores of single samples, for the charts of a report.
 
         Args:
-            judgement: What `judge` returned.
+            judgement: The value of `judge`.
             score: As in `judge`; scores that it asked for are not computed again.
         """
         return {}
@@ -296,5 +296,5 @@ class BatchTask(ABC):
         return ()
 
     def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
-        """Writes what a person sees of a judgement by default; without an override there is no summary of it."""
+        """Writes the tables of a judgement that are printed by default; without an override, all of them."""
         return self.tables(judgement)

@@ -127,7 +127,7 @@ def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--threshold", "nan"), "--threshold is a finite number"),
+        (("--threshold", "nan"), "--threshold is not a finite number"),
         (("--treshold", "3"), "--threshold"),
         (("--dataset", ""), "--dataset is empty"),
         (("--channel", "can7"), "Leave out dataset.channel"),
@@ -136,11 +136,11 @@ def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
         (("--scores", "scores.xlsx"), "CSV or Parquet"),
         (("--device", "quantum"), "Unknown device"),
         (("--calibrate", "soon"), "Write it like --calibrate 10s"),
-        (("--calibrate", "0s"), "--calibrate is more than 0"),
-        (("--calibrate", "9s"), "A log is longer than what it is calibrated on"),
+        (("--calibrate", "0s"), "--calibrate is not more than 0"),
+        (("--calibrate", "9s"), "no window to judge follows"),
         (("--hold", "2"), "Write it like --hold 2/3"),
         (("--hold", "3/2"), "with M ≤ N"),
-        (("--alarms-per-hour", "nan"), "--alarms-per-hour is more than 0"),
+        (("--alarms-per-hour", "nan"), "--alarms-per-hour is not more than 0"),
         (("--alarms-per-hour", "6", "--threshold", "1"), "both choose the threshold"),
         (("--alarms-per-hour", "6", "--hold", "3/9"), "Use --hold 2/3"),
         (("--flagged",), "--flagged-only"),

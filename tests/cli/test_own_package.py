@@ -161,4 +161,4 @@ def test_the_class_of_a_task_in_a_file_may_bring_options_too(said: Said, tmp_pat
 def test_an_option_of_a_task_has_a_name_that_no_other_option_has(said: Said, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text((TASK + OPTIONS_IN_CLASS).replace("upside_down", "device"))
     said("--task", "mine.py:MyTask", "--device", "cpu", "--epochs", "1", "--json")
-    assert "has a name that every evaluation uses: device" in said("evaluate", "last", "--chance", "1", code=2)
+    assert "redefines an option of every evaluation: device" in said("evaluate", "last", "--chance", "1", code=2)

@@ -185,8 +185,8 @@ def test_memory_that_runs_out_changes_what_is_flagged_in_nothing(tmp_path: Path)
 @pytest.mark.parametrize(
     ("sets", "rule"),
     [
-        ("dataset.window=10", "dataset.window is the run's own, since the model is bound to it"),
-        ("dataset.identity=false", "dataset.identity is the run's own"),
+        ("dataset.window=10", "dataset.window cannot be changed, since the model is bound to it"),
+        ("dataset.identity=false", "dataset.identity cannot be changed"),
         ("training.lr=1", "keeps all settings but its data's"),
         ("dataset.winow=10", "Unknown setting"),
     ],
@@ -239,7 +239,7 @@ def test_windows_of_a_log_without_labels_have_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), [("scores.txt", "CSV or Parquet"), ("no/scores.csv", "must be there"), ("f.csv", "is a folder")]
+    ("name", "rule"), [("scores.txt", "CSV or Parquet"), ("no/scores.csv", "is not there"), ("f.csv", "is a folder")]
 )
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(name: str, rule: str, tmp_path: Path) -> None:
     (tmp_path / "f.csv").mkdir()

@@ -15,7 +15,7 @@ def test_a_log_is_not_overwritten_with_its_scores_by_whatever_name(tmp_path: Pat
     log.write_text("a log")
     link.symlink_to(log)
     for name in (log, link):
-        with pytest.raises(ConfigError, match="not written over the data"):
+        with pytest.raises(ConfigError, match="is one of the data files"):
             check_score_file(name, [log])
     check_score_file(other, [log])
     other.touch()

@@ -57,7 +57,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     locator = RunLocator(runs_dir, state_dir)
     known = locator.find(run)
     if known.folder.result() is None and (status := locator.status(known)).state.live:
-        raise RunError("A run is evaluated once it has finished", value=str(status.state),
+        raise RunError("The run has not finished", value=str(status.state),
                        remedy=f"Wait for its end: can-train logs {run} -f")  # fmt: skip
     # Hydra and torch: a line that is wrong does not wait for them.
     from can_train.config.resolved import PathSettings
@@ -141,12 +141,12 @@ def _evaluation_settings(words: Sequence[str], valued: Mapping[str, bool], share
 
 
 def _command(kinds: Sequence[Any], settings: Any = None) -> Callable[..., None]:
-    """Makes the command with the fields of dataclasses as further options, of which it makes `settings`."""
+    """Makes the command with the fields of dataclasses as further options, and passes them on as `settings`."""
     signature = inspect.signature(evaluate, eval_str=True).parameters
     run, dataset, *others = (parameter for name, parameter in signature.items() if name != "options")
     options = {parameter.name: parameter for kind in kinds for parameter in _parameters(kind)}
     if taken := options.keys() & signature.keys():
-        raise ConfigError("An option of a task has a name that every evaluation uses", value=", ".join(sorted(taken)),
+        raise ConfigError("A task redefines an option of every evaluation", value=", ".join(sorted(taken)),
                           remedy="Rename it in the task's EvaluationSettings")  # fmt: skip
 
     def command(**flags: Any) -> None:

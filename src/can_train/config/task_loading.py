@@ -115,7 +115,7 @@ def described_tasks() -> list[str]:
 
 
 def package_folders() -> list[Path]:
-    """Lists the folders of can-train's code: the package's own, and those of the packages that its tasks come in."""
+    """Lists the folders of can-train's code: the launcher, and the packages of its tasks."""
     package = Path(__file__).resolve().parents[1]
     names = {entry.module.partition(".")[0] for entry in task_entries().values() if entry.project == _PROJECT}
     return [package, *(package.parent / name for name in sorted(names))]
@@ -144,7 +144,7 @@ def missing_extra(module: str, error: ModuleNotFoundError) -> ConfigError | None
     (name, entry), *_ = tasks.items()
     package = f"'{entry.project}[{name}]'" if name in entry.extras else missing
     return ConfigError(f"Task {name} needs a package that is not installed", value=missing,
-                       remedy=f"Install what it needs: pip install {package}")  # fmt: skip
+                       remedy=f"Install it: pip install {package}")  # fmt: skip
 
 
 def locate(task: str) -> tuple[str, str]:
@@ -154,7 +154,7 @@ def locate(task: str) -> tuple[str, str]:
         task: As a person writes it.
 
     Returns:
-        The task's name, as runs have it, and the folder from which it is imported; empty for an installed package.
+        The task's name, as runs have it, and the folder of its module; empty for an installed package.
 
     Raises:
         ConfigError: There is no such task.
@@ -192,14 +192,14 @@ def load_class(task: str, code_dir: str) -> type:
                if isinstance(one, type) and issubclass(one, base) and one is not base}  # fmt: skip
     if name not in classes:
         if hasattr(module, name):
-            raise ConfigError("A task is a class that derives from can_train.Task", value=f"{name} of {where} does not",
+            raise ConfigError(f"{name} of {where} does not derive from can_train.Task",
                               remedy=f"Write class {name}(can_train.Task)")  # fmt: skip
         raise unknown_name(f"class of {where}", name, classes)
     return classes[name]
 
 
 def key_name(task: str) -> str:
-    """Returns the name of a task in keys: its class's in snake case, or that of its entry point."""
+    """Returns the name of a task in keys: its class in snake case, or its entry point."""
     name = task.rpartition(":")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
@@ -209,7 +209,7 @@ def _import_path(task: str) -> str:
     if ":" in task:
         return task
     if _is_file(task):
-        raise ConfigError("A task in a file is named with its class", value=task, remedy=f"Write {task}:MyTask")
+        raise ConfigError(f"{task} names a file without a class", remedy=f"Write {task}:MyTask")
     entries = task_entries()
     if task not in entries:
         raise unknown_name("task", task, entries, more=f". {_HOW}")
@@ -221,7 +221,7 @@ def _is_file(where: str) -> bool:
 
 
 def _folder_of(module: str) -> str:
-    """Returns the folder on whose path a module's top-level package was found, the current one included."""
+    """Returns the folder of a module's top-level package, which may be the current one."""
     spec = PathFinder.find_spec(top := module.partition(".")[0], [str(Path.cwd()), *sys.path])
     places = list(spec.submodule_search_locations or [spec.origin or ""]) if spec is not None else []
     if not places:
@@ -238,7 +238,7 @@ def _load_file(path: Path) -> ModuleType:
         raise ConfigError(
             "There is no such file", value=str(path), remedy="Name the file of the task: my_file.py:MyTask"
         )
-    # Its own name, by which what it defines is found when it is unpickled; another one for another file of that name.
+    # The file's own name: objects of its classes are unpickled by it. A second file of that name gets another one.
     taken = getattr(sys.modules.get(path.stem), "__file__", None) if path.stem in sys.modules else str(path)
     name = path.stem if taken == str(path) else f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     if name in sys.modules:

@@ -1,5 +1,5 @@
-"""What a task tells the configuration of itself, and where its class is found. Of an installed task the description is
-read without importing torch.
+"""The description of a task for the configuration: its settings, models and modes, and the import paths of its code.
+The description of an installed task is read without importing torch.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from can_train.errors import ConfigError, MissingDataError
 class Prerequisite:
     """A finished run that a mode builds on."""
 
-    # What it is to the mode: `teacher`. It names a flag, and the setting of the mode that holds the folder.
+    # Its role in the mode: `teacher`. It names a flag, and the setting of the mode that holds the folder.
     role: str
     what: str  # the role in words: `a teacher`
     models: tuple[str, ...]  # that it may have trained
@@ -34,7 +34,7 @@ class ModelSpec:
     settings: type  # its settings dataclass
     modes: tuple[str, ...]  # that it trains in, the default first
     sizes: tuple[str, ...] = ()  # that it comes in, the default first; empty if it has one
-    needs: Mapping[str, str] = field(default_factory=dict)  # what a mode needs beside data, in words, by mode
+    needs: Mapping[str, str] = field(default_factory=dict)  # further needs beside data, in words, by mode
     only_sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by mode, where it does not train all
     prerequisites: Mapping[str, tuple[Prerequisite, ...]] = field(default_factory=dict)  # by mode
 
@@ -70,7 +70,7 @@ class DatasetSettings:
 class TaskSettings:
     """Everything that the configuration needs to know about a task.
 
-    What is an import path `module:name` may also be the object itself.
+    An import path is `module:name`; the object itself may stand in its place.
 
     Attributes:
         task_class: Import path of the task's class, a `can_train.Task`; empty where `factory` and the other functions
@@ -80,9 +80,9 @@ class TaskSettings:
         training: Its own defaults of training settings, by name.
         aliases: Training settings that mean another one with this task, by name.
         configs: Folder of presets that lies beside a task of one's own.
-        key_prefix: What the keys of its runs begin with; None: the task's name.
+        key_prefix: Prefix of the keys of its runs; None: the task's name.
         example: The flags of a first training line, where there must be some.
-        inputs: Fields of it that decide what a model sees; a run and the runs that it builds on must agree in them.
+        inputs: Fields of it that decide the inputs of a model; a run and the runs that it builds on must agree in them.
         inherited: Fields of it that other data take over from a finished run that is evaluated on them.
         follows: Fields of it that have the value of another field if they are 0: `{"stride": "window"}`.
         modes: Settings dataclass of each of its modes; has the field `name`, and one for each prerequisite's folder.
@@ -91,17 +91,17 @@ class TaskSettings:
         factory: Import path `module:function`. Makes the task from a resolved run and the finished models that it
             builds on (by role), and prepares its data.
         sampler: Import path. Makes the task from a sample of the data, in seconds and without writing. The task also
-            has `sample_note` (what was sampled; empty if nothing had to be) and `estimated_train_rows`.
+            has `sample_note` (names the sample; empty if it is all of the data) and `estimated_train_rows`.
         evaluator: Import path. Prepares the evaluation of a finished run (`training.evaluate.Evaluation`), on its own
             data or on other data.
         evaluation: Import path. Settings dataclass of an evaluation; its fields become options of `can-train evaluate`,
             and may be annotated as Typer's options are.
         tables: Import path. Writes a run's judgement as tables of text, all of it.
-        summary_tables: Import path. Writes of it what a person sees by default.
+        summary_tables: Import path. Writes the tables that are printed by default.
         files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
             torch; no files if the data are generated. Raises MissingDataError. Empty: `Task.files` lists them.
         digest: Import path. Computes the digest of a data set's content from its settings, the data root and a
-            reporter: that of its tasks (`BatchTask.data_digest`), without torch. Raises MissingDataError. Empty: a
+            reporter: the digest of `BatchTask.data_digest`, without torch. Raises MissingDataError. Empty: a
             digest of the files.
         experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
     """
@@ -161,7 +161,7 @@ def load_task_settings(task: str, code_dir: str = "") -> TaskSettings:
 
     Args:
         task: An installed one, the name of an entry point, `file.py:Class` or `package.module:Class`.
-        code_dir: The folder from which the last ones are imported.
+        code_dir: The folder of the module, for the last two.
 
     Raises:
         ConfigError: There is no such task; the message lists the installed ones.
@@ -192,7 +192,7 @@ def describe(cls: Any) -> TaskSettings:
     lacking = [method for method in needed if getattr(cls, method) is getattr(base, method)]
     if lacking or inspect.isabstract(cls):
         lacking = lacking or sorted(cls.__abstractmethods__)
-        raise ConfigError(f"{name} lacks what every task has", value=", ".join(lacking),
+        raise ConfigError(f"{name} lacks a method that every task has", value=", ".join(lacking),
                           remedy=f"Write {name}.{lacking[0]}; see docs/tasks.md")  # fmt: skip
     _check_settings(f"{name}.Settings", cls.Settings)
     _check_settings(f"{name}.DatasetSettings", cls.DatasetSettings, ("name", "path"))

@@ -103,13 +103,13 @@ class Scorer:
         return self._timed(BatchedInference.scores, samples, rows)
 
     def contributions(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
-        """Returns the contributions of the parts of samples to their scores, as `samples.contributions`, whose
-        arguments are those of `scores`, computes them with gradients enabled.
+        """Returns the contributions of the parts of samples to their scores. `samples.contributions`, which has the
+        arguments of `scores`, computes them with gradients enabled.
         """
         return self._timed(BatchedInference.contributions, samples, rows)
 
     def parts(self, samples: Any, rows: Rows) -> list[Any]:
-        """Returns the results of `samples.outcome`, whose arguments are those of `scores`, part by part."""
+        """Returns the results of `samples.outcome`, which has the arguments of `scores`, part by part."""
         return self._timed(BatchedInference.parts, samples, rows)
 
     def _timed(self, compute: Callable[[BatchedInference, Any, Rows], T], samples: Any, rows: Rows) -> T:
@@ -154,7 +154,7 @@ class Evaluation(ABC):
     Attributes:
         dataset: Name or path of the data.
         own_split: Whether the samples are those that the run had set apart of its own data.
-        counted: How much is judged, by name of what is counted.
+        counted: Number of judged things, by their name.
     """
 
     dataset: str
@@ -192,7 +192,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     finished = load_finished(request.run, request.trust.config)
     run, task = finished.run, finished.run.task_settings
     scorer = Scorer.open(run.training, request.device, reporter)
-    # Folders that are not given are those of the run that are on this machine.
+    # Folders that are not given are the run's, if they are on this machine.
     run_folders = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
     paths = replace(request.paths, **{name: path for name, path in run_folders.items()
                                       if not getattr(request.paths, name) and Path(path).is_dir()})  # fmt: skip
@@ -215,7 +215,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     evaluation, verdict, reading_s = with_cache(paths, reporter, judge)
     if request.scores is not None:
         if not verdict.samples:
-            raise ConfigError("This task predicts nothing of single samples", value=f"--scores {request.scores}",
+            raise ConfigError("This task makes no predictions of single samples", value=f"--scores {request.scores}",
                               remedy="Leave it out; a task of your own predicts with Task.predict")  # fmt: skip
         write_score_file(request.scores, verdict.samples)
     document = {
@@ -242,19 +242,18 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
 def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:
     """Makes sure, before anything is scored, that scores can be written to a file, which is none of the data's."""
     if path.suffix.lower() not in _ENDINGS:
-        raise ConfigError("Scores are written as CSV or Parquet, by the file's ending", value=str(path),
+        raise ConfigError(f"--scores {path} is no CSV or Parquet file",
                           remedy=f"Name a file that ends in {' or '.join(_ENDINGS)}")  # fmt: skip
     if path.suffix.lower() == ".parquet" and find_spec("polars") is None:
-        raise ConfigError("Parquet is written by polars, which is not installed", value=str(path),
+        raise ConfigError("polars is not installed, which writes Parquet files", value=str(path),
                           remedy="Name a file that ends in .csv, or: pip install polars")  # fmt: skip
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         why = "is a folder" if path.is_dir() else "cannot be written" if folder.is_dir() else "is not there"
-        raise ConfigError("The folder of the scores must be there, and writable",
-                          value=f"{path if path.is_dir() else folder} {why}",
+        raise ConfigError(f"{path if path.is_dir() else folder} {why}: scores need a file in a writable folder",
                           remedy="Make it, or name another file with --scores")  # fmt: skip
     if path.exists() and any(path.samefile(file) for file in data):
-        raise ConfigError("Scores are not written over the data that are judged", value=str(path),
+        raise ConfigError("The file of the scores is one of the data files", value=str(path),
                           remedy="Name another file with --scores")  # fmt: skip
 
 
@@ -285,5 +284,5 @@ def _write_parquet(file: BinaryIO, columns: Mapping[str, Any]) -> None:
     try:
         pl.DataFrame(columns).write_parquet(file)
     except pl.exceptions.PolarsError as error:
-        # Polars has errors of its own for what the system refuses.
+        # Polars raises errors of its own where the system refuses a write.
         raise OSError(str(error)) from error

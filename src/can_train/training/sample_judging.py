@@ -27,10 +27,10 @@ Sums = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PartOutcome:
-    """What a model says of a part of a set.
+    """Sums and predictions of a model for a part of a set.
 
     Attributes:
-        metrics: What adds up over parts.
+        metrics: Sums that add up over parts.
         predictions: One for each sample, on the CPU; None where the task predicts nothing.
     """
 
@@ -39,7 +39,7 @@ class PartOutcome:
 
 
 class JudgedTask(Protocol):
-    """What judging asks of a task."""
+    """A task, as judging calls it."""
 
     def sample(self, row: int) -> Any:
         """Returns one sample."""
@@ -70,7 +70,7 @@ class Samples(Sequence[Any]):
 
 
 def part_outcome(losses: Mapping[str, tuple[Any, Any]], metrics: Any, predictions: Any, size: int) -> PartOutcome:
-    """Checks what a task returned for a part of `size` samples, and brings it to the CPU.
+    """Checks the values that a task returned for a part of `size` samples, and brings them to the CPU.
 
     Raises:
         DataError: A metric is not (sum, denominator), or predictions are not one for each sample.
@@ -78,19 +78,20 @@ def part_outcome(losses: Mapping[str, tuple[Any, Any]], metrics: Any, prediction
     sums = {_LOSS.format(term): (float(total), float(own)) for term, (total, own) in losses.items()}
     for name, pair in metrics.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise DataError("Task.metrics returns {name: (sum, denominator)}", value=f"{name}: {pair!r:.60}",
+            raise DataError("Task.metrics did not return {name: (sum, denominator)}", value=f"{name}: {pair!r:.60}",
                             remedy="Return {'accuracy': (correct.sum(), len(correct))}")  # fmt: skip
         sums[name] = (float(pair[0]), float(pair[1]))
     if predictions is None:
         return PartOutcome(metrics=sums, predictions=None)
     if len(predictions) != size:
-        raise DataError("Task.predict returns a prediction for each sample", value=f"{len(predictions)} for {size}")
+        raise DataError(f"Task.predict returned {len(predictions)} predictions for {size} samples",
+                        remedy="Return one for each sample")  # fmt: skip
     listed = [one.detach().cpu() if isinstance(one, Tensor) else one for one in predictions]
     return PartOutcome(metrics=sums, predictions=listed)
 
 
 def set_scores(task: JudgedTask, rows: NDArray[np.int64], parts: Sequence[PartOutcome]) -> dict[str, float]:
-    """Returns the figures of a set from those of its parts: sums ÷ denominators, then what predictions measure."""
+    """Returns the figures of a set: sums of its parts ÷ denominators, then the measures of its predictions."""
     totals: dict[str, list[float]] = {}
     for part in parts:
         for name, (total, own) in part.metrics.items():

@@ -1,5 +1,5 @@
-"""`Task`: what a person writes to have a model of their own trained. It describes single samples, and everything that
-training, planning and evaluation ask of a task (`BatchTask`) follows from them.
+"""`Task`: the class that a person writes to have a model trained. It describes single samples, and implements the
+methods that training, planning and evaluation call (`BatchTask`) with them.
 
 Shapes: R samples of a call, named by their rows: the samples of `datasets()` one after another, in the order of sets.
 """
@@ -40,7 +40,7 @@ Losses = Mapping[str, tuple[Tensor, float | Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskContext:
-    """What a task is made with.
+    """The arguments of a task.
 
     Attributes:
         settings: An instance of the task's `Settings`: `--set task.name=value`.
@@ -119,7 +119,7 @@ class Task(BatchTask):
         self.model_settings, self.mode = self.context.model, self.context.mode
         self._phase = Phase()
 
-    # What a person writes
+    # Methods that a person writes
 
     def datasets(self) -> Mapping[str, Sequence[Any]]:
         """Returns the samples, by set: `train`, and where there are any `validation` and `test` (or several sets with
@@ -140,15 +140,16 @@ class Task(BatchTask):
 
         Args:
             model: On the device.
-            batch: Collated samples on the device: a part of what one optimizer step sees.
+            batch: Collated samples on the device: a part of a logical batch.
 
         Returns:
-            By term, the sum over the batch, and what the sum over the whole logical batch is divided by: the number of
-            samples (or tokens, pixels, …) in this batch. A mean, or a sum divided here, would weigh parts wrongly.
+            By term, the sum over the batch and its denominator: the number of samples (or tokens, pixels, …) in this
+            batch. The sum over the logical batch is divided by the sum of the denominators. A mean, or a sum divided
+            here, would weigh parts wrongly.
         """
         raise NotImplementedError
 
-    # What a person may write
+    # Methods that a person may write
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Makes a batch of samples: tensors and numbers are stacked; tensors whose lengths differ are padded with zeros
@@ -160,7 +161,7 @@ class Task(BatchTask):
         return pad_and_stack(samples)
 
     def features(self, sample: Any) -> Mapping[str | Feature, float]:
-        """Counts what the memory of a batch grows with, by name: `{"nodes": 5, "edges": 9}`.
+        """Counts the things that the memory of a batch grows with, by name: `{"nodes": 5, "edges": 9}`.
 
         The name alone: a batch has the sum over its samples. `Feature("tokens", padding=1)`: samples are padded to the
         longest; `padding=2`: and attention is computed between all pairs. The first one is the main feature. Without an
@@ -178,7 +179,7 @@ class Task(BatchTask):
         return None
 
     def draw(self, samples: Sequence[Any], generator: torch.Generator) -> Sequence[Any]:
-        """Adds to samples what is drawn at random for them in this step: noise, masks, negatives.
+        """Adds to samples their random parts in this step: noise, masks, negatives.
 
         It is called once for each logical batch, on the CPU and before the batch is split, so that it draws the same
         however the batch is computed. In validation it is called for each sample by itself, with the same draws every
@@ -190,7 +191,7 @@ class Task(BatchTask):
         return samples
 
     def validation_loss(self, model: nn.Module, batch: Any) -> Losses:
-        """Computes the loss terms by which the best weights are chosen, without gradients; the default is `loss`."""
+        """Computes the loss terms that choose the best weights, without gradients; the default is `loss`."""
         return self.loss(model, batch)
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
@@ -198,7 +199,7 @@ class Task(BatchTask):
         return {}
 
     def predict(self, model: nn.Module, batch: Any) -> Sequence[Any] | Tensor | None:
-        """Computes a prediction for each sample of a batch, from which `measure` computes metrics that do not add up;
+        """Computes a prediction for each sample of a batch; `measure` computes metrics from them that do not add up.
         None, the default: there are none.
         """
         return None
@@ -226,7 +227,7 @@ class Task(BatchTask):
         """Returns a digest of the files. A resumed run refuses others."""
         return sketch(self.files(self.dataset, self.context.data_root))
 
-    # What follows from that, for training, planning and evaluation
+    # Methods that training, planning and evaluation call
 
     @cached_property
     def sets(self) -> Mapping[str, Sequence[Any]]:
@@ -247,15 +248,15 @@ class Task(BatchTask):
         if VALIDATION not in rows:
             kept = max(1, round(_HELD_OUT * len(rows[TRAIN])))
             if kept == len(rows[TRAIN]):
-                raise DataError("Training needs two samples at least, of which one validates",
-                                value=f"{kept} sample in the set 'train'", remedy="Give more data")  # fmt: skip
+                raise DataError(f"The set 'train' has {kept} sample",
+                                remedy="Give two samples at least: one of them validates")  # fmt: skip
             # The same ones for every seed: runs that differ in their seed are compared.
             shuffled = np.random.default_rng(0).permutation(rows[TRAIN])
             rows |= {TRAIN: np.sort(shuffled[kept:]), VALIDATION: np.sort(shuffled[:kept])}
         return rows
 
     @cached_property
-    def train_rows(self) -> Rows:  # type: ignore[override] # a class may declare what an instance computes
+    def train_rows(self) -> Rows:  # type: ignore[override] # the base declares an attribute, and an instance computes it
         """Rows of the training samples."""
         return self.set_rows[TRAIN]
 
@@ -305,12 +306,12 @@ class Task(BatchTask):
         with self.asked("model"):
             model = self.model()
         if not isinstance(model, nn.Module):
-            raise DataError(f"{type(self).__name__}.model returns an nn.Module", value=type(model).__name__)
+            raise DataError(f"{type(self).__name__}.model did not return an nn.Module", value=type(model).__name__)
         return model
 
     @cached_property
     def _counted(self) -> tuple[Sequence[Feature], NDArray[np.float64] | None]:
-        """What memory grows with, and [R, F] counts of all samples; None where all count alike."""
+        """The features of memory, and their [R, F] counts for all samples; None where all count alike."""
         count = type(self).features is not Task.features
         total = sum(map(len, self.sets.values()))
         if not (count or self._differ_in_length(total)):
@@ -336,7 +337,7 @@ class Task(BatchTask):
 
     @property
     def memory_features(self) -> Sequence[Feature]:  # type: ignore[override]
-        """What the memory of a batch grows with, the main feature first."""
+        """Counts that the memory of a batch grows with, the main feature first."""
         return self._counted[0]
 
     def batch_features(self, rows: Rows) -> NDArray[np.float64]:
@@ -359,7 +360,7 @@ class Task(BatchTask):
         return SampleBatch(self, rows, device, dtype, generator)
 
     def losses_of(self, model: nn.Module, batch: Any, *, validating: bool) -> Mapping[str, tuple[Tensor, float]]:
-        """Computes the loss terms of collated samples in the current phase, or those of validation."""
+        """Computes the loss terms of collated samples in the current phase, or in validation."""
         of_phase = self._phase.loss or self.loss
         compute = self.validation_loss if validating else of_phase
         with self.asked(compute.__name__):
@@ -404,7 +405,7 @@ class Task(BatchTask):
 
     @contextmanager
     def asked(self, what: str) -> Iterator[None]:
-        """Makes an error of the task's own code, in the block, one that says what the task was asked for."""
+        """Turns an error of the task's own code, in the block, into an error that names the call."""
         try:
             yield
         except CanTrainError:
@@ -468,8 +469,8 @@ class SampleBatch:
                 found = [task.draw([sample], torch.Generator().manual_seed(seed))[0]
                          for sample, seed in zip(samples, self._seeds, strict=True)]  # fmt: skip
         if len(found) != len(samples):
-            raise DataError("Task.draw returns a sample for each one that it is given",
-                            value=f"{len(found)} for {len(samples)}")  # fmt: skip
+            raise DataError(f"Task.draw returned {len(found)} samples for {len(samples)}",
+                            remedy="Return a sample for each one, in their order")  # fmt: skip
         self._samples = dict(enumerate(found))
 
 
@@ -531,12 +532,12 @@ def _made(context: TaskContext, run: ResolvedRun) -> Task:
 
 def _check_sets(task: str, sets: Mapping[str, Sequence[Any]]) -> None:
     if not sets.get(TRAIN):
-        raise DataError(f"{task}.datasets returns samples under the name 'train'", value=f"{list(sets)}",
+        raise DataError(f"{task}.datasets returned no samples under the name 'train'", value=f"{list(sets)}",
                         remedy="Return {'train': samples}, and 'validation' and 'test' if there are any")  # fmt: skip
     for name, samples in sets.items():
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
-            raise DataError(f"{task}.datasets returns sequences of samples: their number and each one is asked for",
-                            value=f"{name!r} is a {type(samples).__name__}", remedy="Make a list of it")  # fmt: skip
+            raise DataError(f"{task}.datasets returned a {type(samples).__name__} under the name {name!r}",
+                            remedy="Make a list of it: samples are counted and read by their index")  # fmt: skip
 
 
 def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float]]:

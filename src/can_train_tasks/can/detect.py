@@ -103,7 +103,7 @@ def _stopping_at_signals() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     before = {}
-    # Only the main thread may say what happens at a signal.
+    # Only the main thread may set signal handlers.
     with suppress(ValueError):
         before = {number: signal.signal(number, stop) for number in _SIGNALS}
     try:

@@ -47,7 +47,7 @@ SIZES = ("student", "teacher")  # the first is the default
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSettings:
-    """Which columns of a CSV file with a header hold what. An empty name: recognised by the header."""
+    """Names of the columns of a CSV file with a header. An empty name: recognised by the header."""
 
     timestamp: str = ""
     """Seconds, another unit that the name tells (`time_ms`), or dates (ISO 8601)."""
@@ -71,7 +71,7 @@ class SyntheticSettings:
     """The simulated bus behind `--dataset synthetic`."""
 
     version: int = 2
-    """2: traffic like that of logged vehicles, and attacks as rare as in published logs; 1: the bus of before."""
+    """2: traffic as in logged vehicles, and attacks as rare as in published logs; 1: the bus of before."""
     seed: int = 0
     """Seed of vehicles, traffic and attacks."""
     seconds: float = 0.0
@@ -118,12 +118,12 @@ class CanDatasetSettings:
     stride: int = 0
     """Frames from one window's start to the next one's; 0: the window's length, so that windows do not overlap."""
     features: str = BEHAVIOUR_FEATURES
-    """What models see of an ID: also its behaviour compared with its own before (behaviour), or the window alone
+    """Inputs of models about an ID: also its behaviour compared with its own before (behaviour), or the window alone
     (classic)."""
     identity: bool = True
     """Whether models see which CAN ID a node is; off, they see behaviour only."""
     id_dropout: float = 0.5
-    """Share of training's windows in which IDs are hidden, as if the vehicle were not known."""
+    """Share of training's windows whose IDs are hidden, as if the vehicle were not known."""
     validation_share: float = 0.2
     """Share of the training time that is kept for validation: thresholds and early stopping."""
     test_share: float = 0.2
@@ -198,7 +198,7 @@ class VgaeSettings:
         for width in self.hidden:
             check_range("every width in model.hidden", width, low=1)
             if width % self.heads:
-                raise ConfigError("Every width in model.hidden must be a multiple of model.heads",
+                raise ConfigError("A width in model.hidden is no multiple of model.heads",
                                   value=f"{width} with {self.heads} heads")  # fmt: skip
 
 
@@ -218,12 +218,12 @@ class FusionAgentSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CanModeSettings:
-    """What is optimised and how scores become alarms."""
+    """The objective of training, and how scores become alarms."""
 
     name: str = "normal"
     """normal: supervised; autoencoder: benign windows only."""
     validation_fpr: float = 0.01
-    """False-positive rate on validation at which an anomaly threshold is set."""
+    """False-positive rate on validation that sets an anomaly threshold."""
     can_id_weight: float = 0.1
     """Weight of the CAN-ID term in the autoencoder's loss."""
     kl_weight: float = 0.01
@@ -267,7 +267,7 @@ class DistillationSettings(CanModeSettings):
         check_choice("mode.teacher_placement", self.teacher_placement, PLACEMENTS)
         if self.offload_teacher_to_cpu and self.teacher_placement not in ("auto", "offload"):
             both = f"offload_teacher_to_cpu and teacher_placement={self.teacher_placement}"
-            raise ConfigError("The teacher has one placement", value=both, remedy="Give one of the two options")
+            raise ConfigError("The teacher has two placements", value=both, remedy="Leave one option out")
 
 
 @dataclass(frozen=True, kw_only=True)

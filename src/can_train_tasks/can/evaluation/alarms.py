@@ -1,4 +1,4 @@
-"""Flagged windows as alarms: where in its log each one is, and which CAN IDs drove its score, by which properties.
+"""Flagged windows as alarms: the place of each in its log, and the CAN IDs and properties that drove its score.
 
 Shapes: R windows, I their IDs (of each its nodes, then its absences), P properties, K distinct CAN IDs.
 """
@@ -29,15 +29,15 @@ from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools,
 from can_train_tasks.can.evaluation.bursts import Timeline, held_scores
 from can_train_tasks.can.evaluation.options import Hold
 
-# Windows of a log that are not flagged, from which "usual" is taken: seconds on a processor. With fewer than the least,
-# nothing is called usual.
+# Windows of a log that are not flagged, and whose values are usual: seconds on a processor. With fewer than the least,
+# no value is called usual.
 USUAL_WINDOWS: Final = 256
 LEAST_USUAL_WINDOWS: Final = 20
 WINDOWS_AT_A_TIME: Final = 2048  # whose contributions are in memory at the same time, a few megabytes
-KNOWN_SHARE: Final = 0.5  # of a log's IDs, from which it is of a bus that the model knows
+KNOWN_SHARE: Final = 0.5  # of a log's IDs: if the model knows more of them, it knows the bus
 NAMED_IDS: Final = 3  # of a window
 TOLD_IDS: Final = 2  # of an alarm, in words
-TOLD_SHARE: Final = 0.2  # of the reason, from which a second ID is told of
+TOLD_SHARE: Final = 0.2  # of the reason: a second ID with a larger share is named
 NAMED_PROPERTIES: Final = 2  # of an ID
 
 USUAL_NOTE: Final = "Usually: the median of this ID over windows of the same log that are not flagged"
@@ -100,7 +100,7 @@ class Cause:
     known: bool  # whether a benign training window has it
     seconds: float  # that the window lasts
     frames: Property  # its frames in the window
-    share: float  # of what raised the score above the usual
+    share: float  # of the rise of the score above the usual score
     properties: Sequence[Property]  # that drove it most, the first one the most
 
     def text(self, *, decimal: bool) -> str:
@@ -122,20 +122,20 @@ class Cause:
                 "share": round(self.share, 4), "properties": properties}  # fmt: skip
 
 
-# Returns [I, P] what raises the scores of windows [R].
+# Returns [I, P] contributions to the scores of windows [R].
 Contribute = Callable[[Ints], Floats]
 
 
 @dataclass(kw_only=True, eq=False)
 class Explainer:
-    """Names the causes of scores in one log, beside what is usual in its windows `usual_rows` [R]."""
+    """Names the causes of scores in one log, beside the usual values in its windows `usual_rows` [R]."""
 
     flat: FlatGraphs
     contribute: Contribute
     vocabulary: Ints  # IDs of benign training windows
     usual_rows: Ints
     _known: Bools = field(init=False)  # [K] whether the ID is in the vocabulary
-    _foreign: Bools = field(init=False)  # [K] IDs of which nothing is usual
+    _foreign: Bools = field(init=False)  # [K] IDs without usual values
     _usual_sums: Floats = field(init=False)  # [K, P] mean contributions of each ID
     _medians: dict[tuple[int, str], float | None] = field(init=False, default_factory=dict)
 
@@ -158,7 +158,7 @@ class Explainer:
         """Yields the causes of each window of `rows` [R], the first one the most important."""
         for start in range(0, len(rows), WINDOWS_AT_A_TIME):
             part = rows[start : start + WINDOWS_AT_A_TIME]
-            # Some IDs always contribute much. What is new about a window is what exceeds that.
+            # Some IDs always contribute much. Only the excess is new about a window.
             excess = np.maximum(self.contribute(part) - self._usual_sums[self._codes(part)], 0.0)
             bounds = np.cumsum(self.flat.num_ids[part])[:-1]
             for row, own in zip(part, np.split(excess, bounds), strict=True):
@@ -216,7 +216,7 @@ class Explainer:
 
 
 def usual_windows(rows: Ints, flagged: Bools) -> Ints:
-    """Chooses those windows of a log, evenly over its time, that tell what is usual; none where too few are left."""
+    """Chooses windows of a log, evenly over its time, whose values are usual; none where too few are left."""
     calm = rows[~flagged]
     if len(calm) < LEAST_USUAL_WINDOWS:
         return calm[:0]
@@ -225,7 +225,7 @@ def usual_windows(rows: Ints, flagged: Bools) -> Ints:
 
 def id_value(flat: FlatGraphs, row: int, own: int, name: str) -> float | None:
     """Returns a property of a window's ID as a person reads it in the log; None where it is no number."""
-    # `num_nodes` counts those of all windows.
+    # `num_nodes` counts the nodes of all windows.
     absence = own - int(flat.node_ptr[row + 1] - flat.node_ptr[row])
     if absence < 0:
         return _node_value(flat, row, own, name)

@@ -64,7 +64,7 @@ class Baselines:
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineOptions:
-    """How baselines are fitted: with which seed, to which false-positive rate, and on which `dataset.features`."""
+    """The settings of baselines: their seed, their false-positive rate and their `dataset.features`."""
 
     seed: int
     fpr: float
@@ -259,7 +259,7 @@ class SilenceLookup:
         seen_s[window, index] = flat.end_time[rows][window - 1] - silence_s
         close = np.abs(flat.past[positions, _GAP_MEAN] - self.gap[index]) <= AGREEMENT
         agrees[window, index] = close & (flat.past_windows[positions] >= SETTLED_WINDOWS)
-        # The row in which each ID was seen last.
+        # The row that saw each ID last.
         latest = np.where(np.isnan(seen_s), 0, np.arange(len(rows) + 1)[:, None])
         np.maximum.accumulate(latest, axis=0, out=latest)
         columns = np.arange(len(last_s))
@@ -307,7 +307,7 @@ def over_one_table(table: WindowTable, scorers: Sequence[TableScorer]) -> list[W
 def sample_by_class(flat: FlatGraphs, rows: Ints, *, most: int, seed: int) -> Ints:
     """Draws at most `most` of the windows `rows`, in order.
 
-    Each class may fill half of them and what the other one leaves free, so that rare attacks remain.
+    Each class may fill half of the windows, and the half that the other class leaves free, so that rare attacks remain.
     """
     is_attack = flat.label[rows] > 0
     attacks, benign = rows[is_attack], rows[~is_attack]
@@ -323,11 +323,11 @@ def sample_by_class(flat: FlatGraphs, rows: Ints, *, most: int, seed: int) -> In
 class WindowTable:
     """Makes a table of windows, without CAN IDs and absolute times, of the same features that a model sees."""
 
-    inputs: InputEncoder | None  # that compares IDs with what is usual of them; None: the window alone
+    inputs: InputEncoder | None  # that compares IDs with their usual values; None: the window alone
 
     @classmethod
     def fit(cls, flat: FlatGraphs, rows: Ints, features: str) -> Self:
-        """Learns from the windows `rows` what is usual, if the `features` compare with it."""
+        """Learns the usual values of IDs from the windows `rows`, if the `features` compare with them."""
         if features != BEHAVIOUR_FEATURES:
             return cls(None)
         dataset = CanDatasetSettings(features=features)
@@ -351,7 +351,7 @@ class WindowTable:
             parts = [_summaries(node, nodes), _summaries(edge, edges), nodes.sizes, edges.sizes]
             parts.append(flat.end_time[chunk] - flat.start_time[chunk])
             if self.inputs is not None:
-                # In a thread of its own: a simulated GPU counts what its own thread allocates, and this is the host's.
+                # In another thread: a simulated GPU counts its own thread's allocations, and these are the host's.
                 with ThreadPoolExecutor(max_workers=1) as host:
                     compared = host.submit(_deviations, self.inputs, flat, chunk).result()
                 parts.append(_summaries(compared, nodes))

@@ -1,4 +1,4 @@
-"""Attacks in a log as bursts, and what a detector's alarms make of them: bursts found, time to the first alarm, false
+"""Attacks in a log as bursts, and the figures of a detector's alarms: bursts found, time to the first alarm, false
 events an hour, and how sure a difference between two detectors is.
 
 Shapes: R windows of one test folder, ascending by log and time; D detectors; K blocks; B draws.
@@ -43,11 +43,11 @@ class BurstFigures(TypedDict):
     latency_s: float | None  # median over found bursts: from the start of the first attack window to the alarm
     false_events: float
     false_events_per_hour: float | None
-    false_alarm_share: float | None  # of the benign time, in which alarms are raised: one that never ends is one event
+    false_alarm_share: float | None  # share of the benign time with an alarm: an alarm that never ends is one event
 
 
 class MccDifference(TypedDict):
-    """MCC of the model minus that of another detector, and the interval around it; None where nothing defines it."""
+    """MCC of the model minus the MCC of another detector, and its interval; None where the windows do not define it."""
 
     mcc: float
     low: float | None
@@ -136,7 +136,7 @@ def burst_figures(timeline: Timeline, score: Floats, threshold: float, hold: Hol
     """Computes the burst-level figures of scores [R].
 
     A burst is found if the alarm is raised in one of its windows. A false event is an alarm that windows outside all
-    bursts raise by themselves: what still holds from a burst is none.
+    bursts raise by themselves: an alarm that still holds from a burst is none.
     """
     burst = timeline.bursts()
     outside = burst < 0
@@ -181,7 +181,7 @@ class Blocks:
         return min(bursts, len(self._is_burst) - bursts) >= LEAST_BLOCKS
 
     def differences(self, model: Bools, others: Mapping[str, Sequence[Bools]]) -> dict[str, MccDifference]:
-        """Compares the model's flags [R] with those of others, each fitted once or several times: their mean counts."""
+        """Compares the model's flags [R] with the flags of other detectors; the mean counts over several fits."""
         if not 0 < self._is_attack.sum() < len(self._is_attack):
             return {}
         flags = {"": [model], **others}
@@ -232,7 +232,7 @@ class Blocks:
 
 
 def mean_burst_figures(several: Sequence[BurstFigures]) -> BurstFigures:
-    """Returns the means over several fits of a detector; None where one of them is."""
+    """Returns the means over several fits of a detector; None where a fit has None."""
 
     def mean(values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]

@@ -1,5 +1,5 @@
 """Thresholds from benign windows: for a number of false events an hour, and for a log whose scores lie elsewhere than
-those of validation.
+the scores of validation.
 
 Shapes: R windows, ascending by log and time; L levels.
 """
@@ -30,17 +30,15 @@ FEW_EVENTS: Final = 8
 TAIL_EVENTS: Final = 16  # that the tail is fitted to
 LEAST_CALIBRATION_WINDOWS: Final = 20  # with fewer, centre and scale are guesses
 
-# What makes a window that is taken for benign look like an attack.
+# Reasons why a window that is taken for benign looks like an attack.
 RATE, UNSEEN, SCORE = "rate", "unseen_ids", "score"
 SHORT_SHARE: Final = 0.01  # of benign validation windows, which are shorter than `BenignScores.shortest_s`
 FLOOD: Final = 1.25  # times the highest benign frame rate
-FOREIGN_FLOOD: Final = (
-    2.0  # times the median rate of a bus that training did not see, of which no highest rate is known
-)
+FOREIGN_FLOOD: Final = 2.0  # times the median rate of a bus that training did not see, whose highest rate is not known
 # Scales above the centre of benign validation scores. The scale is a median excess: of scores that fall off
 # exponentially, one in 4,000 lies further out.
 FAR: Final = 12.0
-REGULAR_SHARE: Final = 0.1  # of the windows, from which an ID belongs to the bus
+REGULAR_SHARE: Final = 0.1  # of the windows: an ID with a larger share belongs to the bus
 SHORTEST_S: Final = 1e-6  # of a window whose frames have the same time
 NAMED_IDS: Final = 3
 
@@ -73,7 +71,7 @@ class ScoreScale:
 
 @dataclass(frozen=True, kw_only=True)
 class BenignScores:
-    """What the benign validation windows of a run teach about its scores.
+    """The distribution of scores over the benign validation windows of a run.
 
     Attributes:
         scale: Where they lie.
@@ -107,7 +105,7 @@ class BenignScores:
         """
         plain = judgement.get("benign", {})
         if not {"centre", "scale", "hours", "shortest_s", "levels"} <= plain.keys():
-            raise CheckpointError("A run's result tells how benign windows score", value=f"that of {run_id} does not",
+            raise CheckpointError(f"The result of {run_id} does not tell how benign windows score",
                                   remedy="Train anew, or choose with --threshold")  # fmt: skip
         levels = {hold: np.array(rows, np.float64).reshape(-1, 2) for hold, rows in plain["levels"].items()}
         scale = ScoreScale(centre=plain["centre"], scale=plain["scale"])
@@ -123,14 +121,14 @@ class BenignScores:
         """Chooses the threshold that about `per_hour` false events an hour exceed.
 
         Where fewer than `FEW_EVENTS` are expected in the benign time, the highest ones are taken for the tail of an
-        exponential distribution, on which the threshold lies, also beyond the highest score that was seen.
+        exponential distribution. The threshold lies on this tail, also beyond the highest score that was seen.
 
         Raises:
             ConfigError: The hold is longer than those that were counted.
         """
         if str(hold) not in self.levels:
-            raise ConfigError(f"A threshold for alarms an hour is known for holds of up to {LONGEST_HOLD} windows",
-                              value=f"--hold {hold}", remedy="Use --hold 2/3")  # fmt: skip
+            raise ConfigError(f"--alarms-per-hour needs a hold of up to {LONGEST_HOLD} windows", value=f"--hold {hold}",
+                              remedy="Use --hold 2/3")  # fmt: skip
         level, events = self.levels[str(hold)].T
         wanted = per_hour * self.hours
         seen = f"{self.hours:.3g} h" if self.hours >= 1 else f"{60 * self.hours:.3g} min"
@@ -171,8 +169,8 @@ class Calibration:
 
     Args:
         seconds: How long they are; a slow bus takes longer to show `LEAST_CALIBRATION_WINDOWS`.
-        benign: What validation taught about scores.
-        threshold: Score above which the run flags a window.
+        benign: The benign scores of validation.
+        threshold: The run flags windows with higher scores.
         vocabulary: CAN IDs of benign training windows.
     """
 
@@ -189,7 +187,7 @@ class Calibration:
         self.last_frame = -1  # first frame of the last window that was calibrated on
 
     def wanted(self, flat: FlatGraphs, rows: Ints) -> int:
-        """Counts those of the log's next windows `rows` that are still to be calibrated on."""
+        """Counts how many of the log's next windows `rows` the calibration still needs."""
         if self._scale is not None:
             return 0
         if self._start_s is None:
@@ -310,7 +308,7 @@ class Suspicion:
         of: Windows of the whole calibration.
         from_s: Beginning of the first one, in seconds after the bus's first frame.
         to_s: End of the last one.
-        why: What the windows have, as words.
+        why: The suspicious property of the windows, in words.
     """
 
     kind: str
@@ -329,7 +327,7 @@ class Suspicion:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CalibratedScores:
-    """Scores of one test folder, those of each log as if it were like validation.
+    """Scores of one test folder, with each log adapted to validation.
 
     Attributes:
         score: [R] all of them.
@@ -347,7 +345,7 @@ class CalibratedScores:
 def calibrate_logs(
     flat: FlatGraphs, rows: Ints, score: Floats, make: Callable[[], Calibration], compute: Callable[[Ints], Floats]
 ) -> CalibratedScores:
-    """Takes the beginning of each log, of which windows `rows` [R] are judged, for benign.
+    """Takes the beginning of each log for benign; `rows` [R] are the windows to judge.
 
     A log begins with its first frame, also where the windows there are not judged because they were trained on: live,
     nobody knows which these are.
@@ -375,8 +373,7 @@ def calibrate_logs(
         scores[own] = calibration.adapt(score[own])
         judged[own] = flat.first_frame[rows[own]] >= calibration.last_frame + flat.window
         if not judged[own].any():
-            raise DataError("A log is longer than what it is calibrated on",
-                            value=f"{where} hold {counted(calibration.windows, 'window')}, and none to judge follows",
+            raise DataError(f"{where} hold {counted(calibration.windows, 'window')}, and no window to judge follows",
                             remedy="Calibrate on fewer seconds, or leave --calibrate out")  # fmt: skip
         calibrations[source] = calibration
         taken.append(beginning)
@@ -386,8 +383,8 @@ def calibrate_logs(
 def calibration_notes(
     flat: FlatGraphs, folders: Sequence[CalibratedScores], *, tested: Ints, threshold: float
 ) -> list[str]:
-    """Tells what the test folders were calibrated on, in sentences; `tested` are the windows that training did not
-    see, `threshold` the score above which one is flagged.
+    """Describes the calibration of the test folders, in sentences; `tested` are the windows that training did not see,
+    and windows with scores above `threshold` are flagged.
     """
     rows = np.concatenate([one.rows for one in folders])
     logs = {flat.sources[source].path: one for folder in folders for source, one in folder.calibrations.items()}
@@ -424,9 +421,8 @@ def calibrated_scale(score: Floats, validation: ScoreScale, *, where: str) -> Sc
         DataError: There are too few windows.
     """
     if len(score) < LEAST_CALIBRATION_WINDOWS:
-        raise DataError(f"A calibration needs at least {LEAST_CALIBRATION_WINDOWS} windows",
-                        value=f"{len(score)} in {where}", remedy="Calibrate on more seconds, or leave it out",
-                        )  # fmt: skip
+        raise DataError(f"{where} has {counted(len(score), 'window')}: a calibration needs {LEAST_CALIBRATION_WINDOWS}",
+                        remedy="Calibrate on more seconds, or leave it out")  # fmt: skip
     # On simulated drives of 60 to 300 s, calibrated on 10 s, believing both ends as they are gave 2.5 times as many
     # false alarms as this, and the same MCC.
     found = ScoreScale.of(score)

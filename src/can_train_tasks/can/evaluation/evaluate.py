@@ -59,7 +59,7 @@ from can_train_tasks.can.synthetic.writing import synthetic_folder_name
 FolderScores = Mapping[str, Floats]
 # Loads the finished model of a role that a run builds on; raises RunError if it is gone.
 LoadModel = Callable[[str], FinishedModel]
-# Computes the [R, S] raw scores of windows by a model, in parts that fit; and [N, P] what raises their scores.
+# Computes the [R, S] raw scores of windows by a model, in parts that fit; and the [N, P] contributions to them.
 Score = Callable[[WindowModel, Ints], Floats]
 Contribute = Callable[[WindowModel, Ints], Floats]
 
@@ -86,7 +86,7 @@ def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: Eva
         CheckpointError: The weights do not fit the run's settings, or its result has no threshold.
     """
     if "threshold" not in finished.result.get("judgement", ()):
-        raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
+        raise CheckpointError(f"The result of {finished.run_id} has no threshold", remedy="Train anew")
     if request.options.channel is not None:
         request = replace(request, dataset=replace(request.dataset, channel=request.options.channel))
     data, request = _judged_data(finished, request)
@@ -113,7 +113,7 @@ def _judged_data(finished: FinishedModel, request: EvaluationData) -> tuple[CanD
         before, now = getattr(trained, name), getattr(dataset, name)
         if before != now:
             why = "the model is bound to it" if name in _MODEL_SETTINGS else "it tells what the run was trained on"
-            raise ConfigError(f"dataset.{name} is the run's own, since {why}", value=f"{now}; the run has {before}",
+            raise ConfigError(f"dataset.{name} cannot be changed, since {why}", value=f"{now}; the run has {before}",
                               remedy="Leave it out; --dataset names other data")  # fmt: skip
     if own:
         return load_data(dataset, request.data_root, request.cache, request.reporter), replace(request, own=True)
@@ -266,7 +266,7 @@ class WindowEvaluation(Evaluation):
         """Judges each folder by itself, together with baselines and references, by the run's own threshold or another.
 
         Raises:
-            ConfigError: The rule asks for what the run's result does not tell.
+            ConfigError: The run's result lacks a figure that the rule needs.
             DataError: There are too few windows to calibrate on.
             RunError: A score is not a finite number.
         """
@@ -316,9 +316,9 @@ class WindowEvaluation(Evaluation):
     def _calibrate(
         self, seconds: float, detectors: Mapping[str, judging.Detector], raw: FolderScores, timed: judging.TimedScore
     ) -> tuple[Split, dict[str, judging.Detector], FolderScores, list[str]]:
-        """Adapts the model's scores to the beginning of each log, and leaves those windows out of what is judged.
+        """Adapts the model's scores to the beginning of each log, and does not judge the windows of the beginning.
 
-        What it is compared with is left out, too: of that, no run's result tells how benign windows score.
+        Other detectors are left out, too: no run's result tells how benign windows score with them.
         """
         model, flat, split = detectors[judging.TRAINED], self._data.flat, self._data.split
         benign = BenignScores.from_result(self._result, self._model.finished.run_id)
@@ -364,7 +364,7 @@ class WindowEvaluation(Evaluation):
     def _explain_log(
         self, contribute: Callable[[Ints], Floats], verdict: EvaluatedWindows, own: Ints, *, every: bool
     ) -> FlaggedLog:
-        """Explains the windows at the positions `own` of a verdict, which are those of one log."""
+        """Explains the windows of one log, at the positions `own` of a verdict."""
         flat, rows = self._data.flat, verdict.rows[own]
         flagged = np.asarray(verdict.samples["flagged"])[own]
         wanted = np.flatnonzero(flagged | every)
@@ -471,7 +471,7 @@ class WindowEvaluation(Evaluation):
     def _samples(
         self, split: Split, scores: FolderScores, threshold: float
     ) -> tuple[dict[str, Sequence[Any] | NDArray[Any]], Ints]:
-        """Lists the judged windows log by log, those of each log in their order; returns their rows, too."""
+        """Lists the judged windows log by log, in the order of each log; returns their rows, too."""
         flat, rows = self._data.flat, np.concatenate([*split.test.values()])
         score = np.concatenate([*scores.values()])
         folder = np.repeat(np.arange(len(scores)), [len(each) for each in scores.values()])

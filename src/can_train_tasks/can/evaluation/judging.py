@@ -38,7 +38,7 @@ from can_train_tasks.can.settings import BEHAVIOUR_FEATURES
 if TYPE_CHECKING:
     from can_train_tasks.can.data.graphs import Split
 
-# Share of flagged windows from which a remark says that a detector flags everything.
+# Share of flagged windows: above it, a remark says that a detector flags everything.
 FLAGS_EVERYTHING_SHARE: Final = 0.99
 # False-positive rate below which that remark is left out: where nearly all windows are attacks, a good detector flags
 # nearly all of them.
@@ -49,7 +49,7 @@ UNDEFINED: Final = "-"  # cell of a figure that the folder does not define
 _YES: Final = "yes"
 _NO: Final = "NO"  # in capitals, so that it is seen in a column of `yes`
 _OPEN: Final = "open"  # the interval of the difference has both signs, or there is none
-MANY_ALARMS: Final = 100.0  # per hour, from which a decimal is noise
+MANY_ALARMS: Final = 100.0  # per hour: decimals of larger figures are noise
 
 # Figures of a table by heading. The headings are short because the widest row must fit 80 columns: `r@1%` is recall at
 # 1 % false positives, `alarm/h` are false alarms per hour.
@@ -61,7 +61,7 @@ COLUMNS: Final = ("detector", *_RATES, "alarm/h")
 BURST_COLUMNS: Final = ("detector", "found", "latency s", "false/h", "in alarm", "MCC ahead", "95 % interval")
 BURST_SUMMARY_COLUMNS: Final = ("folder", "bursts found", "latency s", "false events/h", "in alarm")
 
-# The same for the summary, which has a row for each test folder.
+# Columns of the summary, which has a row for each test folder.
 _SUMMARY_RATES: Final = {"MCC": "mcc", "PR-AUC": "pr_auc", "recall@1%": "recall_at_fpr_1pct"}
 SUMMARY_COLUMNS: Final = ("folder", *_SUMMARY_RATES, "alarms/h", "best baseline", "its MCC", "beaten")
 _LONGEST_NAME: Final = 15  # characters; longer ones are cut at their beginning
@@ -84,7 +84,7 @@ class ModelScores:
 
     Attributes:
         validation: [R] float64, one for each validation row; empty where the split has none.
-        test: The same for each test folder.
+        test: [F] float64 for each test folder.
         error_units: Units of an autoencoder's error terms, which the scores are made with.
     """
 
@@ -101,7 +101,7 @@ class Detector:
     threshold: metrics.Threshold
 
     def record(self) -> ThresholdRecord:
-        """Returns what validation decided about the detector, as strict JSON."""
+        """Returns the decisions of validation about the detector, as strict JSON."""
         record = ThresholdRecord(threshold=self.threshold.value, threshold_rule=self.threshold.rule)
         if self.scores.error_units is not None:
             record["error_units"] = self.scores.error_units
@@ -137,8 +137,8 @@ class JudgingOptions:
 class FolderJudgement(TypedDict):
     """Figures of one test folder, by detector.
 
-    Those of a baseline that is fitted several times are means; `ranges` has the lowest and the highest of each figure.
-    `differences` are those of the model to each other detector.
+    Figures of a baseline that is fitted several times are means; `ranges` has the lowest and highest of each figure.
+    `differences` compares the model with each other detector.
     """
 
     model: metrics.Metrics
@@ -152,7 +152,7 @@ class FolderJudgement(TypedDict):
 
 
 class ThresholdRecord(TypedDict):
-    """What validation decided about a detector; `error_units` are those of an autoencoder."""
+    """The decisions of validation about a detector; an autoencoder has `error_units`."""
 
     threshold: float
     threshold_rule: str
@@ -254,8 +254,7 @@ def check_scores(scores: ModelScores) -> None:
         broken = int(np.count_nonzero(~np.isfinite(values)))
         if broken:
             raise RunError(
-                "Every window's score must be a finite number",
-                value=f"{broken} of {len(values)} in {part} are not",
+                f"{broken} of {len(values)} scores in {part} are not finite numbers",
                 remedy="The model has diverged: lower the learning rate, clip gradients, or train in fp32",
             )
 
@@ -327,7 +326,7 @@ def remarks(
     *,
     unlabelled_windows: int,
 ) -> list[str]:
-    """Writes sentences about what the figures of a folder hide; `others` are those of the compared detectors."""
+    """Writes remarks that the figures of a folder hide; `others` has the figures of the compared detectors."""
     windows, attacks = model["windows"], model["attack_windows"]
     share, fpr, mcc = model["flagged_share"], model["false_positive_rate"], model["mcc"]
     found = []

@@ -59,10 +59,10 @@ from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, rare_id_notes,
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings, FusionAgentSettings
 
-USUAL_WINDOWS: Final = 64  # the latest calm ones, from which an alarm's reasons tell what is usual; half a megabyte
-USUAL_EVERY: Final = 16  # calm windows of which one is kept, so that they span a minute and not a second
+USUAL_WINDOWS: Final = 64  # the latest calm windows, whose values an alarm calls usual; half a megabyte
+USUAL_EVERY: Final = 16  # every 16th calm window is kept, so that they span a minute and not a second
 # Windows that are scored at a time, of those that arrived together. With more, a teacher's tensors leave the cache (256
-# take half as long again); with fewer, a student's calls take longer than what they compute.
+# take half as long again); with fewer, a student's calls take longer than their arithmetic.
 SCORED_WINDOWS: Final = 32
 TOLD_IDS: Final = 2  # of an alarm, in words
 MOST_NEW_GAPS: Final = 10_000  # IDs that a bus remembers the gaps of: fuzzing makes up millions
@@ -135,7 +135,7 @@ def make_live_detector(
     rule = request.rule
     judgement = finished.result.get("judgement", {})
     if "threshold" not in judgement:
-        raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
+        raise CheckpointError(f"The result of {finished.run_id} has no threshold", remedy="Train anew")
     # False events are counted as `evaluate` counts them; without a number of them, the first flagged window is told.
     hold = Hold(*(rule.hold or (EACH_WINDOW if rule.alarms_per_hour is None else USUAL_HOLD)))
     threshold = Threshold(value=judgement["threshold"], rule=f"{judgement['threshold_rule']}")
@@ -150,7 +150,7 @@ def make_live_detector(
         model = FinishedFusion(finished, nothing, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
     else:
         model = FinishedNetwork(finished, nothing)
-    # How the training log was written says little about what is piped in.
+    # The format of the training log says little about the format of the input.
     dataset = replace(finished.run.dataset, format="auto", id_base="auto", byte_base="auto", columns=ColumnSettings(),
                       channel=request.channel)  # fmt: skip
     dataset = read_as_trained(dataset, judgement)
@@ -164,10 +164,10 @@ class Watch:
 
     Attributes:
         hold: When flagged windows raise an alarm.
-        threshold: Score above which a window is flagged.
+        threshold: Windows with higher scores are flagged.
         calibrate_s: Seconds at its beginning that are taken for benign; None: none are.
-        benign: What validation taught about scores, where a bus is calibrated on.
-        explain: Whether an alarm names what drove it.
+        benign: The benign scores of validation, which a calibration needs.
+        explain: Whether an alarm names its causes.
     """
 
     hold: Hold
@@ -193,12 +193,12 @@ class _Flagged(NamedTuple):
 
 @dataclass(kw_only=True)
 class LiveAlarm:
-    """An alarm that is raised, with the flagged windows from which it was raised on.
+    """An alarm, with the flagged windows since it was raised.
 
     Attributes:
         windows: How many.
         score: The highest.
-        raised_until_s: End of the last window in which it was raised.
+        raised_until_s: End of the last window that raised it.
     """
 
     start_s: float
@@ -260,7 +260,7 @@ class AlarmState:
 
 
 class LiveBus:
-    """What is watched of one bus: its windows, its alarm, and whether it is silent.
+    """The state of one bus: its windows, its alarm, and whether it is silent.
 
     Attributes:
         name: The interface; empty where the input names none.
@@ -292,7 +292,7 @@ class LiveBus:
         self._new_gaps: dict[int, float] = {}  # by new ID, the shortest time between its frames
 
     def see(self, frames: Frames, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
-        """Takes the next frames; yields what happens by them."""
+        """Takes the next frames; yields their events."""
         if self.is_silent:
             yield LiveEvent(text=f"{frames.timestamp[0]:.6f} s: frames arrive again",
                             record={"event": "resumed", "time": float(frames.timestamp[0])})  # fmt: skip
@@ -308,7 +308,7 @@ class LiveBus:
         return _silence(None if self._first_s is None else self._last_s)
 
     def fail(self, errors: BusErrors) -> Iterator[LiveEvent]:
-        """Takes error frames; yields an event for the first ones, and then for those of each `ERRORS_S`."""
+        """Takes error frames; yields an event for the first ones, and then one event each `ERRORS_S`."""
         self._errors += errors.error_frames
         self._bus_offs += errors.bus_offs
         self._untold += errors.error_frames
@@ -336,7 +336,7 @@ class LiveBus:
         return None if ended is None else _ended(ended)
 
     def summary(self) -> list[str]:
-        """Tells what was seen, in sentences."""
+        """Counts frames, windows and alarms, in sentences."""
         frames = self._builder.frames_seen
         seconds = self._last_s - self._first_s if self._first_s is not None else 0.0
         seen = f"{counted(frames, 'frame')} in {seconds:,.1f} s, {counted(self.windows, 'window')}"
@@ -361,7 +361,7 @@ class LiveBus:
         parts = np.split(np.arange(len(block)), range(SCORED_WINDOWS, len(block), SCORED_WINDOWS))
         scores = model.combine(np.concatenate([score(model, rows) for rows in parts]))
         if not np.isfinite(scores).all():
-            raise RunError("Every window's score must be a finite number", value=f"that of {model.describe(0)} is not",
+            raise RunError(f"The score of {model.describe(0)} is not a finite number",
                            remedy="The model has diverged: train it anew with a lower learning rate")  # fmt: skip
         self.windows += len(block)
         for can_id, gap in new_id_gaps(flat, np.arange(len(block)), model.vocabulary).items():
@@ -389,7 +389,7 @@ class LiveBus:
                 self._usual.append(_select(block, row))
 
     def _calibrate(self, calibration: Calibration, flat: FlatGraphs, scores: Floats) -> Generator[LiveEvent, None, int]:
-        """Calibrates on those of the next windows that are to be; returns how many, and tells when it is done."""
+        """Calibrates on as many of the next windows as it needs; returns how many, and yields an event at its end."""
         rows = np.arange(len(flat))
         count = calibration.wanted(flat, rows)
         calibration.add(flat, rows[:count], scores[:count])
@@ -401,7 +401,7 @@ class LiveBus:
         return count
 
     def _causes(self, block: GraphBlock, row: int, contribute: Compute) -> Sequence[Cause]:
-        """Names the CAN IDs that drove the score of a window, beside what is usual in the calm ones before it."""
+        """Names the CAN IDs that drove the score of a window, beside their usual values in calm windows before it."""
         usual = list(self._usual) if len(self._usual) >= LEAST_USUAL_WINDOWS else []
         flat = _flat_of(_joined([*usual, _select(block, row)]), self._window)
         model = self._model.on(flat)
@@ -449,7 +449,7 @@ class LiveDetector:
         return [told for bus, event in ended for told in self._named(bus, [event])]
 
     def summary(self) -> Sequence[str]:
-        """Tells what was seen: frames, windows, alarms, and what was left out."""
+        """Counts frames, windows, alarms and malformed lines, in sentences."""
         if not self._buses:
             return ["0 frames in 0.0 s, 0 windows", *filter(None, [self._input.malformed_text()])]
         several = len(self._buses) > 1
@@ -472,7 +472,7 @@ class LiveDetector:
     def _bus(self, name: str) -> LiveBus:
         if name not in self._buses:
             if len(self._buses) == MOST_BUSES:
-                raise DataError(f"An input has at most {MOST_BUSES} interfaces", value=f"{name} is one more",
+                raise DataError(f"The input has more than {MOST_BUSES} interfaces", value=name,
                                 remedy="Name the one to watch with --channel")  # fmt: skip
             bus = LiveBus(name, self._model, self._watch)
             bus.is_silent = self._is_silent and not self._buses
@@ -480,7 +480,7 @@ class LiveDetector:
         return self._buses[name]
 
     def _named(self, bus: LiveBus, events: Iterable[LiveEvent]) -> Iterator[LiveEvent]:
-        """Adds to events of which bus they are."""
+        """Adds the name of their bus to events."""
         several = len(self._input.channels) > 1 and not self._input.channel
         for event in events:
             prefix = f"{bus.name}: " if several else ""

@@ -36,16 +36,16 @@ SILENCE_S: Final = (
     2.0  # without a frame, after which a bus is called silent: many times the period of any usual message
 )
 # Seconds between two looks at the input. Frames are parsed together: one by one they would take fifty times as long.
-# It delays an alarm by less than a tenth of what a window of a busy bus lasts.
+# It delays an alarm by less than a tenth of the length of a window of a busy bus.
 PAUSE_S: Final = 0.005
 READ_BYTES: Final = 2**20  # of text that are parsed together at most, a tenth of a second of work
 MAX_LINE_BYTES: Final = 2**16  # a longer line is no frame, and is not kept in memory
-UNREADABLE_LINES: Final = 100  # lines, or bytes, of which none is a frame: the input is no log. Headers are shorter
+UNREADABLE_LINES: Final = 100  # lines, or bytes, without a frame: the input is no log. Headers are shorter
 UNREADABLE_BYTES: Final = 2**17
 # First lines of a CSV log that tell the unit of its times and the bases of its numbers, where no heading does.
 TELLING_LINES: Final = 200
 MESSAGES: Final = 4096  # of an interface that are taken together at most
-# Rows from which it is told whether times are differences (candump -td), and the share of steps back that tells it:
+# Rows that decide whether times are differences (candump -td), and the share of steps back that decides it:
 # differences go up and down like noise, and clocks step back rarely.
 DELTA_ROWS: Final = 20
 DELTA_SHARE: Final = 0.25
@@ -55,7 +55,7 @@ _NAMED_CHANNELS: Final = 4  # that are told
 UNWATCHED_FRAMES: Final = 1000  # without one of the interface that is watched, after which a note says so
 _COMMENTS: Final = ("#", ";", "//")  # begin lines above the frames of a log, which may be many
 
-# What SocketCAN's error frames tell, by the bit of their identifier (linux/can/error.h).
+# Meaning of SocketCAN's error frames, by the bit of their identifier (linux/can/error.h).
 ERROR_CLASSES: Final = {
     0x1: "transmission timed out", 0x2: "arbitration lost", 0x4: "controller problem", 0x8: "protocol violation",
     0x10: "transceiver problem", 0x20: "no acknowledgement", 0x40: "bus off", 0x80: "bus error",
@@ -103,7 +103,7 @@ class FrameInput(ABC):
         errors: How many error frames arrived.
         bus_offs: How many of them tell that a controller left its bus.
         malformed: How many lines or messages were none, and were left out, by reason.
-        notes: What a person should know about the input, in sentences.
+        notes: Facts about the input that a person should know, in sentences.
     """
 
     def __init__(self, channel: str = "") -> None:
@@ -123,7 +123,7 @@ class FrameInput(ABC):
         """Gives the input back."""
 
     def malformed_text(self) -> str:
-        """Tells what was left out, as a sentence; empty if nothing was."""
+        """Counts the lines that were left out, as a sentence; empty if there are none."""
         count = self.malformed.total()
         if not count:
             return ""
@@ -138,8 +138,8 @@ class FrameInput(ABC):
         """
         names = list(dict.fromkeys(channels.tolist()))
         if self.channel and "" in names:
-            raise DataError("Only an input that names interfaces has some to choose from",
-                            value=f"--channel {self.channel}", remedy="Leave out --channel")  # fmt: skip
+            raise DataError("The input names no interfaces", value=f"--channel {self.channel}",
+                            remedy="Leave out --channel")  # fmt: skip
         for name in names:
             self._meet(name)
         for name in names:
@@ -178,11 +178,11 @@ class FrameInput(ABC):
         if self.frames or self.errors:
             return
         if self.channels:
-            raise DataError("--channel is an interface of the input",
+            raise DataError("--channel is no interface of the input",
                             value=f"{self.channel}; the input has {self._named_channels()}",
                             remedy=f"Use --channel {self.channels.most_common(1)[0][0]}")  # fmt: skip
-        raise DataError("An input has at least one frame before it ends", value="it ended without one",
-                        remedy="Check what is piped: candump -L can0 | can-train detect RUN")  # fmt: skip
+        raise DataError("The input ended without a frame",
+                        remedy="Check the pipe: candump -L can0 | can-train detect RUN")  # fmt: skip
 
     def _named_channels(self) -> str:
         return ", ".join(
@@ -207,12 +207,12 @@ def open_input(name: str, dataset: CanDatasetSettings) -> FrameInput:
             return TextInput(_STANDARD_INPUT_DESCRIPTOR, dataset)
         if Path(name).exists() and not Path(name).is_dir():
             if binary := recording_format(Path(name)):
-                raise ConfigError("Live detection reads text", value=f"{name} is {binary.upper()}, which is binary",
+                raise ConfigError(f"{name} is {binary.upper()}, a binary format: live detection reads text",
                                   remedy=f"Use can-train evaluate RUN --dataset {shlex.quote(name)}")  # fmt: skip
             return TextInput(os.open(name, os.O_RDONLY), dataset)
     except OSError as error:
         what = "standard input" if name == STANDARD_INPUT else name
-        raise ConfigError("The input must be readable", value=f"{what}: {error.strerror}",
+        raise ConfigError("The input cannot be read", value=f"{what}: {error.strerror}",
                           remedy="Check its permissions, or pipe: candump -L can0 | can-train detect RUN"
                           ) from error  # fmt: skip
     return BusInput(_open_bus(name), dataset.channel)
@@ -227,10 +227,10 @@ class TextInput(FrameInput):
         self._settings = dataset
         self._grammar: Grammar | None = None
         self._log_clock: LogClock | None = None  # once the grammar is known
-        self._unknown: list[str | None] = []  # the first lines, as long as no format reads one of them
+        self._unknown: list[str | None] = []  # the first lines, as long as no format reads them
         self._unknown_bytes = 0
         self._awaits_more = False  # whether a format reads them, and more of them are to tell how it is written
-        self._untimed = False  # whether the lines have no times, and get those of their arrival
+        self._untimed = False  # whether the lines have no times, and get the times of their arrival
         self._deltas: bool | None = None  # whether the times are differences; None: not known yet
         self._undecided: list[tuple[Frames, NDArray[Any]]] = []  # with the interface of each frame
         self._clock_s = 0.0  # sum of the differences
@@ -252,7 +252,7 @@ class TextInput(FrameInput):
                 continue
             whole, newline, rest = (rest + text).rpartition(b"\n")
             if skipping and newline:
-                # What is left of a line that was too long.
+                # The rest of a line that was too long.
                 whole, skipping = whole.partition(b"\n")[2], False
             if len(rest) > MAX_LINE_BYTES:
                 self.malformed["the line is too long"] += not skipping
@@ -274,7 +274,7 @@ class TextInput(FrameInput):
             os.close(self._descriptor)
 
     def _chunks(self) -> Iterator[bytes | None]:
-        """Yields what has arrived, up to `READ_BYTES`; None where nothing did for `SILENCE_S`."""
+        """Yields the bytes that arrive, up to `READ_BYTES`; None where no byte came for `SILENCE_S`."""
         ended, looked_s = False, 0.0
         while not ended:
             if not select.select([self._descriptor], [], [], SILENCE_S)[0]:
@@ -288,7 +288,7 @@ class TextInput(FrameInput):
                 try:
                     part = os.read(self._descriptor, READ_BYTES - size)
                 except OSError as error:
-                    raise DataError("The input must stay readable", value=error.strerror or str(error),
+                    raise DataError("The input can no longer be read", value=error.strerror or str(error),
                                     remedy="Start it again") from error  # fmt: skip
                 if not part:
                     ended = True
@@ -311,7 +311,7 @@ class TextInput(FrameInput):
         return f"none of the first {min(len(rows), UNREADABLE_LINES):,} lines is; the first is {first!r}"
 
     def _refuse_unreadable(self, size: int) -> None:
-        """Refuses the input if what it has sent so far, with the latest `size` bytes, shows that it is no log."""
+        """Refuses the input if its lines so far, with the latest `size` bytes, show that it is no log."""
         if self._grammar is not None or self._awaits_more:
             return
         self._unknown_bytes += size
@@ -319,7 +319,7 @@ class TextInput(FrameInput):
             raise self._unreadable()
 
     def _unreadable(self) -> DataError:
-        return DataError("An input has lines of a CAN log, each with time, ID and data", value=self._unknown_text(),
+        return DataError("The input is no CAN log with time, ID and data in each line", value=self._unknown_text(),
                          remedy="Pipe candump -L can0, or text as `zcat` prints it; can-train evaluate reads other logs"
                          )  # fmt: skip
 
@@ -420,7 +420,7 @@ class TextInput(FrameInput):
         return decided
 
     def _decided(self, *, final: bool = False) -> Iterator[BusFrames]:
-        """Yields the frames that wait, once it is known what their times are."""
+        """Yields the frames that wait, once the kind of their times is known."""
         if not self._undecided:
             return
         frames = Frames.concatenate([waiting for waiting, _ in self._undecided])
@@ -485,7 +485,7 @@ class BusInput(FrameInput):
                 first = self._bus.recv(SILENCE_S)
                 messages = [] if first is None else [first, *self._waiting()]
             except (CanError, OSError) as error:
-                raise DataError("A CAN interface must stay up", value=str(error),
+                raise DataError("The CAN interface has gone down", value=str(error),
                                 remedy="Bring it up: ip link set can0 up") from error  # fmt: skip
             if not messages:
                 yield None
@@ -536,13 +536,13 @@ def _open_bus(name: str) -> Any:
     try:
         import can
     except ImportError as error:
-        raise ConfigError("A CAN interface is read by python-can, which is not installed", value=f"--input {name}",
+        raise ConfigError("python-can is not installed, which reads CAN interfaces", value=f"--input {name}",
                           remedy="pip install 'can-train[live]', or pipe: candump -L can0 | can-train detect RUN"
                           ) from error  # fmt: skip
     interface, colon, channel = name.partition(":")
     try:
         return can.Bus(interface=interface if colon else "socketcan", channel=channel if colon else name)
     except (can.CanError, OSError, ValueError, ImportError, NotImplementedError) as error:
-        raise ConfigError("--input is -, a file, or a CAN interface that is up", value=f"{name}: {error}",
+        raise ConfigError("--input is neither -, nor a file, nor a CAN interface that is up", value=f"{name}: {error}",
                           remedy="ip -brief link shows interfaces; python-can's others are INTERFACE:CHANNEL"
                           ) from error  # fmt: skip

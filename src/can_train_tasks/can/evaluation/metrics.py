@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from can_train.errors import DataError
 from can_train_tasks.can.data.graphs import Bools, Floats
 
-# False-positive rate at which `recall_at_fpr_1pct` is read. It is customary, and means hundreds of alarms an hour.
+# False-positive rate of `recall_at_fpr_1pct`. It is customary, and means hundreds of alarms an hour.
 FIXED_FPR: Final = 0.01
-# What an autoencoder's anomaly score is made of: mean errors of a window's nodes and edges and of their latents, the
-# mean error of its worst nodes, and what no reconstruction shows: IDs that training did not see, and those overdue.
+# Parts of an autoencoder's anomaly score: mean errors of a window's nodes and edges and of their latents, the mean
+# error of its worst nodes, and the IDs that no reconstruction shows: unknown ones, and overdue ones.
 ERROR_TERMS: Final = ("node", "edge", "latent", "worst", "ids")
 # The first three are those that users of this detector know.
 ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25, 0.5, 1.0)
 RECONSTRUCTION_TERMS: Final = 3
-ODD: Final = 3.0  # times the usual reach of a benign window's score, from which it is an odd one
+ODD: Final = 3.0  # times the usual reach of a benign window's score: a score that lies further out is odd
 # How much further another drive goes. MCC on other drives of six simulated vehicles, trained on 27 and 60 s of one:
 # 0.41 and 0.58 with 1, 0.44 and 0.64 with this.
 SHORT_DRIVE_MARGIN: Final = 1.75
@@ -31,7 +31,7 @@ LEAST_IDS: Final = 0.02  # unit of the last term where benign windows have none:
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """A score above which windows are flagged, and a sentence about the rule that chose it."""
+    """A threshold, which higher scores exceed, and a sentence about the rule that chose it."""
 
     value: float
     rule: str
@@ -50,8 +50,7 @@ def choose_threshold(is_attack: Bools, score: Floats, *, supervised: bool, fpr: 
         rule = "max F1 on validation" + (" (which holds attacks only)" if is_attack.all() else "")
         return Threshold(value=threshold_max_f1(is_attack, score), rule=rule)
     if is_attack.all():
-        raise DataError("The threshold needs benign windows in the validation part",
-                        value=f"{len(is_attack)} windows, none of them benign",
+        raise DataError(f"None of the {len(is_attack)} validation windows is benign: a threshold needs some",
                         remedy="Use a longer log, or raise dataset.validation_share")  # fmt: skip
     benign = score[~is_attack]
     where = "on validation" + (" (which holds no attacks)" if supervised else "")
@@ -178,7 +177,7 @@ def detector_metrics(is_attack: Bools, score: Floats, flagged: Bools, *, benign_
 
 
 def mean_metrics(several: Sequence[Metrics]) -> Metrics:
-    """Returns the means of figures on the same windows; None where one of them is."""
+    """Returns the means of figures on the same windows; None where a figure is None."""
     if len(several) == 1:
         return several[0]
     columns: dict[str, list[Any]] = {name: [dict(one)[name] for one in several] for name in several[0]}

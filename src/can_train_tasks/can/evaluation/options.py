@@ -1,4 +1,4 @@
-"""The rule by which windows are flagged and alarms raised, and the options of `can-train evaluate` for CAN runs."""
+"""The rule that flags windows and raises alarms, and the options of `can-train evaluate` for CAN runs."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def _parse_seconds(text: str) -> float:
     """Reads a time such as 10s, 2min or 90."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text)
     if match is None or match[2] not in _SECONDS:
-        raise ConfigError("--calibrate is a time", value=repr(text), remedy="Write it like --calibrate 10s")
+        raise ConfigError("--calibrate is not a time", value=repr(text), remedy="Write it like --calibrate 10s")
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -35,9 +35,8 @@ def _parse_hold(text: str) -> Hold:
     """Reads `2/3`."""
     match = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]) <= _LONGEST_HOLD:
-        raise ConfigError("--hold is M/N: an alarm is raised when M of the last N samples are flagged",
-                          value=repr(text), remedy=f"Write it like --hold 2/3, with M ≤ N ≤ {_LONGEST_HOLD}"
-                          )  # fmt: skip
+        raise ConfigError("--hold is not M/N", value=repr(text),
+                          remedy=f"Write it like --hold 2/3, with M ≤ N ≤ {_LONGEST_HOLD}")  # fmt: skip
     return Hold(int(match[1]), int(match[2]))
 
 
@@ -74,10 +73,10 @@ class AlarmRule:
     """When windows are flagged and alarms raised; None leaves it to the rule of the run's validation.
 
     Attributes:
-        threshold: Score above which a window is flagged.
+        threshold: Windows with higher scores are flagged.
         calibrate_s: Seconds at the beginning of each recording that are taken for benign: the scores are adapted to
             them, and they are not judged.
-        alarms_per_hour: False alarms an hour for which the threshold is chosen.
+        alarms_per_hour: Expected false alarms an hour; they choose the threshold.
         hold: When flagged windows raise an alarm.
 
     Raises:
@@ -91,12 +90,12 @@ class AlarmRule:
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not math.isfinite(self.threshold):
-            raise ConfigError("--threshold is a finite number", value=str(self.threshold))
+            raise ConfigError("--threshold is not a finite number", value=str(self.threshold))
         for flag, value in {"calibrate": self.calibrate_s, "alarms-per-hour": self.alarms_per_hour}.items():
             if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"--{flag} is more than 0", value=f"{value:g}", remedy="Give a positive number")
+                raise ConfigError(f"--{flag} is not more than 0", value=f"{value:g}", remedy="Give a positive number")
             if value is not None and self.threshold is not None:
-                raise ConfigError(f"--threshold and --{flag} both choose the threshold", remedy="Give one of them")
+                raise ConfigError(f"--threshold and --{flag} both choose the threshold", remedy="Leave one out")
 
 
 @dataclass(frozen=True, kw_only=True)

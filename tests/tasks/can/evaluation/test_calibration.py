@@ -82,9 +82,9 @@ def test_the_record_survives_json():
 
 
 def test_what_a_record_does_not_tell_is_refused():
-    with pytest.raises(ConfigError, match="holds of up to 5 windows: --hold 2/7"):
+    with pytest.raises(ConfigError, match="a hold of up to 5 windows: --hold 2/7"):
         BenignScores.of(*benign(100)).threshold(6, Hold(2, 7))
-    with pytest.raises(CheckpointError, match="that of a run does not"):
+    with pytest.raises(CheckpointError, match="The result of a run does not tell"):
         BenignScores.from_result({}, "a run")
 
 

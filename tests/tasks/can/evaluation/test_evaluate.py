@@ -142,7 +142,7 @@ def test_a_setting_that_has_nothing_to_do_with_reading_is_refused(sets: str, tmp
 
 def test_a_result_without_a_threshold_is_refused(tmp_path: Path) -> None:
     finished = replace(finished_on(log(tmp_path / "own.csv")), result={})
-    with pytest.raises(CheckpointError, match="holds its threshold"):
+    with pytest.raises(CheckpointError, match="has no threshold"):
         evaluation_of(finished, tmp_path, None)
 
 

@@ -168,8 +168,8 @@ def test_malformed_lines_are_counted_with_their_reasons(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"", "at least one frame before it ends: it ended without one"),
-        (b"# a comment\n\n", "it ended without one"),
+        (b"", "The input ended without a frame"),
+        (b"# a comment\n\n", "The input ended without a frame"),
         (b"hello\nworld\n\n", "none of the first 2 lines is; the first is 'hello'"),
         (b"\0" * 300_000, "binary data have none"),
     ],
@@ -234,7 +234,7 @@ def test_interfaces_on_one_pipe_are_buses_of_their_own(
     ("text", "said"),
     [
         (two_buses("-L"), "can7; the input has can0 (300 frames), can1 (100 frames).\nUse --channel can0"),
-        ("1.5,123,2,00,FF,R\n" * 30, "Only an input that names interfaces has some to choose from: --channel can7"),
+        ("1.5,123,2,00,FF,R\n" * 30, "The input names no interfaces: --channel can7"),
     ],
 )
 def test_an_interface_that_is_not_there_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_line_without_end_is_not_kept_in_memory(tmp_path: Path) -> None:
 
 
 def test_random_bytes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="lines of a CAN log"):
+    with pytest.raises(DataError, match="is no CAN log"):
         read(np.random.default_rng(0).bytes(100_000), tmp_path)
 
 

@@ -248,5 +248,5 @@ def test_a_validation_of_attacks_only_is_said_in_the_rule():
 
 @pytest.mark.parametrize(("windows", "supervised"), [(0, True), (0, False), (2, False)])
 def test_a_validation_that_allows_no_threshold_is_refused(windows, supervised):
-    with pytest.raises(DataError, match="needs benign windows in the validation part"):
+    with pytest.raises(DataError, match="validation windows is benign"):
         choose_threshold(np.ones(windows, bool), np.zeros(windows), supervised=supervised, fpr=0.01)
