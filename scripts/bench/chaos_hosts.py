@@ -20,7 +20,7 @@ from bench.chaos_cases import Attack
 from can_train.factors.observations import Device, Observation, read_records, write_record
 from can_train.factors.store import FactorStore, next_time
 from can_train.io import records
-from can_train.runs.run_folder import Registry, RunRecord
+from can_train.runs.registry import Registry, RunRecord
 
 CLOCKS: Final = 2_000
 HOSTS: Final = 100

@@ -14,7 +14,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import plain_to_yaml
 from can_train.factors.observations import Device, Event, Observation
 from can_train.io.records import SCHEMA, json_text, time_stamp, utc_text
-from can_train.runs.run_folder import RunRecord
+from can_train.runs.registry import RunRecord
 
 CONFIGURATIONS: Final = 50
 DEVICES: Final = ("v100-16gb", "v100-32gb", "a100-40gb", "h100-80gb")

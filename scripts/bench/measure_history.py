@@ -19,7 +19,8 @@ from bench.history_store import DEVICES, add_events, add_observations, add_runs,
 from bench.results_file import environment, markdown, write_section
 from can_train.factors.store import FactorStore, next_time
 from can_train.io.index import SETTLED_S, index_folder
-from can_train.slurm.past_runs import PastRuns
+from can_train.runs.past_runs import PastRuns
+from can_train.slurm import client as slurm
 
 SIZES: Final = ((1_000, 200), (20_000, 5_000), (100_000, 20_000))  # observations and runs
 PLANNED_FROM: Final = 100_000  # observations: a plan takes seconds without any
@@ -137,7 +138,7 @@ def run_look_up(state: Path, runs: Path) -> Seconds:
 def look_up(state: Path, runs: Path) -> Seconds:
     """Does what a training does with the state folder before it trains; returns the seconds that it took."""
     wall, cpu = time.perf_counter(), time.process_time()
-    PastRuns(state, runs)
+    PastRuns(state, runs, slurm)
     known = FactorStore(state).known(key_of(0), DEVICES[0], observation_of(0).fingerprint, size="student")
     next_time(state)
     seconds = time.process_time() - cpu, time.perf_counter() - wall

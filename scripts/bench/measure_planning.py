@@ -22,7 +22,8 @@ from can_train.io.records import write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
-from can_train.runs.run_folder import RunFolder, StopRequests
+from can_train.runs.attempts import StopRequests
+from can_train.runs.run_folder import RunFolder
 from can_train.training.loading import fresh_model, load_task
 from can_train.training.session import Parts
 from can_train.training.train import make_session, recording_observation, take_step

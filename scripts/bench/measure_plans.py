@@ -24,7 +24,8 @@ from can_train.factors.store import factor_rule
 from can_train.fit.packing import BatchCosts, SplitRules, cut
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
-from can_train.runs.run_folder import RunFolder, StopRequests
+from can_train.runs.attempts import StopRequests
+from can_train.runs.run_folder import RunFolder
 from can_train.task import BatchTask
 from can_train.training.dry_run import dry_plans, find_targets
 from can_train.training.loading import load_task

@@ -60,8 +60,8 @@ FOLLOWED: Final = 4
 
 IMPORTS: Final[Mapping[str, str]] = {
     "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose, can_train.config.compose",
-    "runs": "import typer, rich.table, can_train.cli.runs, can_train.slurm.status",
-    "status": "import typer, rich.table, can_train.cli.main, can_train.slurm.status",
+    "runs": "import typer, rich.table, can_train.cli.runs, can_train.runs.status",
+    "status": "import typer, rich.table, can_train.cli.main, can_train.runs.status",
 }
 """The imports of each command, which are timed separately."""
 

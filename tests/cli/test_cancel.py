@@ -9,8 +9,8 @@ import pytest
 from can_train.cli.cancel import check_own_jobs, stop
 from can_train.errors import RunError
 from can_train.io.records import JobId
-from can_train.slurm.client import QueueRow, SlurmAnswer
-from can_train.slurm.run_state import RunFacts
+from can_train.runs.run_state import RunFacts
+from can_train.runs.scheduler import QueueRow, SchedulerAnswer
 from fakes.run_facts import CLUSTER, JOBS, RUN, attempt, job, minute, of_job, slurm_job
 
 
@@ -75,7 +75,7 @@ def test_a_process_of_another_machine_cannot_be_reached_from_here() -> None:
 def entered(state: str, start: str) -> RunFacts:
     """A run that a person started in a job of their own."""
     row = QueueRow(job=slurm_job("9"), state=state, start=start, name="bash")
-    return RunFacts(run=RUN, attempts=[attempt(1, "9")], answer=SlurmAnswer(queue=[row], local=CLUSTER))
+    return RunFacts(run=RUN, attempts=[attempt(1, "9")], answer=SchedulerAnswer(queue=[row], local=CLUSTER))
 
 
 def test_a_job_that_a_person_started_is_the_runs_where_it_runs_since_before_the_attempt() -> None:

@@ -7,7 +7,7 @@ import pytest
 from can_train.cli.logs import GrowingLog, log_paths, ranks_with_logs
 from can_train.cli.main import main
 from can_train.errors import RunError
-from can_train.slurm.status import run_logs
+from can_train.runs.status import run_logs
 from fakes.made_runs import RESULT, Runs, at, begin
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.resolved import plain_from_yaml
-from can_train.runs.run_folder import Registry
+from can_train.runs.registry import Registry
 
 LINE = ("pipeline", "--dataset", "synthetic", "--submit", "--json")
 COMMANDS = {

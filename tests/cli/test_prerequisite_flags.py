@@ -6,7 +6,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.resolved import plain_from_yaml
-from can_train.runs.run_folder import Registry
+from can_train.runs.registry import Registry
 from fakes.finished_runs import Shelf
 
 DISTILL = ("--model", "gat", "--size", "student", "--mode", "knowledge_distillation", "--dataset", "synthetic")

@@ -14,7 +14,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.resolved import plain_from_yaml
-from can_train.runs.run_folder import Registry
+from can_train.runs.registry import Registry
 from fakes.made_runs import begin, end
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic")

@@ -5,7 +5,7 @@ import pytest
 from can_train.config.resolved import preset_folders, presets
 from can_train.config.task_settings import load_task_settings
 from can_train.errors import ConfigError
-from can_train.slurm.pipeline import PipelineStage, load_stages, select_stages, split_sets
+from can_train.runs.pipeline import PipelineStage, load_stages, select_stages, split_sets
 
 
 @pytest.mark.parametrize("preset", presets("pipeline", preset_folders("can")))

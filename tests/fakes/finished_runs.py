@@ -7,7 +7,8 @@ from typing import Any
 
 from can_train.config.compose import RunRequest, changed_settings, resolve
 from can_train.config.resolved import ResolvedRun, with_absolute_paths
-from can_train.runs.run_folder import Registry, RunFolder, RunRecord
+from can_train.runs.registry import Registry, RunRecord
+from can_train.runs.run_folder import RunFolder
 
 RESULT = {"status": "finished", "epochs": 2, "parameters": 1000}
 

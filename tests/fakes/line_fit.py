@@ -15,7 +15,8 @@ from can_train.config.resolved import ResolvedRun
 from can_train.fit.factor_rule import Aim, FactorRule, SafetyFactor
 from can_train.memory.meters import CpuMeter
 from can_train.reporter import SilentReporter
-from can_train.runs.run_folder import RunFolder, StopRequests
+from can_train.runs.attempts import StopRequests
+from can_train.runs.run_folder import RunFolder
 from can_train.task import BatchTask, Feature
 from can_train.training.session import Parts, Session
 from can_train.training.train import make_session, train

@@ -3,20 +3,38 @@
 import json
 import os
 import socket
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from can_train.io.records import AttemptStart
-from can_train.runs.run_folder import AttemptEnd, JobRecord, Registry, RunRecord
-from can_train.slurm.client import SlurmAnswer
-from can_train.slurm.status import KnownRun, RunStatus, known_runs, run_statuses
+from can_train.io.records import AttemptStart, JobId
+from can_train.runs.attempts import AttemptEnd
+from can_train.runs.registry import JobRecord, Registry, RunRecord
+from can_train.runs.scheduler import SchedulerAnswer
+from can_train.runs.status import KnownRun, RunStatus, known_runs, run_statuses
+from can_train.slurm.client import logs_into
 from fakes.run_facts import CLUSTER
 
 KEY = "synthetic_gat_student_normal"
 CONFIG = "task: can\ntraining:\n  epochs: 4\n"
 RESULT = {"status": "finished", "epochs": 4, "steps": 40, "best_epoch": 2, "best_validation_loss": 0.5,
           "peak_memory_pct": 0.62, "plan": {"plan": {"safety_factor": 0.7}}}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FakeScheduler:
+    """A scheduler with one answer to every question; `asked` collects the jobs of each question."""
+
+    answer: SchedulerAnswer = field(default_factory=SchedulerAnswer)
+    asked: list[list[JobId]] = field(default_factory=list)
+
+    def query_jobs(self, jobs: Iterable[JobId]) -> SchedulerAnswer:
+        self.asked.append(sorted(jobs))
+        return self.answer
+
+    def logs_into(self, job: JobId, folder: Path) -> bool:
+        return logs_into(job, folder)
 
 
 class Runs:
@@ -54,9 +72,9 @@ class Runs:
     def known(self) -> list[KnownRun]:
         return known_runs(self.registry, self.runs_dir)
 
-    def look(self, answer: SlurmAnswer | None = None) -> list[RunStatus]:
+    def look(self, answer: SchedulerAnswer | None = None) -> list[RunStatus]:
         """Finds out about all of them; without an answer SLURM knows none of their jobs."""
-        return run_statuses(self.known(), self.registry, lambda jobs: answer or SlurmAnswer())
+        return run_statuses(self.known(), self.registry, FakeScheduler(answer or SchedulerAnswer()))
 
 
 def at(second: int) -> str:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from can_train.io.records import AttemptStart, JobId
-from can_train.runs.run_folder import AttemptEnd, JobRecord, RunRecord
-from can_train.slurm.client import SlurmAnswer, parse_sacct, parse_squeue
-from can_train.slurm.run_state import AttemptFacts, RunFacts
+from can_train.runs.attempts import AttemptEnd
+from can_train.runs.registry import JobRecord, RunRecord
+from can_train.runs.run_state import AttemptFacts, RunFacts
+from can_train.runs.scheduler import SchedulerAnswer
+from can_train.slurm.client import parse_sacct, parse_squeue
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "slurm"
 CLUSTER = "alpha"
@@ -53,12 +55,12 @@ def attempt(number: int, job_id: str = "", ending: str | None = None, **values: 
     return AttemptFacts(start=AttemptStart(**{**began, **values}), end=ended, alive=alive)
 
 
-def recorded(example: str, *, sacct: bool = True, squeue: bool = True) -> SlurmAnswer:
+def recorded(example: str, *, sacct: bool = True, squeue: bool = True) -> SchedulerAnswer:
     """SLURM's answer about a recorded job, from both programs or only one."""
     job = slurm_job(JOBS[example])
     queue = parse_squeue((RECORDED / "squeue.txt").read_text(), CLUSTER) if squeue else []
     accounts = parse_sacct((RECORDED / "sacct.txt").read_text(), CLUSTER) if sacct else []
-    return SlurmAnswer(
+    return SchedulerAnswer(
         queue=[row for row in queue if row.job == job],
         accounts=[row for row in accounts if row.job == job],
         local=CLUSTER,

@@ -107,7 +107,7 @@ def test_only_the_client_calls_the_programs_of_slurm() -> None:
     "line", ['run("squeue", "--me")', "run(['scontrol', 'show'])", 'run("sacct -n -P", shell=True)']
 )
 def test_a_call_of_slurm_elsewhere_is_found(line: str) -> None:
-    assert len(slurm_calls(parse("slurm/past_runs.py", line))) == 1
+    assert len(slurm_calls(parse("runs/past_runs.py", line))) == 1
     assert slurm_calls(parse(SLURM_CLIENT, line)) == []
 
 

@@ -7,14 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from can_train.runs.scheduler import AccountRow, JobStep, NoControllerError, QueueRow, SchedulerAnswer, reason_in_words
 from can_train.slurm.client import (
     SUBMIT_TIMEOUT_S,
-    AccountRow,
-    JobStep,
-    NoControllerError,
     Partition,
-    QueueRow,
-    SlurmAnswer,
     limited,
     moved_dependency,
     parse_partitions,
@@ -22,7 +18,6 @@ from can_train.slurm.client import (
     parse_squeue,
     query_cluster,
     query_jobs,
-    reason_in_words,
     run_command,
 )
 from fakes.run_facts import CLUSTER, JOBS, RECORDED, slurm_job
@@ -157,7 +152,7 @@ def test_jobs_are_asked_about_once_together(tmp_path: Path, monkeypatch: pytest.
     for name in ("squeue", "sacct"):
         program(tmp_path, name, f'echo "$0 $@" >> {tmp_path}/calls')
     answer = query_jobs([slurm_job(number) for number in ("12", "13_4", "13_5", "no job", "")])
-    assert answer == SlurmAnswer(queue=[], accounts=[], local=CLUSTER)
+    assert answer == SchedulerAnswer(queue=[], accounts=[], local=CLUSTER)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 2
     assert all("--jobs=12,13 " in call for call in calls)
@@ -173,7 +168,7 @@ def test_an_accounting_that_does_not_work_says_nothing(
     program(tmp_path, "sacct", script)
     answer = query_jobs([slurm_job("12")])
     row = QueueRow(job=slurm_job("12"), state="PENDING", reason="Priority", time_limit="5:00", name="a|b")
-    assert answer == SlurmAnswer(queue=[row], accounts=[], local=CLUSTER)
+    assert answer == SchedulerAnswer(queue=[row], accounts=[], local=CLUSTER)
 
 
 def test_a_job_that_squeue_has_never_heard_of_is_an_empty_answer(
@@ -183,7 +178,7 @@ def test_a_job_that_squeue_has_never_heard_of_is_an_empty_answer(
     answering(tmp_path)
     program(tmp_path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     program(tmp_path, "sacct", "")
-    assert query_jobs([slurm_job("12")]) == SlurmAnswer(queue=[], accounts=[], local=CLUSTER)
+    assert query_jobs([slurm_job("12")]) == SchedulerAnswer(queue=[], accounts=[], local=CLUSTER)
 
 
 def test_without_slurm_nothing_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +188,7 @@ def test_without_slurm_nothing_answers(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_without_jobs_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert query_jobs([]) == SlurmAnswer()
+    assert query_jobs([]) == SchedulerAnswer()
 
 
 def test_a_command_has_its_output_its_errors_or_why_it_has_no_status() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from can_train.config.resolved import plain_to_yaml
-from can_train.runs.run_folder import WARNED, AttemptEnd, Attempts, SlurmContext, StopRequests
+from can_train.runs.attempts import WARNED, AttemptEnd, Attempts, SlurmContext, StopRequests
 from fakes.run_facts import CLUSTER, slurm_job
 
 pytestmark = pytest.mark.slow

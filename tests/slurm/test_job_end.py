@@ -8,8 +8,9 @@ import pytest
 
 from can_train.config.resolved import plain_to_yaml
 from can_train.errors import RunError
-from can_train.runs.run_folder import Attempts, RunFolder, SlurmContext
-from can_train.slurm.client import AccountRow, SlurmAnswer
+from can_train.runs.attempts import Attempts, SlurmContext
+from can_train.runs.run_folder import RunFolder
+from can_train.runs.scheduler import AccountRow, SchedulerAnswer
 from can_train.slurm.job import after_job, host_memory_ran_out, job_memory_mib
 from fakes.made_runs import Runs, end
 from fakes.run_facts import CLUSTER, slurm_job
@@ -135,7 +136,7 @@ def test_a_job_that_is_not_put_back_as_promised_says_so_in_its_status(
     assert str(found.state) == f"time limit: warned and saved; {failure}"
     # SLURM itself may call that the time limit, too.
     row = AccountRow(job=slurm_job("7"), state="TIMEOUT", nodes="n1", time_limit="1:00")
-    (found,) = job.runs.look(SlurmAnswer(accounts=[row]))
+    (found,) = job.runs.look(SchedulerAnswer(accounts=[row]))
     assert str(found.state) == f"time limit: its limit of 1:00 was up, warned and saved; {failure}"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from can_train.config.settings import ClusterSettings
 from can_train.io.records import utc_now
-from can_train.runs.run_folder import JobRecord
+from can_train.runs.registry import JobRecord
 from can_train.slurm.job import (
     MEMORY_GROWTH,
     JobOutcome,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from can_train.runs.run_folder import Registry, RunFolder
+from can_train.runs.registry import Registry
+from can_train.runs.run_folder import RunFolder
 from can_train.slurm.snapshot import describe, keep, read_code
 from can_train.slurm.submit import start_process
 

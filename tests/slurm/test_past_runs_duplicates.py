@@ -8,9 +8,10 @@ import pytest
 from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
-from can_train.runs.run_folder import Registry, RunRecord
-from can_train.slurm.client import Node, Partition, QueueRow, SlurmAnswer
-from can_train.slurm.past_runs import find_duplicate_run, identity
+from can_train.runs.past_runs import find_duplicate_run, identity
+from can_train.runs.registry import Registry, RunRecord
+from can_train.runs.scheduler import QueueRow, SchedulerAnswer
+from can_train.slurm.client import Node, Partition
 from can_train.slurm.submission_plan import plan_submission
 from fakes.made_runs import RESULT, Runs
 from fakes.run_facts import CLUSTER, slurm_job
@@ -53,7 +54,7 @@ def test_the_newest_run_that_lives_or_has_finished_is_the_duplicate_run(tmp_path
     runs.add(3, identity="x")
     runs.add(4, RESULT, identity="y")
     runs.submit(queued, "7")
-    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=[QueueRow(job=slurm_job("7"), state="PENDING")])))
+    found = find_duplicate_run("x", runs.look(SchedulerAnswer(queue=[QueueRow(job=slurm_job("7"), state="PENDING")])))
     assert found is not None
     assert (found.known.run_id, found.state.state) == (queued.name, "queued")
     found = find_duplicate_run("x", runs.look())
@@ -76,5 +77,5 @@ def test_the_newest_job_of_a_run_decides(tmp_path: Path, queue: dict[str, str], 
     runs.submit(path, "2")
     runs.submit(path, "5_3", time="2026-01-01T00:00:09+00:00")
     rows = [QueueRow(job=slurm_job(job_id), state=word) for job_id, word in queue.items()]
-    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=rows)))
+    found = find_duplicate_run("x", runs.look(SchedulerAnswer(queue=rows)))
     assert (found.state.state if found else None) == state

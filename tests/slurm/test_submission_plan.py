@@ -12,9 +12,10 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun, plain_to_yaml, with_absolute_paths
 from can_train.errors import MissingDataError, RunError
 from can_train.io.records import utc_now
-from can_train.runs.run_folder import JobRecord, Registry, RunFolder, RunRecord
+from can_train.runs.past_runs import data_files, identity
+from can_train.runs.registry import JobRecord, Registry, RunRecord
+from can_train.runs.run_folder import RunFolder
 from can_train.slurm.client import Node, Partition
-from can_train.slurm.past_runs import data_files, identity
 from can_train.slurm.script import with_cluster_defaults
 from can_train.slurm.submission_plan import UNKNOWN, JobDevice, expectation, job_device, plan_submission
 from fakes.made_runs import begin

@@ -10,8 +10,11 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.resolved import plain_to_yaml
-from can_train.runs.run_folder import Attempts, Registry, RunFolder, SlurmContext
-from can_train.slurm.client import SlurmAnswer, query_jobs
+from can_train.runs.attempts import Attempts, SlurmContext
+from can_train.runs.registry import Registry
+from can_train.runs.run_folder import RunFolder
+from can_train.runs.scheduler import SchedulerAnswer
+from can_train.slurm.client import query_jobs
 from can_train.slurm.job import after_job
 from fakes.made_runs import KEY, Runs, begin, end
 from fakes.run_facts import slurm_job
@@ -306,5 +309,5 @@ def test_the_variable_that_sends_programs_to_another_cluster_does_not_change_whi
     shown = shlex.quote(str(clusters.bin / "variables"))
     (clusters.bin / "squeue").write_text(f"#!/bin/sh\nenv > {shown}\n")
     monkeypatch.setenv("SLURM_CLUSTERS", "alpha")
-    assert query_jobs([slurm_job("12", "beta")]) == SlurmAnswer(queue=[], accounts=[], local="beta")
+    assert query_jobs([slurm_job("12", "beta")]) == SchedulerAnswer(queue=[], accounts=[], local="beta")
     assert "SLURM_CLUSTERS" not in (clusters.bin / "variables").read_text()

@@ -12,7 +12,7 @@ from can_train.errors import (
     OutOfMemoryDetails,
     RankGoneError,
 )
-from can_train.runs.run_folder import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
+from can_train.runs.attempts import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
 from fakes.run_facts import CLUSTER, slurm_job
 
 JOB = SlurmContext(job=slurm_job("7"), restarts=1)

@@ -20,7 +20,8 @@ from can_train.errors import DoesNotFitError
 from can_train.fit.optimizer import make_optimizer
 from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
-from can_train.runs.run_folder import RunFolder, StopRequests
+from can_train.runs.attempts import StopRequests
+from can_train.runs.run_folder import RunFolder
 from can_train.task import BatchTask, Feature
 from can_train.training import train as training_loop
 from can_train.training.session import Parts, Session

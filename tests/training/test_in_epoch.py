@@ -17,7 +17,7 @@ from torch import nn
 
 from can_train.fit.planner import RunPlan, planned_orders
 from can_train.runs.run_folder import RunFolder
-from can_train.slurm.status import read_progress
+from can_train.runs.status import read_progress
 from can_train.task import Feature
 from can_train.training import train as training_loop
 from can_train.training.report import plan_lines

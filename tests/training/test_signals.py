@@ -9,7 +9,8 @@ import pytest
 
 from can_train.errors import ConfigError
 from can_train.reporter import LoggedReporter, SilentReporter
-from can_train.runs.run_folder import Attempts, RunFolder, StopRequests
+from can_train.runs.attempts import Attempts, StopRequests
+from can_train.runs.run_folder import RunFolder
 from can_train.training.train import logged
 
 

@@ -29,7 +29,9 @@ from can_train.slurm.launchers import find_launch, launched_place
 if TYPE_CHECKING:
     from can_train.config.settings import ClusterSettings
     from can_train.reporter import Reporter
-    from can_train.runs.run_folder import JobRecord, RunFolder, StopRequests
+    from can_train.runs.attempts import StopRequests
+    from can_train.runs.registry import JobRecord
+    from can_train.runs.run_folder import RunFolder
     from can_train.slurm.script import Submission
     from can_train.training.distributed import RankPlace, Ranks
     from can_train.training.train import Outcome
@@ -77,7 +79,7 @@ def continue_run(
     folder: "RunFolder", ranks: "Ranks", verbosity: Verbosity = Verbosity.NORMAL, *, as_json: bool = False
 ) -> None:
     """Continues a run, or prints the result of one that has finished."""
-    from can_train.runs.run_folder import StopRequests
+    from can_train.runs.attempts import StopRequests
 
     if not ranks.is_first:
         _continue(folder, SilentReporter(), StopRequests(), lambda device: ranks)

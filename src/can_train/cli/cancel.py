@@ -10,10 +10,11 @@ from can_train.cli.output import print_text
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.io.records import JobId, terminate, this_host, utc_now
-from can_train.runs.run_folder import CancelRecord
-from can_train.slurm.client import ACTIVE, WAITING, QueueRow, cancel_jobs, logs_into
-from can_train.slurm.run_state import RunFacts, live_row, silence_in_words, slurm_jobs, where_to_ask
-from can_train.slurm.status import RunStatus
+from can_train.runs.registry import CancelRecord
+from can_train.runs.run_state import RunFacts, live_row, silence_in_words, slurm_jobs, where_to_ask
+from can_train.runs.scheduler import ACTIVE, WAITING, QueueRow
+from can_train.runs.status import RunStatus
+from can_train.slurm.client import cancel_jobs, logs_into
 
 _WAIT_S: Final = 30.0  # enough for a step and a checkpoint, unless the step is long
 _STATUS_INTERVAL_S: Final = 1.0

@@ -171,7 +171,7 @@ def _values(parameter: Any, before: Sequence[str]) -> Iterable[str]:
 
 def _run_ids(before: Sequence[str]) -> list[str]:
     from can_train.cli.run_locator import RunLocator
-    from can_train.slurm.status import LAST
+    from can_train.runs.status import LAST
 
     runs = RunLocator.of_words(before).runs()
     return [*([LAST] if runs else []), *(known.run_id for known in runs)]

@@ -33,7 +33,8 @@ from can_train.io.units import size_text
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import CARDS, cards_named, find_card, gpu_key, read_gpu_constants, usable
 from can_train.reporter import COLUMNS, wrapped
-from can_train.slurm.client import NoControllerError, Partition, is_installed, read_partitions
+from can_train.runs.scheduler import NoControllerError
+from can_train.slurm.client import Partition, is_installed, read_partitions
 
 OK: Final = "ok"
 NOTE: Final = "note"  # it works, and something is worth knowing

@@ -12,8 +12,8 @@ from can_train.cli.output import print_aside, print_log
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RUN_FAILED, RunError, with_command_name
 from can_train.io.records import open_regular
-from can_train.slurm.run_state import FINISHED, RunFacts
-from can_train.slurm.status import KnownRun, RunStatus, run_logs
+from can_train.runs.run_state import FINISHED, RunFacts
+from can_train.runs.status import KnownRun, RunStatus, run_logs
 
 _READ_INTERVAL_S: Final = 0.5
 _STATUS_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares

@@ -25,13 +25,15 @@ from can_train.errors import ConfigError, FailedRunError, RunError, with_command
 from can_train.io.units import shortened
 from can_train.report.scores import by_test_set
 from can_train.report.text import TextTable, duration, finite, seconds_between
-from can_train.runs.run_folder import JobRecord, Registry, RunFolder, make_run, short_name
-from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
+from can_train.runs.registry import JobRecord, Registry
+from can_train.runs.run_folder import RunFolder, make_run, short_name
+from can_train.runs.status import RunStatus, find_run, known_runs, run_statuses
+from can_train.slurm import client as slurm
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from can_train.slurm.pipeline import PipelineStage, PlannedStage, StageRequest
+    from can_train.runs.pipeline import PipelineStage, PlannedStage, StageRequest
     from can_train.slurm.snapshot import Code
     from can_train.slurm.submission_plan import SubmissionPlan
 
@@ -73,7 +75,7 @@ def _pipeline(flags: Flags) -> None:
     verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     # Composition imports Hydra: a line that is wrong before it does not pay for it.
     from can_train.config.compose import RunRequest, folders_of
-    from can_train.slurm.pipeline import load_stages
+    from can_train.runs.pipeline import load_stages
 
     presets = folders_of(RunRequest(task=flags["task"], config_dir=flags["config_dir"] or ""))
     if not flags["dataset"] and len(names := preset_names("dataset", presets)) > 1:
@@ -120,7 +122,7 @@ def _requests(stages: Sequence[PipelineStage], flags: Flags) -> list[StageReques
     """Resolves the run of each selected stage."""
     from can_train.config.compose import expand, resolve
     from can_train.config.resolved import with_absolute_paths
-    from can_train.slurm.pipeline import StageRequest, select_stages, split_sets
+    from can_train.runs.pipeline import StageRequest, select_stages, split_sets
 
     names = split_list(flags["stages"]) if flags["stages"] else [stage.name for stage in stages]
     if not names:
@@ -154,15 +156,15 @@ def _requests(stages: Sequence[PipelineStage], flags: Flags) -> list[StageReques
 
 def _plan(stages: Sequence[PipelineStage], requests: Sequence[StageRequest], *, force: bool) -> list[PlannedStage]:
     """Plans the stages."""
-    from can_train.slurm.past_runs import PastRuns
-    from can_train.slurm.pipeline import PipelineContext, plan_stages
+    from can_train.runs.past_runs import PastRuns
+    from can_train.runs.pipeline import PipelineContext, plan_stages
 
     run = requests[0].run
-    past = PastRuns(state_dir(run.paths), run.runs_dir)
+    past = PastRuns(state_dir(run.paths), run.runs_dir, slurm)
     context = PipelineContext(
         stages={stage.name: stage for stage in stages},
         past=past,
-        state_of=lambda known: run_statuses([known], past.registry)[0].state,
+        state_of=lambda known: run_statuses([known], past.registry, slurm)[0].state,
         force=force,
     )
     return plan_stages(requests, context)
@@ -186,8 +188,8 @@ def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosit
         SystemExit: A signal arrived; the current stage is saved.
     """
     from can_train.config.compose import changed_settings
-    from can_train.slurm.past_runs import with_folders
-    from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
+    from can_train.runs.past_runs import with_folders
+    from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
 
     for step in steps:
         if step.what == RUNNING_ALREADY and step.known is not None and step.state is not None:
@@ -222,7 +224,7 @@ def _train_stage(folder: RunFolder, step: PlannedStage, output: TextIO | None, v
     Raises:
         SystemExit: It was stopped.
     """
-    from can_train.slurm.past_runs import is_whole
+    from can_train.runs.past_runs import is_whole
     from can_train.slurm.submit import run_line
 
     places = ("--runs-dir", step.run.paths.runs_dir, "--state-dir", step.run.paths.state_dir)
@@ -265,9 +267,10 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
     """
     from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import print_notices, start_group
-    from can_train.slurm.client import NoControllerError, read_partitions_and_limits
-    from can_train.slurm.past_runs import with_folders
-    from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
+    from can_train.runs.past_runs import with_folders
+    from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
+    from can_train.runs.scheduler import NoControllerError
+    from can_train.slurm.client import read_partitions_and_limits
     from can_train.slurm.snapshot import code_of_run, keep
     from can_train.slurm.submission_plan import plan_submission
 
@@ -306,7 +309,7 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
 def _stage_scripts(steps: Sequence[PlannedStage], flags: Flags) -> dict[str, str | None]:
     """Writes the batch script of each stage that would be submitted; which jobs it waits for is not known yet."""
     from can_train.cli.submit import plan_jobs
-    from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
+    from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
 
     new = [step for step in steps if step.what not in (REUSED, RUNNING_ALREADY)]
     jobs = plan_jobs([step.run for step in new], (), quiet=flags["quiet"], together=False) if new else []
@@ -317,7 +320,7 @@ def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Pa
     """Submits an interrupted run again, with the snapshot of its code if it has one that is the user's own."""
     from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_again
-    from can_train.runs.run_folder import CodeTrust
+    from can_train.runs.trust import CodeTrust
     from can_train.slurm.script import Submission
     from can_train.slurm.snapshot import code_of, describe
 
@@ -372,7 +375,7 @@ def _results(
     results = []
     for step in steps:
         folder = folders.get(step.name)
-        found = run_statuses([find_run(known, str(folder.path))], registry)[0] if folder is not None else None
+        found = run_statuses([find_run(known, str(folder.path))], registry, slurm)[0] if folder is not None else None
         finished = found is not None and found.facts.result is not None
         results.append(StageResult(step=step, found=found, note="" if finished else notes.get(step.name, "")))
     return results

@@ -11,12 +11,13 @@ from can_train.cli.cancel import check_answer
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note, print_text
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.errors import ConfigError, RunError
+from can_train.runs.run_state import FINISHED, live_row
+from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once, find_launch
-from can_train.slurm.run_state import FINISHED, live_row
 
 if TYPE_CHECKING:
-    from can_train.runs.run_folder import JobRecord
-    from can_train.slurm.status import RunStatus
+    from can_train.runs.registry import JobRecord
+    from can_train.runs.status import RunStatus
 
 
 def resume(  # noqa: PLR0913 - Typer makes an option of each argument
@@ -108,15 +109,15 @@ def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
     from can_train.cli.submit import submit_again
     from can_train.config.compose import from_plain
     from can_train.runs.run_folder import RunFolder
+    from can_train.runs.status import run_statuses
     from can_train.slurm.script import Submission
-    from can_train.slurm.status import run_statuses
     from can_train.slurm.submission_plan import dependency_on
 
     settings = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
     # A parent whose folder is gone is not waited for; the run itself names the missing parent.
     awaited = found.known.record.after.split(",")
-    parents = run_statuses([known for known in locator.runs() if known.run_id in awaited], locator.registry)
+    parents = run_statuses([known for known in locator.runs() if known.run_id in awaited], locator.registry, slurm)
     dependency = dependency_on(parents, settings.cluster.executor)
     submission = Submission(name=settings.key, state_dir=locator.state_folder, dependency=dependency, reason="resumed")
     return submit_again(continue_in_job, folder, settings, submission)

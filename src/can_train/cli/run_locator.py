@@ -9,8 +9,10 @@ import typer
 
 from can_train.config.resolved import PathSettings, state_folder, user_file
 from can_train.errors import ConfigError
-from can_train.runs.run_folder import CodeTrust, Registry
-from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
+from can_train.runs.registry import Registry
+from can_train.runs.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
+from can_train.runs.trust import CodeTrust
+from can_train.slurm import client as slurm
 
 Run = Annotated[
     str, typer.Argument(help="Id of a run, any part of it that no other run has, its folder, or last.", metavar="RUN")
@@ -69,12 +71,12 @@ class RunLocator:
 
     def status(self, known: KnownRun) -> RunStatus:
         """Finds out the status of a run."""
-        return run_statuses([known], self.registry)[0]
+        return run_statuses([known], self.registry, slurm)[0]
 
     def statuses(self, names: Sequence[str]) -> list[RunStatus]:
         """Finds runs by their names, and their status; a run with two names is listed once."""
         known = {run.run_id: run for run in map(self.find, names)}
-        return run_statuses(known.values(), self.registry)
+        return run_statuses(known.values(), self.registry, slurm)
 
     def trust(self, *, trusts_all: bool) -> CodeTrust:
         """Makes the rule that decides whether the code of a run may run."""

@@ -24,8 +24,9 @@ from can_train.report.scores import RankedResult, higher_is_better, mapping, ran
 from can_train.report.text import TextTable, duration, finite, local_time, seconds_between
 from can_train.reporter import COLUMNS, wrapped
 from can_train.runs.run_folder import CONFIG, RESULT, name_to_type, short_name
-from can_train.slurm.run_state import infer_attempt_state
-from can_train.slurm.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
+from can_train.runs.run_state import infer_attempt_state
+from can_train.runs.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
+from can_train.slurm import client as slurm
 
 _LIMIT: Final = 20  # runs that are listed by default, which fit a terminal
 _WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
@@ -86,7 +87,7 @@ def _newest(locator: RunLocator, limit: int) -> tuple[list[RunStatus], int]:
     """Returns the status of the newest runs, and how many older ones there are."""
     known = locator.runs()
     newest = known[:limit] if limit else known
-    return run_statuses(newest, locator.registry), len(known) - len(newest)
+    return run_statuses(newest, locator.registry, slurm), len(known) - len(newest)
 
 
 def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) -> None:
@@ -258,7 +259,7 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
     best = {name: group[:limit] if limit else group for name, group in newest_first}
     listed = [one for group in best.values() for one in group]
     # Only of those that are listed: the status of thousands of runs takes seconds.
-    statuses = run_statuses([finished[one.index][0] for one in listed], locator.registry)
+    statuses = run_statuses([finished[one.index][0] for one in listed], locator.registry, slurm)
     status_of = dict(zip((one.index for one in listed), statuses, strict=True))
     pairs = {name: [(status_of[one.index], one) for one in group] for name, group in best.items()}
     if as_json:

@@ -17,10 +17,12 @@ from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, with_command_name
 from can_train.io.units import parse_time_min, time_text
-from can_train.runs.run_folder import JobRecord, Registry, RunFolder, new_run_id, register_run
-from can_train.slurm.client import NoControllerError, Partition, may_requeue, read_partitions_and_limits
+from can_train.runs.registry import JobRecord, Registry
+from can_train.runs.run_folder import RunFolder, new_run_id, register_run
+from can_train.runs.run_state import FINISHED
+from can_train.runs.scheduler import NoControllerError
+from can_train.slurm.client import Partition, may_requeue, read_partitions_and_limits
 from can_train.slurm.job import Entry
-from can_train.slurm.run_state import FINISHED
 from can_train.slurm.script import Submission, parameters, script
 from can_train.slurm.snapshot import Code, code_of_run, describe, keep, with_code
 from can_train.slurm.submission_plan import (

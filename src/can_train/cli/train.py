@@ -33,6 +33,7 @@ from can_train.config.settings import split_list
 from can_train.errors import CanTrainError, ConfigError, FailedRunError
 from can_train.report.text import TextTable
 from can_train.reporter import SilentReporter
+from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once
 
 if TYPE_CHECKING:
@@ -303,7 +304,7 @@ def _resubmit(flags: Flags) -> None:
         chosen["cluster"] = request.cluster
     from can_train.config.compose import preset_request, resolve_again
     from can_train.config.resolved import with_absolute_paths
-    from can_train.slurm.past_runs import PastRuns, resolve_prerequisites
+    from can_train.runs.past_runs import PastRuns, resolve_prerequisites
 
     # Not where it was written down: the registry that was asked is the one that gets the new run.
     values: dict[str, Any] = {**request.values, "paths.state_dir": str(locator.state_folder)}
@@ -312,7 +313,7 @@ def _resubmit(flags: Flags) -> None:
     after = split_names(flags["after"]) if flags["after"] else ()
     # The runs that it builds on may have been changed, or be gone.
     data = replace(preset_request(new.config), device=new.device)
-    new, notices = resolve_prerequisites(new, data, PastRuns(locator.state_folder, locator.runs_dir, after))
+    new, notices = resolve_prerequisites(new, data, PastRuns(locator.state_folder, locator.runs_dir, slurm, after))
     for notice in () if flags["quiet"] else notices:
         print_note(notice)
     start_runs([new], flags, after)

@@ -334,7 +334,8 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
     # Composition imports Hydra: a command line that is wrong before it does not wait for that.
     from can_train.config.compose import expand, resolve
     from can_train.config.resolved import state_dir, with_absolute_paths
-    from can_train.slurm.past_runs import PastRuns, resolve_prerequisites
+    from can_train.runs.past_runs import PastRuns, resolve_prerequisites
+    from can_train.slurm import client as slurm
 
     models, datasets, modes = ([*split_names(flags[name])] if flags[name] else [None]
                                for name in ("model", "dataset", "mode"))  # fmt: skip
@@ -347,7 +348,7 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
     runs = [with_absolute_paths(resolve(request)) for request in requests]
     if not any(run.prerequisites or run.training.start_from for run in runs):
         return runs
-    past = PastRuns(state_dir(runs[0].paths), runs[0].runs_dir, after)
+    past = PastRuns(state_dir(runs[0].paths), runs[0].runs_dir, slurm, after)
     found = [resolve_prerequisites(run, request, past) for run, request in zip(runs, requests, strict=True)]
     # A sweep's runs mostly build on the same one, which is said once.
     for notice in () if flags.get("quiet") else dict.fromkeys(notice for _, notices in found for notice in notices):

@@ -10,7 +10,7 @@ from can_train.report.run_facts import memory_facts, result_of, run_json, second
 from can_train.report.scores import by_test_set, higher_is_better, is_ranked, test_scores
 from can_train.report.text import TextTable, duration, number_or_none
 from can_train.runs.run_folder import short_name
-from can_train.slurm.status import RunStatus
+from can_train.runs.status import RunStatus
 
 _METRICS: Final = ("mcc", "pr_auc", "recall_at_fpr_1pct", "false_alarms_per_hour", "best_validation_loss")
 _NONE: Final = "-"  # cell of a figure that a run does not have

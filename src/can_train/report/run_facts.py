@@ -11,8 +11,8 @@ from can_train.io.units import size_text
 from can_train.report.scores import mapping, score
 from can_train.report.text import duration, finite, local_time, number_or_none, seconds_between
 from can_train.runs.run_folder import RunFolder, name_to_type, short_name
-from can_train.slurm.run_state import FINISHED, QUEUED, RUNNING, infer_attempt_state, live_row
-from can_train.slurm.status import RunStatus
+from can_train.runs.run_state import FINISHED, QUEUED, RUNNING, infer_attempt_state, live_row
+from can_train.runs.status import RunStatus
 
 _UNKNOWN: Final = "unknown"
 

@@ -116,6 +116,26 @@ def steps_path(folder: Path, rank: int) -> Path:
     return folder / (f"{_STEPS}-rank-{rank}.jsonl" if rank else f"{_STEPS}.jsonl")
 
 
+class MetricsLog:
+    """`metrics.jsonl`: one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.lines = 0
+
+    def append(self, **record: Any) -> None:
+        """Adds a line."""
+        with open_to_append(self._path) as handle:
+            handle.write(json.dumps(record) + "\n")
+        self.lines += 1
+
+    def rewind(self, lines: int) -> None:
+        """Keeps the first `lines` lines: steps after the last checkpoint are trained, and logged, once more."""
+        kept = text_or_nothing(self._path).splitlines(keepends=True)[:lines]
+        write_text_atomic(self._path, "".join(kept))
+        self.lines = len(kept)
+
+
 class StepLog:
     """`steps.jsonl`: a JSON object a line for each step, for several of them where a run has many; before them one with
     the memory limits that hold from there on. A rescue ends a record, so that its step is known.

@@ -15,23 +15,23 @@ from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, RunError
 from can_train.io.records import JobId
 from can_train.memory.host import control_groups
-from can_train.runs.run_folder import (
+from can_train.runs.attempts import (
     ENDING_BY_STATUS,
     RESTARTED,
     TERMINATED,
     WARNED,
     AttemptEnd,
     Attempts,
-    JobRecord,
-    Registry,
-    RunFolder,
-    RunRecord,
     SlurmContext,
     StopRequests,
     slurm_node_name,
 )
+from can_train.runs.registry import JobRecord, Registry, RunRecord
+from can_train.runs.run_folder import RunFolder
+from can_train.runs.run_state import HOST_OOM, error_in_words, log_causes
+from can_train.runs.scheduler import NoControllerError
+from can_train.runs.status import read_tail
 from can_train.slurm.client import (
-    NoControllerError,
     is_job_running,
     left_at_time_limit,
     move_dependents,
@@ -40,8 +40,6 @@ from can_train.slurm.client import (
     requeue_job,
     usable_nodes,
 )
-from can_train.slurm.run_state import HOST_OOM, error_in_words, log_causes
-from can_train.slurm.status import read_tail
 
 if TYPE_CHECKING:
     from can_train.slurm.script import Submission

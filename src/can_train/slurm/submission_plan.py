@@ -17,14 +17,16 @@ from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
 from can_train.memory.catalogue import cards_named
-from can_train.runs.run_folder import Registry, RunFolder, RunRecord
+from can_train.runs.past_runs import data_files, find_duplicate_run, identity
+from can_train.runs.registry import Registry, RunRecord
+from can_train.runs.run_folder import RunFolder
+from can_train.runs.run_state import FINISHED, live_row, silence_in_words, slurm_jobs
+from can_train.runs.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.runs.trackers import check_packages
+from can_train.slurm import client
 from can_train.slurm.client import Partition, node_names
 from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
-from can_train.slurm.past_runs import data_files, find_duplicate_run, identity
-from can_train.slurm.run_state import FINISHED, live_row, silence_in_words, slurm_jobs
 from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
-from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 
 EARLY_S: Final = 60  # by which SLURM may send its warning signal too early (man sbatch, --signal)
 START_S: Final = 30  # from a job's start until Python handles the signal: it imports from a network file system
@@ -300,7 +302,7 @@ def plan_submission(
     digests = set() if force else {candidate.identity for candidate in candidates}
     identical = [earlier for earlier in known if earlier.record.identity in digests]
     # Both questions in one call, so that SLURM is asked only once.
-    statuses = run_statuses([*identical, *parents], registry)
+    statuses = run_statuses([*identical, *parents], registry, client)
     duplicates = {one.index: find_duplicate_run(one.identity, statuses[: len(identical)]) for one in candidates}
     # Settings hold lists, so they are compared rather than hashed.
     groups: list[list[PlannedRun]] = []

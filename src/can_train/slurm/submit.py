@@ -22,8 +22,11 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 from can_train.config.settings import ClusterSettings
 from can_train.errors import RunError
 from can_train.io.records import text_or_nothing, utc_now, write_text_atomic
-from can_train.runs.run_folder import JobRecord, Registry, RunFolder, SlurmContext
-from can_train.slurm.client import SUBMIT_TIMEOUT_S, NoControllerError, cancel_jobs, find_jobs, limited, local_cluster
+from can_train.runs.attempts import SlurmContext
+from can_train.runs.registry import JobRecord, Registry
+from can_train.runs.run_folder import RunFolder
+from can_train.runs.scheduler import NoControllerError
+from can_train.slurm.client import SUBMIT_TIMEOUT_S, cancel_jobs, find_jobs, limited, local_cluster
 from can_train.slurm.job import Entry, Job
 from can_train.slurm.script import GPU_VARIABLES, Submission, check_folder, job_environment, parameters, resources
 from can_train.slurm.snapshot import code_of

@@ -31,7 +31,7 @@ from can_train.fit.optimizer import Precision
 from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter, SilentReporter
-from can_train.runs.run_folder import CodeTrust
+from can_train.runs.trust import CodeTrust
 from can_train.task import Table
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
 from can_train.training.loading import finished_model, load_finished, with_cache

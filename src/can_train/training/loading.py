@@ -26,7 +26,8 @@ from can_train.io.records import read_bytes, read_text, write_bytes_atomic, writ
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
-from can_train.runs.run_folder import CONFIG, INPUTS, CodeTrust, RunFolder, relocate_prerequisites
+from can_train.runs.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
+from can_train.runs.trust import CodeTrust
 from can_train.task import BatchTask
 
 _MAX_NAMED: Final = 5  # weights that an error names before it stops

@@ -35,8 +35,9 @@ from can_train.io.records import read_text, write_json_atomic
 from can_train.memory.meters import LeakWatch, MemoryMonitor, Meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter
-from can_train.runs.recording import StepLog, StepRecord, memory_limits, steps_path
-from can_train.runs.run_folder import TERMINATED, MetricsLog, RunFolder, StopRequests
+from can_train.runs.attempts import TERMINATED, StopRequests
+from can_train.runs.recording import MetricsLog, StepLog, StepRecord, memory_limits, steps_path
+from can_train.runs.run_folder import RunFolder
 from can_train.runs.trackers import Tracker
 from can_train.task import BatchTask, Phase, TaskInEpoch
 from can_train.training.distributed import Ranks

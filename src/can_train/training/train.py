@@ -62,8 +62,9 @@ from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, without_others
 from can_train.reporter import DemotingReporter, LoggedReporter, Reporter, SilentReporter
+from can_train.runs.attempts import SlurmContext, StopRequests
 from can_train.runs.recording import rewind_steps, write_predictions
-from can_train.runs.run_folder import RunFolder, SlurmContext, StopRequests, make_run, resume_hint
+from can_train.runs.run_folder import RunFolder, make_run, resume_hint
 from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
 from can_train.task import BatchTask, Table
 from can_train.training.distributed import RankFailedError, Ranks, rank_device

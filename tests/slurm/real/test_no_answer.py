@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from can_train.runs.run_folder import JobRecord, Registry
+from can_train.runs.registry import JobRecord, Registry
 from sandbox import daemons
 from slurm.real.on_slurm import Slurm
 

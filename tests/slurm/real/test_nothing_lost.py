@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from can_train.runs.run_folder import AttemptEnd, Attempts, JobRecord, Registry
+from can_train.runs.attempts import AttemptEnd, Attempts
+from can_train.runs.registry import JobRecord, Registry
 from fakes.bitwise import assert_ends_like
 from sandbox import daemons
 from sandbox.cluster import Cluster

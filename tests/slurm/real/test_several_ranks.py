@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 
-from can_train.runs.run_folder import Attempts
+from can_train.runs.attempts import Attempts
 from fakes.bitwise import final_state
 from slurm.real.on_slurm import Slurm
 

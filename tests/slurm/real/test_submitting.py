@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from can_train.factors.observations import read_records
-from can_train.slurm.client import reason_in_words
+from can_train.runs.scheduler import reason_in_words
 from fakes.bitwise import assert_same, final_state
 from fakes.own_tasks import write_task
 from slurm.real.on_slurm import Slurm

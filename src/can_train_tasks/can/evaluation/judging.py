@@ -25,13 +25,13 @@ from can_train_tasks.can.evaluation.bursts import (
     USUAL_HOLD,
     Blocks,
     BurstFigures,
-    Hold,
     MccDifference,
     Timeline,
     burst_figures,
     mean_burst_figures,
 )
 from can_train_tasks.can.evaluation.calibration import BenignScores
+from can_train_tasks.can.evaluation.options import Hold
 from can_train_tasks.can.inputs import rare_id_notes, rare_ids, training_bases
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES
 

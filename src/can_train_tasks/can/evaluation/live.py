@@ -21,7 +21,7 @@ import torch
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError, ConfigError, DataError, RunError
 from can_train.fit.packing import members
-from can_train.runs.run_folder import CodeTrust
+from can_train.runs.trust import CodeTrust
 from can_train.training.evaluate import Scorer
 from can_train.training.loading import finished_model, load_finished
 from can_train_tasks.can.data.behaviour import BEHAVIOUR

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -23,20 +23,11 @@ from can_train.io.records import (
     this_host,
     utc_text,
 )
-from can_train.runs.run_folder import (
-    CONFIG,
-    Attempts,
-    JobRecord,
-    Registry,
-    RunFolder,
-    RunRecord,
-    is_run_id,
-    may_be_called,
-    short_name,
-    split_run_id,
-)
-from can_train.slurm.client import AccountRow, NoControllerError, QueueRow, SlurmAnswer, logs_into, query_jobs
-from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
+from can_train.runs.attempts import Attempts
+from can_train.runs.registry import JobRecord, Registry, RunRecord
+from can_train.runs.run_folder import CONFIG, RunFolder, is_run_id, may_be_called, short_name, split_run_id
+from can_train.runs.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
+from can_train.runs.scheduler import AccountRow, NoControllerError, QueueRow, Scheduler, SchedulerAnswer
 
 LAST: Final = "last"
 """What a person may call the newest run."""
@@ -102,26 +93,20 @@ class RunStatus:
     progress: RunProgress
 
 
-def run_statuses(
-    runs: Iterable[KnownRun],
-    registry: Registry,
-    query: Callable[[Iterable[JobId]], SlurmAnswer] = query_jobs,
-    is_own: Callable[[JobId, Path], bool] = logs_into,
-) -> list[RunStatus]:
+def run_statuses(runs: Iterable[KnownRun], registry: Registry, scheduler: Scheduler) -> list[RunStatus]:
     """Finds out the status of many runs, in their order, with one question to each cluster.
 
     Args:
         runs: The runs.
         registry: It has their jobs.
-        query: Asks about jobs.
-        is_own: Returns whether a job writes its log into a folder. Asked where a job's record does not name its
-            cluster, and where SLURM shows the job under another name than the run's.
+        scheduler: It is asked about the jobs; and into which folder a job logs, where a job's record does not name its
+            cluster, and where the scheduler shows the job under another name than the run's.
 
     Raises:
         StateError: The registry cannot be read.
     """
     on_disk = [(known, _facts_on_disk(known, registry)) for known in runs]
-    answer = query(job for _, facts in on_disk if facts.result is None for job in slurm_jobs(facts))
+    answer = scheduler.query_jobs(job for _, facts in on_disk if facts.result is None for job in slurm_jobs(facts))
     # Grouped once: among hundreds of runs, searching all rows for each would be quadratic.
     queue: dict[JobId, list[QueueRow]] = defaultdict(list)
     accounts: dict[JobId, list[AccountRow]] = defaultdict(list)
@@ -132,10 +117,10 @@ def run_statuses(
     answered, statuses = {*queue, *accounts}, []
     for known, facts in on_disk:
         if facts.result is None and slurm_jobs(facts):
-            facts = _with_clusters(facts, answer.local, answered, is_own)
-            foreign = _foreign_jobs(facts, queue, is_own)
+            facts = _with_clusters(facts, answer.local, answered, scheduler)
+            foreign = _foreign_jobs(facts, queue, scheduler)
             jobs = [job for job in slurm_jobs(facts) if job not in foreign]
-            own_rows = SlurmAnswer(
+            own_rows = SchedulerAnswer(
                 queue=[row for job in jobs for row in queue.get(job, ())],
                 accounts=[row for job in jobs for row in accounts.get(job, ())],
                 silent={**answer.silent, **_unnamed(jobs, answer.local)},
@@ -147,16 +132,14 @@ def run_statuses(
     return statuses
 
 
-def _with_clusters(
-    facts: RunFacts, local: str, answered: Collection[JobId], is_own: Callable[[JobId, Path], bool]
-) -> RunFacts:
+def _with_clusters(facts: RunFacts, local: str, answered: Collection[JobId], scheduler: Scheduler) -> RunFacts:
     """Names the cluster in a run's records that do not, where it is this machine's: where that cluster has the job,
     with its log in the run's folder.
     """
     here = set()
     for record in facts.jobs:
         job = JobId(number=record.job_id, cluster=local)
-        if record.slurm_job is not None and not record.cluster and job in answered and _is_own(job, record, is_own):
+        if record.slurm_job is not None and not record.cluster and job in answered and _is_own(job, record, scheduler):
             here.add(JobId(number=record.job_id, cluster=""))
     jobs = [replace(record, cluster=local) if record.slurm_job in here else record for record in facts.jobs]
     attempts = [
@@ -166,9 +149,7 @@ def _with_clusters(
     return replace(facts, jobs=jobs, attempts=attempts)
 
 
-def _foreign_jobs(
-    facts: RunFacts, queue: Mapping[JobId, Sequence[QueueRow]], is_own: Callable[[JobId, Path], bool]
-) -> set[JobId]:
+def _foreign_jobs(facts: RunFacts, queue: Mapping[JobId, Sequence[QueueRow]], scheduler: Scheduler) -> set[JobId]:
     """Finds jobs of the queue that have the number of a job of the run and are not: SLURM counts its jobs anew after
     its state was lost, or past its largest number.
     """
@@ -177,14 +158,14 @@ def _foreign_jobs(
         job = record.slurm_job
         names = {row.name for row in queue.get(job, ())} if job is not None else set()
         # A person may have renamed the job.
-        if job is not None and names - {"", facts.run.key} and not _is_own(job, record, is_own, otherwise=True):
+        if job is not None and names - {"", facts.run.key} and not _is_own(job, record, scheduler, otherwise=True):
             foreign.add(job)
     return foreign
 
 
-def _is_own(job: JobId, record: JobRecord, is_own: Callable[[JobId, Path], bool], *, otherwise: bool = False) -> bool:
+def _is_own(job: JobId, record: JobRecord, scheduler: Scheduler, *, otherwise: bool = False) -> bool:
     try:
-        return is_own(job, Path(record.log_path).parent)
+        return scheduler.logs_into(job, Path(record.log_path).parent)
     except NoControllerError:
         return otherwise
 

@@ -8,7 +8,8 @@ import pytest
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import CheckpointError, ConfigError, RunError
-from can_train.slurm.past_runs import PastRuns, identity, resolve_prerequisites
+from can_train.runs.past_runs import PastRuns, identity, resolve_prerequisites
+from can_train.slurm import client as slurm
 from fakes.finished_runs import Shelf
 
 DISTILLED = ("gat", "knowledge_distillation", "student")
@@ -20,7 +21,7 @@ def shelf(tmp_path: Path) -> Shelf:
 
 
 def resolve(shelf: Shelf, *what: str, awaited: tuple[str, ...] = (), **more: object) -> tuple[ResolvedRun, list[str]]:
-    past = PastRuns(shelf.folder / "state", shelf.folder / "runs", awaited)
+    past = PastRuns(shelf.folder / "state", shelf.folder / "runs", slurm, awaited)
     return resolve_prerequisites(shelf.resolved(*what, **more), shelf.request(*what, **more), past)
 
 

@@ -2,17 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from can_train.errors import RunError
-from can_train.io.records import JobId, utc_now
-from can_train.runs.run_folder import Attempts, SlurmContext, short_name
-from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer
-from can_train.slurm.status import find_run, read_tail, run_statuses
-from fakes.made_runs import KEY, RESULT, Runs, at, begin, end
+from can_train.io.records import utc_now
+from can_train.runs.attempts import Attempts, SlurmContext
+from can_train.runs.run_folder import short_name
+from can_train.runs.scheduler import AccountRow, QueueRow, SchedulerAnswer
+from can_train.runs.status import find_run, read_tail, run_statuses
+from fakes.made_runs import KEY, RESULT, FakeScheduler, Runs, at, begin, end
 from fakes.run_facts import slurm_job
 
 
@@ -116,7 +116,7 @@ def test_what_an_attempt_waits_for_is_said_until_it_trains(runs: Runs) -> None:
     path = runs.add(1)
     runs.submit(path, "7")
     begin(path, job_id="7")
-    answer = SlurmAnswer(queue=[QueueRow(job=slurm_job("7"), state="RUNNING", nodes="n1")])
+    answer = SchedulerAnswer(queue=[QueueRow(job=slurm_job("7"), state="RUNNING", nodes="n1")])
     attempts = Attempts(path, SlurmContext(job=slurm_job("7"), restarts=1))
     with attempts.waiting("it waits for process 5"):
         assert [each.state.sentence for each in runs.look(answer)] == ["on n1; it waits for process 5"]
@@ -126,7 +126,7 @@ def test_what_an_attempt_waits_for_is_said_until_it_trains(runs: Runs) -> None:
 def test_each_run_gets_what_slurm_said_of_its_own_jobs(runs: Runs) -> None:
     for number, job_id in enumerate(["7_0", "7_1", "8"], start=1):
         runs.submit(runs.add(number), job_id)
-    answer = SlurmAnswer(
+    answer = SchedulerAnswer(
         queue=[
             QueueRow(job=slurm_job("7_0"), state="RUNNING", nodes="n1"),
             QueueRow(job=slurm_job("8"), state="PENDING"),
@@ -138,16 +138,12 @@ def test_each_run_gets_what_slurm_said_of_its_own_jobs(runs: Runs) -> None:
 
 
 def test_slurm_is_asked_once_and_only_about_runs_that_have_not_finished(runs: Runs) -> None:
-    asked: list[list[JobId]] = []
+    scheduler = FakeScheduler()
     for number in (1, 2, 3):
         runs.submit(runs.add(number, RESULT if number == 2 else None), str(number))
 
-    def query(jobs: Iterable[JobId]) -> SlurmAnswer:
-        asked.append(sorted(jobs))
-        return SlurmAnswer()
-
-    run_statuses(runs.known(), runs.registry, query)
-    assert asked == [[slurm_job("1"), slurm_job("3")]]
+    run_statuses(runs.known(), runs.registry, scheduler)
+    assert scheduler.asked == [[slurm_job("1"), slurm_job("3")]]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"attempt": 1}', "\x00"])

@@ -8,8 +8,8 @@ import pytest
 
 from can_train.config.resolved import preset_folders
 from can_train.errors import ConfigError
-from can_train.slurm.past_runs import PastRuns, with_folders
-from can_train.slurm.pipeline import (
+from can_train.runs.past_runs import PastRuns, with_folders
+from can_train.runs.pipeline import (
     NEW,
     RESUMED,
     REUSED,
@@ -21,7 +21,8 @@ from can_train.slurm.pipeline import (
     plan_stages,
     select_stages,
 )
-from can_train.slurm.run_state import CANCELLED, RUNNING, RunState
+from can_train.runs.run_state import CANCELLED, RUNNING, RunState
+from can_train.slurm import client as slurm
 from fakes.finished_runs import RESULT, Shelf
 
 STAGES = {stage.name: stage for stage in load_stages("standard", preset_folders("can"))}
@@ -42,7 +43,7 @@ def steps(
         what = (stage.model, stage.mode, stage.size)
         run = shelf.resolved(*what, **request)
         requests.append(StageRequest(stage=stage, request=shelf.request(*what, **request), run=run))
-    past = PastRuns(shelf.folder / "state", shelf.folder / "runs")
+    past = PastRuns(shelf.folder / "state", shelf.folder / "runs", slurm)
     context = PipelineContext(stages=STAGES, past=past, state_of=lambda _: RunState(state=state), force=force)
     return {step.name: step for step in plan_stages(requests, context)}
 
@@ -167,6 +168,6 @@ def test_a_stage_that_makes_what_another_cannot_build_on_is_refused(shelf: Shelf
         requests.append(
             StageRequest(stage=stage, request=shelf.request(*of, sets=sets), run=shelf.resolved(*of, sets=sets))
         )
-    past = PastRuns(shelf.folder / "state", shelf.folder / "runs")
+    past = PastRuns(shelf.folder / "state", shelf.folder / "runs", slurm)
     with pytest.raises(ConfigError, match=r"What stage autoencoder makes.*dataset\.window is 50, not 100"):
         plan_stages(requests, PipelineContext(stages=STAGES, past=past, state_of=lambda _: RunState(state=CANCELLED)))

@@ -18,9 +18,11 @@ from can_train.config.resolved import ResolvedRun, data_root, state_dir
 from can_train.config.task_settings import Prerequisite
 from can_train.errors import CheckpointError, ConfigError, RunError
 from can_train.io.records import is_file
-from can_train.runs.run_folder import Registry, RunFolder
-from can_train.slurm.run_state import FINISHED
-from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
+from can_train.runs.registry import Registry
+from can_train.runs.run_folder import RunFolder
+from can_train.runs.run_state import FINISHED
+from can_train.runs.scheduler import Scheduler
+from can_train.runs.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
@@ -36,13 +38,15 @@ class PastRuns:
     Args:
         state: The state folder.
         runs_dir: The folder of run folders.
+        scheduler: It is asked about the jobs of runs that have not finished.
         awaited: Runs that the new run waits for (`--after`). They need not have finished.
 
     Raises:
         RunError: A run in `awaited` does not exist.
     """
 
-    def __init__(self, state: Path, runs_dir: Path, awaited: Sequence[str] = ()) -> None:
+    def __init__(self, state: Path, runs_dir: Path, scheduler: Scheduler, awaited: Sequence[str] = ()) -> None:
+        self.scheduler = scheduler
         self.registry = Registry(state)
         self.known = known_runs(self.registry, runs_dir)
         self.awaited = [find_run(self.known, name) for name in awaited]
@@ -190,7 +194,7 @@ def _find_named(name: str, needed: Prerequisite, run: ResolvedRun, request: "Run
     if known.run_id in {one.run_id for one in past.awaited}:
         return known
     if known.folder.result() is None:
-        state = run_statuses([known], past.registry)[0].state
+        state = run_statuses([known], past.registry, past.scheduler)[0].state
         # The folder is found from anywhere, whatever --runs-dir and --state-dir are.
         path = shlex.quote(str(known.folder.path.resolve()))
         remedy = f"Continue it:\n  can-train resume {path}\nThen give the same line again"

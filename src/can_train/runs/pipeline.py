@@ -10,7 +10,7 @@ from can_train.config.compose import RunRequest
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, presets
 from can_train.config.task_settings import Prerequisite
 from can_train.errors import ConfigError, unknown_name
-from can_train.slurm.past_runs import (
+from can_train.runs.past_runs import (
     PastRuns,
     data_files,
     identity_config,
@@ -20,8 +20,8 @@ from can_train.slurm.past_runs import (
     source_notice,
     with_folders,
 )
-from can_train.slurm.run_state import RunState
-from can_train.slurm.status import KnownRun
+from can_train.runs.run_state import RunState
+from can_train.runs.status import KnownRun
 
 _GROUP: Final = "pipeline"
 

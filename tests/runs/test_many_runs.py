@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from can_train.runs.run_folder import Registry, RunRecord
-from can_train.slurm.status import find_run, known_runs
+from can_train.runs.registry import Registry, RunRecord
+from can_train.runs.status import find_run, known_runs
 from fakes.made_runs import Runs, at
 
 NEVER = 10**9

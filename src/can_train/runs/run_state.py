@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 from can_train.errors import without_positions
 from can_train.reporter import COLUMNS
-from can_train.slurm.client import (
+from can_train.runs.scheduler import (
     ACTIVE,
     NEVER_SATISFIED,
     UNFINISHED,
     WAITING,
     AccountRow,
     QueueRow,
-    SlurmAnswer,
+    SchedulerAnswer,
     reason_in_words,
 )
 
 if TYPE_CHECKING:
     from can_train.io.records import AttemptStart, JobId
-    from can_train.runs.run_folder import AttemptEnd, CancelRecord, JobRecord, RunRecord
+    from can_train.runs.attempts import AttemptEnd
+    from can_train.runs.registry import CancelRecord, JobRecord, RunRecord
 
 QUEUED: Final = "queued"
 RUNNING: Final = "running"
@@ -67,7 +68,7 @@ class RunFacts:
     is_damaged: bool = False  # whether there is a `result.json` that cannot be read
     has_folder: bool = True
     job_alive: bool | None = None  # whether the process that controls its last job runs; None: not known here
-    answer: SlurmAnswer = field(default_factory=SlurmAnswer)
+    answer: SchedulerAnswer = field(default_factory=SchedulerAnswer)
     log_tail: str = ""  # of its last job
 
 
@@ -420,7 +421,7 @@ def _is_cancelled(attempt: AttemptFacts | None, facts: RunFacts) -> bool:
     return any(cancel.time >= max(begins) for cancel in facts.cancels)
 
 
-def silence_in_words(job: JobId, answer: SlurmAnswer) -> str:
+def silence_in_words(job: JobId, answer: SchedulerAnswer) -> str:
     """Says that a cluster does not answer about a job, and why."""
     reason = answer.silent[job.cluster]
     if not job.cluster:
@@ -428,7 +429,7 @@ def silence_in_words(job: JobId, answer: SlurmAnswer) -> str:
     return f"cluster {job.cluster}, which has its job {job.number}, does not answer here ({reason.rstrip('.')})"
 
 
-def where_to_ask(job: JobId, answer: SlurmAnswer) -> str:
+def where_to_ask(job: JobId, answer: SchedulerAnswer) -> str:
     """Says where a cluster answers that does not answer here."""
     if job.cluster in ("", answer.local):
         return "ask again in a minute" if job.cluster else "ask on the cluster where it was submitted"

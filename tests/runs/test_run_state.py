@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from can_train.runs.run_folder import CancelRecord
-from can_train.slurm.client import QueueRow, SlurmAnswer
-from can_train.slurm.run_state import (
+from can_train.runs.registry import CancelRecord
+from can_train.runs.run_state import (
     CAUSES,
     LIVE,
     AttemptFacts,
@@ -17,24 +16,25 @@ from can_train.slurm.run_state import (
     infer_run_state,
     last_error_line,
 )
+from can_train.runs.scheduler import QueueRow, SchedulerAnswer
 from fakes.run_facts import CLUSTER, JOBS, RUN, attempt, job, minute, of_job, recorded, slurm_job, text_of
 
-NO_SLURM = SlurmAnswer(silent={CLUSTER: "Unable to contact slurm controller"}, local=CLUSTER)
-FORGOTTEN = SlurmAnswer()
+NO_SLURM = SchedulerAnswer(silent={CLUSTER: "Unable to contact slurm controller"}, local=CLUSTER)
+FORGOTTEN = SchedulerAnswer()
 
 
 def begun(example: str, ending: str | None = None, **values: Any) -> Any:
     return attempt(1, JOBS[example], ending, **values)
 
 
-def without_reasons(answer: SlurmAnswer) -> SlurmAnswer:
+def without_reasons(answer: SchedulerAnswer) -> SchedulerAnswer:
     """What sacct says in the first seconds after a job's end."""
     return replace(answer, accounts=[replace(row, reason="") for row in answer.accounts])
 
 
 def restarted(state: str, second: AttemptFacts) -> RunFacts:
     """A job that was started again while the process of its first attempt trained on."""
-    answer = SlurmAnswer(queue=[QueueRow(job=slurm_job("9"), state=state, nodes="n1")])
+    answer = SchedulerAnswer(queue=[QueueRow(job=slurm_job("9"), state=state, nodes="n1")])
     return RunFacts(run=RUN, jobs=[job("9")], attempts=[attempt(1, "9"), second], answer=answer)
 
 

@@ -1,0 +1,362 @@
+"""The attempts of a run: the signals that end one, and the records of their starts and ends."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Timer, get_ident
+from types import FrameType
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from can_train.errors import CanTrainError, DoesNotFitError, EarlierAttemptError, RankGoneError, without_positions
+from can_train.io import records
+from can_train.io.records import (
+    AttemptStart,
+    JobId,
+    text_or_nothing,
+    this_host,
+    utc_now,
+    write_json_atomic,
+    write_text_atomic,
+)
+from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
+
+WARNED: Final = 128 + signal.SIGUSR2
+"""Exit status of a process that left because its time is nearly up: SIGUSR2 is submitit's warning."""
+
+TERMINATED: Final = 128 + signal.SIGTERM
+"""Exit status of a process that was asked to leave."""
+
+ENDING_BY_STATUS: Final = {TERMINATED: "terminated", 128 + signal.SIGINT: "interrupted", WARNED: "time_limit"}
+"""What an exit status of 128 + a signal means."""
+
+RESTARTED: Final = ("time_limit", "killed", "in_use")
+"""Endings after which can-train requeues a job."""
+
+_HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+_POSTPONED_S: Final = 0.05  # until a signal that arrives while an extension module is initialized is looked at again
+_MAX_POSTPONED: Final = 60  # times: 3 s, since SLURM kills what does not leave
+
+# Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
+# terminated, or fail because it is gone.
+_BY_SIGNIFICANCE: Final = (
+    "host_oom", "gpu_oom", "killed", "in_use", "failed", "rank_gone", "time_limit", "interrupted", "terminated",
+    "finished",
+)  # fmt: skip
+
+
+_MESSAGE_LENGTH: Final = 500  # characters of an error that are kept; some of torch's fill pages
+
+
+T = TypeVar("T")
+
+
+class StopRequests:
+    """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT, 140 for SIGUSR2.
+
+    One that arrives while an extension module is initialized does so after it.
+
+    Attributes:
+        received: The first signal; None: none yet.
+        terminated: Whether SIGTERM arrived, first or later.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.terminated = False
+        self._deferring = False
+        self._has_interrupted = False
+        self._postponed: list[Timer] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handles the signals inside the block, and restores the previous handlers after it."""
+        previous: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in _HANDLED}
+        try:
+            yield
+        finally:
+            for timer in self._postponed:
+                timer.cancel()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Only notes a signal inside the block, and raises `SystemExit` for it at the end of the block."""
+        before, outer = self.received, self._deferring
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = outer
+        if self.received != before and not outer:
+            self.exit()
+
+    def exit(self) -> None:
+        """Raises `SystemExit` with 128 + the number of the signal received."""
+        raise SystemExit(128 + (self.received or 0))
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Returns the `SystemExit` that an error follows from: what a signal interrupts may fail as it cleans up. Any
+        other error is returned as it is.
+        """
+        if self._has_interrupted and isinstance(error, Exception):
+            return SystemExit(128 + (self.received or 0))
+        return error
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._deferring and len(self._postponed) < _MAX_POSTPONED and _is_initializing_extension(frame):
+            # Extension modules turn what is raised meanwhile into an ImportError, or lose it.
+            timer = Timer(_POSTPONED_S, signal.pthread_kill, (get_ident(), number))
+            timer.daemon = True
+            timer.start()
+            self._postponed.append(timer)
+            return
+        first = self.received is None
+        if first:
+            self.received = number
+        self.terminated |= number == signal.SIGTERM
+        if first and not self._deferring:
+            self._has_interrupted = True
+            self.exit()
+        # SLURM sends SIGTERM twice, and again after its warning. The second one must not cut short what the first one
+        # made the process save; SLURM kills a process that takes too long. Only a person sends SIGINT, and means it.
+        if not first and number == signal.SIGINT:
+            raise SystemExit(128 + number)
+
+
+def _is_initializing_extension(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_qualname.startswith("ExtensionFileLoader."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnd:
+    """How an attempt ended: finished, failed, gpu_oom, host_oom, time_limit (it was warned and saved its state),
+    terminated (by SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), rank_gone (another
+    process of the run ended without a report), in_use (an earlier attempt's process trains on), or killed, which only
+    others can find out.
+    """
+
+    attempt: int
+    ending: str
+    message: str  # the error, in one line; empty where there is none
+    details: Mapping[str, Any]  # the fields of `OutOfMemoryDetails` after an out-of-memory
+    time: str
+    rank: int | None = 0  # which of the run's processes recorded this; None: it was found out after the job
+    host: str = ""  # by the scheduler's name where it has one
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmContext:
+    """Which SLURM job and rank a process is; outside of jobs the job is None."""
+
+    job: JobId | None = None
+    restarts: int = 0
+    rank: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "SlurmContext":
+        """Reads SLURM's variables."""
+        array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+        # Inside an array SLURM_JOB_ID is a number of its own, by which squeue and sacct list no element.
+        number = f"{array}_{task}" if array else environment.get("SLURM_JOB_ID", "")
+        return cls(
+            job=JobId(number=number, cluster=environment.get("SLURM_CLUSTER_NAME", "")) if number else None,
+            restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
+            rank=int(environment.get("SLURM_PROCID", "0")),
+        )
+
+
+class Attempts:
+    """The attempts of the run in a folder, as seen from a job and rank: by default those of the environment."""
+
+    def __init__(self, run_path: Path, context: SlurmContext | None = None) -> None:
+        self._folder = run_path / "attempts"
+        self._context = context or SlurmContext.from_environment()
+        self._current: int | None = None
+        self._is_recorded = False
+
+    def starts(self, *, after: int = 0) -> list[AttemptStart]:
+        """Reads the starts of all attempts after one, the first one first; a damaged record hides nothing but
+        itself.
+        """
+        paths = [path for path in sorted(self._folder.glob("*-began.json")) if path.name > f"{after:04d}-began.json"]
+        starts = [_read_record(path, AttemptStart) for path in paths]
+        return [start for start in starts if start is not None and _is_time(start.start_time)]
+
+    def end(self, attempt: int) -> AttemptEnd | None:
+        """Reads how an attempt ended; of several records the most informative, None where there is none."""
+        paths = self._folder.glob(f"{attempt:04d}-ended*.json")
+        ends = [_read_record(path, AttemptEnd) for path in paths]
+        known = [end for end in ends if end is not None and end.ending in _BY_SIGNIFICANCE and _is_time(end.time)]
+        return min(known, key=_significance, default=None)
+
+    def end_in(self, context: SlurmContext) -> AttemptEnd | None:
+        """Reads how the last attempt of a job ended; None where none began or no record was written."""
+        return None if (attempt := self._last_in(context)) is None else self.end(attempt)
+
+    def count_restarts(self, job: JobId | None) -> int:
+        """Counts how often can-train requeued a job; a requeue by SLURM or by a person does not count."""
+        attempts = [start.attempt for start in self.starts() if start.slurm_job == job]
+        ends = [self.end(attempt) for attempt in attempts[:-1]]
+        return sum(end is not None and end.ending in RESTARTED for end in ends)
+
+    def is_superseded(self) -> bool:
+        """Returns whether this attempt's job was started again, or another one: its process is to train no more."""
+        own = self._current or self._last_in(self._context) or 0
+        return any(self._is_in_other_job(start) for start in self.starts(after=own))
+
+    def supersedes(self, earlier: AttemptStart) -> bool:
+        """Returns whether this attempt, begun by a job, has the run in place of an earlier one in another job, or in
+        this one before it was started again. One outside of jobs is a person's, and stays.
+        """
+        return earlier.attempt < (self._current or 0) and self._is_in_other_job(earlier)
+
+    def _is_in_other_job(self, start: AttemptStart) -> bool:
+        own = (self._context.job, self._context.restarts)
+        return bool(self._context.job and start.slurm_job) and (start.slurm_job, start.restarts) != own
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Records what this attempt waits for in the block."""
+        path = self._folder / f"{self.current:04d}-waits.txt"
+        write_text_atomic(path, what)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+    def waits_for(self, attempt: int) -> str:
+        """Reads what an attempt waits for; empty: nothing."""
+        return text_or_nothing(self._folder / f"{attempt:04d}-waits.txt")
+
+    @property
+    def current(self) -> int:
+        """The number of this process's attempt; the first access begins it."""
+        if self._current is None:
+            self._current = self._begin()
+        return self._current
+
+    @contextmanager
+    def recorded(self, stops: StopRequests, *, rank: int | None = None) -> Iterator[None]:
+        """Records the block as an attempt, whatever ends it; a nested block records nothing.
+
+        Args:
+            stops: Signals of the process, deferred while a record is written.
+            rank: Of the process; None: as the environment says.
+        """
+        if self._is_recorded:
+            yield
+            return
+        if rank is not None:
+            self._context = replace(self._context, rank=rank)
+        self._is_recorded = True
+        error: BaseException | None = None
+        try:
+            with stops.deferred():
+                # The other ranks take part in the attempt that the first one begins.
+                if self._context.rank == 0:
+                    self._current = self._begin()
+            yield
+        except BaseException as raised:
+            error = stops.cause_of(raised)
+            if error is raised:
+                raise
+            raise error from None
+        finally:
+            with stops.deferred():
+                self.record_end(*_describe_end(error), rank=self._context.rank)
+
+    def record_end(self, ending: str, message: str, details: Mapping[str, Any], *, rank: int | None = None) -> None:
+        """Records how the attempt of this job ended; without a rank, as was found out after it."""
+        # A process may end before it has begun an attempt: it was killed while it imported torch.
+        attempt = self._current or self._last_in(self._context) or self._begin()
+        end = AttemptEnd(attempt=attempt, ending=ending, message=message, details=details, time=utc_now(), rank=rank,
+                         host=slurm_node_name())  # fmt: skip
+        writer = "-job" if rank is None else f"-rank{rank}" if rank else ""
+        write_json_atomic(self._folder / f"{attempt:04d}-ended{writer}.json", asdict(end))
+
+    def _last_in(self, context: SlurmContext) -> int | None:
+        own = (context.job, context.restarts)
+        attempts = [start.attempt for start in self.starts() if (start.slurm_job, start.restarts) == own]
+        return max(attempts, default=None)
+
+    def this_process(self, attempt: int | None = None) -> AttemptStart:
+        """Describes this process, as it begins an attempt or is in one; its number is 0 before that."""
+        job = self._context.job
+        return AttemptStart(attempt=attempt or self._current or 0, start_time=utc_now(), host=this_host(),
+                            pid=os.getpid(), job_id=job.number if job else "", restarts=self._context.restarts,
+                            cluster=job.cluster if job else "")  # fmt: skip
+
+    def _begin(self) -> int:
+        self._folder.mkdir(exist_ok=True)
+        while True:
+            attempt = len(list(self._folder.glob("*-began.json"))) + 1
+            try:
+                data = records.json_text(asdict(self.this_process(attempt))).encode()
+                records.write_new_atomic(self._folder / f"{attempt:04d}-began.json", data)
+            except FileExistsError:
+                # Another process of the same run took this number in the meantime.
+                continue
+            return attempt
+
+
+def slurm_node_name() -> str:
+    """Returns this machine's name as SLURM has it, else its own: `exclude` of the next job must name the node."""
+    return os.environ.get("SLURMD_NODENAME") or this_host()
+
+
+def _read_record(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(records.read_bytes(path), type=kind)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_time(text: str) -> bool:
+    try:
+        records.check_time("time", text)
+    except ValueError:
+        return False
+    return True
+
+
+def _significance(end: AttemptEnd) -> tuple[int, bool, str]:
+    # What was found out after the job counts before what one of its ranks recorded.
+    return _BY_SIGNIFICANCE.index(end.ending), end.rank is not None, end.time
+
+
+def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]]:
+    """Returns how an error ends an attempt, its message in one line, and the details of an out-of-memory."""
+    if error is None:
+        return "finished", "", {}
+    if isinstance(error, SystemExit):
+        # A job turns an error that it has printed into an exit status, and keeps it as the cause.
+        ending, message, details = _describe_end(error.__cause__)
+        by_signal = ENDING_BY_STATUS.get(error.code) if isinstance(error.code, int) else None
+        return by_signal or (ending if error.__cause__ else "failed"), message, details
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "", {}
+    ending, details = "failed", {}
+    if isinstance(error, DoesNotFitError):
+        ending, details = "host_oom" if error.details.of_host else "gpu_oom", asdict(error.details)
+    elif isinstance(error, RankGoneError):
+        ending = "rank_gone"
+    elif isinstance(error, EarlierAttemptError):
+        ending = "in_use"
+    elif is_out_of_memory(error):
+        ending = "host_oom" if is_host_memory(error) else "gpu_oom"
+    text = error.in_short if isinstance(error, CanTrainError) else without_positions(str(error))
+    text = " ".join(line.strip() for line in text.splitlines() if line.strip())
+    # The text of a CanTrainError is written for users; any other needs its type.
+    if not isinstance(error, CanTrainError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return ending, text if len(text) <= _MESSAGE_LENGTH else f"{text[:_MESSAGE_LENGTH]} …", details

@@ -1,0 +1,138 @@
+"""The registry of all runs in a state folder: its entries, and the files that they are in."""
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from can_train.io import records
+from can_train.io.index import INDEX_FROM, Kind, index_folder, read_folder, write_index
+from can_train.io.records import JobId, SetAside
+
+_LONGEST_NAME: Final = 255  # characters of a file's name, on most file systems
+_RUNS: Final = "runs"  # the registry's folder in the state folder, and its index
+_MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run in the registry."""
+
+    run_id: str
+    path: str  # absolute path of its folder, whose name is the run id
+    key: str  # its configuration's key in the factor store
+    time: str
+    identity: str = ""  # digest of resolved configuration, code and data, equal for runs that would do the same
+    after: str = ""  # ids of the runs that it waits for, separated by commas
+    sweep: str = ""  # name that the runs of one sweep share; empty: it belongs to none
+
+    def __post_init__(self) -> None:
+        if self.run_id != Path(self.run_id).name or len(self.run_id) > _LONGEST_NAME:
+            raise ValueError("run_id is no name of a folder")
+        records.check_time("time", self.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A job that was started for a run: a scheduler's, or a process of a machine."""
+
+    run_id: str
+    executor: str  # slurm, local or debug
+    job_id: str  # as the executor numbers it: 123, 123_4 for an element of an array, or a process id
+    time: str
+    host: str  # machine that it was submitted from
+    log_path: str
+    reason: str = ""  # why, in words, unless it is the first: "host out-of-memory: 600M instead of 400M"
+    resources: dict[str, Any] = field(default_factory=dict)  # what was asked for, by sbatch's names
+    cluster: str = ""  # whose SLURM counts the job; empty: a process, or not recorded
+
+    def __post_init__(self) -> None:
+        records.check_time("time", self.time)
+
+    @property
+    def slurm_job(self) -> JobId | None:
+        """The job, where it is one of SLURM."""
+        return JobId(number=self.job_id, cluster=self.cluster) if self.executor == "slurm" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelRecord:
+    """When a person asked to cancel a run."""
+
+    run_id: str
+    time: str
+
+    def __post_init__(self) -> None:
+        records.check_time("time", self.time)
+
+
+_Record = TypeVar("_Record", RunRecord, JobRecord, CancelRecord)
+_RUN_KIND: Final = Kind(RunRecord, group=lambda record: "", latest=lambda record: datetime.fromisoformat(record.time))
+
+
+class Registry:
+    """The runs of a state folder, which need not exist: one immutable file an entry, so that nothing needs a lock."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.folder = state_dir / _RUNS
+        self._index = index_folder(state_dir) / _RUNS
+
+    def add(self, record: RunRecord | JobRecord | CancelRecord) -> None:
+        """Writes an entry.
+
+        Raises:
+            StateError: It cannot be written.
+        """
+        name = "run"
+        if not isinstance(record, RunRecord):
+            kind = "job" if isinstance(record, JobRecord) else "cancel"
+            # Two machines may write in the same microsecond, and process ids repeat between machines.
+            name = f"{kind}-{records.time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}"
+        records.write_document(self.folder / record.run_id / f"{name}{records.DOCUMENT_SUFFIX}", record)
+
+    def has(self, run_id: str) -> bool:
+        """Returns whether there is an entry of a run."""
+        return (self.folder / run_id).is_dir()
+
+    def entry(self, run_id: str) -> Path:
+        """Returns the path of the entry of a run."""
+        return self.folder / run_id / f"run{records.DOCUMENT_SUFFIX}"
+
+    def run(self, run_id: str) -> RunRecord | None:
+        """Reads the entry of a run; None: there is none, or it is damaged."""
+        return next((one for one in self._read(run_id, "run", RunRecord, []) if one.run_id == run_id), None)
+
+    def runs(self, *, index_from: int = INDEX_FROM) -> list[RunRecord]:
+        """Reads all runs, the oldest first; adds those to an index that are at least so many."""
+        index, names = read_folder(self.folder, self._index, _RUN_KIND)
+        certain, doubtful = dict[str, RunRecord](), list[RunRecord]()
+        for run_id in names:
+            aside: list[SetAside] = []
+            for record in self._read(run_id, "run", RunRecord, aside):
+                if aside or run_id in certain:
+                    doubtful.append(record)
+                else:
+                    certain[run_id] = record
+        if index.is_worth_extending(len(certain), index_from):
+            write_index(index, certain)
+        found = [*index.records(index.groups).values(), *certain.values(), *doubtful]
+        return sorted(found, key=lambda record: (record.time, record.run_id))
+
+    def jobs(self, run_id: str) -> list[JobRecord]:
+        """Reads the jobs of a run, the first one first."""
+        return sorted(self._read(run_id, "job-", JobRecord, []), key=lambda record: record.time)
+
+    def cancels(self, run_id: str) -> list[CancelRecord]:
+        """Reads when persons asked to cancel a run, the first time first."""
+        return sorted(self._read(run_id, "cancel-", CancelRecord, []), key=lambda record: record.time)
+
+    def _read(self, run_id: str, prefix: str, kind: type[_Record], aside: list[SetAside]) -> list[_Record]:
+        folder = self.folder / run_id
+        if not folder.is_dir():
+            return []
+        names, end = records.list_names(folder), records.DOCUMENT_SUFFIX
+        names = [name for name in names if name.startswith(prefix) and name.endswith(end)]
+        # A damaged entry hides nothing but itself.
+        return list(records.read_documents(folder, names, kind, aside, most_bytes=_MAX_ENTRY_BYTES).values())

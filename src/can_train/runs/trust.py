@@ -1,0 +1,130 @@
+"""Whether the code that a run names may run for the user who types a command. It may for the runs in the user's own
+registry, as long as no other user can change which code that is; else the user must ask for it.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from can_train.config.resolved import state_folder
+from can_train.config.task_loading import task_names
+from can_train.errors import UntrustedCodeError
+from can_train.io.ownership import Account, other_writer, places_on_the_way
+from can_train.runs.registry import Registry, RunRecord
+from can_train.runs.run_folder import CONFIG, RunFolder
+
+_PLACES: Final = {"code_dir": (".py", ".pyc", ".so"), "config_dir": (".yaml",)}
+"""Settings that name folders of code and of presets, and the endings of the files that are read from there."""
+_REQUESTS: Final = frozenset(
+    ("executor", "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "exclude",
+     "nodelist", "reservation", "exclusive", "comment", "job_name", "mail_user", "mail_type", "signal_delay_s",
+     "max_restarts", "oom_resubmits", "max_parallel")
+)  # fmt: skip
+"""Cluster settings that name resources and numbers. Any other one may be a command, or an option that has an effect of
+its own.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTrust:
+    """Decides for one user.
+
+    Attributes:
+        state: The user's state folder, with the registry.
+        trusts_all: Whether the user has asked for the code of any run.
+    """
+
+    state: Path = field(default_factory=state_folder)
+    trusts_all: bool = False
+
+    def config(self, folder: RunFolder, *, submits: bool = False, has_code: bool = False) -> dict[str, Any]:
+        """Reads the configuration of a run whose code is about to run.
+
+        Args:
+            folder: Of the run.
+            submits: Whether the cluster settings of the run are about to be sent to a scheduler.
+            has_code: Whether a file in the folder names can-train's own code, as that of a submitted run does.
+
+        Raises:
+            UntrustedCodeError: Another user may have decided which code that is.
+            RunError: The configuration cannot be read.
+        """
+        config = folder.config()
+        if not self.trusts_all and (has_code or _runs_own_code(config, submits=submits)):
+            self._check(folder, config)
+        return config
+
+    def _check(self, folder: RunFolder, config: Mapping[str, Any]) -> None:
+        account, path = Account.current(), Path(os.path.realpath(folder.path))
+        for place in (path, path / CONFIG):
+            _check_place(place, account)
+        registry = Registry(self.state)
+        record = registry.run(path.name)
+        if record is None or not _is_place_of(record, path):
+            code = f"; it names {', '.join(named)}" if (named := _names_of_code(config)) else ""
+            raise UntrustedCodeError(f"{path} is not in your list of runs, {registry.folder}{code}")
+        _check_place(registry.entry(path.name), account)
+        for name, endings in _PLACES.items():
+            for place in _named(config, name):
+                for passed in places_on_the_way(place):
+                    _check_place(passed, account, is_passed=True)
+                for file in _read_from(place, endings):
+                    _check_place(file, account)
+
+
+def _runs_own_code(config: Mapping[str, Any], *, submits: bool) -> bool:
+    """Whether the configuration of a run names a task, presets or commands that are not part of can-train."""
+    cluster = config.get("cluster")
+    requests = cluster if submits and isinstance(cluster, Mapping) else {}
+    has_commands = any(value for name, value in requests.items() if name not in _REQUESTS)
+    return config.get("task") not in task_names() or any(_named(config, name) for name in _PLACES) or has_commands
+
+
+def _named(config: Mapping[str, Any], name: str) -> list[Path]:
+    paths = config.get("paths")
+    place = paths.get(name) if isinstance(paths, Mapping) else ""
+    return [Path(str(place))] if place else []
+
+
+def _names_of_code(config: Mapping[str, Any]) -> list[str]:
+    """Names the file or the module of a run's own task, and its folder of presets."""
+    task = str(config.get("task", ""))
+    file = task.rpartition(":")[0]
+    own = [str(place / file) for place in _named(config, "code_dir")] if file.endswith(".py") else [task]
+    return [*(own if task not in task_names() else []), *map(str, _named(config, "config_dir"))]
+
+
+def _is_place_of(record: RunRecord, path: Path) -> bool:
+    """Whether a run lies where it was made, or was moved from there."""
+    return os.path.realpath(record.path) == str(path) or not Path(record.path).exists()
+
+
+def _read_from(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
+    """Lists a folder, and below it the files with some endings and the folders that lead to them."""
+    yield folder
+    seen = {str(folder)}
+    for place, folders, files in os.walk(folder):
+        # No import reaches a folder with another name.
+        folders[:] = [name for name in folders if name.isidentifier()]
+        for name in files:
+            if not name.endswith(endings):
+                continue
+            yield Path(place, name)
+            way = place
+            while way not in seen:
+                seen.add(way)
+                yield Path(way)
+                way = os.path.dirname(way)  # noqa: PTH120 - of thousands of files, paths cost more
+
+
+def _check_place(place: Path, account: Account, *, is_passed: bool = False) -> None:
+    """Raises UntrustedCodeError where another user may change a file, a folder, or where a link leads."""
+    try:
+        statuses = [place.lstat(), place.stat()]
+    except FileNotFoundError:
+        return
+    for status in statuses:
+        if who := other_writer(status, account, is_passed=is_passed):
+            raise UntrustedCodeError(f"{place}: {who}")
