@@ -122,9 +122,9 @@ class CanTrainError(Exception):
         return str(self)
 
     def __str__(self) -> str:
-        found = f": {self.value}" if self.value else ""
+        value = f": {self.value}" if self.value else ""
         remedy = f"\n{self.remedy}." if self.remedy else ""
-        return printable(with_command_name(f"{self.rule}{found}.{remedy}"))
+        return printable(with_command_name(f"{self.rule}{value}.{remedy}"))
 
 
 class ConfigError(CanTrainError):
@@ -232,9 +232,9 @@ class TaskError(CanTrainError):
 
 def _own_lines(error: BaseException) -> str:
     """Writes the traceback of an error from the first line that is neither can-train's nor Python's import's."""
-    others = (f"{Path(__file__).resolve().parent}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<frozen ")
+    folders = (f"{Path(__file__).resolve().parent}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<frozen ")
     frames = traceback.TracebackException.from_exception(error)
-    while frames.stack and frames.stack[0].filename.startswith(others):
+    while frames.stack and frames.stack[0].filename.startswith(folders):
         del frames.stack[0]
     return "".join(frames.format(chain=False)).rstrip()
 
@@ -266,10 +266,10 @@ def first_sentence(error: BaseException) -> str:
 def from_os_error(error: OSError) -> StateError | None:
     """Makes the error to show for a system error; None if a user can do nothing about it."""
     # Without a path, an invalid argument is one that the program passed.
-    found = next((texts for numbers, texts in _REMEDIES.items() if error.errno in numbers), None)
-    if found is None or (error.errno == errno.EINVAL and not error.filename):
+    texts = next((pair for numbers, pair in _REMEDIES.items() if error.errno in numbers), None)
+    if texts is None or (error.errno == errno.EINVAL and not error.filename):
         return None
-    rule, remedy = found
+    rule, remedy = texts
     # A failed rename has two names; the user knows the second.
     path = str(error.filename2 or error.filename or "")[-_LONGEST_PATH:]
     return StateError(rule, value=": ".join(filter(None, (path, error.strerror))), remedy=remedy)

@@ -157,11 +157,11 @@ def wrapped(text: str, columns: int, *, label: str = "", hang: str = "") -> str:
     """
     lines: list[str] = []
     for line in printable(with_command_name(text)).split("\n"):
-        own = " " * (len(label) + len(line) - len(line.lstrip()))
-        first = own if lines else label + own[len(label) :]
+        indent = " " * (len(label) + len(line) - len(line.lstrip()))
+        first = indent if lines else label + indent[len(label) :]
         # A command that is broken cannot be typed.
-        width = len(own) + len(line) if line.lstrip().startswith((*_COMMANDS, f"{command_name()} ")) else columns
-        lines += wrap(line.strip(), width, initial_indent=first, subsequent_indent=own + hang,
+        width = len(indent) + len(line) if line.lstrip().startswith((*_COMMANDS, f"{command_name()} ")) else columns
+        lines += wrap(line.strip(), width, initial_indent=first, subsequent_indent=indent + hang,
                       break_long_words=False, break_on_hyphens=False)  # fmt: skip
     return "\n".join(lines)
 

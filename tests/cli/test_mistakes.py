@@ -68,7 +68,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("model=", "--set model is empty"),
         ("dataset.columns=3", "dataset.columns must be settings, as {a:1,b:2}: 3"),
         ("dataset.columns={epochs:1}", "Unknown setting: 'dataset.columns.epochs'"),
-        ("cluster.partition=gpu", "is for SLURM: --set cluster.partition, with cluster local"),
+        ("cluster.partition=gpu", "--set cluster.partition has no effect with --cluster local"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused_in_words(
@@ -90,7 +90,7 @@ def test_a_setting_that_makes_no_sense_is_refused_in_words(
         ((*TRAIN, "-x"), "Unknown flag: -x. Nearest: "),
         ((*TRAIN, "--tracker", ","), "--tracker names nothing: ','. Name one, or several: a,b."),
         (("factors", "--export", ""), "--export is empty. Give a value or leave it out; can-train factors lists keys."),
-        ((*TRAIN, "--submit", "--cluster", "local", "--partition", "gpu"), "is for SLURM: --partition, with cluster"),
+        ((*TRAIN, "--submit", "--cluster", "local", "--partition", "gpu"), "--partition has no effect with --cluster"),
         (("--model", ",", "--dataset", "synthetic"), "--model names nothing: ','"),
         (("status", "x" * 5000), "File name too long. "),
         (("status",), "RUN is missing. Name one: can-train runs lists them"),

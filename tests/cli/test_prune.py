@@ -109,7 +109,7 @@ def test_without_a_terminal_nothing_is_deleted_and_that_is_said(runs: Runs, caps
     out, err = capsys.readouterr()
     assert "prepared data" in out
     assert max(map(len, out.splitlines())) <= 80
-    assert "nothing was deleted" in err
+    assert "Nothing was deleted" in err
     assert "--yes" in err
     assert found(runs) == EVERYTHING
 

@@ -79,17 +79,17 @@ def test_what_decides_nothing_of_the_training_is_not_swept(text: str) -> None:
 
 
 def test_values_without_number_are_refused() -> None:
-    with pytest.raises(ConfigError, match="countable"):
+    with pytest.raises(ConfigError, match="more values than can be listed"):
         swept("training.lr=interval(0,1)")
 
 
 def test_a_slip_does_not_start_a_million_runs() -> None:
-    with pytest.raises(ConfigError, match=f"at most {MOST_RUNS}"):
+    with pytest.raises(ConfigError, match=f"more than {MOST_RUNS}"):
         swept("training.seed=range(0,1000)", "training.lr=0.1,0.2")
 
 
 def test_an_empty_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one value"):
+    with pytest.raises(ConfigError, match="The sweep has no value"):
         swept("training.seed=range(3,3)")
 
 

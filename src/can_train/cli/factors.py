@@ -118,12 +118,12 @@ def _print_summaries(store: FactorStore, key: str | None, device: str | None, *,
 def _print_replay(store: FactorStore, key: str | None, device: str | None, name: str, *, as_json: bool) -> None:
     if name not in POLICIES:
         raise unknown_name("policy", name, POLICIES)
-    found = [summary for summary in store.find(key, device) if summary.runs]
-    replays = [replay_runs(summary, policy_of(summary.runs[-1], name)) for summary in found]
+    summaries = [summary for summary in store.find(key, device) if summary.runs]
+    replays = [replay_runs(summary, policy_of(summary.runs[-1], name)) for summary in summaries]
     if as_json:
-        print_json({"replays": [replay_json(one, name) for one in replays]})
+        print_json({"replays": [replay_json(replay, name) for replay in replays]})
     elif replays:
-        print_tables([replay_table(one, name) for one in replays])
+        print_tables([replay_table(replay, name) for replay in replays])
     else:
         print_text("No run is left to replay: all of them began before a reset.")
 
@@ -159,25 +159,26 @@ def _on(device: str | None) -> str:
 
 def _affected(store: FactorStore, key: str | None, device: str | None) -> tuple[list[FactorSummary], str | None]:
     """Finds the configurations that an event of a key is about; returns them with the key as the event has it."""
-    found = store.find(key, device)
+    matching = store.find(key, device)
     if key is None:
-        return found, None
+        return matching, None
     summaries = store.records()
     # A name in the listing is meant as it is; an event of a key without its size is one of all sizes.
-    name = key if key in {one.key for one in summaries} else found[0].key
-    keys = {one.key for one in summaries if name in (one.key, without_size(one.key, one.size))}
-    devices = {one.device for one in found}
-    return [one for one in summaries if one.key in keys and (device is None or one.device in devices)], name
+    name = key if key in {summary.key for summary in summaries} else matching[0].key
+    keys = {summary.key for summary in summaries if name in (summary.key, without_size(summary.key, summary.size))}
+    devices = {summary.device for summary in matching}
+    affected = [each for each in summaries if each.key in keys and (device is None or each.device in devices)]
+    return affected, name
 
 
 def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool) -> ActionResult:
-    found, key = _affected(store, key, device)
-    devices = {summary.device for summary in found}
+    affected, key = _affected(store, key, device)
+    devices = {summary.device for summary in affected}
     if device is not None and devices == {ANY_DEVICE}:
         # A factor that was imported for any device serves this device, although nothing was learned on it.
         raise unknown_name("device", device, devices)
-    keys = sorted({summary.key for summary in found})
-    runs = sum(len(summary.runs) for one in found for summary in (one, *one.other_settings))
+    keys = sorted({summary.key for summary in affected})
+    runs = sum(len(summary.runs) for current in affected for summary in (current, *current.other_settings))
     what = f"{counted(runs, 'run')} of {keys[0] if len(keys) == 1 else counted(len(keys), 'key')}{_on(device)}"
     if not yes and not sys.stdin.isatty():
         raise ConfigError("Nothing was reset, since --reset asks first and standard input is no terminal",
@@ -186,8 +187,9 @@ def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool
         print_aside("Nothing was reset.")
         raise typer.Exit(1)
     path = store.reset(key, device)
-    pinned = [one for one in found if one.state == "pinned"]
-    notices = [f"{one.key} on {shown_device(one.device)} is {one.reason}: --unpin removes that" for one in pinned]
+    pinned = [summary for summary in affected if summary.state == "pinned"]
+    notices = [f"{summary.key} on {shown_device(summary.device)} is {summary.reason}: --unpin removes that"
+               for summary in pinned]  # fmt: skip
     text = f"{', '.join(keys)}: no run teaches{_on(device)}; the next run is a first one."
     if runs:
         text = f"{what} teach nothing any more; the next run is a first one. Their history stays."
@@ -198,12 +200,12 @@ def _pin(store: FactorStore, key: str | None, device: str | None, value: float) 
     if key is None:
         raise ConfigError("--pin needs a KEY", remedy="can-train factors lists keys")
     summaries, notices = store.records(), []
-    known = {summary.key for summary in summaries}
+    keys = {summary.key for summary in summaries}
     # A key that no run has had is pinned as it was given, and so is a name in the listing.
-    if key not in known and keys_like(summaries, key):
+    if key not in keys and keys_like(summaries, key):
         (key,) = full_keys(summaries, key)
-    if key not in known:
-        nearest = ", ".join(nearest_first(key, known)[:_SUGGESTIONS])
+    if key not in keys:
+        nearest = ", ".join(nearest_first(key, keys)[:_SUGGESTIONS])
         hint = f" Known keys, nearest first: {nearest}." if nearest else ""
         notices.append(f"No run has had the key {key} yet.{hint}")
     path = store.pin(key, value, device)
@@ -214,9 +216,9 @@ def _pin(store: FactorStore, key: str | None, device: str | None, value: float) 
 def _unpin(store: FactorStore, key: str | None, device: str | None) -> ActionResult:
     if key is None:
         raise ConfigError("--unpin needs a KEY", remedy="can-train factors lists keys")
-    found, name = _affected(store, key, device)
+    affected, name = _affected(store, key, device)
     key, summaries = name or key, store.records()
-    if all(summary.state != "pinned" for summary in found):
+    if all(summary.state != "pinned" for summary in affected):
         pinned = sorted({summary.key for summary in summaries if summary.state == "pinned"})
         remedy = f"Pinned: {', '.join(pinned)}" if pinned else "No key is pinned"
         raise ConfigError("The key is not pinned", value=f"{key}{_on(device)}", remedy=remedy)
@@ -248,12 +250,12 @@ def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -
     if file.suffix.lower() != ".svg":
         raise ConfigError("A plot can only be written as SVG", value=str(file), remedy="Name a file that ends in .svg")
     # A factor that was pinned or imported for any device has no runs.
-    found = [summary for summary in store.find(key, device) if summary.runs]
-    if len(found) > 1:
-        devices = ", ".join(summary.device for summary in found)
-        remedy = f"Add --device {found[0].device}"
+    summaries = [summary for summary in store.find(key, device) if summary.runs]
+    if len(summaries) > 1:
+        devices = ", ".join(summary.device for summary in summaries)
+        remedy = f"Add --device {summaries[0].device}"
         raise ConfigError("Runs on several kinds of device do not share a plot", value=devices, remedy=remedy)
-    chart = factor_chart(found[0]) if found else None
+    chart = factor_chart(summaries[0]) if summaries else None
     if chart is None:
         raise ConfigError("No run has taught anything yet", value=key, remedy="Train first: every run teaches")
     try:
@@ -261,9 +263,10 @@ def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -
     except OSError as error:
         raise ConfigError("The plot cannot be written", value=f"{file}: {error.strerror}",
                           remedy="Name a file in a folder that you may write to") from error  # fmt: skip
-    count = counted(len(found[0].runs), "run")
-    values = {"config_key": found[0].key, "device": found[0].device, "runs": len(found[0].runs), "file": str(file)}
-    return ActionResult(f"{count} of {found[0].key} on {shown_device(found[0].device)} drawn in {file}.", values)
+    drawn = summaries[0]
+    values = {"config_key": drawn.key, "device": drawn.device, "runs": len(drawn.runs), "file": str(file)}
+    text = f"{counted(len(drawn.runs), 'run')} of {drawn.key} on {shown_device(drawn.device)} drawn in {file}."
+    return ActionResult(text, values)
 
 
 def _import(store: FactorStore, key: str | None, device: str | None, file: Path) -> ActionResult:

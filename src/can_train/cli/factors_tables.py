@@ -20,13 +20,13 @@ _LISTED_RUNS: Final = 50  # of one configuration and device, the last ones; Rich
 _BEFORE_RESET: Final = "before the reset"
 
 
-def factors_table(found: Sequence[FactorFigures], notes: Sequence[str] = ()) -> TextTable:
+def factors_table(factors: Sequence[FactorFigures], notes: Sequence[str] = ()) -> TextTable:
     """Makes the overview: one row for each configuration and kind of device."""
     rows = [
-        (one.key, "any other" if one.device == ANY_DEVICE else one.device, _factor(one),
-         str(one.runs + one.imported_runs), _percent(one.mean_peak), _percent(one.max_peak), _percent(one.last_peak),
-         str(one.ooms), "yes" if one.converged else "no", "; ".join(_reasons(one)))
-        for one in found
+        (row.key, "any other" if row.device == ANY_DEVICE else row.device, _factor(row),
+         str(row.runs + row.imported_runs), _percent(row.mean_peak), _percent(row.max_peak), _percent(row.last_peak),
+         str(row.ooms), "yes" if row.converged else "no", "; ".join(_reasons(row)))
+        for row in factors
     ]  # fmt: skip
     return TextTable("Safety factors of the next runs", _COLUMNS, rows, notes)
 
@@ -90,10 +90,13 @@ def settings_apart(fingerprints: Sequence[Mapping[str, Any]]) -> list[str]:
     flat = [dict(_flat(fingerprint)) for fingerprint in fingerprints]
     names = [
         name
-        for name in dict.fromkeys(name for one in flat for name in one)
-        if any(one.get(name) != flat[0].get(name) for one in flat)
+        for name in dict.fromkeys(name for settings in flat for name in settings)
+        if any(settings.get(name) != flat[0].get(name) for settings in flat)
     ]
-    return [" ".join(f"{name}={one[name]}" if name in one else f"no {name}" for name in names) for one in flat]
+    return [
+        " ".join(f"{name}={settings[name]}" if name in settings else f"no {name}" for name in names)
+        for settings in flat
+    ]
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -135,7 +138,7 @@ def record_notes(records: Records) -> list[str]:
 def factors_json(found: Sequence[FactorFigures | FactorSummary], records: Records) -> dict[str, Any]:
     """Makes the overview, with the runs of summaries, as plain values; peaks are shares of the capacity."""
     return {
-        "factors": [_figures_json(one) if isinstance(one, FactorFigures) else _summary_json(one) for one in found],
+        "factors": [_figures_json(each) if isinstance(each, FactorFigures) else _summary_json(each) for each in found],
         "unfinished": [{**asdict(started), "lost": started.is_running() is False} for started in records.unfinished],
         "set_aside": [
             {"path": aside.shown, "reason": aside.reason, "is_read": aside.is_read} for aside in records.set_aside

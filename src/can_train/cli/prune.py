@@ -61,28 +61,28 @@ def find_prunable(state: Path, runs_dir: Path, *, older_s: float, now: float) ->
         older_s: Least seconds without use; unfinished files need at least a day.
         now: Seconds since 1970.
     """
-    found = []
+    prunable = []
     for path, kind in _candidates(state, runs_dir).items():
         used_at, size_bytes = _use_of(path)
         if now - used_at > (max(older_s, _WRITING_S) if kind == "unfinished files" else older_s):
-            found.append(Prunable(kind=kind, path=path, size_bytes=size_bytes))
-    return found
+            prunable.append(Prunable(kind=kind, path=path, size_bytes=size_bytes))
+    return prunable
 
 
 def _candidates(state: Path, runs_dir: Path) -> dict[Path, str]:
     """Returns the files and folders that may be deleted once they are old enough, each with its kind."""
     prepared = state / "cache"
-    found = {path: "prepared data" for path in _children(prepared) if path.name != _OUTPUTS}
-    found |= dict.fromkeys(_children(prepared / _OUTPUTS), "outputs of reference models")
-    in_use = {described_folder(known.folder.path) for known in known_runs(Registry(state), runs_dir)}
-    found |= {path: "copies of code" for path in _children(code_folder(state)) if path not in in_use}
-    found |= dict.fromkeys(_children(index_folder(state)), "what is remembered of records")
-    found |= dict.fromkeys(repeated_starts(state), "repeated starts")
+    kinds = {path: "prepared data" for path in _children(prepared) if path.name != _OUTPUTS}
+    kinds |= dict.fromkeys(_children(prepared / _OUTPUTS), "outputs of reference models")
+    in_use = {described_folder(run.folder.path) for run in known_runs(Registry(state), runs_dir)}
+    kinds |= {path: "copies of code" for path in _children(code_folder(state)) if path not in in_use}
+    kinds |= dict.fromkeys(_children(index_folder(state)), "what is remembered of records")
+    kinds |= dict.fromkeys(repeated_starts(state), "repeated starts")
     for root in (state, runs_dir):
         for folder, _, names in os.walk(root):
-            found |= {Path(folder, name): "unfinished files" for name in names if _TEMPORARY.fullmatch(name)}
+            kinds |= {Path(folder, name): "unfinished files" for name in names if _TEMPORARY.fullmatch(name)}
     # A folder of prepared data gets its name when it is complete.
-    return found | {path: "unfinished files" for path in _children(prepared) if path.name.startswith(".")}
+    return kinds | {path: "unfinished files" for path in _children(prepared) if path.name.startswith(".")}
 
 
 def _children(folder: Path) -> list[Path]:
@@ -95,11 +95,11 @@ def _children(folder: Path) -> list[Path]:
 def _use_of(path: Path) -> tuple[float, int]:
     """Returns when a file, or any file below a folder, was last read or written, and the bytes of all of them."""
     used_at, size_bytes = 0.0, 0
-    for one in (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,):
+    for part in (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,):
         with suppress(OSError):
-            status = one.lstat()
+            status = part.lstat()
             # Looking at a folder is no use of it.
-            used_at = max(used_at, status.st_mtime, 0.0 if one.is_dir() else status.st_atime)
+            used_at = max(used_at, status.st_mtime, 0.0 if part.is_dir() else status.st_atime)
             size_bytes += status.st_size
     return used_at, size_bytes
 
@@ -115,23 +115,23 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
             "--older-than must be a number of days or hours", value=older_than, remedy="Write it as 90d or 12h"
         )
     older_s = 60.0 * parse_time_min(older_than)
-    found = find_prunable(state, runs_dir, older_s=older_s, now=time.time())
-    total = f"{len(found)} of them, {size_text(sum(one.size_bytes for one in found))}"
+    prunable = find_prunable(state, runs_dir, older_s=older_s, now=time.time())
+    total = f"{len(prunable)} of them, {size_text(sum(item.size_bytes for item in prunable))}"
     if not as_json:
-        _print_found(found, state, older_than)
-    if found and not yes:
+        _print_found(prunable, state, older_than)
+    if prunable and not yes:
         if as_json or not sys.stdin.isatty():
             raise ConfigError("Nothing was deleted, since --prune asks first and nobody can answer here", value=total,
                               remedy="Add --yes")  # fmt: skip
         if not confirm(f"Delete {total}?"):
             print_aside("Nothing was deleted.")
             raise typer.Exit(1)
-    left = [one for one in found if not _delete(one.path)]
+    left = [item for item in prunable if not _delete(item.path)]
     if as_json:
-        print_json({"older_than": older_than, "deleted": [_json(one) for one in found if one not in left],
-                    "left": [_json(one) for one in left]})  # fmt: skip
-    elif found:
-        print_text(f"Deleted {len(found) - len(left)} of {len(found)}.")
+        print_json({"older_than": older_than, "deleted": [_json(item) for item in prunable if item not in left],
+                    "left": [_json(item) for item in left]})  # fmt: skip
+    elif prunable:
+        print_text(f"Deleted {len(prunable) - len(left)} of {len(prunable)}.")
     if left and as_json:
         raise typer.Exit(2)
     if left:
@@ -139,20 +139,20 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
                           remedy="Ask who owns them: can-train doctor --prune lists them again")  # fmt: skip
 
 
-def _print_found(found: list[Prunable], state: Path, older_than: str) -> None:
-    if not found:
+def _print_found(prunable: list[Prunable], state: Path, older_than: str) -> None:
+    if not prunable:
         print_text(f"Nothing in {state} has gone unused for {older_than}.")
         return
     rows = []
     for kind, why in _WHY.items():
-        sizes = [one.size_bytes for one in found if one.kind == kind]
+        sizes = [item.size_bytes for item in prunable if item.kind == kind]
         rows += [(kind, str(len(sizes)), size_text(sum(sizes)), why)] if sizes else []
     columns = ("what", "number", "size", "why it can go")
     print_tables([TextTable(f"Not used for {older_than}", columns, rows, [f"in {state}"])], pipe_columns=COLUMNS)
 
 
-def _json(one: Prunable) -> dict[str, str | int]:
-    return {"kind": one.kind, "path": str(one.path), "bytes": one.size_bytes}
+def _json(item: Prunable) -> dict[str, str | int]:
+    return {"kind": item.kind, "path": str(item.path), "bytes": item.size_bytes}
 
 
 def _delete(path: Path) -> bool:

@@ -83,7 +83,7 @@ def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole
     if (high - low) / unit < _LEAST_SPAN:
         high = low + (abs(low) if abs(low) / unit >= _LEAST_SPAN else unit)
     span = (high - low) / unit
-    step = next(one for one in _round_steps(span / _MOST_TICKS) if not whole or one >= 1)
+    step = next(tick for tick in _round_steps(span / _MOST_TICKS) if not whole or tick >= 1)
     digits = max(0, -floor(log10(step)))
     first, last = ceil(low / unit / step - 1e-9), floor(high / unit / step + 1e-9)
     ticks = [(index * step * unit, f"{index * step:,.{digits}f}") for index in range(first, last + 1)]
@@ -102,7 +102,7 @@ def focused_axis(values: Sequence[float], label: str) -> Axis:
 def _round_steps(least: float) -> list[float]:
     """Returns 1, 2 or 5 times a power of ten, ascending from `least`."""
     power = 10.0 ** floor(log10(least))
-    steps = [one * power * scale for scale in (1, 10, 100, 1000, 10**4, 10**5, 10**6) for one in _STEPS[:-1]]
+    steps = [first * power * scale for scale in (1, 10, 100, 1000, 10**4, 10**5, 10**6) for first in _STEPS[:-1]]
     return [step for step in steps if step >= least * (1 - 1e-9)] + [1.0]
 
 
@@ -202,7 +202,7 @@ def mean(values: Sequence[float]) -> float:
 
 def plot_svg(chart: Chart, attributes: str) -> str:
     """Draws a chart; axes and legend overflow the element."""
-    inner = _strips(chart) if chart.y is None else "".join(_drawn(one, chart.x, chart.y) for one in chart.series)
+    inner = _strips(chart) if chart.y is None else "".join(_drawn(series, chart.x, chart.y) for series in chart.series)
     axes = _x_axis(chart.x) + ("" if chart.y is None else _y_axis(chart.y))
     title = f"<title>{escape(chart.title)}</title><desc>{escape(chart.description)}</desc>"
     label = escape(f"{chart.title}: {chart.description}", quote=True)
@@ -305,7 +305,7 @@ def _percent(share: float) -> str:
 
 def figure_html(chart: Chart) -> str:
     """Makes a chart of a page, with title and legend."""
-    items = "".join(f"<li>{_swatch(one)}{escape(one.name)}</li>" for one in chart.series if one.in_legend)
+    items = "".join(f"<li>{_swatch(series)}{escape(series.name)}</li>" for series in chart.series if series.in_legend)
     legend = f'<ul class="legend">{items}</ul>' if items else ""
     kind = ' class="strips"' if chart.y is None else ""
     svg = plot_svg(chart, f'width="100%" height="{chart.height}"')
@@ -334,11 +334,11 @@ def svg_file(chart: Chart) -> str:
     width, height = _FILE_WIDTH - left - right, _FILE_HEIGHT - top - bottom
     plot = plot_svg(chart, f'x="{left}" y="{top}" width="{width}" height="{height}"')
     across, items = 0, []
-    for one in chart.series:
-        if one.in_legend:
-            text = f'<text x="{_SWATCH_WIDTH}" y="10">{escape(one.name)}</text>'
-            items.append(f'<g transform="translate({across})">{_sample(one)}{text}</g>')
-            across += _SWATCH_WIDTH + _LETTER_WIDTH * len(one.name) + 12
+    for series in chart.series:
+        if series.in_legend:
+            text = f'<text x="{_SWATCH_WIDTH}" y="10">{escape(series.name)}</text>'
+            items.append(f'<g transform="translate({across})">{_sample(series)}{text}</g>')
+            across += _SWATCH_WIDTH + _LETTER_WIDTH * len(series.name) + 12
     size = f'viewBox="0 0 {_FILE_WIDTH} {_FILE_HEIGHT}" width="{_FILE_WIDTH}" height="{_FILE_HEIGHT}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" {size}><style>{STYLE}</style>'

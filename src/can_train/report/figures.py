@@ -43,12 +43,12 @@ def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, floa
         steps: Recorded steps.
         validation: Step and loss of each validation.
     """
-    train: list[Point] = [(one.step, one.loss) for one in steps]
+    train: list[Point] = [(step.step, step.loss) for step in steps]
     values = [loss for _, loss in [*train, *validation] if loss is not None]
     if not values:
         return None
     last = max(step for step, _ in [*train, *validation])
-    best = min(validation, key=lambda one: one[1], default=None)
+    best = min(validation, key=lambda point: point[1], default=None)
     lowest = "" if best is None else f"; the lowest validation loss is {best[1]:.4g}, after step {best[0]}"
     return Chart(
         title="Training and validation loss",
@@ -106,22 +106,22 @@ def memory_charts(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits]) -
     if not steps:
         return []
     x = number_axis(0, steps[-1].step, _STEP, whole=True)
-    rescues = [one for one in steps if one.ooms_rescued]
+    rescues = [step for step in steps if step.ooms_rescued]
     return [chart for chart in (_memory_chart(steps, limits, x), _parts_chart(steps, rescues, x)) if chart]
 
 
 def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x: Axis) -> Chart | None:
-    allocated: list[Point] = [(one.step, one.allocated_bytes) for one in steps if one.allocated_bytes is not None]
+    allocated: list[Point] = [(step.step, step.allocated_bytes) for step in steps if step.allocated_bytes is not None]
     if not allocated:
         return None
-    reserved: list[Point] = [(one.step, one.reserved_bytes) for one in steps if one.reserved_bytes is not None]
+    reserved: list[Point] = [(step.step, step.reserved_bytes) for step in steps if step.reserved_bytes is not None]
     levels = {
         name: _held(limits, steps[-1].step, value_of)
         for name, value_of in (
-            ("capacity", lambda one: one.capacity_bytes),
-            ("safe limit", lambda one: one.safe_bytes),
-            ("lowest", lambda one: one.predicted_bytes and one.predicted_bytes[0]),
-            ("predicted peak", lambda one: one.predicted_bytes and one.predicted_bytes[1]),
+            ("capacity", lambda limit: limit.capacity_bytes),
+            ("safe limit", lambda limit: limit.safe_bytes),
+            ("lowest", lambda limit: limit.predicted_bytes and limit.predicted_bytes[0]),
+            ("predicted peak", lambda limit: limit.predicted_bytes and limit.predicted_bytes[1]),
         )
     }
     peak = max(value for _, value in allocated if value is not None)
@@ -130,8 +130,8 @@ def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x
     y = byte_axis(_HEADROOM * max(value for value in values if value <= _REACH * peak), "memory")
     shown = {name: [(at, value if (value or 0) <= y.high else None) for at, value in points]
              for name, points in levels.items()}  # fmt: skip
-    capacity = max((one.capacity_bytes for one in limits), default=0)
-    rescues = [one for one in steps if one.ooms_rescued]
+    capacity = max((limit.capacity_bytes for limit in limits), default=0)
+    rescues = [step for step in steps if step.ooms_rescued]
     return Chart(
         title="Memory of each step",
         description=f"The peak was {size_text(peak)}, and {size_text(capacity)} may be used.",
@@ -147,26 +147,26 @@ def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x
             # On the CPU few steps are measured.
             Series(name="", color=1, kind="dots", points=allocated if len(allocated) <= _FEW else ()),
             Series(name="out of memory, rescued", color=2, kind="crosses",
-                   points=[(one.step, y.high) for one in rescues], texts=[_rescue_text(one) for one in rescues]),
+                   points=[(step.step, y.high) for step in rescues], texts=[_rescue_text(step) for step in rescues]),
         ],
     )  # fmt: skip
 
 
 def _held(limits: Sequence[MemoryLimits], last: int, value_of: Any) -> list[Point]:
     """Returns the value of each stretch of steps between two changes of the limits, at both of its ends."""
-    ends = [*(one.from_step for one in limits[1:]), *([last] if limits else [])]
+    ends = [*(limit.from_step for limit in limits[1:]), *([last] if limits else [])]
     points: list[Point] = []
-    for one, end in zip(limits, ends, strict=True):
-        begin = 0 if one is limits[0] else one.from_step
-        points += [(begin, value_of(one)), (end, value_of(one))]
+    for limit, end in zip(limits, ends, strict=True):
+        begin = 0 if limit is limits[0] else limit.from_step
+        points += [(begin, value_of(limit)), (end, value_of(limit))]
     return points if any(y is not None for _, y in points) else []
 
 
 def _parts_chart(steps: Sequence[StepRecord], rescues: Sequence[StepRecord], x: Axis) -> Chart:
-    counts: list[Point] = [(one.step, one.micro_batches) for one in steps]
-    most = max(one.micro_batches for one in steps)
+    counts: list[Point] = [(step.step, step.micro_batches) for step in steps]
+    most = max(step.micro_batches for step in steps)
     y = number_axis(0, most + 1, "micro-batches of a step", whole=True)
-    times = sum(one.ooms_rescued for one in rescues)
+    times = sum(step.ooms_rescued for step in rescues)
     return Chart(
         title="Micro-batches and rescues",
         description=f"A step had at most {most} micro-batches; memory ran out {times} times, and was rescued.",
@@ -176,8 +176,8 @@ def _parts_chart(steps: Sequence[StepRecord], rescues: Sequence[StepRecord], x: 
         series=[
             Series(name="micro-batches", color=4, kind="steps", points=thinned(counts)),
             Series(name="out of memory, rescued", color=2, kind="crosses",
-                   points=[(one.step, one.micro_batches) for one in rescues],
-                   texts=[_rescue_text(one) for one in rescues]),
+                   points=[(step.step, step.micro_batches) for step in rescues],
+                   texts=[_rescue_text(step) for step in rescues]),
         ],
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def factor_chart(summary: FactorSummary, run_id: str = "") -> Chart | None:
     factors: list[Point] = [(number, run.factor) for number, run in enumerate(runs, 1)]
     peaks: list[Point] = [(number, run.peak) for number, run in enumerate(runs, 1) if run.peak is not None]
     ooms: list[Point] = [(number, 1.0) for number, run in enumerate(runs, 1) if run.ran_out_of_memory]
-    own = [(number, run.factor) for number, run in enumerate(runs, 1) if run_id and run.run_id == run_id]
+    this_run = [(number, run.factor) for number, run in enumerate(runs, 1) if run_id and run.run_id == run_id]
     return Chart(
         title=f"Safety factor of {summary.key} on {summary.device}",
         description=f"{len(runs)} runs, oldest first; the target is a peak of {summary.aim:.0%} of the capacity.",
@@ -212,7 +212,7 @@ def factor_chart(summary: FactorSummary, run_id: str = "") -> Chart | None:
             Series(name="peak", color=3, kind="dots", points=peaks,
                    texts=[f"peak {value:.1%}" for _, value in peaks if value is not None]),
             Series(name="out of memory", color=2, kind="crosses", points=ooms),
-            Series(name="this run", color=4, kind="dots", points=own),
+            Series(name="this run", color=4, kind="dots", points=this_run),
         ],
     )  # fmt: skip
 
@@ -220,9 +220,9 @@ def factor_chart(summary: FactorSummary, run_id: str = "") -> Chart | None:
 # How well samples are told apart
 
 
-def has_both_classes(one: Predictions) -> bool:
+def has_both_classes(predictions: Predictions) -> bool:
     """Tells whether curves are defined."""
-    return bool(one.positive.any() and not one.positive.all())
+    return bool(predictions.positive.any() and not predictions.positive.all())
 
 
 def precision_recall_chart(title: str, runs: Mapping[str, Predictions]) -> Chart:
@@ -258,21 +258,21 @@ def roc_chart(title: str, runs: Mapping[str, Predictions]) -> Chart:
 
 
 def _curves(runs: Mapping[str, Predictions], curve: Any, chosen: Any) -> Iterable[Series]:
-    for index, (name, one) in enumerate(runs.items()):
+    for index, (name, predictions) in enumerate(runs.items()):
         color = _color(index)
-        yield Series(name=name, color=color, points=curve(one), dashed=index % 2 == 1)
-        (x, y), several = chosen(one), len(runs) > 1
+        yield Series(name=name, color=color, points=curve(predictions), dashed=index % 2 == 1)
+        (x, y), several = chosen(predictions), len(runs) > 1
         text = f"{name}: {y:.1%} at {x:.1%}"
         yield Series(name="" if several else "chosen threshold", color=color if several else 2, kind="dots",
                      points=[(x, y)], texts=[text])  # fmt: skip
 
 
-def _counts(one: Predictions) -> tuple[Any, Any]:
+def _counts(predictions: Predictions) -> tuple[Any, Any]:
     """Returns hits and false alarms at each distinct threshold, from the highest down, as counts."""
     import numpy as np
 
-    order = np.argsort(-one.score, kind="stable")
-    score, positive = one.score[order], one.positive[order]
+    order = np.argsort(-predictions.score, kind="stable")
+    score, positive = predictions.score[order], predictions.positive[order]
     # Equal scores are flagged together.
     last = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
     hits = np.cumsum(positive)[last]
@@ -283,70 +283,70 @@ def _few(x: Any, y: Any) -> list[Point]:
     """Returns the points of a curve, thinned to even distances if there are many."""
     import numpy as np
 
-    kept = np.arange(len(x))
+    indices = np.arange(len(x))
     if len(x) > _CURVE_POINTS:
         length = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
-        kept = np.unique(np.searchsorted(length, np.linspace(0, length[-1], _CURVE_POINTS)).clip(max=len(x) - 1))
-    return [(round(float(x[index]), 4), round(float(y[index]), 4)) for index in kept]
+        indices = np.unique(np.searchsorted(length, np.linspace(0, length[-1], _CURVE_POINTS)).clip(max=len(x) - 1))
+    return [(round(float(x[index]), 4), round(float(y[index]), 4)) for index in indices]
 
 
-def _precision_recall(one: Predictions) -> list[Point]:
-    hits, alarms = _counts(one)
-    return _few(hits / one.positive.sum(), hits / (hits + alarms))
+def _precision_recall(predictions: Predictions) -> list[Point]:
+    hits, alarms = _counts(predictions)
+    return _few(hits / predictions.positive.sum(), hits / (hits + alarms))
 
 
-def _roc(one: Predictions) -> list[Point]:
-    hits, alarms = _counts(one)
-    return [(0.0, 0.0), *_few(alarms / (~one.positive).sum(), hits / one.positive.sum())]
+def _roc(predictions: Predictions) -> list[Point]:
+    hits, alarms = _counts(predictions)
+    return [(0.0, 0.0), *_few(alarms / (~predictions.positive).sum(), hits / predictions.positive.sum())]
 
 
-def _chosen_precision_recall(one: Predictions) -> tuple[float, float]:
-    hits, flagged = int((one.flagged & one.positive).sum()), int(one.flagged.sum())
+def _chosen_precision_recall(predictions: Predictions) -> tuple[float, float]:
+    hits, flagged = int((predictions.flagged & predictions.positive).sum()), int(predictions.flagged.sum())
     # As the judgement has it: the precision is 0 where nothing is flagged.
-    return hits / int(one.positive.sum()), hits / max(flagged, 1)
+    return hits / int(predictions.positive.sum()), hits / max(flagged, 1)
 
 
-def _chosen_roc(one: Predictions) -> tuple[float, float]:
-    negative = ~one.positive
-    alarms, hits = int((one.flagged & negative).sum()), int((one.flagged & one.positive).sum())
-    return alarms / int(negative.sum()), hits / int(one.positive.sum())
+def _chosen_roc(predictions: Predictions) -> tuple[float, float]:
+    negative = ~predictions.positive
+    alarms, hits = int((predictions.flagged & negative).sum()), int((predictions.flagged & predictions.positive).sum())
+    return alarms / int(negative.sum()), hits / int(predictions.positive.sum())
 
 
-def timeline_chart(title: str, one: Predictions) -> Chart | None:
+def timeline_chart(title: str, predictions: Predictions) -> Chart | None:
     """Draws flagged and positive samples over the time of a recording; None without times."""
-    if not len(one.time_s):
+    if not len(predictions.time_s):
         return None
-    sample, positive, _ = one.words
-    end = float(one.time_s.max())
+    sample, positive, _ = predictions.words
+    end = float(predictions.time_s.max())
     _, unit, name = next(scale for scale in _SECONDS if end >= scale[0])
     masks = {
-        f"{positive}s": (4, one.positive),
-        "found": (1, one.flagged & one.positive),
-        "missed": (5, ~one.flagged & one.positive),
-        "false alarms": (2, one.flagged & ~one.positive),
+        f"{positive}s": (4, predictions.positive),
+        "found": (1, predictions.flagged & predictions.positive),
+        "missed": (5, ~predictions.flagged & predictions.positive),
+        "false alarms": (2, predictions.flagged & ~predictions.positive),
     }
     counts = ", ".join(f"{label} {int(mask.sum()):,}" for label, (_, mask) in masks.items())
     return Chart(
         title=title,
-        description=f"{len(one.score):,} {sample}s in their time: {counts}.",
+        description=f"{len(predictions.score):,} {sample}s in their time: {counts}.",
         x=number_axis(0.0, end, f"time in the recording ({name})", unit=unit),
-        strips=[(label, color, _spans(one, mask)) for label, (color, mask) in masks.items()],
+        strips=[(label, color, _spans(predictions, mask)) for label, (color, mask) in masks.items()],
         height=4 * 26,
     )
 
 
-def _spans(one: Predictions, mask: Any) -> list[tuple[float, float]]:
+def _spans(predictions: Predictions, mask: Any) -> list[tuple[float, float]]:
     """Returns the stretches of time of the masked samples; a sample lasts until the next sample begins. Gaps that are
     too short to be seen are closed.
     """
     import numpy as np
 
-    order = np.argsort(one.time_s, kind="stable")
-    start, chosen = one.time_s[order].astype(np.float64), mask[order]
+    order = np.argsort(predictions.time_s, kind="stable")
+    start, chosen = predictions.time_s[order].astype(np.float64), mask[order]
     stop = np.append(start[1:], start[-1] + (start[-1] - start[0]) / max(len(start) - 1, 1))
     start, stop = start[chosen], stop[chosen]
     if not len(start):
         return []
-    gaps = np.flatnonzero(start[1:] - stop[:-1] > one.time_s.max() / _TIME_BINS) + 1
+    gaps = np.flatnonzero(start[1:] - stop[:-1] > predictions.time_s.max() / _TIME_BINS) + 1
     firsts, lasts = [0, *gaps.tolist()], [*(gaps - 1).tolist(), len(start) - 1]
     return [(float(start[first]), float(stop[last])) for first, last in zip(firsts, lasts, strict=True)]
