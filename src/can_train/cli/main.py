@@ -210,7 +210,7 @@ def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
         case "show" | "compare" | "report":
             from can_train.cli.show import compare, report, show
 
-            return {"show": show, "compare": compare, "report": report}[name]
+            return show if name == "show" else compare if name == "compare" else report
         case "logs":
             from can_train.cli.logs import logs
 
