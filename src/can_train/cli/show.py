@@ -10,8 +10,10 @@ from can_train.cli.output import print_json, print_tables, print_text, print_wra
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import write_text_atomic
-from can_train.report.comparison import compared_runs, comparison_json, comparison_tables
 from can_train.report.run_facts import (
+    compared_runs,
+    comparison_json,
+    comparison_tables,
     full_plan_lines,
     head_facts,
     memory_facts,

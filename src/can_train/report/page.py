@@ -24,13 +24,12 @@ from can_train.report.figures import (
     roc_chart,
     timeline_chart,
 )
-from can_train.report.run_facts import full_plan_lines, head_facts, memory_lines, read_plan, score_tables
+from can_train.report.run_facts import ComparedRun, full_plan_lines, head_facts, memory_lines, read_plan, score_tables
 from can_train.report.text import TextTable, value_text
 from can_train.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from can_train.factors.summary import FactorSummary
-    from can_train.report.comparison import ComparedRun
     from can_train.runs.recording import MemoryLimits, StepRecord
     from can_train.task import Predictions, Table
 
@@ -99,7 +98,7 @@ class ReportedRun:
         history: Earlier runs of its configuration; None: unknown.
     """
 
-    run: "ComparedRun"
+    run: ComparedRun
     config: Mapping[str, Any]
     steps: "Sequence[StepRecord]" = ()
     limits: "Sequence[MemoryLimits]" = ()
@@ -119,7 +118,7 @@ class ReportedRun:
         return escape(f"run-{self.run.status.known.run_id}")
 
 
-def read_run(run: "ComparedRun", state_folder: Path) -> ReportedRun:
+def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
     """Reads the records of a run; missing or damaged ones are left out.
 
     Raises:
@@ -142,7 +141,7 @@ def read_run(run: "ComparedRun", state_folder: Path) -> ReportedRun:
                        predictions=predictions, damage=damage, history=_factor_history(run, state_folder))  # fmt: skip
 
 
-def _factor_history(run: "ComparedRun", state_folder: Path) -> "FactorSummary | None":
+def _factor_history(run: ComparedRun, state_folder: Path) -> "FactorSummary | None":
     """Finds the history of the factor that a run taught; if it taught none, the newest of its configuration."""
     from can_train.factors.store import get_safety_factor_db
 
