@@ -169,5 +169,5 @@ def test_a_stage_that_makes_what_another_cannot_build_on_is_refused(shelf: Shelf
             StageRequest(stage=stage, request=shelf.request(*of, sets=sets), run=shelf.resolved(*of, sets=sets))
         )
     past = PastRuns(shelf.folder / "state", shelf.folder / "runs", slurm)
-    with pytest.raises(ConfigError, match=r"What stage autoencoder makes.*dataset\.window is 50, not 100"):
+    with pytest.raises(ConfigError, match=r"The run of stage autoencoder.*dataset\.window is 50, not 100"):
         plan_stages(requests, PipelineContext(stages=STAGES, past=past, state_of=lambda _: RunState(state=CANCELLED)))

@@ -55,7 +55,7 @@ def test_a_whole_name_is_that_run_also_where_others_contain_it(runs: Runs) -> No
 
 def test_of_many_runs_with_a_part_in_their_names_the_five_newest_are_listed(runs: Runs) -> None:
     paths = [runs.add(number) for number in range(1, 8)]
-    with pytest.raises(RunError, match="7 runs have this in their names: 'gat'") as error:
+    with pytest.raises(RunError, match="7 runs match this name: 'gat'") as error:
         find_run(runs.known(), "gat")
     listed = [line.strip() for line in str(error.value).splitlines() if line.startswith("  ")]
     assert listed == [path.name for path in reversed(paths[2:])]
@@ -78,7 +78,7 @@ def test_a_folder_that_nobody_knows_is_a_run_too(runs: Runs, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("2026", "2 runs have this in their names"), ("x", "no such run"), ("", "no such run")]
+    ("name", "message"), [("2026", "2 runs match this name"), ("x", "no such run"), ("", "no such run")]
 )
 def test_a_name_of_several_runs_or_of_none_is_an_error_that_lists_runs(runs: Runs, name: str, message: str) -> None:
     path = runs.add(1)

@@ -1,6 +1,6 @@
 """Folders of arrays that are mapped into memory: one .npy file for each array, and a meta.json. A folder is written
 block by block, gets its name only when complete, and is verified by checksums before it is mapped. The caller makes
-damaged folders anew.
+damaged folders again.
 """
 
 import json
@@ -24,9 +24,9 @@ META: Final = "meta.json"
 
 # Length of our .npy headers: constant, since the shape is written last, and a multiple of 64, which numpy asks for.
 _HEADER_BYTES: Final = 128
-# Read at a time. Files are verified by reading, not through the map, whose touched pages would count as our memory.
+# Bytes for each read. Files are verified by reading, not through the map: its touched pages would count as memory.
 _READ_BYTES: Final = 2**20
-# Age from which an unfinished folder cannot belong to a living process: preparing takes minutes.
+# An older unfinished folder belongs to no living process: preparing takes minutes.
 _LEFTOVER_SECONDS: Final = 24 * 3600
 
 
@@ -71,9 +71,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 class StoredArray:
-    """One array of a folder, of which rows are read when they are asked for: `array[start:stop]`.
+    """An array of a folder whose rows are read on access: `array[start:stop]`.
 
-    It is not mapped: the pages of a map that were touched count as memory of the process, and grow with the data.
+    The file is not mapped: the pages of a map that were touched count as memory of the process, and grow with the data.
 
     Args:
         folder: A folder that `read_arrays` has verified.
@@ -172,8 +172,8 @@ class ArrayWriter:
             array.path.unlink()
 
     def finish(self, meta: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """Completes the folder, maps it and renames it. Where another process has made the same folder meanwhile, that
-        one stays; ours, mapped already, remains readable although its files are removed.
+        """Completes the folder, maps it and renames it. If another process has made the folder meanwhile, its
+        folder stays; our arrays are mapped already, and remain readable although the files are removed.
 
         Args:
             meta: The folder's metadata, as JSON values.
@@ -212,7 +212,7 @@ class _ArrayFile:
 
     def finish(self) -> dict[str, Any]:
         """Writes the header, closes the file and returns its entry in meta.json."""
-        # Not flushed to the disk: the checksum notices what a power failure takes away, and the folder is made anew.
+        # Not flushed to the disk: after a power failure the checksum is wrong, and the folder is made again.
         shape = (self._rows, *self._row_shape)
         self._file.seek(0)
         self._file.write(_npy_header(self._dtype.str, shape))
@@ -220,7 +220,7 @@ class _ArrayFile:
         return {"dtype": self._dtype.str, "shape": shape, "crc32": self._crc32}
 
     def abandon(self) -> None:
-        # On a full disk, writing what is buffered fails once more.
+        # On a full disk, writing the buffer fails again.
         with suppress(OSError):
             self._file.close()
 

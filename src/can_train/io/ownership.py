@@ -1,4 +1,4 @@
-"""Who may change a file or a folder, beside the user and root: its owner, its group, everybody."""
+"""Other users who may change a file or a folder: its owner, its group, everybody."""
 
 import grp
 import os
@@ -35,13 +35,13 @@ class Account:
 
 
 def other_writer(status: os.stat_result, account: Account, *, is_passed: bool = False) -> str:
-    """Says which other user may change a file or a folder: `it belongs to eve`; empty: none.
+    """Returns a sentence about another user who may change a file or a folder: `it belongs to eve`; empty: nobody.
 
     Args:
-        status: Of the file, the folder or the link itself.
+        status: Status of the file, the folder or the link itself.
         account: The user.
-        is_passed: Whether the folder is only on the way to a file. Then a sticky bit is enough, which lets nobody
-            replace what another user owns (/tmp).
+        is_passed: Whether the folder is only on the way to a file. Then a sticky bit is enough: it lets nobody
+            replace the files of another user (/tmp).
     """
     mode = status.st_mode
     if status.st_uid not in (0, account.uid):

@@ -1,9 +1,9 @@
-"""What is stored between processes: files that appear whole or not at all, immutable JSON records in them, and which
-process wrote a record.
+"""Files that processes share: files that appear whole or not at all, immutable JSON records, and the process that wrote
+a record.
 
 A file is written under a temporary name, flushed to the disk, and then renamed, or linked where an existing one must
 not be replaced. A record is a frozen dataclass that becomes a file which nobody rewrites; a file becomes a record that
-is checked against the dataclass, or is set aside with the reason. What records mean is their callers' subject.
+is checked against the dataclass, or is set aside with the reason. The callers define the records.
 """
 
 import errno
@@ -36,32 +36,32 @@ TEMPORARY_SUFFIX: Final = ".tmp"
 """Ends the name of a file that is being written; a crash may leave one behind, and readers ignore it."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""A number of bytes, samples or events; larger ones overflow the arithmetic of floats and numpy."""
+"""A number of bytes, samples or events; larger numbers overflow the arithmetic of floats and numpy."""
 
-# What network file systems without folder flushes answer; there the rename is as durable as they make it.
+# Errors of network file systems without folder flushes, which make a rename durable or not.
 _CANNOT_FLUSH_FOLDERS: Final = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-# What file systems without hard links answer (FAT, some FUSE and SMB mounts, Android).
+# Errors of file systems without hard links (FAT, some FUSE and SMB mounts, Android).
 _CANNOT_LINK: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EMLINK)
 
 # Dates at the ends of the calendar overflow when their time zone is changed.
 _FIRST_YEAR: Final = 1970
 _LAST_YEAR: Final = 9000
-# Nested levels of a record: far above what settings need, far below what Python's recursion allows.
+# Nested levels of a record: far above the need of settings, far below the limit of Python's recursion.
 _MOST_DEPTH: Final = 50
 _READ_BYTES: Final = 2**16  # read at a time: most records arrive whole with one request
-# Seconds by which a process may seem to start after the record of it: the kernel counts from a boot time that is
-# rounded to a second and moves when the clock is corrected.
+# Seconds by which a process may seem to start after its record: the kernel counts from a boot time, which is rounded
+# to a second and moves when the clock is corrected.
 _CLOCK_SLACK_S: Final = 2.0
 
-# Seconds by which a record may seem to be made after its file was written: two machines' clocks, or time zones, differ.
+# Seconds by which the time in a record may be later than the time of its file: clocks and time zones differ.
 _CLOCKS_APART_S: Final = 86400.0
 _TIMES: Final = ("time", "start_time", "end_time")  # fields of records
 
 _Record = TypeVar("_Record")
 
 
-_SKETCHED: Final = 1000  # files of a folder whose contents are read
-_SKETCH_BYTES: Final = 1 << 20  # that are read at each end of one
+_SKETCHED: Final = 1000  # files of a folder that are read
+_SKETCH_BYTES: Final = 1 << 20  # read at each end of a file
 
 
 @contextmanager
@@ -258,13 +258,13 @@ def open_to_append(path: Path, *, reads: bool = False) -> TextIO:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a regular file; its errors are those of `open_regular`."""
+    """Reads a regular file; raises the errors of `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 
 
 def read_text(path: Path) -> str:
-    """Reads a regular file of UTF-8 text; its errors are those of `open_regular`, and UnicodeDecodeError."""
+    """Reads a regular file of UTF-8 text; raises the errors of `open_regular`, and UnicodeDecodeError."""
     return read_bytes(path).decode()
 
 
@@ -287,11 +287,11 @@ def parse_object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SetAside:
-    """A file that could not be read as a record, or only in part. It stays where it is."""
+    """A file that is no record, or only in part. The file is not changed."""
 
     path: Path
     reason: str
-    is_read: bool = False  # whether it counts all the same, from when its file was written
+    is_read: bool = False  # whether the record counts all the same, from the time of its file
 
     @property
     def shown(self) -> str:
@@ -352,13 +352,13 @@ def write_document(path: Path, record: Any) -> None:
         StateError: The file cannot be written, or something has its name. No reason to stop a training.
     """
     try:
-        # A record that would be set aside on reading is refused here, where its writer can still be told.
+        # A record that its readers would set aside is refused here, where its writer gets the error.
         data = json_text({"schema": SCHEMA, **asdict(record)}).encode()
         parse_document(data, type(record))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_new_atomic(path, data)
         if ahead := _times_ahead(record, utc_now()):
-            # Its writer dates it after a record from before the clock was set back, and it is to be read as such.
+            # The clock was set back since an earlier record: readers must accept the later time of this record.
             latest_s = max(datetime.fromisoformat(getattr(record, name)).timestamp() for name in ahead)
             os.utime(path, (latest_s, latest_s))
     except FileExistsError as error:
@@ -401,9 +401,9 @@ def read_documents(
         folder: Folder of the files.
         names: Names of the files.
         kind: The dataclass.
-        set_aside: Files that are no such records are appended to it, and those that count from another time than they
-            say: a clock that was far ahead would have them follow whatever comes.
-        most_bytes: Largest file that is taken for a record.
+        set_aside: Files that are no such records are appended; also records whose time lies far after the time of
+            their file, and which count from the latter: otherwise the error of a clock would put them last for ever.
+        most_bytes: Larger files are no records.
     """
     records = {}
     for name in names:
@@ -419,7 +419,7 @@ def read_documents(
             records[name] = record
         except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, FileNotFoundError) and not Path(path).is_symlink():
-                # Its writer has deleted it since it was listed.
+                # The file was deleted after the listing.
                 continue
             set_aside.append(SetAside(Path(path), str(error)))
     return records
@@ -435,16 +435,16 @@ def unusable(verb: str, path: Path, error: Exception) -> StateError:
 
 
 def _times_ahead(record: Any, written: str) -> list[str]:
-    """Lists the fields of a record whose times lie far after its file was written."""
+    """Lists the fields of a record whose times lie far after the time of its file."""
     texts = {name: getattr(record, name) for name in _TIMES if hasattr(record, name)}
-    # Compared as text first: nearly all are as late as they say, and a store has thousands.
+    # Compared as text first, which is fast: nearly all times are right, and a store has thousands.
     later = [name for name, text in texts.items() if not text.endswith("+00:00") or text > written]
     end = datetime.fromisoformat(written) + timedelta(seconds=_CLOCKS_APART_S)
     return [name for name in later if datetime.fromisoformat(texts[name]) > end]
 
 
 def _read_bytes(path: str, most_bytes: int) -> tuple[bytes, str]:
-    """Reads a file, and when it was written."""
+    """Reads a file and the time of its last change."""
     with open_regular(path) as file:
         data = file.read(_READ_BYTES)
         status = os.fstat(file.fileno())
@@ -474,14 +474,14 @@ def parse_document(data: bytes, kind: type[_Record]) -> _Record:
         raise ValueError("not a record of can-train") from error
     if schema > SCHEMA:
         raise ValueError(f"written by a newer can-train (schema {schema}, this one knows {SCHEMA})")
-    # Counting first is cheap, and few records nest at all.
+    # Counting first is cheap, and few records are nested.
     if data.count(b"{") + data.count(b"[") > _MOST_DEPTH:
         _check_depth(msgspec.json.decode(data), _MOST_DEPTH)
     return msgspec.json.decode(data, type=kind)
 
 
 def _check_depth(value: Any, levels: int) -> None:
-    # Printing and copying recurse into values; a file must not be able to make them fail.
+    # Printing and copying recurse into values; a deeply nested file would make them fail.
     if levels == 0:
         raise ValueError(f"nested more than {_MOST_DEPTH} levels deep")
     if isinstance(value, dict | list):
@@ -491,7 +491,7 @@ def _check_depth(value: Any, levels: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class JobId:
-    """The identity of a SLURM job. Each cluster counts its jobs from 1, so that a number alone names a job of each.
+    """The identity of a SLURM job. Each cluster counts its jobs from 1, so that a number alone is ambiguous.
 
     Attributes:
         number: 123, or 123_4 for an element of an array.
@@ -532,7 +532,7 @@ class AttemptStart:
 
 def this_host() -> str:
     """Returns this machine's name, as records have it."""
-    # What socket.gethostname() returns too, without an import that would be a tenth of the command line's start.
+    # Equal to socket.gethostname(), without an import that takes a tenth of the command line's start.
     return os.uname().nodename
 
 
@@ -568,8 +568,8 @@ def find_process(pid: int, recorded_at: str) -> "psutil.Process | None":
 
     try:
         process = psutil.Process(pid)
-        # The id alone proves nothing: the system gives it to a new process once the old one has ended. A process that
-        # started after the record was written is such a new one.
+        # The system reuses the id of an ended process: a process that started after the record was written is another
+        # process.
         is_same = process.create_time() <= datetime.fromisoformat(recorded_at).timestamp() + _CLOCK_SLACK_S
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
     # A damaged record may have a number that no process has.

@@ -1,4 +1,6 @@
-"""Amounts of memory and time as people and SLURM spell them: `512MiB`, `2GB`, `16G`, `1:30:00`. And short names."""
+"""Amounts of memory and time in the notation of people and of SLURM: `512MiB`, `2GB`, `16G`, `1:30:00`. And short
+names.
+"""
 
 import math
 import re
@@ -16,7 +18,7 @@ _UNIT_BYTES: Final = {
     for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 
-_THREE_DIGITS: Final = 100  # MiB from which a fraction of one is no longer worth a digit
+_THREE_DIGITS: Final = 100  # MiB from which a fraction is not worth a digit
 
 _SIZE: Final = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?)\s*([a-z]+)\s*", re.IGNORECASE)
 _WORDED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)", re.IGNORECASE)
@@ -93,7 +95,6 @@ def parse_time_min(text: str) -> int:
         else:
             hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
         total_s = int(colons["days"] or 0) * _DAY_S + hours * 3600 + minutes * 60 + seconds
-    # What is no time takes none.
     if total_s == 0:
         remedy = "Write it as 90, 1:30:00 or 2-12 (days-hours), or with a unit: 90min, 12h, 2d"
         raise ConfigError("A time limit is a number of minutes, or as SLURM writes it", value=repr(text), remedy=remedy)

@@ -32,14 +32,14 @@ TERMINATED: Final = 128 + signal.SIGTERM
 """Exit status of a process that was asked to leave."""
 
 ENDING_BY_STATUS: Final = {TERMINATED: "terminated", 128 + signal.SIGINT: "interrupted", WARNED: "time_limit"}
-"""What an exit status of 128 + a signal means."""
+"""Ending by exit status (128 + number of the signal)."""
 
 RESTARTED: Final = ("time_limit", "killed", "in_use")
 """Endings after which can-train requeues a job."""
 
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _POSTPONED_S: Final = 0.05  # until a signal that arrives while an extension module is initialized is looked at again
-_MAX_POSTPONED: Final = 60  # times: 3 s, since SLURM kills what does not leave
+_MAX_POSTPONED: Final = 60  # times: 3 s, before SLURM kills the process
 
 # Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
 # terminated, or fail because it is gone.
@@ -58,10 +58,10 @@ T = TypeVar("T")
 class StopRequests:
     """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT, 140 for SIGUSR2.
 
-    One that arrives while an extension module is initialized does so after it.
+    A signal that arrives while an extension module is initialized is handled after the initialization.
 
     Attributes:
-        received: The first signal; None: none yet.
+        received: Number of the first signal; None: no signal yet.
         terminated: Whether SIGTERM arrived, first or later.
     """
 
@@ -86,7 +86,7 @@ class StopRequests:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only notes a signal inside the block, and raises `SystemExit` for it at the end of the block."""
+        """Delays the `SystemExit` of a signal until the end of the block."""
         before, outer = self.received, self._deferring
         self._deferring = True
         try:
@@ -101,8 +101,8 @@ class StopRequests:
         raise SystemExit(128 + (self.received or 0))
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Returns the `SystemExit` that an error follows from: what a signal interrupts may fail as it cleans up. Any
-        other error is returned as it is.
+        """Returns `SystemExit` in place of an error that follows from a signal: code that a signal interrupts may fail
+        as it cleans up.
         """
         if self._has_interrupted and isinstance(error, Exception):
             return SystemExit(128 + (self.received or 0))
@@ -110,7 +110,7 @@ class StopRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._deferring and len(self._postponed) < _MAX_POSTPONED and _is_initializing_extension(frame):
-            # Extension modules turn what is raised meanwhile into an ImportError, or lose it.
+            # Extension modules turn an exception that is raised meanwhile into an ImportError, or lose it.
             timer = Timer(_POSTPONED_S, signal.pthread_kill, (get_ident(), number))
             timer.daemon = True
             timer.start()
@@ -123,8 +123,8 @@ class StopRequests:
         if first and not self._deferring:
             self._has_interrupted = True
             self.exit()
-        # SLURM sends SIGTERM twice, and again after its warning. The second one must not cut short what the first one
-        # made the process save; SLURM kills a process that takes too long. Only a person sends SIGINT, and means it.
+        # SLURM sends SIGTERM twice, and again after its warning. The second signal must not interrupt the saving that
+        # the first signal began; SLURM kills a process that takes too long. Only a person sends SIGINT, and means it.
         if not first and number == signal.SIGINT:
             raise SystemExit(128 + number)
 
@@ -139,10 +139,9 @@ def _is_initializing_extension(frame: FrameType | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:
-    """How an attempt ended: finished, failed, gpu_oom, host_oom, time_limit (it was warned and saved its state),
-    terminated (by SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), rank_gone (another
-    process of the run ended without a report), in_use (an earlier attempt's process trains on), or killed, which only
-    others can find out.
+    """The end of an attempt. Endings: finished, failed, gpu_oom, host_oom, time_limit (warned, state saved), terminated
+    (SIGTERM, state saved), interrupted (SIGINT, state saved), rank_gone (another process of the run ended without a
+    report), in_use (the process of an earlier attempt still trains), or killed, which only another process can record.
     """
 
     attempt: int
@@ -150,13 +149,13 @@ class AttemptEnd:
     message: str  # the error, in one line; empty where there is none
     details: Mapping[str, Any]  # the fields of `OutOfMemoryDetails` after an out-of-memory
     time: str
-    rank: int | None = 0  # which of the run's processes recorded this; None: it was found out after the job
-    host: str = ""  # by the scheduler's name where it has one
+    rank: int | None = 0  # of the process that recorded this; None: recorded after the job
+    host: str = ""  # name of the machine; the scheduler's name if it has one
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmContext:
-    """Which SLURM job and rank a process is; outside of jobs the job is None."""
+    """SLURM job and rank of a process; outside of jobs the job is None."""
 
     job: JobId | None = None
     restarts: int = 0
@@ -166,7 +165,7 @@ class SlurmContext:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "SlurmContext":
         """Reads SLURM's variables."""
         array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-        # Inside an array SLURM_JOB_ID is a number of its own, by which squeue and sacct list no element.
+        # Inside an array SLURM_JOB_ID is another number, under which squeue and sacct list no job.
         number = f"{array}_{task}" if array else environment.get("SLURM_JOB_ID", "")
         return cls(
             job=JobId(number=number, cluster=environment.get("SLURM_CLUSTER_NAME", "")) if number else None,
@@ -176,7 +175,12 @@ class SlurmContext:
 
 
 class Attempts:
-    """The attempts of the run in a folder, as seen from a job and rank: by default those of the environment."""
+    """The attempts of the run in a folder.
+
+    Args:
+        run_path: Folder of the run.
+        context: Job and rank of this process; None: from the environment.
+    """
 
     def __init__(self, run_path: Path, context: SlurmContext | None = None) -> None:
         self._folder = run_path / "attempts"
@@ -185,38 +189,36 @@ class Attempts:
         self._is_recorded = False
 
     def starts(self, *, after: int = 0) -> list[AttemptStart]:
-        """Reads the starts of all attempts after one, the first one first; a damaged record hides nothing but
-        itself.
-        """
+        """Reads the starts of the attempts above a number, in order. Damaged records are left out."""
         paths = [path for path in sorted(self._folder.glob("*-began.json")) if path.name > f"{after:04d}-began.json"]
         starts = [_read_record(path, AttemptStart) for path in paths]
         return [start for start in starts if start is not None and _is_time(start.start_time)]
 
     def end(self, attempt: int) -> AttemptEnd | None:
-        """Reads how an attempt ended; of several records the most informative, None where there is none."""
+        """Reads the end of an attempt: the most informative record; None if there is none."""
         paths = self._folder.glob(f"{attempt:04d}-ended*.json")
         ends = [_read_record(path, AttemptEnd) for path in paths]
         known = [end for end in ends if end is not None and end.ending in _BY_SIGNIFICANCE and _is_time(end.time)]
         return min(known, key=_significance, default=None)
 
     def end_in(self, context: SlurmContext) -> AttemptEnd | None:
-        """Reads how the last attempt of a job ended; None where none began or no record was written."""
+        """Reads the end of the last attempt of a job; None if no attempt began or no record was written."""
         return None if (attempt := self._last_in(context)) is None else self.end(attempt)
 
     def count_restarts(self, job: JobId | None) -> int:
-        """Counts how often can-train requeued a job; a requeue by SLURM or by a person does not count."""
+        """Counts the requeues of a job by can-train; a requeue by SLURM or by a person does not count."""
         attempts = [start.attempt for start in self.starts() if start.slurm_job == job]
         ends = [self.end(attempt) for attempt in attempts[:-1]]
         return sum(end is not None and end.ending in RESTARTED for end in ends)
 
     def is_superseded(self) -> bool:
-        """Returns whether this attempt's job was started again, or another one: its process is to train no more."""
+        """Returns whether a later job has the run: this process must stop training."""
         own = self._current or self._last_in(self._context) or 0
         return any(self._is_in_other_job(start) for start in self.starts(after=own))
 
     def supersedes(self, earlier: AttemptStart) -> bool:
-        """Returns whether this attempt, begun by a job, has the run in place of an earlier one in another job, or in
-        this one before it was started again. One outside of jobs is a person's, and stays.
+        """Returns whether this attempt takes the run from an earlier attempt: this one is in a job, and the earlier one
+        was in another job or in the same job before a restart. An attempt outside of jobs is a person's, and stays.
         """
         return earlier.attempt < (self._current or 0) and self._is_in_other_job(earlier)
 
@@ -225,33 +227,33 @@ class Attempts:
         return bool(self._context.job and start.slurm_job) and (start.slurm_job, start.restarts) != own
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Records what this attempt waits for in the block."""
+    def waiting(self, reason: str) -> Iterator[None]:
+        """Records the reason why this attempt waits in the block."""
         path = self._folder / f"{self.current:04d}-waits.txt"
-        write_text_atomic(path, what)
+        write_text_atomic(path, reason)
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
 
     def waits_for(self, attempt: int) -> str:
-        """Reads what an attempt waits for; empty: nothing."""
+        """Reads the reason why an attempt waits; empty: it does not wait."""
         return text_or_nothing(self._folder / f"{attempt:04d}-waits.txt")
 
     @property
     def current(self) -> int:
-        """The number of this process's attempt; the first access begins it."""
+        """Number of this process's attempt; the first access begins the attempt."""
         if self._current is None:
             self._current = self._begin()
         return self._current
 
     @contextmanager
     def recorded(self, stops: StopRequests, *, rank: int | None = None) -> Iterator[None]:
-        """Records the block as an attempt, whatever ends it; a nested block records nothing.
+        """Records the start and the end of the block as an attempt; a nested block records nothing.
 
         Args:
             stops: Signals of the process, deferred while a record is written.
-            rank: Of the process; None: as the environment says.
+            rank: Rank of the process; None: from the environment.
         """
         if self._is_recorded:
             yield
@@ -262,7 +264,7 @@ class Attempts:
         error: BaseException | None = None
         try:
             with stops.deferred():
-                # The other ranks take part in the attempt that the first one begins.
+                # The other ranks take part in the attempt that rank 0 begins.
                 if self._context.rank == 0:
                     self._current = self._begin()
             yield
@@ -276,7 +278,7 @@ class Attempts:
                 self.record_end(*_describe_end(error), rank=self._context.rank)
 
     def record_end(self, ending: str, message: str, details: Mapping[str, Any], *, rank: int | None = None) -> None:
-        """Records how the attempt of this job ended; without a rank, as was found out after it."""
+        """Records the end of this job's attempt. `rank` is None for a record that is made after the job."""
         # A process may end before it has begun an attempt: it was killed while it imported torch.
         attempt = self._current or self._last_in(self._context) or self._begin()
         end = AttemptEnd(attempt=attempt, ending=ending, message=message, details=details, time=utc_now(), rank=rank,
@@ -290,7 +292,7 @@ class Attempts:
         return max(attempts, default=None)
 
     def this_process(self, attempt: int | None = None) -> AttemptStart:
-        """Describes this process, as it begins an attempt or is in one; its number is 0 before that."""
+        """Describes this process; the attempt's number is 0 before the attempt begins."""
         job = self._context.job
         return AttemptStart(attempt=attempt or self._current or 0, start_time=utc_now(), host=this_host(),
                             pid=os.getpid(), job_id=job.number if job else "", restarts=self._context.restarts,
@@ -310,7 +312,7 @@ class Attempts:
 
 
 def slurm_node_name() -> str:
-    """Returns this machine's name as SLURM has it, else its own: `exclude` of the next job must name the node."""
+    """Returns the name that SLURM gives this machine, else the host name: `exclude` of the next job must name it."""
     return os.environ.get("SLURMD_NODENAME") or this_host()
 
 
@@ -330,16 +332,16 @@ def _is_time(text: str) -> bool:
 
 
 def _significance(end: AttemptEnd) -> tuple[int, bool, str]:
-    # What was found out after the job counts before what one of its ranks recorded.
+    # A record made after the job counts before the record of a rank.
     return _BY_SIGNIFICANCE.index(end.ending), end.rank is not None, end.time
 
 
 def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]]:
-    """Returns how an error ends an attempt, its message in one line, and the details of an out-of-memory."""
+    """Returns the ending of an attempt that an error stops, a message in one line, and details of an out-of-memory."""
     if error is None:
         return "finished", "", {}
     if isinstance(error, SystemExit):
-        # A job turns an error that it has printed into an exit status, and keeps it as the cause.
+        # A job turns an error that it has printed into an exit status; the error is the cause of the SystemExit.
         ending, message, details = _describe_end(error.__cause__)
         by_signal = ENDING_BY_STATUS.get(error.code) if isinstance(error.code, int) else None
         return by_signal or (ending if error.__cause__ else "failed"), message, details
@@ -356,7 +358,7 @@ def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]
         ending = "host_oom" if is_host_memory(error) else "gpu_oom"
     text = error.in_short if isinstance(error, CanTrainError) else without_positions(str(error))
     text = " ".join(line.strip() for line in text.splitlines() if line.strip())
-    # The text of a CanTrainError is written for users; any other needs its type.
+    # The text of a CanTrainError is written for users; other errors need their type.
     if not isinstance(error, CanTrainError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return ending, text if len(text) <= _MESSAGE_LENGTH else f"{text[:_MESSAGE_LENGTH]} …", details

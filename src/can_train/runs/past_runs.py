@@ -1,8 +1,8 @@
-"""The earlier runs that matter to a new one: those that it builds on (a teacher, an autoencoder), with the check that
-they fit, and those that have done the same, or are about to.
+"""The earlier runs that a new run depends on: prerequisites (a teacher, an autoencoder), with the check that they fit,
+and duplicates, which have the same identity.
 
-It reads only the files of runs and imports no torch, so a login node can do it before anything is submitted. Whether
-the weights are intact is seen when they are loaded.
+The module reads only the files of runs and imports no torch, so a login node can check a run before it is submitted.
+Weights are verified when they are loaded.
 """
 
 import hashlib
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
 
 _LOCATIONS: Final = ("paths", "cluster")
-"""Groups of settings that say where a run happens, not what it does."""
+"""Groups of settings that have no effect on the result of a run."""
 _IDENTITY_DIGITS: Final = 32
 
 
 class PastRuns:
-    """The runs that a new run may build on. Each configuration is read once, however many runs of a sweep ask.
+    """The runs that a new run may build on. Each configuration is read once for all runs of a sweep.
 
     Args:
         state: The state folder.
         runs_dir: The folder of run folders.
-        scheduler: It is asked about the jobs of runs that have not finished.
+        scheduler: The scheduler of the jobs of unfinished runs.
         awaited: Runs that the new run waits for (`--after`). They need not have finished.
 
     Raises:
@@ -52,9 +52,9 @@ class PastRuns:
         self.awaited = [find_run(self.known, name) for name in awaited]
 
     def newest(self, run: ResolvedRun, needed: Prerequisite) -> KnownRun | None:
-        """Returns the newest run that has finished and fits."""
+        """Returns the newest finished run that fits; None if there is none."""
         for known in self.known:
-            # Cheap checks first: of hundreds of runs most are of another kind or have not finished.
+            # Cheap checks first: most of hundreds of runs are of another kind or unfinished.
             if not (_may_fit(known, needed) and is_file(known.folder.result_path)):
                 continue
             if not misfits(known.config, run, needed) and is_whole(known.folder):
@@ -65,20 +65,19 @@ class PastRuns:
 def resolve_prerequisites(
     run: ResolvedRun, request: "RunRequest", past: PastRuns, *, later: Collection[str] = ()
 ) -> tuple[ResolvedRun, list[str]]:
-    """Finds the runs that a run builds on: for each role the named one, else an awaited one, else the newest that fits.
+    """Finds the runs that a run builds on: for each role the named run, else an awaited run, else the newest that fits.
 
     Args:
-        run: The new run. The mode's setting of each role, and `training.start_from`, name a run in any way, or are
-            empty.
+        run: The new run. The mode's setting of each role, and `training.start_from`, name a run or are empty.
         request: The command line behind the run, for the commands in error messages.
         past: The existing runs.
-        later: Roles whose runs do not exist yet; they are left alone.
+        later: Roles whose runs do not exist yet; these roles are skipped.
 
     Returns:
-        The run, with absolute folders in these settings, and sentences that say which runs were found.
+        The run, with absolute folders in these settings, and a sentence about each run that was found.
 
     Raises:
-        ConfigError: A run does not fit, or none exists. The message has the command that makes one.
+        ConfigError: A run does not fit, or no run exists. The message has the command that makes one.
         RunError: A run is unknown or unreadable, or has not finished.
         CheckpointError: A run has lost its weights.
     """
@@ -102,7 +101,7 @@ def resolve_prerequisites(
 
 
 def _with_start_run(run: ResolvedRun, past: PastRuns) -> tuple[ResolvedRun, list[str]]:
-    """Finds the run whose weights training starts from; returns also a notice that says which one it is."""
+    """Finds the run whose weights training starts from; returns also a notice with its id."""
     if not run.training.start_from:
         return run, []
     known = find_run(past.known, run.training.start_from)
@@ -126,7 +125,7 @@ def with_folders(run: ResolvedRun, folders: Mapping[str, Path]) -> ResolvedRun:
 
 
 def misfits(config: Mapping[str, Any], run: ResolvedRun, needed: Prerequisite) -> list[str]:
-    """Lists the settings in which a configuration differs from what a run needs to build on it."""
+    """Lists the settings in which a configuration differs from the needs of a run that would build on it."""
     sizes = needed.sizes or ((run.size,) if needed.same_model else ())
     theirs_and_possible = {
         "task": (config.get("task"), (run.task,)),
@@ -151,7 +150,7 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _differences(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """Lists the settings in `mine` that differ in `theirs`, nested ones by their dotted names."""
+    """Lists the settings in `mine` that differ in `theirs`, with dotted names."""
     found = []
     for key, value in mine.items():
         other = theirs.get(key)
@@ -165,9 +164,9 @@ def _differences(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) 
 
 
 def _may_fit(known: KnownRun, needed: Prerequisite) -> bool:
-    """Returns False if the run's key rules it out. A folder that was renamed has its name in place of a key."""
+    """Returns False if the run's key rules it out. A renamed folder has its name in place of a key."""
     key, modes = f"_{known.record.key}_", tuple(f"_{mode}_" for mode in needed.modes)
-    # The name of a task's only model is empty, and stands in no key.
+    # The name of a task's only model is empty, and is in no key.
     right_kind = any(not model or f"_{model}_" in key for model in needed.models) and key.endswith(modes)
     return right_kind or known.record.key == known.run_id
 
@@ -237,17 +236,17 @@ def _words(needed: Prerequisite) -> str:
     return needed.role.replace("_", " ")
 
 
-# Runs that do the same
+# Duplicates
 
 
 def find_duplicate_run(digest: str, statuses: Sequence[RunStatus]) -> RunStatus | None:
-    """Finds the first run of an identity that is queued, running or finished."""
+    """Returns the first run of an identity that is queued, running or finished; None if there is none."""
     same = (status for status in statuses if status.known.record.identity == digest)
     return next((status for status in same if status.state.live or status.state.state == FINISHED), None)
 
 
 def identity(run: ResolvedRun, code: str, files: Sequence[Path]) -> str:
-    """Computes the digest that is equal for runs that would do the same, from settings, code digest and data files."""
+    """Computes the digest of settings, code digest and data files. Equal runs have equal digests."""
     config = identity_config(run.config, [needed.role for needed in run.prerequisites])
     common = Path(os.path.commonpath([file.parent for file in files])) if files else Path()
     # Size and modification time stand for the content, which may be gigabytes.
@@ -258,7 +257,7 @@ def identity(run: ResolvedRun, code: str, files: Sequence[Path]) -> str:
 
 
 def identity_config(config: Mapping[str, Any], roles: Iterable[str]) -> dict[str, Any]:
-    """Returns a configuration without what says where a run happens.
+    """Returns a configuration without settings that have no effect on the result.
 
     Args:
         config: Plain values.

@@ -1,4 +1,4 @@
-"""Pipelines: the stages of a preset in `configs/pipeline/`, and what has to be done for each of them."""
+"""Pipelines: the stages of a preset in `configs/pipeline/`, and the work that each stage needs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -53,8 +53,7 @@ class PipelineStage:
 
 
 def load_stages(preset: str, folders: Sequence[Path]) -> list[PipelineStage]:
-    """Reads the stages of a preset, which is in one of the folders, in an order in which each follows those that it
-    needs.
+    """Reads the stages of a preset from the folders of presets. Each stage follows the stages that it needs.
 
     Raises:
         ConfigError: The preset does not exist or is malformed.
@@ -121,7 +120,7 @@ NEW: Final = "new"
 
 @dataclass(frozen=True, kw_only=True)
 class StageRequest:
-    """A stage that the user wants, with its request before (`request`) and after (`run`) it was resolved."""
+    """A selected stage, with its request and the resolved run."""
 
     stage: PipelineStage
     request: RunRequest
@@ -130,14 +129,14 @@ class StageRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
-    """What has to be done for a stage.
+    """A stage and the work that it needs.
 
     Attributes:
         stage: The stage.
         run: Its run, without the folders of reference models that have yet to be trained.
         sources: For each role, the stage of this pipeline that trains its run.
-        what: REUSED, RESUMED, RUNNING_ALREADY or NEW.
-        known: The existing run; None if `what` is NEW.
+        what: The work: REUSED, RESUMED, RUNNING_ALREADY or NEW.
+        known: The existing run; None for NEW.
         state: The state of an existing run that has not finished.
         notices: Sentences about the runs that it builds on.
     """
@@ -158,7 +157,7 @@ class PlannedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineContext:
-    """What plans depend on beside the request.
+    """The context in which stages are planned.
 
     Attributes:
         stages: All stages of the pipeline by name, including those that were not selected.
@@ -192,7 +191,7 @@ def plan_stages(requests: Sequence[StageRequest], context: PipelineContext) -> l
         run, others = resolve_prerequisites(run, wanted.request, context.past, later=sources)
         made = {role: known for role, name in sources.items() if (known := steps[name].known) is not None}
         run = with_folders(run, {role: known.folder.path for role, known in made.items()})
-        # Also where nothing is used again: it raises an error if the data do not exist.
+        # Called also with `force`: it raises an error if the data do not exist.
         data_time = max((file.stat().st_mtime for file in data_files(run)), default=0.0)
         step = PlannedStage(stage=wanted.stage, run=run, sources=sources, what=NEW, notices=[*notices, *others])
         if not context.force and len(made) == len(sources):
@@ -206,13 +205,13 @@ def _find_source(
 ) -> PlannedStage | KnownRun | None:
     """Returns the stage or finished run that fills a role; None leaves the choice to `resolve_prerequisites`.
 
-    Of the stages that can fill the role, the first one that is selected or was trained earlier is taken.
+    The first stage that is selected or was trained earlier is taken.
     """
     for name in wanted.stage.needs.get(needed.role, ()):
         if name in before:
             different = misfits(before[name].run.config, wanted.run, needed)
             if different:
-                raise ConfigError(f"What stage {name} makes does not fit as {needed.what}",
+                raise ConfigError(f"The run of stage {name} does not fit as {needed.what}",
                                   value="; ".join(different),
                                   remedy="Give both stages the same data and settings")  # fmt: skip
             return before[name]
@@ -226,7 +225,7 @@ def _find_source(
 
 
 def _with_earlier_run(step: PlannedStage, since: float, context: PipelineContext) -> PlannedStage:
-    """Looks for a run that has done the same since the data last changed, or that was interrupted in it."""
+    """Looks for a finished or unfinished run with the same configuration, begun after the data last changed."""
     roles = [needed.role for needed in step.run.prerequisites]
     wanted = identity_config(step.run.config, roles)
     same = [

@@ -1,4 +1,4 @@
-"""What a run records of itself for its report: loss and memory step by step, and the scores of its test samples."""
+"""The records of a run for its report: metrics, loss and memory step by step, and the scores of test samples."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from can_train.fit.planner import RunPlan
     from can_train.task import Predictions
 
-# Records of a run, but for rescues. A chart is not wider, and the file stays below a megabyte.
+# Records of a run without rescues. A chart is not wider, and the file stays below a megabyte.
 MOST_RECORDS: Final = 4_000
-# Records that are written together: a file system on a network takes milliseconds for each write.
+# Records for each write: a network file system takes milliseconds for a write.
 _WRITTEN_TOGETHER: Final = 64
-# In the folder of a run; those of rank N end in `-rank-N`.
+# File in the folder of a run; the file of rank N ends in `-rank-N`.
 _STEPS: Final = "steps"
 _LOSS_DIGITS: Final = 6
 # The columns of predictions, as they are stored.
@@ -31,17 +31,17 @@ _ARRAYS: Final = {"score": "float32", "positive": "bool", "flagged": "bool", "ti
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """A step, or the last of several consecutive ones that share a record in a long run.
+    """The record of a step, or in a long run of several consecutive steps.
 
     Attributes:
-        step: Its number, counted from 1.
-        steps: How many steps share the record.
-        loss: Weighted loss, the mean of the steps.
-        allocated_bytes: Their peak; None where it was not measured. Of several ranks, the highest.
-        reserved_bytes: The same of reserved memory.
-        micro_batches: In the step that had most, on all ranks together.
+        step: Number of the last step, counted from 1.
+        steps: Number of steps in the record.
+        loss: Mean weighted loss of the steps.
+        allocated_bytes: Peak of allocated memory, the highest of all ranks; None: not measured.
+        reserved_bytes: Peak of reserved memory, the highest of all ranks; None: not measured.
+        micro_batches: Largest number of micro-batches in a step, summed over ranks.
         micro_batch_size: Samples of the largest micro-batch.
-        ooms_rescued: Out-of-memories on the way, on all ranks together.
+        ooms_rescued: Out-of-memories, summed over ranks.
     """
 
     step: int
@@ -54,10 +54,10 @@ class StepRecord:
     ooms_rescued: int = 0
 
     def joined(self, later: StepRecord) -> StepRecord:
-        """Returns the record of these steps and of those that follow them."""
+        """Returns one record of these and the following steps."""
         steps = self.steps + later.steps
         return replace(
-            later.beside(self),
+            later.with_peaks(self),
             steps=steps,
             loss=(self.loss * self.steps + later.loss * later.steps) / steps,
             micro_batches=max(self.micro_batches, later.micro_batches),
@@ -65,8 +65,8 @@ class StepRecord:
             ooms_rescued=self.ooms_rescued + later.ooms_rescued,
         )
 
-    def beside(self, other: StepRecord) -> StepRecord:
-        """Returns the record with the higher of both peaks, as of two ranks in the same steps."""
+    def with_peaks(self, other: StepRecord) -> StepRecord:
+        """Returns the record with the higher peaks of two ranks in the same steps."""
         return replace(
             self,
             allocated_bytes=_highest(self.allocated_bytes, other.allocated_bytes),
@@ -80,12 +80,12 @@ def _highest(*peaks: int | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """What memory was planned for, from some step on: an attempt on another device has other limits.
+    """The planned memory from a step on: an attempt on another device has other limits.
 
     Attributes:
-        from_step: The first step they hold for, counted from 1.
-        device: Kind of device.
-        capacity_bytes: What PyTorch's allocator may use of it.
+        from_step: First step with these limits, counted from 1.
+        device: Key of the device.
+        capacity_bytes: Bytes that PyTorch's allocator may use.
         safe_bytes: Peak of the largest micro-batch that the plan allows; None without a search.
         predicted_bytes: Lowest and highest predicted peak; None without a cost model.
     """
@@ -98,7 +98,7 @@ class MemoryLimits:
 
 
 def memory_limits(run_plan: RunPlan, *, device: str, capacity_bytes: int, from_step: int) -> MemoryLimits:
-    """Makes the limits that follow from a plan."""
+    """Returns the memory limits of a plan."""
     plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
     known = MemoryLimits(from_step=from_step, device=device, capacity_bytes=capacity_bytes)
     if limits is None or peak is None:
@@ -112,7 +112,7 @@ def memory_limits(run_plan: RunPlan, *, device: str, capacity_bytes: int, from_s
 
 
 def steps_path(folder: Path, rank: int) -> Path:
-    """Returns the file of one rank's steps."""
+    """Returns the path of the steps of a rank."""
     return folder / (f"{_STEPS}-rank-{rank}.jsonl" if rank else f"{_STEPS}.jsonl")
 
 
@@ -130,19 +130,19 @@ class MetricsLog:
         self.lines += 1
 
     def rewind(self, lines: int) -> None:
-        """Keeps the first `lines` lines: steps after the last checkpoint are trained, and logged, once more."""
+        """Keeps the first `lines` lines: the steps after the last checkpoint are trained and logged again."""
         kept = text_or_nothing(self._path).splitlines(keepends=True)[:lines]
         write_text_atomic(self._path, "".join(kept))
         self.lines = len(kept)
 
 
 class StepLog:
-    """`steps.jsonl`: a JSON object a line for each step, for several of them where a run has many; before them one with
-    the memory limits that hold from there on. A rescue ends a record, so that its step is known.
+    """`steps.jsonl`: a JSON object a line for each `StepRecord`, and for the `MemoryLimits` before the first step that
+    has them. A rescue ends a record, so that its step is known.
 
     Args:
-        path: The file, which grows at its end alone.
-        total_steps: Of the whole run.
+        path: The file, which is only appended to.
+        total_steps: Steps of the whole run.
     """
 
     def __init__(self, path: Path, total_steps: int) -> None:
@@ -152,7 +152,7 @@ class StepLog:
         self._lines: list[str] = []
 
     def limit(self, limits: MemoryLimits) -> None:
-        """Notes the limits of the steps that follow."""
+        """Records the limits of the following steps."""
         self._close()
         self._lines.append(json.dumps(asdict(limits)))
 
@@ -165,7 +165,7 @@ class StepLog:
             self._write()
 
     def flush(self) -> None:
-        """Writes what is not written yet; a checkpoint must not be ahead of the file."""
+        """Writes the pending records; a checkpoint must not be ahead of the file."""
         self._close()
         self._write()
 
@@ -182,7 +182,7 @@ class StepLog:
 
 
 def rewind_steps(folder: Path, step: int) -> None:
-    """Keeps the first steps of a run's record, of all ranks: those after the last checkpoint are trained once more."""
+    """Keeps the first steps in the records of all ranks: the steps after the last checkpoint are trained again."""
     for path in folder.glob(f"{_STEPS}*.jsonl"):
         lines = [(line, parse_object(line)) for line in text_or_nothing(path).splitlines()]
         # A line that a killed process left unfinished has no step.
@@ -191,15 +191,13 @@ def rewind_steps(folder: Path, step: int) -> None:
 
 
 def read_steps(folder: Path) -> tuple[list[StepRecord], list[MemoryLimits]]:
-    """Reads a run's steps, with the peaks of the rank that had the highest, and rank 0's limits; lines that are damaged
-    are left out.
-    """
+    """Reads a run's steps, with the highest peaks of all ranks, and rank 0's limits. Damaged lines are left out."""
     lines = _objects(steps_path(folder, 0))
     steps = {one.step: one for one in _records(lines, StepRecord)}
     for path in sorted(folder.glob(f"{_STEPS}-rank-*.jsonl")):
         for one in _records(_objects(path), StepRecord):
             if one.step in steps:
-                steps[one.step] = steps[one.step].beside(one)
+                steps[one.step] = steps[one.step].with_peaks(one)
     return sorted(steps.values(), key=lambda one: one.step), _records(lines, MemoryLimits)
 
 
@@ -214,15 +212,15 @@ def _records(lines: Iterable[Mapping[str, Any]], kind: type) -> list[Any]:
     found: list[Any] = []
     for values in lines:
         if values.keys() == names:
-            # Half a surrogate pair is text to JSON, and to nothing else.
+            # JSON accepts half a surrogate pair, msgspec does not.
             with suppress(msgspec.ValidationError, UnicodeError):
                 found.append(msgspec.convert(values, kind))
     return found
 
 
 def write_predictions(folder: Path, predictions: Mapping[str, Predictions]) -> None:
-    """Writes what a run says of its test samples, set by set, in place of what is there; single precision is enough for
-    a chart.
+    """Writes the predictions of a run for its test sets; earlier predictions are replaced. Single precision is enough
+    for a chart.
 
     Raises:
         StateError: The folder cannot be written.
@@ -241,7 +239,7 @@ def write_predictions(folder: Path, predictions: Mapping[str, Predictions]) -> N
 
 
 def read_predictions(folder: Path) -> dict[str, Predictions]:
-    """Reads what `write_predictions` wrote; no sets where it wrote nothing.
+    """Reads the predictions of a run by the name of the test set; empty if the run has none.
 
     Raises:
         FolderDamageError: A file is missing or altered.

@@ -12,8 +12,8 @@ from can_train.io.index import INDEX_FROM, Kind, index_folder, read_folder, writ
 from can_train.io.records import JobId, SetAside
 
 _LONGEST_NAME: Final = 255  # characters of a file's name, on most file systems
-_RUNS: Final = "runs"  # the registry's folder in the state folder, and its index
-_MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
+_RUNS: Final = "runs"  # folder of the registry in the state folder, and name of its index
+_MAX_ENTRY_BYTES: Final = 2**20  # larger files are no entries of the registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class RunRecord:
 
     run_id: str
     path: str  # absolute path of its folder, whose name is the run id
-    key: str  # its configuration's key in the factor store
+    key: str  # key of the configuration in the factor store
     time: str
-    identity: str = ""  # digest of resolved configuration, code and data, equal for runs that would do the same
-    after: str = ""  # ids of the runs that it waits for, separated by commas
-    sweep: str = ""  # name that the runs of one sweep share; empty: it belongs to none
+    identity: str = ""  # digest of configuration, code and data; equal for equal runs
+    after: str = ""  # ids of the runs that the run waits for, separated by commas
+    sweep: str = ""  # name of the run's sweep; empty: no sweep
 
     def __post_init__(self) -> None:
         if self.run_id != Path(self.run_id).name or len(self.run_id) > _LONGEST_NAME:
@@ -40,26 +40,26 @@ class JobRecord:
 
     run_id: str
     executor: str  # slurm, local or debug
-    job_id: str  # as the executor numbers it: 123, 123_4 for an element of an array, or a process id
+    job_id: str  # 123, 123_4 for an element of an array, or a process id
     time: str
-    host: str  # machine that it was submitted from
+    host: str  # machine of the submission
     log_path: str
-    reason: str = ""  # why, in words, unless it is the first: "host out-of-memory: 600M instead of 400M"
-    resources: dict[str, Any] = field(default_factory=dict)  # what was asked for, by sbatch's names
-    cluster: str = ""  # whose SLURM counts the job; empty: a process, or not recorded
+    reason: str = ""  # of a later submission, in words: "host out-of-memory: 600M instead of 400M"
+    resources: dict[str, Any] = field(default_factory=dict)  # requested resources, by sbatch's names
+    cluster: str = ""  # SLURM cluster of the job; empty: a process, or not recorded
 
     def __post_init__(self) -> None:
         records.check_time("time", self.time)
 
     @property
     def slurm_job(self) -> JobId | None:
-        """The job, where it is one of SLURM."""
+        """The job in SLURM; None if the job is a process."""
         return JobId(number=self.job_id, cluster=self.cluster) if self.executor == "slurm" else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CancelRecord:
-    """When a person asked to cancel a run."""
+    """A person's request to cancel a run."""
 
     run_id: str
     time: str
@@ -73,7 +73,7 @@ _RUN_KIND: Final = Kind(RunRecord, group=lambda record: "", latest=lambda record
 
 
 class Registry:
-    """The runs of a state folder, which need not exist: one immutable file an entry, so that nothing needs a lock."""
+    """The registry in a state folder, which need not exist. Entries are immutable files, so that no lock is needed."""
 
     def __init__(self, state_dir: Path) -> None:
         self.folder = state_dir / _RUNS
@@ -101,11 +101,11 @@ class Registry:
         return self.folder / run_id / f"run{records.DOCUMENT_SUFFIX}"
 
     def run(self, run_id: str) -> RunRecord | None:
-        """Reads the entry of a run; None: there is none, or it is damaged."""
+        """Reads the entry of a run; None if it is missing or damaged."""
         return next((one for one in self._read(run_id, "run", RunRecord, []) if one.run_id == run_id), None)
 
     def runs(self, *, index_from: int = INDEX_FROM) -> list[RunRecord]:
-        """Reads all runs, the oldest first; adds those to an index that are at least so many."""
+        """Reads all runs, the oldest first. At least `index_from` runs outside the index are added to the index."""
         index, names = read_folder(self.folder, self._index, _RUN_KIND)
         certain, doubtful = dict[str, RunRecord](), list[RunRecord]()
         for run_id in names:
@@ -121,11 +121,11 @@ class Registry:
         return sorted(found, key=lambda record: (record.time, record.run_id))
 
     def jobs(self, run_id: str) -> list[JobRecord]:
-        """Reads the jobs of a run, the first one first."""
+        """Reads the jobs of a run, in order."""
         return sorted(self._read(run_id, "job-", JobRecord, []), key=lambda record: record.time)
 
     def cancels(self, run_id: str) -> list[CancelRecord]:
-        """Reads when persons asked to cancel a run, the first time first."""
+        """Reads the requests to cancel a run, in order."""
         return sorted(self._read(run_id, "cancel-", CancelRecord, []), key=lambda record: record.time)
 
     def _read(self, run_id: str, prefix: str, kind: type[_Record], aside: list[SetAside]) -> list[_Record]:
@@ -134,5 +134,5 @@ class Registry:
             return []
         names, end = records.list_names(folder), records.DOCUMENT_SUFFIX
         names = [name for name in names if name.startswith(prefix) and name.endswith(end)]
-        # A damaged entry hides nothing but itself.
+        # Damaged entries are left out.
         return list(records.read_documents(folder, names, kind, aside, most_bytes=_MAX_ENTRY_BYTES).values())

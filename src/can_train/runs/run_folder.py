@@ -42,17 +42,17 @@ _STAMP: Final = "%Y%m%d-%H%M%S"
 _STAMP_LENGTH: Final = 15
 _YEAR_LENGTH: Final = 4
 _TAIL_LENGTH: Final = 4
-_ID: Final = re.compile(r"\w[\w@%+=,.-]*")  # neither a shell nor a terminal reads anything else into it
+_ID: Final = re.compile(r"\w[\w@%+=,.-]*")  # no character is special to a shell or a terminal
 _NOT_IN_ID: Final = re.compile(r"[^\w@%+=,.-]+")
 
-_CHANGES: Final = "changes.json"  # in a run's folder: what `resume` changed of its configuration
-_CHANGED: Final = "changed_settings.json"  # in a run's folder: its settings that are not the presets'
+_CHANGES: Final = "changes.json"  # in a run's folder: changes that `resume` made to the configuration
+_CHANGED: Final = "changed_settings.json"  # in a run's folder: settings that differ from the presets
 _EPOCHS: Final = "training.epochs"
 
 
 Changed = Mapping[str, Mapping[str, Any]] | None  # by setting: its `value` and the `default`; None: not known
 _LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
-"""Packages whose versions a run notes, beside those of tasks."""
+"""Packages whose versions a run records; the packages of tasks are added."""
 
 
 def _packages_of_tasks() -> list[str]:
@@ -79,11 +79,11 @@ class RunFolder:
         self.reference_models_path = path / "reference_models.json"
         self.attempts = Attempts(path)
         self._lock_path = path / "lock"
-        self._holder: AttemptStart | None = None  # what this process has written into the lock
+        self._holder: AttemptStart | None = None  # the entry of this process in the lock file
 
     @classmethod
     def create(cls, runs_dir: Path, key: str, config: Mapping[str, Any], changed: Changed = None) -> "RunFolder":
-        """Creates the folder of a new run (see `make`)."""
+        """Creates the folder of a new run (`make`)."""
         folder = cls(runs_dir / new_run_id(key))
         folder.make(config, changed)
         return folder
@@ -93,7 +93,7 @@ class RunFolder:
 
         Args:
             config: The resolved configuration.
-            changed: The settings in it that are not the presets' (`compose.changed_settings`); None: not known.
+            changed: The settings that differ from the presets (`compose.changed_settings`); None: unknown.
 
         Raises:
             RunError: It cannot be written.
@@ -128,8 +128,8 @@ class RunFolder:
         write_text_atomic(self.path / _CHANGED, json.dumps(changed, indent=2, default=str) + "\n")
 
     def changed_settings(self) -> dict[str, dict[str, Any]] | None:
-        """Reads the settings in which the run differed from the presets of its model, mode and data when it was
-        configured, each with its `value` and the `default`; None where that is not known.
+        """Reads the settings that differed from the presets when the run was configured, each with its `value` and the
+        `default`; None if the file is missing or damaged.
         """
         try:
             found = msgspec.convert(json.loads(read_text(self.path / _CHANGED)), dict[str, dict[str, Any]])
@@ -138,8 +138,8 @@ class RunFolder:
         return found if all({"value", "default"} <= one.keys() for one in found.values()) else None
 
     def changes(self) -> list[dict[str, Any]]:
-        """Reads what `resume` changed of the configuration, the first change first: `time`, `step` of the checkpoint
-        that the run went on from, and `settings`, each with its value `before` and `after`; none if that is damaged.
+        """Reads the changes that `resume` made to the configuration, in order: `time`, `step` of the checkpoint that
+        the run continued from, and `settings`, each with its value `before` and `after`. A damaged file has no changes.
         """
         try:
             return msgspec.convert(json.loads(read_text(self.path / _CHANGES))["changes"], list[dict[str, Any]])
@@ -154,18 +154,18 @@ class RunFolder:
         step: int,
         changed: Changed = None,
     ) -> None:
-        """Replaces the configuration, and records the settings that changed (see `changes`). A result that more epochs
-        make out of date is kept under another name.
+        """Replaces the configuration, and records the changed settings (see `changes`). A result that more epochs make
+        out of date is renamed.
         """
         record = {"time": utc_now(), "step": step, "settings": settings}
-        # The record first: a kill in between leaves one of a change that the same line then makes.
+        # The record first: after a kill in between, the same command line makes the recorded change.
         write_json_atomic(self.path / _CHANGES, {"changes": [*self.changes(), record]})
         self._write_config(config, changed)
         if _EPOCHS in settings and is_file(self.result_path):
             self.result_path.replace(self.path / f"result-at-step-{step}.json")
 
     def goes_on_for_longer(self, step: int) -> bool:
-        """Returns whether more epochs were asked for when the checkpoint of a step was the last one."""
+        """Returns whether `resume` raised the number of epochs at the checkpoint of a step."""
         return any(one.get("step") == step and _EPOCHS in one.get("settings", {}) for one in self.changes())
 
     def result(self) -> dict[str, Any] | None:
@@ -176,7 +176,7 @@ class RunFolder:
         """
         try:
             result = json.loads(read_text(self.result_path))
-            # Written whole or not at all; but a person may have copied or edited it.
+            # The file is written atomically, but a person may have edited it.
             if not isinstance(result, dict):
                 raise ValueError("not an object")
         except FileNotFoundError:
@@ -188,22 +188,25 @@ class RunFolder:
         return result
 
     def damaged_result(self) -> RunError:
-        """Makes the error for a result that says something else than the run wrote."""
-        # The last checkpoint has the weights, so a resumed run has only to be judged once more.
+        """Makes the error for a damaged result."""
+        # The last checkpoint has the weights, so a resumed run is only judged again.
         again = f"rm {shlex.quote(str(self.result_path))}; can-train resume {shlex.quote(str(self.path))}"
-        # The line to paste stands alone, without a full stop.
+        # The command stands on a line without a full stop, because it will be pasted.
         remedy = f"This has the run judged again:\n  {again}\nIts weights are in other files"
         return RunError("The run's result is damaged", value=str(self.result_path), remedy=remedy)
 
     @contextmanager
     def locked(self, *, doing: str = "trained") -> Iterator[None]:
-        """Keeps a second process from training the run, or from what else is to be done once (`doing`).
+        """Locks the run against other processes in the block.
+
+        Args:
+            doing: The locked activity, as a participle; each activity has a lock.
 
         Raises:
-            RunError: Another process is at it.
+            RunError: Another process has the lock.
         """
         path = self._lock_path if doing == "trained" else self.path / f"{doing}.lock"
-        # Not emptied when it is opened: it names the process that has it.
+        # Opened without truncation: the file names the process that has the lock.
         with records.open_to_append(path, reads=True) as file:
             if not try_lock(file):
                 raise self._in_use(doing, read_holder(path))
@@ -212,8 +215,8 @@ class RunFolder:
 
     @contextmanager
     def locked_to_train(self, reporter: Reporter) -> Iterator[None]:
-        """Keeps a second process from training the run. In a job that SLURM has started again, it waits until the
-        process of an earlier attempt has ended (see `wait_for_lock`).
+        """Locks the run for training. In a job that SLURM has started again, waits until the process of an earlier
+        attempt has ended (see `wait_for_lock`).
 
         Raises:
             RunError: Another process trains it.
@@ -231,8 +234,8 @@ class RunFolder:
             yield
 
     def is_taken_over(self) -> bool:
-        """Returns whether another process has the lock that this one had: some file systems (NFS without its lock
-        service, Lustre) let one have it on each machine.
+        """Returns whether another process has taken the lock of this process: some file systems (NFS without its lock
+        service, Lustre) give the lock to one process on each machine.
         """
         holder = read_holder(self._lock_path)
         return None not in (self._holder, holder) and holder != self._holder
@@ -243,17 +246,17 @@ class RunFolder:
 
 
 def new_run_id(key: str) -> str:
-    """Makes the id of a new run: time, key, and four digits that distinguish it from others of the same second."""
+    """Makes the id of a new run: time, key, and four random digits."""
     return f"{datetime.now():{_STAMP}}-{_NOT_IN_ID.sub('_', key)}-{secrets.token_hex(_TAIL_LENGTH // 2)}"
 
 
 def is_run_id(name: str) -> bool:
-    """Returns whether a run may have a name: it needs no quotes in a shell."""
+    """Returns whether a name is a valid run id, which needs no quotes in a shell."""
     return _ID.fullmatch(name) is not None
 
 
 def split_run_id(run_id: str) -> tuple[datetime | None, str]:
-    """Reads the time and the key from a run id; no time, and all of it, where can-train did not make the name."""
+    """Splits a run id into time and key. For a name that can-train did not make: None and the whole name."""
     if len(run_id) <= _STAMP_LENGTH + _TAIL_LENGTH + 2:
         return None, run_id
     try:
@@ -264,7 +267,7 @@ def split_run_id(run_id: str) -> tuple[datetime | None, str]:
 
 
 def short_name(run_id: str) -> str:
-    """Shortens a run id to day, time and last digits, which distinguish it from others of the same second.
+    """Shortens a run id to day, time and last digits.
 
     Example:
         >>> short_name("20260728-101500-hcrl_ch_gat_student_normal-3fa9")
@@ -279,7 +282,7 @@ def _shortened(run_id: str) -> str:
 
 
 def may_be_called(run_id: str, part: str) -> bool:
-    """Returns False where neither a run's id nor its short name contains a text; fast, for thousands of runs."""
+    """Returns whether the id or the short name of a run contains a text. A fast test for thousands of runs."""
     return part in run_id or part in _shortened(run_id)
 
 
@@ -290,7 +293,8 @@ def _unreadable(what: str, path: Path, error: OSError | ValueError) -> RunError:
 
 
 def make_run(run: ResolvedRun, reporter: Reporter, changed: Changed = None) -> RunFolder:
-    """Creates the folder of a run that trains here and now, and registers it; without a registry, with a notice.
+    """Creates the folder of a run that trains in this process, and registers the run. If the registry cannot be
+    written, the reporter gets a notice.
 
     Raises:
         RunError: The folder cannot be written.
@@ -316,23 +320,23 @@ def register_run(run: ResolvedRun, folder: RunFolder, *, identity: str = "", aft
 
 
 def name_to_type(folder: RunFolder) -> str:
-    """Returns what a command line calls a run, ready to be typed."""
-    # A run that is not in the registry that the line will ask is known by its folder alone.
+    """Returns the name of a run on a command line, ready to be typed."""
+    # A run outside the registry of the command is named by its folder.
     is_known = Registry(state_folder()).has(folder.run_id)
     return short_name(folder.run_id) if is_known else shlex.quote(str(folder.path))
 
 
 def resume_hint(folder: RunFolder) -> str:
-    """Returns the notice for a person who has stopped a run."""
+    """Returns the notice with the command that continues a stopped run."""
     return f"This continues the run:\n  can-train resume {name_to_type(folder)}"
 
 
 def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:
-    """Looks for prerequisites that are no longer where they were beside the folder where the run is now."""
+    """Replaces missing folders of prerequisites by folders of the same name next to the run."""
     moved = {}
     for needed in run.prerequisites:
         path = Path(getattr(run.mode, needed.role))
-        # Who copies a folder of runs to another machine brings them along.
+        # A copied folder of runs contains the prerequisites, too.
         beside = folder.resolve().parent / path.name
         if path.name and not is_file(path / CONFIG) and is_file(beside / CONFIG):
             moved[needed.role] = str(beside)
@@ -340,7 +344,7 @@ def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:
 
 
 def without_missing_prerequisites(run: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
-    """Drops the optional prerequisites of a run that are gone; returns also notices that say so."""
+    """Drops optional prerequisites whose folders are gone; returns the run and a notice for each dropped one."""
     optional = {needed.role: getattr(run.mode, needed.role) for needed in run.prerequisites if not needed.required}
     gone = {role: name for role, name in optional.items() if name and not is_file(Path(name) / CONFIG)}
     notices = [f"{role.replace('_', ' ')}: {name} is gone, so the run goes on without" for role, name in gone.items()]

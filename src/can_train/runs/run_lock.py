@@ -1,5 +1,6 @@
-"""The lock of a run: the process that has it, and how an attempt in a job waits for that of an earlier one, which
-trains on although SLURM has given its job up: the node's slurmd has died, or the network to it, and not the node.
+"""The lock of a run, with the name of the process that has it. An attempt in a job waits for the lock while the process
+of an earlier attempt still trains although SLURM has given up its job: the slurmd of the node has died, or the network,
+but not the node.
 """
 
 import fcntl
@@ -23,9 +24,10 @@ _LOOK_INTERVAL_S: Final = 1.0
 
 
 def try_lock(file: TextIO) -> bool:
-    """Locks a file unless another process has; returns whether this one has it now."""
+    """Locks a file without waiting; returns whether this process has the lock."""
     try:
-        # The kernel's lock, not the file's existence: a killed process leaves no lock behind.
+        # The kernel's lock, not the existence of the file: a killed process leaves no lock behind. Not filelock, which
+        # before version 4 empties the file as it opens it, even without getting the lock: the holder's name is lost.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -33,14 +35,14 @@ def try_lock(file: TextIO) -> bool:
 
 
 def write_holder(file: TextIO, holder: AttemptStart) -> None:
-    """Writes into a lock which process has it."""
+    """Writes the process that has a lock into the lock file."""
     file.truncate(0)
     file.write(json_text(asdict(holder)))
     file.flush()
 
 
 def read_holder(path: Path) -> AttemptStart | None:
-    """Reads which process has a lock, or had it last; None where that is not known."""
+    """Reads the process that has a lock or had it last; None if the file is empty or damaged."""
     try:
         return msgspec.json.decode(read_bytes(path), type=AttemptStart)
     except (OSError, ValueError, RecursionError):
@@ -56,18 +58,18 @@ def holder_in_words(holder: AttemptStart) -> str:
 def wait_for_lock(
     file: TextIO, holder: AttemptStart, reporter: Reporter, *, wait_s: float = WAIT_S, save_s: float = SAVE_S
 ) -> None:
-    """Locks a file once the process of an earlier attempt has let it go. On this machine that is asked to end, and
-    killed if it does not; on another one it ends by itself (`Attempts.is_superseded`).
+    """Locks a file after the process of an earlier attempt has released it. A process on this machine gets SIGTERM, and
+    later SIGKILL; a process on another machine ends by itself (`Attempts.is_superseded`).
 
     Args:
-        file: The open lock.
-        holder: The process.
-        reporter: Is told what is waited for.
-        wait_s: Longest wait.
-        save_s: Time after which a process of this machine is killed.
+        file: The open lock file.
+        holder: The process that has the lock.
+        reporter: Gets a notice about the wait.
+        wait_s: Longest wait in seconds.
+        save_s: Seconds after which a process of this machine is killed.
 
     Raises:
-        EarlierAttemptError: The process trains on.
+        EarlierAttemptError: The process still has the lock after `wait_s`.
     """
     who, began, is_asked = holder_in_words(holder), time.monotonic(), _send(signal.SIGTERM, holder, file)
     ends = "it was asked to save and to end" if is_asked else "it ends at its next checkpoint"
@@ -86,7 +88,7 @@ def wait_for_lock(
 
 
 def _send(number: int, holder: AttemptStart, file: TextIO) -> bool:
-    """Sends a signal to the process that has a lock, if this machine can tell that it is that process."""
+    """Sends a signal to the holder of a lock if that process is on this machine and has the lock file open."""
     # Imported here: few commands look for processes.
     import psutil
 
@@ -94,7 +96,7 @@ def _send(number: int, holder: AttemptStart, file: TextIO) -> bool:
         return False
     try:
         process = find_process(holder.pid, holder.start_time)
-        # Machines may share a name, and a process id proves nothing: what has the lock has its file open.
+        # Machines may share a name, and a process id may be reused: the holder of the lock has the lock file open.
         has_file = process and str(Path(file.name).resolve()) in {one.path for one in process.open_files()}
         if process is None or not has_file:
             return False

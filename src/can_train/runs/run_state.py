@@ -1,4 +1,4 @@
-"""The state of a run, decided from what is known of it; `status.py` collects that."""
+"""The state of a run, inferred from the facts that `status.py` collects."""
 
 from __future__ import annotations
 
@@ -43,42 +43,42 @@ CAUSES: Final = (
 )  # fmt: skip
 
 REQUEUED: Final = "requeued"
-"""State of an attempt only: its job was put back into the queue, and SLURM does not say by whom."""
+"""State of an attempt only: its job was put back into the queue, and SLURM does not name the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFacts:
-    """What is known of one attempt."""
+    """The facts about an attempt."""
 
     start: AttemptStart
-    end: AttemptEnd | None = None  # as its process recorded
-    alive: bool | None = None  # whether its process runs; None: this machine cannot know, or it is in a job
-    waits_for: str = ""  # what it waits for before it trains, in words
+    end: AttemptEnd | None = None  # recorded by its process
+    alive: bool | None = None  # whether its process runs; None: unknown on this machine, or the process is in a job
+    waits_for: str = ""  # reason why it waits before it trains
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What is known of a run; its jobs and attempts are in their order."""
+    """The facts about a run; its jobs and attempts are in order."""
 
     run: RunRecord
     jobs: Sequence[JobRecord] = ()
     cancels: Sequence[CancelRecord] = ()
     attempts: Sequence[AttemptFacts] = ()
-    result: Mapping[str, Any] | None = None  # the content of `result.json`; None: the run has not finished
-    is_damaged: bool = False  # whether there is a `result.json` that cannot be read
+    result: Mapping[str, Any] | None = None  # content of `result.json`; None: the run has not finished
+    is_damaged: bool = False  # whether `result.json` exists and cannot be read
     has_folder: bool = True
-    job_alive: bool | None = None  # whether the process that controls its last job runs; None: not known here
+    job_alive: bool | None = None  # whether the process that controls its last job runs; None: unknown
     answer: SchedulerAnswer = field(default_factory=SchedulerAnswer)
-    log_tail: str = ""  # of its last job
+    log_tail: str = ""  # end of the last job's log
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run: one of `LIVE` or `CAUSES`, and more about it in words."""
+    """The state of a run: an element of `LIVE` or `CAUSES`, and a sentence about it."""
 
     state: str
     sentence: str = ""
-    certain: bool = True  # False where only the files say so: neither SLURM nor the process can be asked from here
+    certain: bool = True  # False if it follows from files alone: neither SLURM nor the process can be asked from here
 
     @property
     def live(self) -> bool:
@@ -87,14 +87,14 @@ class RunState:
 
     @property
     def label(self) -> str:
-        """The state for a column; one that is not certain has a question mark."""
+        """The state for a column; an uncertain state has a question mark."""
         return self.state if self.certain else f"{self.state}?"
 
     def __str__(self) -> str:
         return f"{self.label}: {self.sentence}" if self.sentence else self.label
 
 
-# How one attempt ended
+# The end of an attempt
 
 _BY_SLURM_STATE: Final[Mapping[str, str]] = {
     "TIMEOUT": TIME_LIMIT,
@@ -105,7 +105,7 @@ _BY_SLURM_STATE: Final[Mapping[str, str]] = {
     "CANCELLED": CANCELLED,
     "REVOKED": CANCELLED,
 }
-"""SLURM's states of a job that something other than its own processes ended."""
+"""State by SLURM's state of a job that was ended from outside."""
 
 _BY_ENDING: Final[Mapping[str, tuple[str, str]]] = {
     "finished": (FINISHED, ""),
@@ -119,7 +119,7 @@ _BY_ENDING: Final[Mapping[str, tuple[str, str]]] = {
     "terminated": (CANCELLED, "by SIGTERM, saved"),
     "interrupted": (CANCELLED, "interrupted (Ctrl-C), saved"),
 }
-"""State and sentence by what a process recorded of its end. SIGTERM means a person's wish unless SLURM knows better."""
+"""State and sentence by the recorded ending. SIGTERM means a person's wish unless SLURM knows better."""
 
 _LOG_PATTERNS: Final[Mapping[str, str]] = {
     TIME_LIMIT: "DUE TO TIME LIMIT",
@@ -130,28 +130,28 @@ _LOG_PATTERNS: Final[Mapping[str, str]] = {
     HOST_OOM: r"oom-kill event|^srun: error: .*: Out Of Memory$|[Ee]xceeded (?:job |step )?memory limit",
     CANCELLED: " CANCELLED AT ",
 }
-"""What slurmstepd and srun write into a job's log."""
+"""Patterns of the lines that slurmstepd and srun write into a job's log."""
 
 _LOG_CAUSE: Final = re.compile("|".join(f"({pattern})" for pattern in _LOG_PATTERNS.values()), re.MULTILINE)
 
 _SCHEDULER_LINES: Final = ("srun: ", "slurmstepd", "can-train: ")
-"""Beginnings of the lines of a log that are not the training's own."""
+"""Beginnings of the lines of a log that the training did not write."""
 
 _CONCLUSIVE: Final = ("finished", "gpu_oom", "host_oom")
-"""Endings that nobody knows better than the process itself."""
+"""Endings for which the record of the process is decisive."""
 
 _OOM: Final = "OUT_OF_MEMORY"
-"""SLURM's state of a job or a step whose process the kernel killed for its memory."""
+"""SLURM's state of a job or a step after the kernel killed a process for lack of memory."""
 
 
 def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str, facts: RunFacts) -> RunState:
-    """Decides how an attempt ended, or a job that began none.
+    """Returns the state that an attempt ended in, or a job that began no attempt.
 
     Args:
-        attempt: What its process recorded; None: it began no attempt.
-        row: SLURM's account of it; None: there is none.
-        log: The end of its log; empty where the log is not its own.
-        facts: All about the run.
+        attempt: The attempt; None: the job began no attempt.
+        row: SLURM's account of the attempt or job; None: there is no account.
+        log: End of its log; empty if the log belongs to another job.
+        facts: All facts about the run.
     """
     end = attempt.end if attempt else None
     ending = end.ending if end else None
@@ -183,7 +183,7 @@ def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str
 
 
 def log_causes(text: str) -> list[str]:
-    """Lists the causes of an ending that SLURM wrote into a log, in their order.
+    """Lists the causes of an end that SLURM wrote into a log, in order.
 
     Example:
         >>> log_causes("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***")
@@ -195,24 +195,24 @@ def log_causes(text: str) -> list[str]:
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _RANK_LABEL: Final = re.compile(r"^(?:\[rank\d+\]:|\d+:) ?")
-"""What torchrun and `srun --label` write before each line of a rank."""
+"""Prefix that torchrun and `srun --label` write before each line of a rank."""
 _ERRORS: Final = (
     # An exception of Python, a line that a program calls an error, a level of logging.
     r"^(?:\w+\.)*(?:\w+(?:Error|Exception|NotFound)|KeyboardInterrupt|SystemExit)(?::|$)",
     r"^(?:[^\s:]+: ?)*(?i:fatal error|error|fatal)\b *:",
     r"(?:^|[\[\s])(?:ERROR|FATAL|CRITICAL)(?:[\]:]| +\w)",
-    # What ends Python itself: its own report, those of glibc, libstdc++, the dynamic linker, CUDA and NCCL.
+    # A crash of Python: reports of Python, glibc, libstdc++, the dynamic linker, CUDA and NCCL.
     r"^(?:Fatal Python error|terminate called |what\(\): |(?:free|malloc|realloc)\(\): |double free|corrupted )",
     r"error while loading shared libraries|undefined symbol: |version `\S+' not found",
     r"\b(?:CUDA|CUDNN|cuDNN|CUBLAS|cuBLAS|NCCL|HIP) error\b|\bCUDA out of memory\. ",
-    # A shell's, with the reasons of the system.
+    # A shell's errors, with the reasons of the system.
     r": (?:command not found|not found|unbound variable|cannot execute|bad interpreter|syntax error)\b",
     r": (?:No such file or directory|Permission denied|Exec format error|Is a directory|Input/output error)$",
     r"\b(?:No space left on device|Disk quota exceeded|Cannot allocate memory|Stale file handle)\b",
     # A signal, at the beginning of the line or after the number of the process.
     r"(?:^|\d +|: )(?:Killed|Aborted|Terminated|Segmentation fault|Bus error|Illegal instruction)(?:$|  | \()",
     r"^Floating point exception",
-    # Python without the package, a module that a site does not have, a launcher's report.
+    # Python without the package, a module that a site lacks, a launcher's report.
     r": No module named |: can't open file |^Lmod has detected the following error|Unable to locate a modulefile",
     r"^(?:mpirun|mpiexec|prterun) noticed that |oom[-_]kill",
 )
@@ -226,8 +226,8 @@ _LONGEST_ERROR: Final = 240  # characters
 
 
 def last_error_line(text: str) -> str:
-    """Returns the last line of a log that is recognized as an error, the training's own before the scheduler's; empty
-    where none is.
+    """Returns the last line of a log that is recognized as an error; empty without such a line. A line of the training
+    takes precedence over a line of the scheduler.
     """
     errors, in_traceback = [], False
     for raw in text.splitlines():
@@ -243,7 +243,7 @@ def last_error_line(text: str) -> str:
 
 
 def error_in_words(text: str, status: str = "") -> str:
-    """Returns the error that a log shows; without one, an exit status in words and the log's last line."""
+    """Returns the error that a log shows; else the exit status in words and the last line of the log."""
     if error := last_error_line(text):
         return error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -260,7 +260,7 @@ def _recorded(end: AttemptEnd) -> RunState:
     state, sentence = _BY_ENDING.get(end.ending, (FAILED, ""))
     parts = [end.message or sentence]
     cards = end.details.get("cards")
-    # Where a single sample does not fit, only another card helps.
+    # If a single sample does not fit, only another card helps.
     if state == GPU_OOM and end.details.get("one_sample") and cards and str(cards) not in end.message:
         parts.append(f"cards that would hold it: {cards}")
     return RunState(state, "; ".join(filter(None, parts)))
@@ -306,15 +306,15 @@ def _exit_words(row: AccountRow) -> str:
 #   no job was started for it                                never started
 
 _UNOPENED: Final = "0:53"
-"""Exit code of a job whose folder or log could not be opened, so that nothing of it ran."""
+"""Exit code of a job whose folder or log could not be opened: nothing ran."""
 _MAY_RETURN: Final = ("terminated", "time_limit", "killed", "rank_gone", "in_use")
 """Endings after which a job may go back into the queue."""
 _UNLAUNCHED: Final = "JobLaunchFailure"
-"""SLURM's reason for the same."""
+"""SLURM's reason of a job with that exit code."""
 
 
 def infer_run_state(facts: RunFacts) -> RunState:
-    """Decides what state a run is in."""
+    """Returns the state of a run."""
     if facts.result is not None:
         loss, epoch = facts.result.get("best_validation_loss"), facts.result.get("best_epoch")
         best = f"best validation loss {loss:.4g} after epoch {epoch}" if isinstance(loss, int | float) else ""
@@ -330,14 +330,14 @@ def infer_run_state(facts: RunFacts) -> RunState:
     if found.state == FINISHED:
         return replace(found, sentence="but its result.json is gone")
     if found.state == REQUEUED:
-        # The job was requeued, and left the queue again before anybody looked.
+        # The job was requeued, and left the queue again before this look.
         why = found.sentence or "it left the queue, and SLURM does not say why"
         return RunState(CANCELLED if facts.cancels else FAILED, why)
     return found
 
 
 def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
-    """Decides how one attempt of a run ended, or that it goes on."""
+    """Returns the state that an attempt of a run ended in, or that it is running."""
     job = attempt.start.slurm_job
     is_last = attempt is facts.attempts[-1]
     if is_last and attempt.end is None:
@@ -352,13 +352,13 @@ def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
     account = rows[attempt.start.restarts] if attempt.start.restarts < len(rows) else None
     if account is None or account.state in UNFINISHED:
         account = _final_row(job, facts) if is_last and job is not None else None
-    # The log at hand is that of the last job.
+    # The log in the facts belongs to the last job.
     log = facts.log_tail if is_last and job is not None else ""
     return classify_exit(attempt, account, log, facts)
 
 
 def slurm_jobs(facts: RunFacts) -> list[JobId]:
-    """Lists a run's SLURM jobs, the first one first: those submitted, and those that it was started in by hand."""
+    """Lists a run's SLURM jobs in order: the submitted jobs, and jobs in which a person started the run by hand."""
     submitted = [(record.time, record.slurm_job) for record in facts.jobs]
     entered = [(attempt.start.start_time, attempt.start.slurm_job) for attempt in facts.attempts]
     jobs = [(time, job) for time, job in (*submitted, *entered) if job is not None]
@@ -366,7 +366,7 @@ def slurm_jobs(facts: RunFacts) -> list[JobId]:
 
 
 def live_row(facts: RunFacts) -> QueueRow | None:
-    """Finds the newest job of a run that waits or runs."""
+    """Returns the row of the newest job of a run that waits or runs; None if there is none."""
     rows = {row.job: row for row in facts.answer.queue if row.state in WAITING | ACTIVE}
     return next((rows[job] for job in reversed(slurm_jobs(facts)) if job in rows), None)
 
@@ -393,7 +393,8 @@ def _state_after_queue(facts: RunFacts) -> RunState:
     job = facts.jobs[-1] if facts.jobs else None
     attempt = facts.attempts[-1] if facts.attempts else None
     if job is not None and attempt is not None:
-        # The clocks of two machines may differ: an attempt in the job is newer whatever the times say.
+        # The clocks of two machines may differ: an attempt in the job is newer than the submission, regardless of
+        # times.
         in_job = job.slurm_job is not None and attempt.start.slurm_job == job.slurm_job
         if not in_job and attempt.start.start_time < job.time:
             attempt = None
@@ -409,7 +410,7 @@ def _state_after_queue(facts: RunFacts) -> RunState:
 
 
 def _unanswered_state(attempt: AttemptFacts | None, job: JobId, facts: RunFacts) -> RunState:
-    """The state where the cluster that has the run's job cannot be asked."""
+    """Returns the state of a run whose job is on a cluster that does not answer."""
     state = RUNNING if attempt and attempt.end is None else CANCELLED if _is_cancelled(attempt, facts) else QUEUED
     sentence = f"as far as its files say; {silence_in_words(job, facts.answer)}; {where_to_ask(job, facts.answer)}"
     return RunState(state, sentence, certain=False)
@@ -422,7 +423,7 @@ def _is_cancelled(attempt: AttemptFacts | None, facts: RunFacts) -> bool:
 
 
 def silence_in_words(job: JobId, answer: SchedulerAnswer) -> str:
-    """Says that a cluster does not answer about a job, and why."""
+    """Returns a sentence that a cluster does not answer about a job, with the reason."""
     reason = answer.silent[job.cluster]
     if not job.cluster:
         return f"SLURM cannot be asked about its job {job.number}: {reason}"
@@ -430,14 +431,14 @@ def silence_in_words(job: JobId, answer: SchedulerAnswer) -> str:
 
 
 def where_to_ask(job: JobId, answer: SchedulerAnswer) -> str:
-    """Says where a cluster answers that does not answer here."""
+    """Returns advice where to ask a cluster that does not answer here."""
     if job.cluster in ("", answer.local):
         return "ask again in a minute" if job.cluster else "ask on the cluster where it was submitted"
     return f"ask on a login node of {job.cluster}" + ("" if answer.local else ", or here in a minute")
 
 
 def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
-    """The state where a job is over and began no attempt: it never started, or failed before the training did."""
+    """Returns the state of a run whose job is over and began no attempt: it did not start, or failed early."""
     if row is None and not facts.log_tail:
         state = CANCELLED if facts.cancels else NEVER_STARTED
         return RunState(state, "SLURM no longer knows its job, and it printed nothing")
@@ -456,7 +457,7 @@ def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
 
 
 def _final_row(job: JobId, facts: RunFacts) -> AccountRow | None:
-    """Finds what SLURM knows of the end of a job that has left the queue."""
+    """Returns the last account of a job that has left the queue; None if SLURM has none."""
     rows = [row for row in facts.answer.accounts if row.job == job]
     if rows and rows[-1].state not in UNFINISHED:
         return rows[-1]
@@ -469,7 +470,7 @@ def _final_row(job: JobId, facts: RunFacts) -> AccountRow | None:
 
 
 def _process_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
-    """The state where the latest attempt is a process outside SLURM."""
+    """Returns the state of a run whose latest attempt is a process outside SLURM."""
     if attempt.end is None and attempt.alive is not False:
         host = "this machine" if attempt.alive else f"{attempt.start.host}, which cannot be seen from here"
         return RunState(RUNNING, f"process {attempt.start.pid} of {host}", certain=bool(attempt.alive))
@@ -486,7 +487,7 @@ def _unstarted_process_state(job: JobRecord | None, facts: RunFacts) -> RunState
 
 
 def _state_without_folder(found: RunState, facts: RunFacts) -> RunState:
-    """The state where the folder was deleted or moved away: only SLURM can know how the run ended."""
+    """Returns the state of a run whose folder was deleted or moved: only SLURM can know how the run ended."""
     rows = [row for job in slurm_jobs(facts) if (row := _final_row(job, facts)) is not None]
     gone = f"its folder {facts.run.path} is gone"
     if not rows:

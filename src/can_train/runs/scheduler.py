@@ -12,24 +12,24 @@ from can_train.errors import CanTrainError
 from can_train.io.records import JobId
 
 WAITING: Final = frozenset(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
-"""squeue's states of a job that waits."""
+"""States of a waiting job in squeue."""
 ACTIVE: Final = frozenset((
     "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING",
 ))  # fmt: skip
-"""squeue's states of a job that has nodes."""
+"""States of a job with nodes in squeue."""
 UNFINISHED: Final = ACTIVE | {"PENDING"}
-"""sacct's states of an attempt that has not ended; REQUEUED, there, is one that has."""
+"""States of an attempt in sacct that has not ended; REQUEUED is the state of an ended attempt there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueRow:
-    """A job in squeue; what is empty is not known, or there is none."""
+    """A job in squeue; an empty field is unknown or absent."""
 
     job: JobId
     state: str
-    reason: str = ""  # why it waits or ended, in SLURM's word
-    nodes: str = ""  # where it runs or ran; empty: it never started
-    start: str = ""  # when it started or is expected to, in local time
+    reason: str = ""  # why it waits or ended, a word of SLURM
+    nodes: str = ""  # nodes of the job; empty: it never started
+    start: str = ""  # actual or expected start, in local time
     time_limit: str = ""
     name: str = ""
 
@@ -45,30 +45,30 @@ class JobStep:
 
 @dataclass(frozen=True, kw_only=True)
 class AccountRow:
-    """One attempt of a job in sacct; a job that was requeued has several."""
+    """An attempt of a job in sacct; a requeued job has several."""
 
     job: JobId
     state: str
     exit_code: str = ""  # `code:signal`
-    nodes: str = ""  # where it ran; empty: it never started
+    nodes: str = ""  # nodes of the attempt; empty: it never started
     start: str = ""
     end: str = ""
     time_limit: str = ""
-    memory: str = ""  # that was asked for
-    reason: str = ""  # why it last waited, in SLURM's word
-    by_person: bool = False  # whether the state names a user who cancelled it
+    memory: str = ""  # requested memory
+    reason: str = ""  # why it last waited, a word of SLURM
+    by_person: bool = False  # whether a user cancelled it
     steps: Sequence[JobStep] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerAnswer:
-    """What SLURM knows of some jobs.
+    """The answer of a scheduler about jobs.
 
     Attributes:
-        queue: The jobs that the controllers know.
-        accounts: Their attempts in their order; none without accounting.
-        silent: By the name of a cluster that does not answer here, the reason.
-        local: Name of the cluster that this machine asks; empty if it does not answer.
+        queue: Jobs that the controllers know.
+        accounts: Attempts of the jobs, in order; empty without accounting.
+        silent: Reason by the name of a cluster that does not answer.
+        local: Name of this machine's cluster; empty if it does not answer.
     """
 
     queue: Sequence[QueueRow] = ()
@@ -84,7 +84,7 @@ class Scheduler(Protocol):
         """Asks about many jobs at once; it never raises."""
 
     def logs_into(self, job: JobId, folder: Path) -> bool:
-        """Returns whether a job writes its log into a folder, or did so: then it was submitted from that folder.
+        """Returns whether a job writes or wrote its log into a folder: then the job was submitted from that folder.
 
         Raises:
             NoControllerError: The cluster cannot be asked.
@@ -96,7 +96,7 @@ class NoControllerError(CanTrainError):
 
 
 NEVER_SATISFIED: Final = "DependencyNeverSatisfied"
-"""The one reason to wait that waiting does not change."""
+"""The only reason for which a job waits forever."""
 
 _REASONS: Final[Mapping[str, str]] = {
     "Priority": "other jobs come before it",
@@ -147,11 +147,11 @@ _LIMIT_REASONS: Final[Mapping[str, str]] = {
     r"QOS": "a limit of its quality of service is reached",
     r"Max.*PerAccount": "a limit of its account under its quality of service is reached",
 }
-"""By pattern, of which the first counts: some sixty reasons differ only in what is limited, named after the words."""
+"""Words by pattern; the first match counts. Some sixty reasons differ only in the limited resource."""
 
 
 def reason_in_words(reason: str) -> str:
-    """Says a reason of SLURM in words; an unknown one stays as it is.
+    """Returns a reason of SLURM in words; an unknown reason is returned unchanged.
 
     Example:
         >>> reason_in_words("PartitionTimeLimit")
@@ -162,7 +162,7 @@ def reason_in_words(reason: str) -> str:
         'it asks for more than its quality of service gives one job, and can never start (QOSMaxNodePerJobLimit)'
     """
     reason = reason.strip().strip("()")
-    # Some reasons are followed by a comma and the nodes that they are about.
+    # A comma and the affected nodes follow some reasons.
     known = _REASONS.get(reason) or _REASONS.get(reason.partition(",")[0].strip().replace("_", " "))
     if known:
         return known

@@ -1,4 +1,6 @@
-"""The status of runs: what is known of them, on disk, in this machine's processes and in SLURM, and what follows."""
+"""The list of runs, and their status: the state and the progress that follow from the files of a run, the processes of
+this machine and the scheduler.
+"""
 
 import os
 import re
@@ -30,29 +32,29 @@ from can_train.runs.run_state import AttemptFacts, RunFacts, RunState, infer_run
 from can_train.runs.scheduler import AccountRow, NoControllerError, QueueRow, Scheduler, SchedulerAnswer
 
 LAST: Final = "last"
-"""What a person may call the newest run."""
+"""Name of the newest run on a command line."""
 
 _SUGGESTIONS: Final = 5  # run ids in an error message
-_LOG_TAIL_BYTES: Final = 2**16  # that are searched for what ended a run: some thousand lines
+_LOG_TAIL_BYTES: Final = 2**16  # searched for the reason of a run's end: some thousand lines
 _EPOCHS: Final = re.compile(r"^training:\n(?:  .*\n)*?  epochs: (\d+)$", re.MULTILINE)
 """The setting in config.yaml, as `plain_to_yaml` writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownRun:
-    """A run of the registry or of a folder of runs; without an entry there, `record` is made from the folder's name."""
+    """A run of the registry or of a folder of runs. `record` of an unregistered run comes from the folder's name."""
 
     record: RunRecord
-    path: str  # of its folder, which may be another one than the record's
+    path: str  # of the run's folder, which may differ from the record's
 
     @cached_property
     def folder(self) -> RunFolder:
-        """Its folder."""
+        """The run's folder."""
         return RunFolder(Path(self.path))
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Its configuration, read once; empty if it is damaged."""
+        """The run's configuration, read once; empty if it is damaged."""
         try:
             return self.folder.config()
         except RunError:
@@ -66,9 +68,13 @@ class KnownRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """How far a run has come: optimizer steps done and epochs begun, of how many; None: not known.
+    """The progress of a run. Unknown values are None.
 
     Attributes:
+        step: Optimizer steps done.
+        steps: Optimizer steps of the whole run.
+        epoch: Epochs begun.
+        epochs: Epochs of the whole run.
         saved_step: Step of the newest checkpoint.
         peak_share: Memory peak ÷ capacity.
     """
@@ -85,7 +91,7 @@ class RunProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """The status of a run: what is known of it, what state that means, and how far it has come."""
+    """The status of a run: the facts about it, the state that follows from them, and the progress."""
 
     known: KnownRun
     facts: RunFacts
@@ -94,13 +100,13 @@ class RunStatus:
 
 
 def run_statuses(runs: Iterable[KnownRun], registry: Registry, scheduler: Scheduler) -> list[RunStatus]:
-    """Finds out the status of many runs, in their order, with one question to each cluster.
+    """Returns the status of many runs, in order, with one question to each cluster.
 
     Args:
         runs: The runs.
-        registry: It has their jobs.
-        scheduler: It is asked about the jobs; and into which folder a job logs, where a job's record does not name its
-            cluster, and where the scheduler shows the job under another name than the run's.
+        registry: The registry with their jobs.
+        scheduler: The scheduler of the jobs. Its `logs_into` is called for a job whose record names no cluster, and for
+            a job whose name differs from the run's.
 
     Raises:
         StateError: The registry cannot be read.
@@ -133,8 +139,8 @@ def run_statuses(runs: Iterable[KnownRun], registry: Registry, scheduler: Schedu
 
 
 def _with_clusters(facts: RunFacts, local: str, answered: Collection[JobId], scheduler: Scheduler) -> RunFacts:
-    """Names the cluster in a run's records that do not, where it is this machine's: where that cluster has the job,
-    with its log in the run's folder.
+    """Adds this machine's cluster to records without a cluster, if that cluster has the job and the job logs into the
+    run's folder.
     """
     here = set()
     for record in facts.jobs:
@@ -150,8 +156,8 @@ def _with_clusters(facts: RunFacts, local: str, answered: Collection[JobId], sch
 
 
 def _foreign_jobs(facts: RunFacts, queue: Mapping[JobId, Sequence[QueueRow]], scheduler: Scheduler) -> set[JobId]:
-    """Finds jobs of the queue that have the number of a job of the run and are not: SLURM counts its jobs anew after
-    its state was lost, or past its largest number.
+    """Finds jobs in the queue that have the number of a job of the run and belong to somebody else: SLURM reuses
+    numbers after its state was lost, or above its largest number.
     """
     foreign = set()
     for record in facts.jobs:
@@ -178,14 +184,14 @@ def _unnamed(jobs: Iterable[JobId], local: str) -> dict[str, str]:
 
 
 def _facts_on_disk(known: KnownRun, registry: Registry) -> RunFacts:
-    """Collects what the files and this machine's processes say."""
+    """Collects the facts from the files and from the processes of this machine."""
     folder, jobs = known.folder, registry.jobs(known.run_id)
     is_damaged = False
     try:
         result = folder.result()
     except (RunError, OSError):
         result, is_damaged = None, True
-    # The result says all about the end of a finished run, and logs are long to read.
+    # A finished run needs no log, which takes long to read.
     last = jobs[-1] if jobs and result is None else None
     is_seen = last and last.executor != "slurm" and last.host == this_host() and last.job_id.isdecimal()
     return RunFacts(
@@ -206,7 +212,7 @@ def _attempts(folder: RunFolder) -> list[AttemptFacts]:
     try:
         facts = [AttemptFacts(start=start, end=attempts.end(start.attempt)) for start in attempts.starts()]
     except OSError:
-        # What cannot be read must not hide the run: the other facts decide.
+        # Unreadable attempts must not hide the run: the other facts decide.
         return []
     if facts and facts[-1].end is None:
         start = facts[-1].start
@@ -216,16 +222,16 @@ def _attempts(folder: RunFolder) -> list[AttemptFacts]:
 
 
 def log_path(job: JobRecord, known: KnownRun) -> Path:
-    """Returns the path of a job's log; a log inside a run's folder moves with the folder."""
+    """Returns the path of a job's log. A log in the run's folder moves with the folder."""
     path, before = Path(job.log_path), Path(known.record.path)
     return known.folder.path / path.relative_to(before) if path.is_relative_to(before) else path
 
 
 def run_logs(facts: RunFacts, known: KnownRun) -> list[Path]:
-    """Lists the logs of a run's jobs, the first job's first; last its own log, if it was trained outside jobs since."""
+    """Lists the logs of a run's jobs, in order; and the run's log, if the run was later trained outside jobs."""
     logs = [log_path(job, known) for job in facts.jobs if job.log_path]
     last = facts.jobs[-1] if logs else None
-    # A process of this machine makes one attempt. A job of SLURM makes many, which have its id.
+    # A process makes one attempt. A job of SLURM may make several, which have the id of the job.
     own = 1 if last is not None and last.executor != "slurm" else 0
     since = [one.start for one in facts.attempts if last is None or one.start.start_time > last.time]
     outside = [start for start in since if not start.job_id][own:]
@@ -234,7 +240,7 @@ def run_logs(facts: RunFacts, known: KnownRun) -> list[Path]:
 
 
 def read_tail(log: Path) -> str:
-    """Reads the end of a log; empty where it cannot be read."""
+    """Reads the end of a log; empty if the log cannot be read."""
     try:
         with open_regular(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
@@ -243,12 +249,12 @@ def read_tail(log: Path) -> str:
         return ""
 
 
-# Which runs there are, and what they are called
+# The list of runs, and their names
 
 
 def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
-    """Lists the runs of the registry and those in `runs_dir` that it does not contain, the newest first. A folder with
-    a name that no run has (`is_run_id`) is none.
+    """Lists the runs of the registry and the unregistered runs in `runs_dir`, the newest first. Folders whose name is
+    no run id (`is_run_id`) are left out.
 
     Raises:
         StateError: The registry cannot be read.
@@ -259,7 +265,7 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
     found = [_unregistered(runs_dir / name) for name in names - records.keys() if is_file(runs_dir / name / CONFIG)]
     for run_id, record in records.items():
         path = record.path
-        # Some move the folder of runs and name the new place: the registry's path is then the old one.
+        # A person may move the folder of runs and give the new path: the registry has the old path.
         may_have_moved = run_id in names and path != f"{real}{os.sep}{run_id}"
         if may_have_moved and not is_folder(Path(path)) and is_file(runs_dir / run_id / CONFIG):
             path = str(runs_dir / run_id)
@@ -268,32 +274,32 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
 
 
 def misnamed_runs(runs_dir: Path) -> list[str]:
-    """Lists the folders that look like runs, but for a name that no run has."""
+    """Lists the folders that contain a configuration, but whose name is no run id."""
     return sorted(name for name in _names_in(runs_dir) if not is_run_id(name) and is_file(runs_dir / name / CONFIG))
 
 
 def _names_in(folder: Path) -> list[str]:
     try:
-        return os.listdir(folder)  # noqa: PTH208 - of twenty thousand runs, paths cost more than all else
+        return os.listdir(folder)  # noqa: PTH208 - making twenty thousand paths costs more than all else
     except OSError:
         return []
 
 
 def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
-    """Finds a run by its id, any part of it that no other run has, its folder or a file in it; `last` is the newest.
+    """Finds a run by its id, a unique part of its id, its folder or a file in its folder; `last` is the newest run.
 
     Args:
-        runs: Those there are, the newest first.
-        name: What a person calls the run.
+        runs: All runs, the newest first.
+        name: Name of the run on the command line.
 
     Raises:
-        RunError: There is no such run, or several; the message lists some.
+        RunError: No run or several runs have this name; the message lists some.
     """
     if name == LAST and runs:
         return runs[0]
     if (folder := _run_folder(name)) is not None:
         here = folder.resolve()
-        # Resolving takes time, and most folders still have the name of their run.
+        # Resolving paths takes time, and most folders have the name of their run: these are compared first.
         likely = sorted(runs, key=lambda known: known.run_id != here.name)
         return next((known for known in likely if known.folder.path.resolve() == here), None) or _unregistered(here)
     matching = [known for known in runs if may_be_called(known.run_id, name) and name in _names(known)]
@@ -303,10 +309,10 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        raise RunError(f"{len(matching)} runs have this in their names", value=repr(name),
+        raise RunError(f"{len(matching)} runs match this name", value=repr(name),
                        remedy=f"The newest of them:{_listed(known.run_id for known in matching)}\n"
-                              "Give a part of a name that only one of them has")  # fmt: skip
-    remedy = "No run is there yet; --runs-dir and --state-dir name other folders"
+                              "Give a part of a name that a single run has")  # fmt: skip
+    remedy = "There are no runs yet; --runs-dir and --state-dir name other folders"
     if runs:
         nearest = nearest_first(name, (known.run_id for known in runs))
         remedy = f"The nearest names:{_listed(nearest)}\ncan-train runs lists all runs"
@@ -318,17 +324,17 @@ def _names(known: KnownRun) -> tuple[str, str]:
 
 
 def _listed(run_ids: Iterable[str]) -> str:
-    # An id to a line: two of them are too long for one.
+    # One id a line: two are too long for a line.
     return "".join(f"\n  {run_id}" for run_id in [*run_ids][:_SUGGESTIONS])
 
 
 def _run_folder(name: str) -> Path | None:
-    """Returns the folder of the run that a path leads to or into; None where `name` is no path.
+    """Returns the folder of the run that a path leads to or into; None if `name` is no path.
 
     Raises:
         RunError: The path exists but belongs to no run, or cannot be read.
     """
-    # A bare name is never a file in a run's folder: whoever works inside one means other runs, too.
+    # A bare name is never a file in a run's folder: a person who works in such a folder may name other runs.
     is_path = os.sep in name
     try:
         path = Path(name).expanduser()
@@ -336,7 +342,7 @@ def _run_folder(name: str) -> Path | None:
             return None
         folders = (path, *path.absolute().parents[:2]) if is_path else (path,)
         run = next((each for each in folders if (each / CONFIG).is_file()), None)
-    except RuntimeError:  # the home of a user that does not exist
+    except RuntimeError:  # the user of a `~user` does not exist
         return None
     except OSError as error:
         raise RunError("The folder of a run cannot be read", value=f"{name}: {error.strerror}",
@@ -344,26 +350,25 @@ def _run_folder(name: str) -> Path | None:
     if run is None and is_path:
         rule = "A run is named by its id, a part of it, its folder, or a file in that"
         raise RunError(rule, value=f"{name} is not in the folder of a run",
-                       remedy=f"Name a folder that has a {CONFIG}: a checkpoint alone does not say what it was trained "
-                              "on")  # fmt: skip
+                       remedy=f"Name a folder with a {CONFIG}: a checkpoint alone does not name its data")  # fmt: skip
     return run
 
 
 def _unregistered(path: Path) -> KnownRun:
     run_id = path.name
     time, key = split_run_id(run_id)
-    # A folder that a person renamed has no time in its name.
+    # A renamed folder has no time in its name.
     created = time or datetime.fromtimestamp((path / CONFIG).stat().st_mtime)
     record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=utc_text(created.astimezone()))
     return KnownRun(record=record, path=str(path))
 
 
-# How far a run has come
+# Progress
 
 
 def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunProgress:
-    """Reads how far a run has come, which `result` says if it has finished; a file that is missing or damaged leaves
-    its values unknown.
+    """Reads the progress of a run: of a finished run from `result`, else from its files. Values from a missing or
+    damaged file are unknown.
     """
     if result is not None:
         steps, epochs = _integer(result, "steps"), _integer(result, "epochs")
@@ -378,7 +383,7 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunPro
     manifest = parse_object(text_or_nothing(folder.checkpoints_path / "manifest.json"))
     saved_step = _integer(manifest, "checkpoints", 0, "step")
     steps_per_epoch = _number(plan, "mean_steps_per_epoch") or _number(plan, "steps_per_epoch")
-    # By its pattern: parsing the whole configuration takes as long as all else about a run.
+    # A regular expression: parsing the configuration takes as long as all else about a run.
     setting = _EPOCHS.search(text_or_nothing(folder.path / CONFIG)) if plan else None
     epochs = int(setting[1]) if setting else None
     last: Mapping[str, Any] = next((line for line in reversed(metrics) if line), {})
@@ -398,7 +403,7 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunPro
 
 
 def _number(values: Any, *path: str | int) -> float | None:
-    """Returns the number at a path of keys and indices; None: there is none."""
+    """Returns the number at a path of keys and indices; None if there is no number."""
     for key in path:
         try:
             values = values[key]
@@ -406,7 +411,7 @@ def _number(values: Any, *path: str | int) -> float | None:
             return None
     if not isinstance(values, int | float) or isinstance(values, bool):
         return None
-    # JSON's numbers are of any size, and a person's file may have NaN.
+    # JSON has numbers above the largest float, and a person's file may have NaN.
     return float(values) if abs(values) <= sys.float_info.max else None
 
 

@@ -2,8 +2,11 @@
 
     training ──lines of JSON──> python -m can_train.runs.trackers NAME ──> files, a database or a server
 
-The training neither imports a tracker nor waits for one. What a tracker is too slow for is left out and counted; one
-that fails or hangs is said once. The upper half of this file is the training's side, the lower half the process's.
+The training neither imports a tracker nor waits for it. Figures that a tracker is too slow for are left out and
+counted; a failing or hanging tracker is reported once. The clients have queues themselves, but they do not run in the
+training's process: a client that hangs in C with Python's lock would stop the training, no thread can be ended, and
+importing MLflow takes seconds. The upper half of this file is the training's side, the lower half the tracker's
+process.
 """
 
 import json
@@ -35,25 +38,25 @@ _MODULES: Final = {
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),  # mlflow-skinny lacks the last two, which a local store needs
     "wandb": ("wandb",),
 }
-"""What each tracker imports; each is named like the package that brings it."""
+"""Packages that each tracker imports."""
 
-_FINISH_S: Final = 5.0  # that the end of a training waits for its trackers; a slow one then goes on by itself
+_FINISH_S: Final = 5.0  # wait of a training's end for its trackers; a slow tracker then goes on by itself
 _POLL_S: Final = 0.05
-_END_S: Final = 1.0  # within which a process that closes its files has ended
-_ANSWER_S: Final = 300  # within which a tracker must have written what it was given, else its process is ended
+_END_S: Final = 1.0  # within which a process ends after it has closed its files
+_ANSWER_S: Final = 300  # within which a tracker must have written its figures, else its process is ended
 _BATCH_S: Final = 1.0  # between two writes: MLflow's database takes as long for one figure as for a thousand
-_MOST_UNSENT_BYTES: Final = 4 * 2**20  # that wait for a tracker's process, beside the 64 KiB of the pipe
-_PIPE_BYTES: Final = 2**16  # read from it at a time
-_END: Final = "\0"  # of what a tracker's process says
-_MOST_PARAMETERS: Final = 100  # that MLflow takes at once
+_MOST_UNSENT_BYTES: Final = 4 * 2**20  # that wait for a tracker's process, in addition to the 64 KiB of the pipe
+_PIPE_BYTES: Final = 2**16  # for each read from the pipe
+_END: Final = "\0"  # end of a message from a tracker's process
+_MOST_PARAMETERS: Final = 100  # for each request to MLflow
 _MOST_FIGURES: Final = 1000
-_INIT_S: Final = 60  # that Weights & Biases tries to reach its server
-_FAILED: Final = 4  # exit status of a tracker's process that has said why
+_INIT_S: Final = 60  # for which Weights & Biases tries to reach its server
+_FAILED: Final = 4  # exit status of a tracker's process that has reported its failure
 _NICENESS: Final = 10  # of a tracker's process, whose work can wait
 
 
 def check_packages(names: Sequence[str]) -> None:
-    """Raises ConfigError if a tracker's packages are not installed, with the line that installs them."""
+    """Raises ConfigError if a tracker's packages are missing, with the command that installs them."""
     for name in names:
         missing = [module for module in _MODULES[name] if find_spec(module) is None]
         store = os.environ.get("MLFLOW_TRACKING_URI", "")
@@ -70,13 +73,13 @@ def _install_line(name: str, missing: Sequence[str]) -> str:
         extras = distribution("can-train").metadata.get_all("Provides-Extra") or ()
     except PackageNotFoundError:
         extras = ()
-    # Of a package that is not installed, only its source found by path, pip would look for the extra elsewhere.
+    # Without an installed package (source on the path), pip would look for the extra on its index.
     wanted = f"'can-train[{name}]'" if name in extras else " ".join(missing)
     return f"{sys.executable} -m pip install {wanted}"
 
 
 def scores(judgement: Mapping[str, Any]) -> dict[str, float]:
-    """Returns a judgement's figures: the model's on each test set, those of the validation, and those without a set."""
+    """Returns the figures of a judgement: of the model on each test set, of the validation, and without a set."""
     found: dict[str, Any] = {**judgement, "test": {}}
     for name, test in _mapping(judgement.get("test")).items():
         found["test"][name] = _mapping(_mapping(test).get("model"))
@@ -90,37 +93,37 @@ def scores(judgement: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """What a task of a person's own returns may have anything in place of an object."""
+    """Returns an empty mapping in place of any other value, which the task of a person may return."""
     return value if isinstance(value, Mapping) else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run at first."""
+    """The description of a run for a tracker."""
 
     run_id: str
     folder: str  # absolute
-    dataset: str  # empty for a task that has one set only
+    dataset: str  # empty for a task with a single data set
     key: str
     settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What is known at one optimizer step."""
+    """The figures of an optimizer step."""
 
     step: int
-    time_s: float  # since the epoch
+    time_s: float  # since 1970
     values: Mapping[str, float]
 
 
 class Tracker:
-    """One tracker's process, as the training sees it: only `finish_all` waits for it, and not for long.
+    """The training's side of a tracker's process. Only `finish_all` waits for the process, for seconds.
 
     Args:
-        name: Of the tracker.
-        run: What is tracked.
-        reporter: Is told once if the tracker fails.
+        name: Name of the tracker.
+        run: The tracked run.
+        reporter: Gets a single notice if the tracker fails.
     """
 
     def __init__(self, name: str, run: TrackedRun, reporter: Reporter) -> None:
@@ -132,7 +135,7 @@ class Tracker:
         self._log_path.parent.mkdir(exist_ok=True)
         command = [sys.executable, "-P", "-m", __name__, name]
         with open_to_append(self._log_path) as log:
-            # A session of its own: what a terminal or a person's Ctrl-C ends, ends after its trackers.
+            # A session of its own: a closed terminal or Ctrl-C ends the training, and its trackers finish.
             self._process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                              stderr=log, start_new_session=True)  # fmt: skip
         assert self._process.stdin is not None
@@ -143,25 +146,25 @@ class Tracker:
         self._send(asdict(run))
 
     def track(self, step: int, values: Mapping[str, float]) -> None:
-        """Sends figures, without waiting; leaves them out where too many wait already."""
+        """Sends figures without waiting; leaves them out if too many are waiting already."""
         if len(self._unsent) > _MOST_UNSENT_BYTES:
             self._left_out += len(values)
         else:
             self._send(asdict(Figures(step=step, time_s=time.time(), values=values)))
 
     def end(self, status: str) -> None:
-        """Sends how the run ended: finished, failed or killed (by a signal, and it may go on later)."""
+        """Sends the run's end: finished, failed or killed (by a signal; the run may be resumed)."""
         self._send({"status": status})
 
     def is_busy(self) -> bool:
-        """Sends what is left, and returns whether the process has yet to write it."""
+        """Sends the unsent figures, and returns whether the process is still writing."""
         self._flush()
         if not self._unsent and not self._input.closed:
             self._input.close()
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Says what went wrong; a process that is still busy goes on by itself."""
+        """Reports a failure; a busy process goes on by itself."""
         if self._messages.closed:
             return
         self._relay_messages()
@@ -169,7 +172,7 @@ class Tracker:
         if code is None:
             self._say(f"is still busy {_FINISH_S:.0f} s after the run's end, and goes on by itself (process "
                       f"{self._process.pid}); its log is {self._log_path}")  # fmt: skip
-            # Its end is not awaited: without this, subprocess would warn of that.
+            # Nobody waits for the process: without this, subprocess would warn.
             self._process.returncode = 0
         elif code == -signal.SIGALRM:
             self._say(f"did not answer for {_ANSWER_S} s, and the run went on without it")
@@ -186,7 +189,7 @@ class Tracker:
             self._flush()
 
     def _flush(self) -> None:
-        """Passes on to the process as much as it takes."""
+        """Writes to the pipe until it is full."""
         self._relay_messages()
         try:
             while self._unsent:
@@ -194,7 +197,7 @@ class Tracker:
         except BlockingIOError:
             return
         except OSError:
-            # Its end of the pipe is closed, so that it has ended, or is about to.
+            # The other end of the pipe is closed: the process has ended, or is about to.
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_END_S)
             self._unsent.clear()
@@ -214,7 +217,7 @@ class Tracker:
 
 @contextmanager
 def tracked(run: TrackedRun, names: Sequence[str], reporter: Reporter) -> Iterator[Sequence[Tracker]]:
-    """Starts the trackers, and tells them how the block ended."""
+    """Starts the trackers, and sends them the end of the block."""
     trackers = []
     for name in names:
         try:
@@ -233,7 +236,7 @@ def tracked(run: TrackedRun, names: Sequence[str], reporter: Reporter) -> Iterat
 
 
 def finish_all(trackers: Sequence[Tracker], status: str) -> None:
-    """Ends the trackers, and waits for them together, a few seconds at most."""
+    """Ends the trackers, and waits for all of them, at most `_FINISH_S` together."""
     for tracker in trackers:
         tracker.end(status)
     deadline = time.monotonic() + _FINISH_S
@@ -243,29 +246,29 @@ def finish_all(trackers: Sequence[Tracker], status: str) -> None:
         tracker.close()
 
 
-# The process of one tracker
+# The process of a tracker
 
 
 Say = Callable[[str], None]
-"""Tells the person, through the training, what a tracker does: `is offline`."""
+"""Sends a message about the tracker to the person, through the training: `is offline`."""
 
 
 class TrackerRun(Protocol):
-    """A run as a tracker has it.
+    """A run in a tracker.
 
     Args:
-        run: What is tracked.
-        state: What an earlier attempt has left, and this one leaves; empty at first.
-        say: Tells the person.
+        run: The tracked run.
+        state: State that this attempt leaves for the next attempt; empty in the first attempt.
+        say: Sends a message to the person.
     """
 
     def __init__(self, run: TrackedRun, state: dict[str, Any], say: Say) -> None: ...
 
     def log(self, points: Sequence[Figures]) -> None:
-        """Writes figures, so that they last."""
+        """Writes figures durably."""
 
     def finish(self, status: str) -> None:
-        """Ends the run; a later attempt may go on with it."""
+        """Ends the run; a later attempt may resume it."""
 
 
 class TensorBoardRun:
@@ -309,13 +312,13 @@ class MlflowRun:
         self._metric = Metric
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs_dir / 'mlflow.db'}")
         with suppress(MlflowException, KeyError):
-            # Of an earlier attempt; the store may be another one by now.
+            # The run of an earlier attempt; the store may have changed since.
             self._client.update_run(state["run_id"], status="RUNNING")
             self._run_id = state["run_id"]
             return
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.dataset or run.key
         with suppress(MlflowException):
-            # Of a run that started at the same time, or before.
+            # Another run may have created the experiment.
             self._client.create_experiment(experiment, artifact_location=(runs_dir / "mlartifacts").as_uri())
         found = self._client.get_experiment_by_name(experiment)
         assert found is not None
@@ -353,7 +356,7 @@ class WandbRun:
             "dir": run.folder,
             "config": dict(run.settings),
             "resume": "allow",
-            # Its own console would have nothing to show, and a question nobody to answer it.
+            # The process has no console, and nobody to answer a question.
             "settings": wandb.Settings(console="off", silent=True, init_timeout=_INIT_S),
         }
         try:
@@ -363,7 +366,7 @@ class WandbRun:
             self._run = wandb.init(**options, mode="offline")
             files = f"{shlex.quote(run.folder)}/wandb/offline-run-*"
             say(f"is offline: {_first_line(error)} This sends the run later:\n  wandb sync {files}")
-        # The training's own steps: Weights & Biases would drop what comes twice at one of its own.
+        # Steps of the training: Weights & Biases would drop figures that come twice at a step of its own.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, points: Sequence[Figures]) -> None:
@@ -372,7 +375,7 @@ class WandbRun:
             self._run.log({"step": point.step, **point.values})
 
     def finish(self, status: str) -> None:
-        """Sends what is left."""
+        """Sends the remaining figures, and closes the run."""
         self._run.finish(exit_code=int(status != "finished"))
 
 
@@ -384,7 +387,7 @@ _KINDS: Final[Mapping[str, type[TrackerRun]]] = {
 
 
 def serve(name: str, say: Say) -> None:
-    """Writes what comes from stdin, until its end, and remembers beside it how far that is."""
+    """Writes the figures from stdin until its end, and records the last step of each figure in the run's folder."""
     batches = read_batches(sys.stdin.fileno())
     first, *waiting = next(batches)
     run = TrackedRun(**first)
@@ -404,7 +407,7 @@ def serve(name: str, say: Say) -> None:
 
 
 def read_batches(descriptor: int) -> Iterator[list[dict[str, Any]]]:
-    """Reads lines of JSON: the first one at once, then those of each second together, to the end."""
+    """Reads lines of JSON until the end: the first line at once, then the lines of each second together."""
     unread, due = b"", time.monotonic()
     while True:
         wait_s = max(0.0, due - time.monotonic()) if b"\n" in unread else None
@@ -420,11 +423,11 @@ def read_batches(descriptor: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def unseen(point: Figures, last_steps: dict[str, int]) -> Figures:
-    """Drops what was written before: an attempt that goes on from a checkpoint takes the steps after it once more.
+    """Drops figures that were written before: a resumed attempt repeats the steps after the last checkpoint.
 
     Args:
         point: Figures of a step.
-        last_steps: The last step of each figure, which this updates.
+        last_steps: The last step of each figure; updated here.
     """
     values = {name: value for name, value in point.values.items() if point.step > last_steps.get(name, -1)}
     last_steps.update(dict.fromkeys(values, point.step))
@@ -433,7 +436,7 @@ def unseen(point: Figures, last_steps: dict[str, int]) -> Figures:
 
 @contextmanager
 def _in_time() -> Iterator[None]:
-    # The kernel ends the process then, whatever it hangs in.
+    # The kernel ends the process then, also in a hanging C call.
     signal.alarm(_ANSWER_S)
     yield
     signal.alarm(0)
@@ -444,13 +447,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def main(name: str) -> None:
-    """Runs a tracker's process; its last message says why it failed."""
-    # A scheduler signals every process of a job; this one ends when the training has closed its input.
+    """Runs a tracker's process; its last message has the reason of a failure."""
+    # A scheduler signals every process of a job; this process ends when the training closes its input.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     messages = os.dup(1)
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)  # the output of libraries goes to the log
 
     def say(text: str) -> None:
         with suppress(OSError):  # the training may have ended
@@ -458,10 +461,10 @@ def main(name: str) -> None:
 
     try:
         serve(name, say)
-    except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the training goes on without it
+    except Exception as error:  # noqa: BLE001 - the training goes on without a tracker that fails
         say(f"failed, and the run goes on without it: {_first_line(error)}")
         traceback.print_exc()
-        signal.alarm(_ANSWER_S)  # what it does at the process's exit may hang too
+        signal.alarm(_ANSWER_S)  # the tracker's code at the process's exit may hang too
         sys.exit(_FAILED)
 
 

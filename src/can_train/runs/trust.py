@@ -1,5 +1,5 @@
-"""Whether the code that a run names may run for the user who types a command. It may for the runs in the user's own
-registry, as long as no other user can change which code that is; else the user must ask for it.
+"""The trust in the code that a run names. The code may run for a run in the registry of the user, as long as no other
+user can change the code or the choice of the code. Otherwise the user must ask for it (`--trust-code`).
 """
 
 import os
@@ -22,18 +22,17 @@ _REQUESTS: Final = frozenset(
      "nodelist", "reservation", "exclusive", "comment", "job_name", "mail_user", "mail_type", "signal_delay_s",
      "max_restarts", "oom_resubmits", "max_parallel")
 )  # fmt: skip
-"""Cluster settings that name resources and numbers. Any other one may be a command, or an option that has an effect of
-its own.
+"""Cluster settings that name resources and numbers. Other settings may contain commands or options with side effects.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTrust:
-    """Decides for one user.
+    """Decides whether the code of a run may run for a user.
 
     Attributes:
         state: The user's state folder, with the registry.
-        trusts_all: Whether the user has asked for the code of any run.
+        trusts_all: Whether the user trusts the code of every run.
     """
 
     state: Path = field(default_factory=state_folder)
@@ -43,12 +42,12 @@ class CodeTrust:
         """Reads the configuration of a run whose code is about to run.
 
         Args:
-            folder: Of the run.
+            folder: Folder of the run.
             submits: Whether the cluster settings of the run are about to be sent to a scheduler.
-            has_code: Whether a file in the folder names can-train's own code, as that of a submitted run does.
+            has_code: Whether the folder names a copy of can-train's code, as the folder of a submitted run does.
 
         Raises:
-            UntrustedCodeError: Another user may have decided which code that is.
+            UntrustedCodeError: Another user may have chosen the code.
             RunError: The configuration cannot be read.
         """
         config = folder.config()
@@ -75,7 +74,7 @@ class CodeTrust:
 
 
 def _runs_own_code(config: Mapping[str, Any], *, submits: bool) -> bool:
-    """Whether the configuration of a run names a task, presets or commands that are not part of can-train."""
+    """Returns whether a configuration names a task, presets or commands from outside can-train."""
     cluster = config.get("cluster")
     requests = cluster if submits and isinstance(cluster, Mapping) else {}
     has_commands = any(value for name, value in requests.items() if name not in _REQUESTS)
@@ -97,12 +96,12 @@ def _names_of_code(config: Mapping[str, Any]) -> list[str]:
 
 
 def _is_place_of(record: RunRecord, path: Path) -> bool:
-    """Whether a run lies where it was made, or was moved from there."""
+    """Returns whether a run is in its registered folder, or was moved from there."""
     return os.path.realpath(record.path) == str(path) or not Path(record.path).exists()
 
 
 def _read_from(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    """Lists a folder, and below it the files with some endings and the folders that lead to them."""
+    """Lists a folder, the files below it with certain endings, and the folders that lead to these files."""
     yield folder
     seen = {str(folder)}
     for place, folders, files in os.walk(folder):
@@ -120,7 +119,7 @@ def _read_from(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _check_place(place: Path, account: Account, *, is_passed: bool = False) -> None:
-    """Raises UntrustedCodeError where another user may change a file, a folder, or where a link leads."""
+    """Raises UntrustedCodeError if another user may change a file, a folder or a link."""
     try:
         statuses = [place.lstat(), place.stat()]
     except FileNotFoundError:

@@ -23,19 +23,19 @@ from can_train.runs.scheduler import AccountRow, JobStep, NoControllerError, Que
 SRUN: Final = "srun"
 """The program that starts the processes of a job step."""
 _QUERY_TIMEOUT_S: Final = 20.0
-"""Longest wait for an answer: a busy controller needs seconds, and a dead one is asked for a minute and more."""
+"""Longest wait for an answer: a busy controller needs seconds, and programs wait over a minute for a dead one."""
 _PERSON_TIMEOUT_S: Final = 4.0
-"""Longest wait of a person who asks about runs: squeue and sacct together, the latter for what is left of it."""
+"""Longest wait of a person who asks about runs, for squeue and sacct together."""
 _LEAST_TIMEOUT_S: Final = 0.5
 SUBMIT_TIMEOUT_S: Final = 60.0
-"""Longest wait for sbatch: above what it takes where the controller is busy."""
+"""Longest wait for sbatch: longer than a busy controller needs."""
 _ACTION_TIMEOUT_S: Final = 90.0
 """Longest wait for a change: scancel waits up to 60 s for a job that is being completed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """What a program printed; its status is None, with the reason in `errors`, where it gave none in time."""
+    """The output of a program. Its status is None, with the reason in `errors`, if it did not end in time."""
 
     status: int | None
     output: str = ""
@@ -44,8 +44,8 @@ class CommandResult:
 
 def run_command(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> CommandResult:
     """Runs a program and waits for its end; it never raises."""
-    # A person's own filters and formats (SQUEUE_FORMAT, SACCT_FORMAT) would change what is printed, and SLURM_CLUSTERS
-    # which cluster is asked.
+    # A person's filters and formats (SQUEUE_FORMAT, SACCT_FORMAT) would change the output, and SLURM_CLUSTERS the
+    # cluster.
     own = ("SQUEUE_", "SACCT_", "SLURM_CLUSTERS")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     variables = {**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
@@ -88,12 +88,12 @@ def _asking(program: str, cluster: str, local: str) -> list[str]:
 _SQUEUE_FIELDS: Final = {
     "number": "%i", "state": "%T", "reason": "%r", "nodes": "%N", "start": "%S", "time_limit": "%l",
 }  # fmt: skip
-"""squeue's code of each field of `QueueRow` but the job's name, which may contain the separator and so comes last."""
+"""squeue's code of each field of `QueueRow`; the job's name, which may contain the separator, is added at the end."""
 _SACCT_FIELDS: Final = {
     "number": "JobID", "state": "State", "exit_code": "ExitCode", "start": "Start", "end": "End", "nodes": "NodeList",
     "time_limit": "Timelimit", "memory": "ReqMem", "reason": "Reason",
 }  # fmt: skip
-"""sacct's name of each field of `AccountRow`; none is text of a user, which could contain the separator."""
+"""sacct's name of each field of `AccountRow`. No field is text of a user, which could contain the separator."""
 
 _UNKNOWN_JOB: Final = "Invalid job id"
 """squeue's complaint, with exit status 1, about a single job that it no longer knows."""
@@ -102,15 +102,15 @@ _NO_VALUE: Final = frozenset(("", "None", "N/A", "Unknown", "None assigned", "(n
 
 
 def query_jobs(jobs: Iterable[JobId]) -> SchedulerAnswer:
-    """Asks about many jobs at once: the cluster of each, with one call of squeue and one of sacct. Jobs without a
-    cluster are looked for on the local one.
+    """Asks about many jobs at once: each cluster with one call of squeue and one of sacct. Jobs without a cluster are
+    looked for on the local cluster.
     """
     numbers: dict[str, set[str]] = defaultdict(set)
     for job in jobs:
-        # A hundred elements of an array are one job to ask about.
+        # A hundred elements of an array are one job to squeue.
         if _NUMBER.fullmatch(job.number):
             numbers[job.cluster].add(job.number.partition("_")[0])
-    # Without any, squeue would list everybody's.
+    # Without a job, squeue would list everybody's jobs.
     if not numbers:
         return SchedulerAnswer()
     until = time.monotonic() + _PERSON_TIMEOUT_S
@@ -126,7 +126,7 @@ def query_jobs(jobs: Iterable[JobId]) -> SchedulerAnswer:
         try:
             queue += _query_queue(asked, cluster, local, timeout_s=_left_s(until))
         except NoControllerError as error:
-            # Where a controller is down, the accounting would only repeat what it last heard.
+            # If the controller is down, the accounting is out of date.
             silent[cluster] = error.value
         else:
             accounts += _query_accounts(asked, cluster, local, timeout_s=_left_s(until))
@@ -161,13 +161,13 @@ def _query_queue(numbers: str, cluster: str, local: str, *, timeout_s: float = _
 
 
 def _why_it_failed(result: CommandResult, program: str) -> str:
-    """Returns the last line of a program's error but for advice, which follows where a cluster is not known."""
+    """Returns the last line of a program's error, without advice, which follows the error of an unknown cluster."""
     lines = [line for line in result.errors.strip().splitlines() if "Use 'sacctmgr" not in line]
     return re.sub(r"^\w+: (?:error|fatal): ", "", lines[-1]) if lines else f"{program} fails"
 
 
 def parse_squeue(text: str, cluster: str) -> list[QueueRow]:
-    """Parses squeue's output about one cluster; ignores lines of another form, as its name above its jobs is."""
+    """Parses squeue's output about one cluster; ignores lines of another form, such as the name of the cluster."""
     rows = []
     for line in text.splitlines():
         cells = _cells(line, most=len(_SQUEUE_FIELDS) + 1)
@@ -179,7 +179,7 @@ def parse_squeue(text: str, cluster: str) -> list[QueueRow]:
 
 
 def parse_sacct(text: str, cluster: str) -> list[AccountRow]:
-    """Parses sacct's output about one cluster, each step with the attempt before it; ignores lines of another form."""
+    """Parses sacct's output about one cluster; a step belongs to the attempt before it. Ignores other lines."""
     rows: list[AccountRow] = []
     for line in text.splitlines():
         cells = _cells(line)
@@ -208,8 +208,8 @@ def _cells(line: str, *, most: int = 0) -> list[str]:
 
 
 def logs_into(job: JobId, folder: Path) -> bool:
-    """Returns whether a job of the cluster that it names writes its log into a folder, or did so: then it is the job
-    that was submitted from that folder, not another one of the same number.
+    """Returns whether a job of the cluster that it names writes or wrote its log into a folder: then the job was
+    submitted from that folder, and is not another job of the same number.
 
     Raises:
         NoControllerError: The cluster cannot be asked.
@@ -220,7 +220,7 @@ def logs_into(job: JobId, folder: Path) -> bool:
         return _log_path(result.output).parent == folder
     if _UNKNOWN_JOB not in result.errors:
         raise no_controller(_why_it_failed(result, "scontrol"))
-    # The controller forgets a job after minutes; the accounting has the line that submitted a script of the folder.
+    # The controller forgets a job after minutes; the accounting keeps the command that submitted it.
     asked = ("--allocations", "--noheader", "--parsable2", f"--jobs={job.number}", "-o", "SubmitLine")
     result = run_command(*_asking("sacct", job.cluster, local), *asked)
     return result.status == 0 and f"{folder}{os.sep}" in result.output
@@ -232,9 +232,7 @@ def _log_path(shown: str) -> Path:
 
 
 def may_requeue(job: JobId) -> bool:
-    """Returns whether a job may go back into the queue, which a site may refuse to a job that asks for it; True where
-    SLURM does not say.
-    """
+    """Returns whether a job may go back into the queue: a site may refuse it. True if SLURM does not answer."""
     try:
         asked = _asking("scontrol", job.cluster, local_cluster())
     except NoControllerError:
@@ -258,11 +256,11 @@ def cancel_jobs(jobs: Sequence[JobId]) -> str:
     return ""
 
 
-# The job around this process: the programs on its node ask its own cluster
+# The job around this process: the programs on its node ask its cluster
 
 
 def is_job_running(job: JobId) -> bool:
-    """Returns whether the job runs, and is not already leaving for another reason.
+    """Returns whether the job runs, and is not about to end.
 
     Raises:
         NoControllerError: SLURM does not answer.
@@ -272,9 +270,9 @@ def is_job_running(job: JobId) -> bool:
 
 
 def left_at_time_limit(job: JobId) -> bool:
-    """Returns whether the job, which got SIGTERM, leaves for its time limit, or does not leave at all.
+    """Returns whether the job, which got SIGTERM, ends for its time limit, or does not end at all.
 
-    Such a job may be requeued. One that was cancelled must stay so, and a preempted one is requeued by SLURM.
+    Such a job may be requeued. A cancelled job must not be, and SLURM requeues a preempted job.
     """
     try:
         row = _query_own(job)
@@ -289,18 +287,18 @@ def _query_own(job: JobId) -> QueueRow | None:
 
 
 def query_own_accounts(job: JobId) -> list[AccountRow]:
-    """Asks sacct about the job; nothing is known where there is no accounting."""
+    """Asks sacct about the job; empty without accounting."""
     return _query_accounts(job.number, job.cluster, job.cluster, timeout_s=_QUERY_TIMEOUT_S)
 
 
 def requeue_job(job: JobId) -> str:
-    """Puts the job back into the queue, which kills what runs in it; returns why SLURM refused, empty if it agreed."""
+    """Puts the job back into the queue, which kills its processes; returns SLURM's refusal, empty on success."""
     result = run_command("scontrol", "requeue", job.number, timeout_s=_ACTION_TIMEOUT_S)
     return "" if result.status == 0 else _why_it_failed(result, "scontrol")
 
 
 def move_dependents(old: JobId, new: JobId) -> None:
-    """Makes the jobs that wait for the job wait for one in its place."""
+    """Makes the jobs that wait for the job `old` wait for the job `new`."""
     waiting = run_command("squeue", "--me", "--noheader", "--array", "--states=PENDING", "-o", "%i|%E").output
     for line in waiting.splitlines():
         number, _, dependency = line.partition("|")
@@ -311,7 +309,7 @@ def move_dependents(old: JobId, new: JobId) -> None:
 
 
 def moved_dependency(dependency: str, old: JobId, new: JobId) -> str:
-    """Writes a job's dependency, as squeue shows it, with one job replaced by another of the same cluster.
+    """Replaces a job by another job of the same cluster in a dependency, which is in the notation of squeue.
 
     >>> old, new = JobId(number="12", cluster="a"), JobId(number="40", cluster="a")
     >>> moved_dependency("afterok:12(unfulfilled),afterok:123(unfulfilled)", old, new)
@@ -332,21 +330,19 @@ child = subprocess.Popen(sys.argv[2:], process_group=0)
 try:
     sys.exit(child.wait(float(sys.argv[1])))
 except (subprocess.TimeoutExpired, KeyboardInterrupt):
-    # A site's own sbatch may be a script: what that has started would keep the output open.
+    # A site's sbatch may be a script: its children would keep the output open.
     os.killpg(child.pid, signal.SIGKILL)
 """
 
 
 def limited(command: Sequence[str]) -> list[str]:
-    """Returns a command that does what another one does, but ends after `SUBMIT_TIMEOUT_S`, as if it had succeeded and
-    printed nothing.
-    """
+    """Returns a command that runs another command, but ends after `SUBMIT_TIMEOUT_S` with success and no output."""
     return [sys.executable, "-I", "-c", _LIMITED, str(SUBMIT_TIMEOUT_S), *command]
 
 
 def find_jobs(name: str, folder: Path) -> list[JobId]:
-    """Finds a person's jobs of a name in the queue that write their logs into a folder: those that SLURM took without
-    its answer having arrived. An array is one job.
+    """Finds a person's jobs of a name in the queue that write their logs into a folder: SLURM took them, but its answer
+    did not arrive. An array is one job.
 
     Raises:
         NoControllerError: The controller does not answer.
@@ -368,7 +364,7 @@ _USABLE: Final = frozenset(("IDLE", "MIXED", "ALLOCATED", "COMPLETING", "RESERVE
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node, with what jobs may have of it; the kind of a GPU is "" on a cluster without kinds."""
+    """A node and its resources for jobs; the kind of a GPU is "" on a cluster without kinds."""
 
     name: str
     cpus: int
@@ -378,7 +374,7 @@ class Node:
     features: Sequence[str] = ()
 
     def num_gpus(self, kind: str = "") -> int:
-        """Counts the GPUs of a kind; empty: of any."""
+        """Counts the GPUs of a kind; empty: of every kind."""
         return sum(number for name, number in self.gpus.items() if kind in ("", name))
 
 
@@ -393,7 +389,7 @@ class Accounting:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A partition, with its limits for one job; None: any."""
+    """A partition, with its limits for a job; None: no limit."""
 
     name: str
     is_default: bool = False
@@ -401,17 +397,17 @@ class Partition:
     max_nodes: int | None = None
     nodes: Sequence[Node] = ()
     is_up: bool = True
-    qos: str = ""  # whose limits hold for every job in it; empty: there is none
+    qos: str = ""  # with limits for every job in the partition; empty: no QOS
     accounting: Accounting = field(default_factory=Accounting)
 
 
 def is_installed() -> bool:
-    """Tells whether SLURM's programs are on this machine; its controller may still not answer."""
+    """Returns whether SLURM's programs are on this machine; the controller may still not answer."""
     return all(shutil.which(program) for program in ("scontrol", "sbatch"))
 
 
 def programs_folder() -> str:
-    """Returns the folder of SLURM's programs on this machine; empty where they are not installed."""
+    """Returns the folder of SLURM's programs on this machine; empty if they are not installed."""
     program = shutil.which("scontrol")
     return str(Path(program).absolute().parent) if program else ""
 
@@ -447,7 +443,7 @@ def read_partitions_and_limits() -> list[Partition]:
 
 
 def _read_accounting() -> Accounting:
-    # Without an answer there are no limits, as where the cluster enforces none: SLURM itself decides then.
+    # Without an answer there are no limits, as on a cluster that enforces none: SLURM decides.
     lines = run_command("scontrol", "show", "config").output.splitlines()
     settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
     if {"limits", "safe"}.isdisjoint(settings.get("AccountingStorageEnforce", "").split(",")):
@@ -471,7 +467,7 @@ def _sacctmgr(what: Sequence[str], columns: Sequence[str]) -> list[dict[str, str
 
 
 def usable_nodes(partition: str) -> list[Node]:
-    """Lists the nodes of a partition on which a job may start; none where the controller does not answer."""
+    """Lists the nodes of a partition that may start a job; empty if the controller does not answer."""
     try:
         partitions = read_partitions()
     except NoControllerError:
@@ -480,7 +476,7 @@ def usable_nodes(partition: str) -> list[Node]:
 
 
 def query_cluster(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> str:
-    """Runs a program of SLURM and returns what it prints.
+    """Runs a program of SLURM and returns its output.
 
     Raises:
         NoControllerError: It is not installed, fails, or takes too long.
@@ -496,7 +492,7 @@ def query_cluster(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> str:
 
 
 def no_controller(problem: str) -> NoControllerError:
-    """Makes the error of a SLURM that does not answer."""
+    """Makes the error for a SLURM that does not answer."""
     return NoControllerError("No SLURM answers on this machine", value=problem,
                              remedy="Submit from a login node of the cluster; or train here: --cluster local in the "
                                     "background, --cluster debug in the foreground")  # fmt: skip
@@ -541,7 +537,7 @@ def _fields(line: str) -> dict[str, str]:
     keys = list(_KEY.finditer(line))
     ends = [*(match.start() for match in keys[1:]), len(line)]
     pairs = [(match[1], line[match.end() : end].strip()) for match, end in zip(keys, ends, strict=False)]
-    # The first one of a name counts: a person's text, which comes last (Reason), may look like more pairs.
+    # The first value of a key counts: a person's text, which comes last (Reason), may look like more pairs.
     return dict(reversed(pairs))
 
 

@@ -1,5 +1,5 @@
-"""What a job does: it trains a run, and goes back into the queue when its time is nearly up. And what is done after it,
-while it still exists: its ending is recorded, and its run started again if it may be.
+"""The work of a job: it trains a run, and goes back into the queue before its time limit. After the training, while the
+job still exists, the ending is recorded, and the run is started again if it may be.
 """
 
 import os
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from can_train.slurm.script import Submission
 
 Entry = Callable[[RunFolder, StopRequests], None]
-"""Trains the run in a folder. It imports what takes long when it is called: by then signals are handled."""
+"""Trains the run in a folder. Slow imports are made in the call: by then signals are handled."""
 
 Resubmission = Callable[[RunFolder, ClusterSettings, "Submission"], JobRecord]
 """Submits a run again."""
@@ -53,7 +53,7 @@ Resubmission = Callable[[RunFolder, ClusterSettings, "Submission"], JobRecord]
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as submitit pickles it: what trains, and the folder of the run."""
+    """A job, as submitit pickles it: the function that trains, and the folder of the run."""
 
     entry: Entry
     run_path: str
@@ -69,13 +69,13 @@ class Job:
             with stops.installed(), folder.attempts.recorded(stops):
                 self._train(folder, stops)
         except SystemExit as stop:
-            # Only after the attempt is recorded: a requeue kills this process where it stands.
+            # After the attempt is recorded: a requeue kills this process at once.
             if stop.code == WARNED and not stop.__cause__:
                 _return_to_queue(folder, stops)
             raise
 
     def _train(self, folder: RunFolder, stops: StopRequests) -> None:
-        """Trains; a warned job that may not go back into the queue exits with the reason as the cause."""
+        """Trains. A warned job that may not go back into the queue exits with the reason as the cause."""
         try:
             self.entry(folder, stops)
         except SystemExit as stop:
@@ -90,12 +90,12 @@ class Job:
 
 
 def _return_to_queue(folder: RunFolder, stops: StopRequests) -> None:
-    """Puts the job of a run that was warned of its time limit back into the queue, or records why that failed."""
+    """Puts the job of a warned run back into the queue, or records SLURM's refusal."""
     context = SlurmContext.from_environment()
-    # One rank requeues for all; submitit's local executor has no queue.
+    # Rank 0 requeues for all ranks; submitit's local executor has no queue.
     if context.job is None or context.rank or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
-    # SIGTERM after the warning may be the limit itself, or a person's scancel.
+    # SIGTERM after the warning comes from the time limit or from a person's scancel.
     if stops.terminated and not left_at_time_limit(context.job):
         return
     if refusal := requeue_job(context.job):
@@ -113,26 +113,26 @@ def _not_submitted_again(why: str) -> str:
 # Whether and how a run starts again
 
 MEMORY_GROWTH: Final = 1.5
-"""Factor of a job's memory after the host ran out of it: twice it makes 2.25, three times 3.4."""
+"""Factor of a job's memory after a host out-of-memory: 2.25 after two, 3.4 after three."""
 _FINE_STEP_MIB, _FINE_UP_TO_MIB, _COARSE_STEP_MIB = 100, 4096, 1024
-"""Memory is asked for in steps that people would choose: 100 MiB up to 4 GiB, then whole GiB."""
+"""Requests are rounded to 100 MiB up to 4 GiB, then to whole GiB."""
 _KILLED: Final = 128 + 9
-_GONE: Final = (_KILLED, TERMINATED)  # statuses of a job step, one rank of which was killed
+_GONE: Final = (_KILLED, TERMINATED)  # statuses of a job step with a killed rank
 _CARRIED_OVER: Final = ("partition", "account", "qos", "time", "mem", "exclude")
-"""Resources that the next job asks for as the last one did, whatever the run's configuration says."""
+"""Resources that the next job takes from the last job instead of the run's configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOutcome:
-    """What is known of a job whose training has ended.
+    """The facts about a job whose training has ended.
 
     Attributes:
-        ending: As `AttemptEnd` has it.
-        restarts: How often can-train requeued the job.
-        resubmits: How often the run was submitted again after an out-of-memory.
-        one_sample, should_fit, foreign_bytes: As `OutOfMemoryDetails` has them.
-        memory_mib, most_memory_mib: Of the job on each node, and of the partition's largest node; None: unknown.
-        has_other_nodes: Whether the partition has enough nodes besides those to avoid.
+        ending: An ending of `AttemptEnd`.
+        restarts: Number of requeues by can-train.
+        resubmits: Number of submissions of the run after an out-of-memory.
+        one_sample, should_fit, foreign_bytes: Fields of `OutOfMemoryDetails`.
+        memory_mib, most_memory_mib: Memory of the job on each node, and of the partition's largest node; None: unknown.
+        has_other_nodes: Whether the partition has enough nodes without the nodes to avoid.
     """
 
     ending: str
@@ -148,14 +148,14 @@ class JobOutcome:
 
 @dataclass(frozen=True)
 class Requeue:
-    """The job goes back into the queue as it is."""
+    """The job goes back into the queue unchanged."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Resubmit:
-    """The run gets a new job, with more memory or without the nodes of the old one."""
+    """The run gets a new job, with more memory or without the nodes of the old job."""
 
     reason: str
     memory_mib: int | None = None
@@ -164,7 +164,7 @@ class Resubmit:
 
 @dataclass(frozen=True)
 class NoRestart:
-    """Nothing is started; the reason is empty where it needs no words."""
+    """Nothing is started. The reason may be empty."""
 
     reason: str = ""
 
@@ -173,21 +173,21 @@ Decision = Requeue | Resubmit | NoRestart
 
 
 def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
-    """Decides how a training ended.
+    """Infers the ending of a training.
 
     Args:
-        recorded: The ending that its processes recorded; empty where they could not.
-        status: Exit status of the job step: the largest of its ranks'.
+        recorded: The ending that the processes recorded; empty if they could not.
+        status: Exit status of the job step: the largest status of the ranks.
         host_oom: Whether the kernel killed a process because the job's memory ran out.
 
     Returns:
-        One of the endings of `AttemptEnd`.
+        An ending of `AttemptEnd`.
     """
     if recorded == "finished":
         return recorded
     if host_oom:
         return "host_oom"
-    # The other ranks of one that was killed notice that it is gone, or srun terminates them, which is a larger status.
+    # If a rank is killed, the others notice that it is gone, or srun terminates them, which gives a larger status.
     if (status == _KILLED and recorded in ("", "terminated")) or (status in _GONE and recorded == "rank_gone"):
         return "killed"
     if recorded == "rank_gone":
@@ -195,7 +195,7 @@ def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
     return recorded or ENDING_BY_STATUS.get(status, "failed")
 
 
-_SAVED: Final = "warned and saved"  # a run whose time was nearly up
+_SAVED: Final = "warned and saved"  # message of a run that stopped before its time limit
 
 _RESTART_REASONS: Final[Mapping[str, str]] = {
     "time_limit": "the time limit", "killed": "a killed process", "in_use": "an earlier attempt still trains the run",
@@ -203,7 +203,7 @@ _RESTART_REASONS: Final[Mapping[str, str]] = {
 
 
 def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Decision:
-    """Decides whether and how a run starts again, no more often than its settings allow."""
+    """Decides whether and how a run starts again, within the number that its settings allow."""
     if outcome.ending in RESTARTED:
         what = _RESTART_REASONS[outcome.ending]
         if outcome.restarts < limits.max_restarts:
@@ -229,7 +229,7 @@ def _with_more_memory(outcome: JobOutcome) -> Decision:
 
 
 def grown_memory_mib(had_mib: int, *, most_mib: int | None = None) -> int:
-    """Returns the memory of the next job: `MEMORY_GROWTH` times as much, in round figures, and no more than there is.
+    """Returns the memory of the next job: `MEMORY_GROWTH` times as much, rounded up, at most `most_mib`.
 
     >>> grown_memory_mib(400), grown_memory_mib(16384), grown_memory_mib(3000, most_mib=4000)
     (600, 24576, 4000)
@@ -253,17 +253,17 @@ def _times(number: int) -> str:
 
 
 def count_oom_resubmits(jobs: Sequence[JobRecord]) -> int:
-    """Counts the last jobs in a row that were submitted after an out-of-memory; a person's submission ends the row."""
+    """Counts the submissions after an out-of-memory since the last submission by a person."""
     return sum(1 for _ in takewhile(lambda job: is_oom_reason(job.reason), reversed(jobs)))
 
 
 def is_oom_reason(reason: str) -> bool:
-    """Returns whether a job's reason is one that a `Resubmit` gave it."""
+    """Returns whether a `Resubmit` gave the reason of a job."""
     return reason.startswith(("host out-of-memory: ", "CUDA out-of-memory: "))
 
 
 def cluster_settings(folder: RunFolder) -> ClusterSettings:
-    """Reads what a run asks of its cluster.
+    """Reads the cluster settings of a run.
 
     Raises:
         RunError: Its configuration cannot be read.
@@ -272,7 +272,7 @@ def cluster_settings(folder: RunFolder) -> ClusterSettings:
 
 
 def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Resubmit) -> ClusterSettings:
-    """Decides what the next job asks for, given the run's configuration and the resources of its last job."""
+    """Returns the request of the next job, from the run's configuration and the resources of its last job."""
     changes: dict[str, Any] = {name: str(last[name]) for name in _CARRIED_OVER if name in last}
     if decision.memory_mib is not None:
         # sbatch takes one of --mem, --mem-per-cpu and --mem-per-gpu.
@@ -280,15 +280,15 @@ def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Re
         others = {name: text for name, text in additional if not name.replace("_", "-").startswith("mem-per-")}
         changes |= {"mem": f"{decision.memory_mib}M", "additional": others}
     elif not decision.elsewhere:
-        # No other node is left, so those that were avoided are tried again; a person's own exclusions stay.
+        # No other node is left, so avoided nodes are tried again, except those that a person excludes.
         changes["exclude"] = cluster.exclude
     return replace(cluster, **changes)
 
 
-# After a job: what is recorded, and what is done
+# After a job
 
 _REGISTRATION_WAIT_S: Final = 10.0
-"""A job that fails at once may be over before the submitting process has entered it into the registry."""
+"""Wait in seconds: a job may fail before the submitting process has entered it into the registry."""
 _LOOK_INTERVAL_S: Final = 0.5
 
 _KILLED_WORDS: Final = "A process was killed (SIGKILL)"
@@ -297,7 +297,7 @@ _HOST_OOM_WORDS: Final = "The system killed a process for want of memory"
 
 @dataclass(frozen=True, kw_only=True)
 class _EndedJob:
-    """A job that is over; `end` is what its processes recorded, None where they could not."""
+    """A job whose training is over; `end` is the record of its processes, None if they could not write it."""
 
     run: RunRecord
     job: JobRecord
@@ -309,28 +309,28 @@ class _EndedJob:
 
     @property
     def nodes_to_avoid(self) -> list[str]:
-        """The nodes that this job avoided, and the one whose memory ran out."""
+        """The nodes that this job avoided, and the node whose memory ran out."""
         before = node_names(str(self.job.resources.get("exclude", "")))
         return list(dict.fromkeys([*before, self.end.host if self.end else slurm_node_name()]))
 
 
 def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environment: bytes) -> str:
-    """Records how the job around this process ended, and starts its run again where that makes sense.
+    """Records the end of the job around this process, and starts its run again if it may be.
 
     Args:
-        resubmit: `submit.submit_job`, with what the job calls.
+        resubmit: `submit.submit_job` with its `entry`.
         state_dir: State folder, which has the registry.
         status: Exit status of the job step.
-        environment: Variables that the job began with, before its script set any (`remembered_environment`): those
-            of a job in its place.
+        environment: Environment at the start of the job's script (`remembered_environment`), with which a new job
+            starts.
 
     Returns:
-        What was done, in words; empty: nothing worth saying.
+        A sentence about the restart; may be empty.
     """
     ended = _find_ended_job(state_dir)
     if ended is None or (ended.end and ended.end.ending == "finished"):
         return ""
-    # SLURM had given the node up, and has started the job elsewhere: that one would be put back into the queue.
+    # SLURM gave up the node, and started the job elsewhere: a requeue would stop the job there.
     if ended.attempts.is_superseded():
         return ""
     log = read_tail(Path(ended.job.log_path))
@@ -342,13 +342,13 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
         is_running = is_job_running(ended.slurm_job)
     except NoControllerError as error:
         is_running, silence = False, error.value
-    # SLURM knows why it ends a job. Where it loses a node, srun fails, and the training there may still go on.
+    # SLURM knows why it ends a job. If it loses a node, srun fails, and the training there may still go on.
     if is_running or ended.end or ending != "failed":
         _record_end(ended, ending, decision, error_in_words(log, f"exit status {status}"))
     if isinstance(decision, NoRestart):
         return decision.reason
     was_cancelled = any(cancel.time > ended.job.time for cancel in ended.registry.cancels(ended.run.run_id))
-    # A job that SLURM is ending is restarted by SLURM (preemption, a failed node) or by nobody (scancel).
+    # SLURM restarts a job that it ends itself (preemption, a failed node); a cancelled job stays cancelled.
     if was_cancelled or not (is_running or silence):
         return ""
     if isinstance(decision, Requeue):
@@ -365,9 +365,9 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
 
 
 def _requeue(ended: _EndedJob, ending: str, decision: Requeue, silence: str) -> str:
-    """Puts a job back into the queue, unless SLURM does not answer; returns what was done, in words."""
+    """Puts a job back into the queue, unless SLURM does not answer; returns a sentence about it."""
     if ended.end is not None and ended.end.rank is None:
-        # The training has tried that in vain, and has recorded so.
+        # The training has recorded its own failed attempt to requeue the job.
         ended.attempts.record_end(ending, "", ended.end.details)
     refusal = silence or requeue_job(ended.slurm_job)
     if refusal:
@@ -376,7 +376,7 @@ def _requeue(ended: _EndedJob, ending: str, decision: Requeue, silence: str) -> 
 
 
 def _record_failed_restart(ended: _EndedJob, ending: str, failure: str) -> str:
-    """Records that a run which should start again by itself does not; returns that in words, with the way on."""
+    """Records that a run could not be started again; returns a sentence with the command that continues it."""
     own = {"time_limit": _SAVED, "killed": _KILLED_WORDS, "host_oom": _HOST_OOM_WORDS}
     message = own.get(ending) or (ended.end.message if ended.end else "")
     details = ended.end.details if ended.end else {}
@@ -385,11 +385,11 @@ def _record_failed_restart(ended: _EndedJob, ending: str, failure: str) -> str:
 
 
 def _find_ended_job(state_dir: Path) -> _EndedJob | None:
-    """Finds the run of the job around this process; None where there is none."""
+    """Finds the run of the job around this process; None if there is no such job or run."""
     context, registry = replace(SlurmContext.from_environment(), rank=0), Registry(state_dir)
     until = time.monotonic() + _REGISTRATION_WAIT_S
     while context.job is not None:
-        # The newest first: SLURM may have begun to count its jobs anew.
+        # The newest first: SLURM may have reused the number.
         jobs = ((run, job) for run in reversed(registry.runs()) for job in reversed(registry.jobs(run.run_id)))
         for run, job in jobs:
             if job.slurm_job == context.job:
@@ -414,15 +414,14 @@ def _find_ended_job(state_dir: Path) -> _EndedJob | None:
 def host_memory_ran_out(job: JobId, log: str) -> bool:
     """Returns whether the kernel killed a process of the job around this process because the job's memory ran out.
 
-    The log, the control groups and the accounting are asked: depending on the cluster's configuration, each of them
-    may be silent.
+    Sources: the log, the control groups and the accounting. Each may be silent, depending on the cluster.
     """
     if HOST_OOM in log_causes(log):
         return True
-    # Groups above the job's count the kills of other jobs, too.
+    # Groups above the job's group count kills in other jobs, too.
     if any(re.fullmatch(r"job_\d+", group.path.name) and group.has_killed() for group in control_groups()):
         return True
-    # The last row is this attempt's; those before it are of others, or of a job from before SLURM counted anew.
+    # The last row belongs to this attempt; earlier rows to earlier attempts, or to an older job of the same number.
     rows = query_own_accounts(job)
     return any(step.state == "OUT_OF_MEMORY" for row in rows[-1:] for step in row.steps)
 
@@ -443,7 +442,7 @@ def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
 
 
 def job_memory_mib(environment: Mapping[str, str]) -> int | None:
-    """Returns the memory that a job has on each node, in MiB; None where SLURM does not say."""
+    """Returns the memory of a job on each node, in MiB; None if SLURM does not set it."""
     for unit, times in {"NODE": "", "CPU": "SLURM_CPUS_ON_NODE", "GPU": "SLURM_GPUS_ON_NODE"}.items():
         amount, number = environment.get(f"SLURM_MEM_PER_{unit}", ""), environment.get(times, "1")
         if amount.isdigit() and number.isdigit():
@@ -452,7 +451,7 @@ def job_memory_mib(environment: Mapping[str, str]) -> int | None:
 
 
 def _record_end(ended: _EndedJob, ending: str, decision: Decision, error: str) -> None:
-    """Records what the processes of the attempt could not know, or had no time to record."""
+    """Records an ending that the processes of the attempt could not know or record."""
     end, why_not = ended.end, decision.reason if isinstance(decision, NoRestart) else ""
     is_recorded = end is not None and end.ending == ending
     if is_recorded and (not why_not or ending == "time_limit"):
@@ -465,7 +464,7 @@ def _record_end(ended: _EndedJob, ending: str, decision: Decision, error: str) -
 def _resubmit(
     ended: _EndedJob, decision: Resubmit, resubmit: Resubmission, state_dir: Path, environment: bytes
 ) -> JobRecord:
-    # submitit takes longer to import than all else here, and most jobs need no new one.
+    # submitit is slow to import, and most jobs need no new job.
     from can_train.slurm.script import Submission, remembered_environment
     from can_train.slurm.script import environment as replaced_environment
 
@@ -478,5 +477,5 @@ def _resubmit(
         except RunError:
             if avoiding == cluster:
                 raise
-            # No other node has what else is asked for.
+            # No other node has the requested resources.
             return resubmit(ended.folder, cluster, submission)

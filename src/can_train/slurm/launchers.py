@@ -1,5 +1,5 @@
-"""The launcher that has started this process beside others (srun, torchrun, mpirun): the place of the process among the
-ranks of one run, or the error of a command that several processes must not do.
+"""The launcher (srun, torchrun, mpirun) that has started this process as one of several: the place of the process among
+the ranks of a run, and the error of a command that must run in one process.
 """
 
 import os
@@ -18,23 +18,25 @@ if TYPE_CHECKING:
 
 FIRST_PORT: Final = 15_000
 PORTS: Final = 17_000
-"""Ports for rank 0: above those of services, below 32,768, where Linux's ephemeral ports begin."""
-_STEP_APART: Final = 1009  # between the ports of two steps of a job, which jobs of neighbouring ids do not have
+"""Number of ports for rank 0: above the ports of services, below 32,768, where Linux's ephemeral ports begin."""
+_STEP_APART: Final = (
+    1009  # between the ports of two steps of a job, so that they differ from the ports of jobs with near ids
+)
 _EXAMPLE_PORT: Final = 29_500  # the port that PyTorch's own examples use
 # torchrun, which has a store of its own, sets these beside the variables that every launcher of PyTorch sets.
 _ELASTIC: Final = "TORCHELASTIC_RUN_ID"
 _AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 _RESTART: Final = "TORCHELASTIC_RESTART_COUNT"
-# Names that the processes of one mpirun share, and those of another have not.
+# Names that all processes of an mpirun share, and that differ between two mpiruns.
 _NAMESPACES: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The processes that a launcher has started with one line, and the place of this process among them."""
+    """The processes that a launcher has started with one command, and the place of this process among them."""
 
     launcher: str
-    variable: str  # that says how many processes there are
+    variable: str  # with the number of processes
     rank: int
     size: int
     local_rank: int | None  # among the processes of this machine; None: the launcher does not say
@@ -57,16 +59,16 @@ _MPI: Final[Mapping[str, tuple[str, str, str, str]]] = {
     for prefix in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD")
 }
 _PMI: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-# SLURM_NTASKS counts the tasks that a job may start; SLURM_STEP_NUM_TASKS those that srun did start.
+# SLURM_NTASKS counts the tasks that a job may start; SLURM_STEP_NUM_TASKS the tasks that srun has started.
 _STEP: Final = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Finds the launcher that has started this process beside others; None where the process is alone.
+    """Finds the launcher that has started several processes with this one; None if this process is alone.
 
     Raises:
-        ConfigError: A variable is not a number, a launcher was itself started several times, or a launcher does not say
-            how many processes there are.
+        ConfigError: A variable is not a number, a launcher was itself started several times, or a launcher does not
+            set the number of processes.
     """
     torch = "torchrun" if _ELASTIC in environment else "a launcher of PyTorch"
     named = [(torch, _TORCH), *(("mpirun", names) for names in _MPI.values()), ("mpiexec", _PMI)]
@@ -83,13 +85,13 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
         raise ConfigError("A launcher tells how many processes it started", value="PMIX_RANK is set, and no size",
                           remedy=remedy)  # fmt: skip
     if step is not None and step in several and _ELASTIC not in environment:
-        # What srun says of a process, MPI libraries and scripts repeat under names of their own.
+        # MPI libraries and scripts repeat srun's values under other names.
         return next((one for one in several if (one.rank, one.size) != (step.rank, step.size)), step)
     return next(iter(several), None)
 
 
 def _read(launcher: str, names: tuple[str, str, str, str], environment: Mapping[str, str]) -> Launch | None:
-    # Scripts export WORLD_SIZE alone, for processes that read their ranks elsewhere.
+    # Some scripts export WORLD_SIZE without RANK, for processes that read their ranks elsewhere.
     if not (environment.get(names[0]) and environment.get(names[1])):
         return None
     rank, size, local_rank, local_size = (_count(name, environment) for name in names)
@@ -111,7 +113,7 @@ def _count(name: str, environment: Mapping[str, str]) -> int | None:
 
 
 def _check_nesting(inner: Launch, outer: list[Launch]) -> None:
-    """Refuses a launcher that another one has started several times: each of them would train a run of its own."""
+    """Refuses a launcher that another launcher has started several times: each would train another run."""
     if outer and inner.is_on_one_machine:
         value = f"{outer[0]}, and {inner.launcher} in each of them {inner.size}"
         raise ConfigError("The processes of a run have one launcher", value=value,
@@ -128,17 +130,17 @@ def _has_terminal() -> bool:
 
 
 def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
-    """Reads this process's place among the ranks of its job step; None where it is the only one.
+    """Reads this process's place among the ranks of its job step; None if it is the only process.
 
     MASTER_ADDR and MASTER_PORT decide where rank 0 listens. Without them it is the step's first node, and a port that
     follows from the ids of job and step.
     """
-    # SLURM_NTASKS is set in the shell of a job of several tasks, too, with a SLURM_PROCID of 0: a process there would
+    # SLURM_NTASKS is set in the shell of a job of several tasks, too, with a SLURM_PROCID of 0: there a process would
     # wait for ranks that nobody starts.
     size = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if size == 1:
         return None
-    # Slow to import, and a line that is refused does not wait for them.
+    # Slow to import; a refused command does not wait for them.
     from can_train.slurm.client import node_names
     from can_train.training.distributed import RankPlace
 
@@ -153,16 +155,16 @@ def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
 
 
 def _meeting_number(environment: Mapping[str, str]) -> int:
-    """Numbers the step: two steps of one job may train at the same time. The step of a job of ours is step 0."""
+    """Returns the number of the step: two steps of a job may train at the same time. can-train's jobs use step 0."""
     step = environment.get("SLURM_STEP_ID", "0")
     return int(environment["SLURM_JOB_ID"]) + _STEP_APART * (int(step) if step.isdigit() else 0)
 
 
 def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) -> "RankPlace":
-    """Returns where a process stands among the ranks of its run, and where rank 0 listens.
+    """Returns the place of a process among the ranks of its run, and the address of rank 0.
 
     Raises:
-        ConfigError: The launcher does not tell where rank 0 is, or which processes share a machine.
+        ConfigError: The launcher does not set the address of rank 0, or the local rank.
     """
     if launch.launcher == SRUN:
         place = rank_place(environment)
@@ -197,16 +199,16 @@ def _with_address(launch: Launch) -> str:
 
 
 def check_started_once(what: str, more: str = "", environment: Mapping[str, str] = os.environ) -> None:
-    """Refuses what several processes would each do for themselves.
+    """Refuses a command that several processes would repeat.
 
     Args:
-        what: What is done by one process, as the subject of a sentence.
-        more: What else to do about it, as a sentence without its full stop.
+        what: The command, as the subject of a sentence.
+        more: A further remedy, as a sentence without its full stop.
         environment: Environment variables.
 
     Raises:
         ConfigError: A launcher has started this process as rank 0 of several.
-        SystemExit: It is another rank: rank 0 says why.
+        SystemExit: This is another rank: rank 0 prints the reason.
     """
     launch = find_launch(environment)
     if launch is not None and launch.rank > 0:

@@ -1,7 +1,7 @@
-"""What a cluster's accounting gives one job: limits of qualities of service (QOS), users and accounts.
+"""The limits of a cluster's accounting for a job: limits of qualities of service (QOS), users and accounts.
 
-A job above one of them is accepted by SLURM and waits for ever. Where several places limit the same, the first of them
-counts: the partition's QOS, the job's QOS, the user's association, those of the accounts above it.
+SLURM accepts a job above a limit, which then waits for ever. If several places limit a resource, the first place
+counts: the partition's QOS, the job's QOS, the user's association, the associations of the accounts above it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ from can_train.errors import ConfigError
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, time_text
 from can_train.slurm.client import Partition
 
-_DEFAULT_QOS: Final = "normal"  # of a job, where nobody has set another one
+_DEFAULT_QOS: Final = "normal"  # QOS of a job without a QOS
 _TIME: Final = "time"  # named like a resource; in minutes
 _JOBS: Final = "jobs"
 
 _OF_A_JOB: Final = ("MaxTRES", "MaxTRESPerNode", "MaxTRESMins", "MinTRES")
 _OF_ALL_JOBS: Final = ("GrpTRES", "GrpTRESMins", "MaxTRESPU", "MaxTRESPA")
-"""sacctmgr's columns of resources: for one job, and for all jobs of a QOS, a user or an account together. A job that
-alone is above the latter can never start either."""
+"""sacctmgr's columns of resources: for one job, and for all jobs of a QOS, a user or an account together. A single job
+above a limit for all jobs can never start either."""
 _SUBMITTED: Final = ("MaxSubmitPU", "MaxSubmitPA", "MaxSubmit", "GrpSubmit")
 """Columns of the number of jobs that wait or run at the same time."""
 
 _NAMES: Final = {"cpu": "processors", "mem": "memory", "node": "nodes", "gres/gpu": "GPUs", _JOBS: "jobs"}
-_WITH_DEFAULTS: Final = ("time", "cpus", "mem")  # settings that can-train fills in where they are empty
+_WITH_DEFAULTS: Final = ("time", "cpus", "mem")  # settings with a default of can-train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Limit:
     resource: str  # as SLURM names it: cpu, mem (in MiB), node, gres/gpu:a100; or time (in minutes), jobs
     bound: int
     column: str  # of sacctmgr
-    source: str  # who has the limit, in words
+    source: str  # owner of the limit, in words
 
     def __str__(self) -> str:
         several = {"PU": "all jobs of a user together", "PA": "all jobs of an account together"}
@@ -57,16 +57,16 @@ def _amount(resource: str, number: int) -> str:
 
 
 def job_limits(cluster: ClusterSettings, partition: Partition) -> list[Limit]:
-    """Lists the limits of a job that goes to a partition; there are none where the cluster enforces none."""
+    """Lists the limits of a job in a partition; empty if the cluster enforces no limits."""
     qualities, associations = _places(cluster, partition)
     places = [*qualities, *associations]
     limits = {("MaxWall", _TIME): _first(places, "MaxWall")}
     found: list[Limit] = []
     for column in (*_OF_A_JOB, *_OF_ALL_JOBS):
-        # Nodes first: how many there are is always asked for, and decides all else.
+        # Nodes first: a request always has their number, and the other amounts depend on it.
         names = {name for _, row in places for name in _resources(row.get(column, ""))}
         for resource in sorted(names, reverse=True):
-            # An account's limit for all of its jobs holds beside that of the account above it.
+            # A limit for all jobs of an account holds in addition to the limit of the account above it.
             several = [] if column in _OF_A_JOB or _first(qualities, column, resource) else associations
             found += [limit for place in several if (limit := _first([place], column, resource))]
             limits[column, resource] = None if several else _first(places, column, resource)
@@ -75,11 +75,11 @@ def job_limits(cluster: ClusterSettings, partition: Partition) -> list[Limit]:
     return [*(limit for limit in limits.values() if limit is not None), *found]
 
 
-_Place = tuple[str, Mapping[str, str]]  # its name in words, and sacctmgr's row
+_Place = tuple[str, Mapping[str, str]]  # name in words, and sacctmgr's row
 
 
 def _places(cluster: ClusterSettings, partition: Partition) -> tuple[list[_Place], list[_Place]]:
-    """Lists the QOS and the associations of a job, in the order in which they count."""
+    """Lists the QOS and the associations of a job, in order of precedence."""
     accounting = partition.accounting
     account = cluster.account or accounting.default_account
     own = [row for row in accounting.associations if row["User"] and row["Account"] == account]
@@ -103,7 +103,7 @@ def _places(cluster: ClusterSettings, partition: Partition) -> tuple[list[_Place
 
 
 def _first(places: Sequence[_Place], column: str, resource: str = _TIME) -> Limit | None:
-    """Returns the limit of a column in the first place that has one."""
+    """Returns the limit of a column in the first place with a limit; None without one."""
     for source, row in places:
         text = row.get(column, "")
         if resource == _TIME:
@@ -118,7 +118,7 @@ def _first(places: Sequence[_Place], column: str, resource: str = _TIME) -> Limi
 
 
 def _resources(text: str) -> dict[str, int]:
-    """Reads `cpu=3,gres/gpu=1,mem=3G`, without what can-train does not count."""
+    """Reads `cpu=3,gres/gpu=1,mem=3G`, without unknown resources."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     return {name: parse_memory_mib(number) if name == "mem" else int(number) for name, number in pairs
             if name.partition(":")[0] in _NAMES and number[:1].isdecimal()}  # fmt: skip
@@ -127,15 +127,15 @@ def _resources(text: str) -> dict[str, int]:
 def with_allowed(
     asked: ClusterSettings, completed: ClusterSettings, limits: Sequence[Limit]
 ) -> tuple[ClusterSettings, list[str]]:
-    """Cuts what the settings left open to what the limits allow; returns the request and, in words, each cut.
+    """Lowers defaults to the limits; returns the request, and a notice for each lowered default.
 
     Args:
         asked: The settings.
-        completed: The same with defaults, as they would be sent.
+        completed: The settings with defaults.
         limits: From `job_limits`.
 
     Raises:
-        ConfigError: What the settings ask for is above a limit, so that the job would never start.
+        ConfigError: The settings are above a limit, so that the job would never start.
     """
     notices = []
     for limit in limits:
@@ -150,7 +150,7 @@ def with_allowed(
 
 
 def check_number_of_jobs(number: int, limits: Sequence[Limit]) -> None:
-    """Raises ConfigError where so many jobs are more than may be submitted at all."""
+    """Raises ConfigError if more jobs are submitted than a limit allows."""
     for limit in limits:
         if limit.resource == _JOBS and number > limit.bound:
             raise ConfigError(f"SLURM would not take these jobs. {limit}", value=f"{number} at once",
@@ -158,7 +158,7 @@ def check_number_of_jobs(number: int, limits: Sequence[Limit]) -> None:
 
 
 def _asked_for(limit: Limit, cluster: ClusterSettings) -> int:
-    """Counts what a job asks for of a limited resource, on a node where the limit is for one."""
+    """Returns the requested amount of a limited resource, of a node for a limit for a node."""
     amounts = {
         "cpu": max(1, cluster.cpus) * cluster.ranks_per_node,
         "mem": parse_memory_mib(cluster.mem) if cluster.mem else 0,
@@ -185,7 +185,7 @@ def _is_outside(limit: Limit, cluster: ClusterSettings) -> bool:
 
 
 def _allowed_value(limit: Limit, cluster: ClusterSettings) -> tuple[str, Any]:
-    """Returns the setting that a limit bounds, and its furthest value; None: no value is allowed."""
+    """Returns the setting that a limit bounds, and its extreme value; None: no value is allowed."""
     if limit.resource == _TIME or limit.column.endswith("Mins"):
         time_min = limit.bound if limit.resource == _TIME else limit.bound // _asked_for(limit, cluster)
         return "time", time_text(time_min) if time_min else None

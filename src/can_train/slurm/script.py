@@ -1,6 +1,6 @@
-"""What a job asks of SLURM, and the batch script that asks. Text only: nothing here is sent.
+"""The request of a job, and its batch script. Text only: nothing is sent here.
 
-submitit writes the script; this module decides its parameters, and the environment that the job starts with.
+submitit writes the script; this module decides its parameters, and the environment at the start of the job.
 """
 
 import os
@@ -23,13 +23,13 @@ from can_train.slurm.client import Node, Partition, programs_folder
 # The environment of a job
 
 _CONNECTION: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-"""SLURM's variables that tell where the cluster is and who is asking."""
+"""SLURM's variables with the address of the cluster and the credentials of the user."""
 _FOREIGN_PREFIXES: Final = ("SLURM_", "SLURMD_", "SLURMSTEPD_", "SRUN_", "SBATCH_", "SUBMITIT_", "PMI_", "PMIX_")
-"""Prefixes of variables that describe an enclosing job, or that silently override what a batch script says."""
+"""Prefixes of variables that describe an enclosing job, or that silently override a batch script."""
 _RANK_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Variables that the processes of an enclosing job use to find each other."""
+"""Variables through which the processes of an enclosing job find each other."""
 GPU_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
-"""SLURM sets these to the GPUs of a job; those of an enclosing job are not the new job's."""
+"""SLURM sets these to the GPUs of a job; the new job has other GPUs than an enclosing job."""
 
 
 @contextmanager
@@ -37,11 +37,11 @@ def job_environment(source: Path | None = None) -> Iterator[None]:
     """Gives this process the environment of a new job for the duration of a block.
 
     Args:
-        source: Folder that the job imports from first. None if the job's script sets the import path.
+        source: First folder of the job's import path. None if the job's script sets the import path.
     """
     variables = clean_environment(os.environ)
     if source is not None:
-        # Python never imports from the working folder then.
+        # Python then never imports from the working folder.
         after = variables.get("PYTHONPATH")
         variables |= {"PYTHONPATH": f"{source}{os.pathsep}{after}" if after else str(source), "PYTHONSAFEPATH": "1"}
     with environment(variables):
@@ -72,7 +72,9 @@ def remembered_environment(encoded: bytes) -> dict[str, str]:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables to submit a job with: none that describe an enclosing job or override the script."""
+    """Returns the variables for submitting a job, without variables that describe an enclosing job or override the
+    script.
+    """
     stray = {*_RANK_VARIABLES, *(GPU_VARIABLES if "SLURM_JOB_ID" in environment else ())}
     return {
         name: value
@@ -84,16 +86,16 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 # Defaults of a request
 
 DAY_MIN: Final = 24 * 60
-"""Default time limit. Most trainings end sooner, and schedulers start short jobs first."""
+"""Default time limit in minutes. Most trainings end sooner, and schedulers start short jobs first."""
 MAX_DEFAULT_CPUS: Final = 8
-"""Default processors of a rank are at most this many: preparing data uses a few of them, training one."""
+"""Largest default number of processors of a rank: preparing data uses a few, training one."""
 MAX_DEFAULT_MEMORY_MIB: Final = 32 * 2**10
-"""Default memory of a rank is at most this much; data sets in memory stay far below it."""
+"""Largest default memory of a rank in MiB; data sets in memory need far less."""
 _SETS_MEMORY: Final = frozenset(("mem-per-cpu", "mem-per-gpu", "exclusive"))
 _SETS_CPUS: Final = frozenset(("cpus-per-gpu", "exclusive", "threads-per-core"))
-"""Other sbatch options by which a user has decided the amount already."""
+"""Other sbatch options through which a user decides the amount."""
 _SBATCH_DEFAULTS: Final = ("partition", "account", "qos", "constraint")
-"""Settings for which a user or site may have set a default through sbatch's own variables: SBATCH_PARTITION, ..."""
+"""Settings with a variable of sbatch in which a user or site may have set a default: SBATCH_PARTITION, ..."""
 
 
 def wants_gpu(device: str) -> bool:
@@ -102,19 +104,19 @@ def wants_gpu(device: str) -> bool:
 
 
 def with_sbatch_defaults(cluster: ClusterSettings, environment: Mapping[str, str]) -> ClusterSettings:
-    """Fills settings that are empty from sbatch's own environment variables."""
+    """Fills empty settings from sbatch's environment variables."""
     defaults: dict[str, Any] = {name: environment.get(f"SBATCH_{name.upper()}") for name in _SBATCH_DEFAULTS}
     return replace(cluster, **{name: text for name, text in defaults.items() if text and not getattr(cluster, name)})
 
 
 def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None, device: str) -> ClusterSettings:
-    """Fills in what the settings leave open: GPUs, time limit and a fair share of a node's processors and memory.
+    """Fills empty settings: GPUs, time limit and a fair share of a node's processors and memory.
 
     Without this a site's own defaults apply, and 100 MB of memory a processor would end every training.
 
     Args:
         cluster: The request.
-        partition: Where the job goes. If None, processors and memory stay open.
+        partition: Partition of the job. If None, processors and memory stay empty.
         device: The run's device: auto, cpu, cuda[:i] or sim:SIZE.
     """
     limit_min = None if partition is None else partition.max_time_min
@@ -125,7 +127,7 @@ def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None,
         has_gpus = device.startswith("cuda") if partition is None else any(node.num_gpus() for node in nodes)
         gpus = "1" if wants_gpu(device) and has_gpus and not cluster.names_gpus else "0"
     cluster = replace(cluster, gpus=gpus, time=time)
-    # Any of these nodes may run the job, so it must fit the smallest.
+    # Each of these nodes may get the job, so it must fit the smallest node.
     nodes = [node for node in nodes if node.num_gpus(cluster.gpu_type) >= cluster.gpus_per_node]
     if not nodes:
         return cluster
@@ -141,13 +143,13 @@ def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None,
 
 
 def _ranks_sharing(node: Node) -> int:
-    """Returns how many ranks share a node: one a GPU, or without GPUs one for every MAX_DEFAULT_CPUS processors."""
+    """Returns the number of ranks on a node: one for each GPU, or without GPUs for MAX_DEFAULT_CPUS processors."""
     return max(1, node.num_gpus() or node.cpus // MAX_DEFAULT_CPUS)
 
 
 # The batch script
 
-WARNING_SIGNAL: Final = "USR2"  # which SLURM sends before the time limit
+WARNING_SIGNAL: Final = "USR2"  # sent by SLURM before the time limit
 
 _RESERVED_OPTIONS: Final[Mapping[str, str]] = {
     "array": "Sweep a setting: --set 'training.seed=range(0,3)'",
@@ -171,27 +173,28 @@ _RESERVED_OPTIONS: Final[Mapping[str, str]] = {
 }
 """sbatch options that `cluster.additional` may not set, with the option to use instead."""
 _RESTRICTS_ENVIRONMENT: Final = frozenset(("export", "export-file"))
-"""Options of sbatch that decide with which variables a job starts: not with all that it was submitted with."""
+"""Options of sbatch that restrict the variables at the start of a job."""
 _NO_LIMIT: Final = 10**6
-"""Jobs of an array that may run at once if nothing limits them; submitit needs a number."""
+"""Number of concurrent jobs of an array without a limit; submitit needs a number."""
 _IGNORE_ERRORS: Final = "set +e"
-"""A user's setup lines may say `set -e`. The lines after a failed training must run all the same."""
+"""A user's setup lines may contain `set -e`. The lines after a failed training must run all the same."""
 _SYSTEM_PROGRAMS: Final = ("/usr/bin", "/bin")
-"""Folders of programs that every PATH has: without them nothing of a job would run."""
+"""Folders that every PATH has: without them a job could not run."""
 _SAVE_ENVIRONMENT: Final = "began_with=$(env -0 | base64 -w 0)"
-"""First line of a script. A job submitted in this one's place starts with the same environment. It is kept in a shell
-variable, because the size of a process's arguments and environment is limited, and of what is piped into it is not."""
+"""First line of a script. A job in place of this job starts with the same environment. The environment is kept in a
+shell variable and piped, because the size of a process's arguments and environment is limited.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What is said of jobs that are started together, beside what they ask for.
+    """The description of jobs that are started together, without their request.
 
     Attributes:
-        name: Of the jobs.
+        name: Name of the jobs.
         state_dir: State folder, absolute.
-        dependency: What they wait for, as sbatch writes it; empty: nothing.
-        reason: Why, in words, where these are not the runs' first jobs.
+        dependency: Dependency of the jobs in sbatch's notation; empty: none.
+        reason: Reason of a later submission, in words; empty for the first jobs of the runs.
         sweep: Name of the array; empty for one job.
     """
 
@@ -220,7 +223,7 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
     # After the user's setup lines, whose modules may change PYTHONPATH too.
     source = shlex.quote(str(code / "src"))
     imports = [f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
-    # They look at how the training ended while the job still exists, and keep its exit status.
+    # These lines handle the end of the training while the job still exists, and keep its exit status.
     after_job = ["after-job", "--state-dir", str(submission.state_dir), "--status"]
     command = shlex.join([sys.executable, "-P", "-m", "can_train", *after_job])
     own_environment = _RESTRICTS_ENVIRONMENT.isdisjoint(additional)
@@ -243,7 +246,7 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
         "srun_args": [
             "--kill-on-bad-exit=1",
             *([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else []),
-            # sbatch's --export holds for srun too, which would give the training nothing that this script sets.
+            # sbatch's --export holds for srun, too: the training would get no variable that this script sets.
             *([] if own_environment else ["--export=ALL"]),
         ],
         "stderr_to_stdout": True,
@@ -251,7 +254,7 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
         "additional_parameters": {
             "kill-on-invalid-dep": "yes",
             ("requeue" if cluster.max_restarts else "no-requeue"): True,
-            # submitit chooses another signal if one of its environment variables is set.
+            # submitit chooses another signal if a certain environment variable is set.
             "signal": f"{WARNING_SIGNAL}@{cluster.signal_delay_s}",
             **additional,
         },
@@ -259,8 +262,8 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
 
 
 def _programs_path() -> list[str]:
-    """Returns the line that adds SLURM's programs to a PATH that lacks them: a job may start with little of its user's
-    environment, and setup lines may replace PATH. Without them a job cannot go back into the queue.
+    """Returns the line that adds SLURM's programs to PATH: a job may start with little of its user's environment, and
+    setup lines may replace PATH. Without the programs a job cannot go back into the queue.
     """
     folder = programs_folder()
     return [] if folder in ("", *_SYSTEM_PROGRAMS) else [f'export PATH="${{PATH:+$PATH:}}"{shlex.quote(folder)}']
@@ -275,7 +278,7 @@ def script(folder: Path, job_parameters: Mapping[str, Any], count: int) -> str:
     """Returns the batch script of a job, or of an array of `count` jobs.
 
     Args:
-        folder: Where submitit keeps the job's files.
+        folder: Folder for submitit's files.
         job_parameters: From `parameters`.
         count: Number of jobs.
     """
@@ -288,7 +291,7 @@ def script(folder: Path, job_parameters: Mapping[str, Any], count: int) -> str:
 
 
 class _ScriptWriter(SlurmExecutor):
-    """Writes scripts where SLURM is not installed, too."""
+    """Writes scripts also on a machine without SLURM."""
 
     @classmethod
     def affinity(cls) -> int:
@@ -299,7 +302,7 @@ def check_folder(folder: Path) -> None:
     """Checks that SLURM can write a log into a folder: it expands `%` and drops backslashes in file names.
 
     Raises:
-        ConfigError: The path contains one of them, or a control character.
+        ConfigError: The path contains `%`, a backslash or a control character.
     """
     text = str(folder)
     if "%" in text or "\\" in text or not text.isprintable():
@@ -331,7 +334,7 @@ def _options(cluster: ClusterSettings) -> dict[str, Any]:
 
 
 def _additional(cluster: ClusterSettings) -> dict[str, Any]:
-    """Returns the user's further sbatch options; a switch set to false is left out."""
+    """Returns the user's further sbatch options; a switch that is false is left out."""
     # submitit has no parameter for a reservation.
     own = {"reservation": cluster.reservation} if cluster.reservation else {}
     options = {str(name).replace("_", "-"): value for name, value in cluster.additional.items()}

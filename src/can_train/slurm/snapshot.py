@@ -1,5 +1,6 @@
 """The code that a job runs: a copy of the package, its presets and the code of a task of one's own, as they were at
-submission, in a folder named by its content in the state folder. Later edits change nothing of it.
+submission, in a folder of the state folder that is named by a digest of its content. Later edits do not change the
+copy.
 """
 
 import hashlib
@@ -32,12 +33,12 @@ from can_train.io.units import size_text
 
 _DESCRIPTION: Final = "code.json"
 _DIFFERENCE: Final = "code.diff"
-_PARTS: Final = ("src", "configs", "pyproject.toml")  # of a checkout: what a job imports and reads
-_DIGITS: Final = 24  # hexadecimal, of a snapshot's name: 96 bits, so that two never meet
+_PARTS: Final = ("src", "configs", "pyproject.toml")  # of a checkout: files for a job
+_DIGITS: Final = 24  # hexadecimal digits of a snapshot's name: 96 bits, so that two never collide
 _TASK: Final = "task"  # folder of a snapshot with the code of a task of one's own
-_TASK_SUFFIXES: Final = (".py", ".yaml", ".yml")  # of its code and presets; data stay where they are
-_MOST_FILES, _MOST_BYTES = 2000, 32 * 2**20  # of a task's code: several times what a large package has
-_GIT_S: Final = 20  # that git may take; it answers in hundredths
+_TASK_SUFFIXES: Final = (".py", ".yaml", ".yml")  # of its code and presets; data are not copied
+_MOST_FILES, _MOST_BYTES = 2000, 32 * 2**20  # of a task's code: several times a large package
+_GIT_S: Final = 20  # seconds that git may take; it needs hundredths of a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,12 @@ class Code:
     """The code as it is now.
 
     Attributes:
-        digest: Of all files' paths and contents.
-        files: Path in the snapshot to content.
-        root: Where it was taken from.
-        revision: Of git; empty where there is none.
-        difference: From that revision, as git writes it.
-        untracked: Files that git does not know.
+        digest: Digest of all files' paths and contents.
+        files: Content by path in the snapshot.
+        root: Folder of the original.
+        revision: Revision in git; empty outside git.
+        difference: Difference from that revision, in git's notation.
+        untracked: Files outside git.
     """
 
     digest: str
@@ -61,7 +62,7 @@ class Code:
     untracked: tuple[str, ...] = ()
 
     def folder(self, state_dir: Path) -> Path:
-        """Names its place in a state folder."""
+        """Returns the folder of the snapshot in a state folder."""
         return code_folder(state_dir) / self.digest
 
 
@@ -71,7 +72,7 @@ def code_folder(state_dir: Path) -> Path:
 
 
 def described_folder(run_path: Path) -> Path | None:
-    """Returns the folder of the snapshot that a run has the code of; None where its folder names none."""
+    """Returns the folder of a run's snapshot; None if the run's folder names no snapshot."""
     folder = parse_object(text_or_nothing(run_path / _DESCRIPTION)).get("folder")
     return Path(folder) if isinstance(folder, str) else None
 
@@ -81,7 +82,7 @@ def read_code(*packages: Path) -> Code:
     are in the working tree; of an installation the packages' folders.
 
     Args:
-        packages: The folder of can-train's package, and those of its tasks; none: those that this process imports.
+        packages: The folders of can-train's packages; none: the packages that this process imports.
     """
     folders = packages or package_folders()
     package = folders[0]
@@ -102,13 +103,13 @@ def read_code(*packages: Path) -> Code:
 
 
 def code_of_run(run: ResolvedRun) -> Code:
-    """Reads what a job of a run imports: the running package, and the code of a task of one's own.
+    """Reads the code for a job of a run: the running package, and the code of a task of one's own.
 
     Raises:
-        ConfigError: The task's code is too large to be taken along.
+        ConfigError: The task's code is too large for a snapshot.
     """
     code, folder = read_code(), Path(run.paths.code_dir)
-    # What a task in an installed package needs, a job finds where this process does.
+    # A job finds an installed package with a task in the place where this process does.
     if not run.paths.code_dir:
         return code
     cls = load_object(run.task_settings.task_class)
@@ -118,7 +119,7 @@ def code_of_run(run: ResolvedRun) -> Code:
         raise ConfigError(
             f"The code of a task travels with its job: at most {_MOST_FILES} files and {size_text(_MOST_BYTES)}",
             value=f"{folder} has {len(places)} files of {size_text(size)}",
-            remedy="Put the task into a folder of its own, without what it does not import",
+            remedy="Put the task into a folder that contains only its code",
         )
     return replace(_code(code.root, code.files, {f"{_TASK}/{name}": place for name, place in places.items()}),
                    revision=code.revision, difference=code.difference, untracked=code.untracked)  # fmt: skip
@@ -132,8 +133,8 @@ def with_code(run: ResolvedRun, code: Code, state_dir: Path) -> ResolvedRun:
 
 
 def _task_files(folder: Path, module: ModuleType) -> dict[str, Path]:
-    """Finds the code of a task: of a module its top-level package; of a file the Python files and packages beside it,
-    and its presets; and what either has imported from the folder.
+    """Finds the code of a task. Of a module: its top-level package. Of a file: the Python files and packages in its
+    folder, and its presets. Of both: the modules that are imported from the folder.
     """
     top = str(module.__name__).partition(".")[0]
     package = folder / top
@@ -173,11 +174,11 @@ def keep(code: Code, state_dir: Path) -> Path:
 
 
 def _restore(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Makes a copy equal to the code, whatever became of it: a file system that clears away what is old may have taken
-    a file, and another user who may write there may have put one in the way of Python's own, bytecode included.
+    """Repairs a copy of the code: a file system that deletes old files may have deleted some, and another user with the
+    right to write may have added some, bytecode included.
     """
     for path in sorted(folder.rglob("*")):
-        # What another submission is writing has a name that nothing imports.
+        # A temporary file of another submission has a name that nothing imports.
         is_ours = path.relative_to(folder).as_posix() in files or path.name.endswith(TEMPORARY_SUFFIX)
         if path.is_symlink() or (path.is_file() and not is_ours):
             path.unlink(missing_ok=True)
@@ -189,7 +190,7 @@ def _restore(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def describe(code: Code, state_dir: Path, run_path: Path) -> None:
-    """Writes down in a run's folder which code it runs.
+    """Writes the description of a run's code into the run's folder.
 
     Raises:
         RunError: The folder cannot be written.
@@ -214,7 +215,7 @@ def code_of(run_path: Path) -> Path:
     """Finds the snapshot that a run was submitted with.
 
     Raises:
-        RunError: The run has none, or its files are no longer what was submitted.
+        RunError: The run has no snapshot, or its files have changed since the submission.
     """
     try:
         description: dict[str, Any] = json.loads(read_text(run_path / _DESCRIPTION))
@@ -233,7 +234,7 @@ def code_of(run_path: Path) -> Path:
 
 
 def _code(root: Path, known: Mapping[str, bytes], places: Mapping[str, Path]) -> Code:
-    # What git tracks may have been deleted since.
+    # A file in git's list may have been deleted.
     files = {**known, **{name: place.read_bytes() for name, place in sorted(places.items()) if place.is_file()}}
     digest = hashlib.sha256()
     for name, content in files.items():
@@ -246,7 +247,7 @@ def _below(root: Path, part: str) -> list[str]:
 
 
 def _walk(folder: Path) -> list[str]:
-    """Lists the files below a folder, without what Python makes of them."""
+    """Lists the files below a folder, without bytecode."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(path.as_posix() for path in paths if "__pycache__" not in path.parts)
 
@@ -263,7 +264,7 @@ def _make(folder: Path, files: Mapping[str, bytes]) -> None:
             place.chmod(place.stat().st_mode & ~0o022)
         temporary.rename(folder)
     except OSError:
-        # Another submission of the same code was quicker.
+        # Another submission has made the folder meanwhile.
         if not folder.is_dir():
             raise
     finally:
@@ -271,7 +272,7 @@ def _make(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Asks git; None where it does not know the folder, or is not there."""
+    """Returns the output of git; None outside a repository or without git."""
     try:
         command = ["git", "-C", str(root), *arguments]
         done = subprocess.run(command, capture_output=True, timeout=_GIT_S, check=True, stdin=subprocess.DEVNULL)

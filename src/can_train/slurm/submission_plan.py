@@ -1,7 +1,8 @@
-"""Plans a submission before anything is written or sent: which runs, in which groups, with which requests.
+"""The submission of runs before anything is written or sent: the runs, their groups, and the requests of their jobs.
 
-A login node can already see much of what would make a job wait forever or die unseen: an unknown partition, a request
-above its limits, a warning signal that would arrive before the job has started, a full disk, or a run that exists.
+A login node can already find many mistakes that would make a job wait for ever or fail unseen: an unknown partition, a
+request above its limits, a warning signal that would arrive before the job has started, a full disk, or a duplicate
+run.
 """
 
 import os
@@ -28,25 +29,25 @@ from can_train.slurm.client import Partition, node_names
 from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
 from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
 
-EARLY_S: Final = 60  # by which SLURM may send its warning signal too early (man sbatch, --signal)
+EARLY_S: Final = 60  # SLURM may send its warning signal so much too early (man sbatch, --signal)
 START_S: Final = 30  # from a job's start until Python handles the signal: it imports from a network file system
-LEAST_DELAY_S: Final = 10  # shortest warning worth having: writing a checkpoint takes seconds
-LEAST_FREE_BYTES: Final = 2**30  # of disk that a run needs for checkpoints and prepared data
+LEAST_DELAY_S: Final = 10  # shortest useful warning: writing a checkpoint takes seconds
+LEAST_FREE_BYTES: Final = 2**30  # free disk space that a run needs for checkpoints and prepared data
 
 UNKNOWN: Final = "No such run has finished yet: the job plans it on its device"
 _MAX_RUNS_READ: Final = 5
-"""Earlier runs of the same key whose files are read, newest first: folders may lie on a slow network file system."""
+"""Number of earlier runs of a key whose files are read: folders may lie on a slow network file system."""
 _MEMORY_SETTINGS: Final = ("precision", "optimizer", "deterministic")
-"""Training settings that change how much memory a run takes, beside the model's."""
+"""Training settings that change a run's memory, in addition to the settings of the model."""
 _SAME_MODEL: Final = ("task", "model_name", "size", "model")
-"""Settings that must agree for one run's weights to fit another. Only the job itself can be certain."""
+"""Settings that must agree for the weights of a run to fit another run. Only the job can verify them."""
 
 
-# Where a job may go, and whether it could start there
+# Partitions of a job
 
 
 def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partition]:
-    """Returns the partitions that a job may go to: those named, separated by commas, else the cluster's default.
+    """Returns the partitions of a job by their names, which are separated by commas; else the cluster's default.
 
     Raises:
         ConfigError: A partition does not exist.
@@ -61,10 +62,10 @@ def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partitio
 
 
 def check_job(cluster: ClusterSettings, partitions: Sequence[Partition]) -> None:
-    """Checks that a job could start in one of the partitions, if there are any, and be warned before its time limit.
+    """Checks that a job could start in a partition, if any is known, and be warned before its time limit.
 
     Raises:
-        ConfigError: It could not.
+        ConfigError: The job could not start, or not be warned.
     """
     check_warning(parse_time_min(cluster.time), cluster.signal_delay_s)
     refusals = []
@@ -109,7 +110,7 @@ def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
 
 
 def waiting_notice(partitions: Sequence[Partition]) -> str:
-    """Returns a sentence if every partition that the job may go to is down, otherwise an empty string."""
+    """Returns a sentence if all partitions of the job are down, else an empty string."""
     if not partitions or any(partition.is_up for partition in partitions):
         return ""
     return f"Partition {', '.join(one.name for one in partitions)} is not up: the job waits until it is"
@@ -134,7 +135,7 @@ def check_warning(time_min: int, delay_s: int) -> None:
 
 
 def check_device(device: str, cluster: ClusterSettings) -> str:
-    """Checks that a run's device and its job's GPUs belong together; returns a notice for the user, or nothing.
+    """Checks that a run's device agrees with its job's GPUs; returns a notice for the user, or an empty string.
 
     Raises:
         ConfigError: The device is a GPU that the job does not have.
@@ -151,20 +152,20 @@ def check_device(device: str, cluster: ClusterSettings) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JobDevice:
-    """The device of a job, as far as it is known before the job starts."""
+    """The facts about a job's device before the job starts."""
 
-    cards: Sequence[str] = ()  # keys in the catalogue of the GPUs that it may get; empty: it gets none, or `unknown`
-    memory_mib: int = 0  # host memory of a process that trains on the CPU; 0: not known
+    cards: Sequence[str] = ()  # keys in the catalogue of the GPUs that the job may get; empty: no GPU, or `unknown`
+    memory_mib: int = 0  # host memory of a process that trains on the CPU; 0: unknown
     ranks: int = 1
-    unknown: str = ""  # why its GPU, or another one that it may get, is not known
+    unknown: str = ""  # reason why a GPU that the job may get is unknown
 
 
 def job_device(run: ResolvedRun, partitions: Sequence[Partition]) -> JobDevice:
-    """Finds out which device a run's job gets.
+    """Returns the device of a run's job.
 
     Args:
-        run: With its complete request.
-        partitions: The cluster's partitions; empty if they are not known.
+        run: The run with its complete request.
+        partitions: The cluster's partitions; empty if they are unknown.
     """
     cluster = run.cluster
     ranks = cluster.ranks_per_node * cluster.nodes
@@ -185,7 +186,7 @@ def job_device(run: ResolvedRun, partitions: Sequence[Partition]) -> JobDevice:
 
 
 def _names_of_gpus(cluster: ClusterSettings, places: Sequence[Partition]) -> list[str]:
-    """Lists what the GPUs of a job may be called: as it asks for them, else by features, else by the nodes."""
+    """Lists possible names of a job's GPUs: from its request, else from features, else from the nodes."""
     features = re.findall(r"[\w.-]+", cluster.constraint)
     if names := cluster.gpu_kinds or [name for name in features if cards_named(name)]:
         return names
@@ -194,7 +195,7 @@ def _names_of_gpus(cluster: ClusterSettings, places: Sequence[Partition]) -> lis
     nodes = [node for node in nodes if node.name in listed] or nodes
     if "|" not in cluster.constraint:
         nodes = [node for node in nodes if {*features} <= {*node.features}] or nodes
-    # Where a site gives its GPUs no kinds, its features mostly name them.
+    # A site without kinds of GPUs usually names them in features.
     named = [[kind for kind in node.gpus if cards_named(kind)] or [*filter(cards_named, node.features)] or [*node.gpus]
              for node in nodes]  # fmt: skip
     return list(dict.fromkeys(name for names in named for name in names))
@@ -206,7 +207,7 @@ def check_disk(
     """Checks that a folder, which need not exist yet, has room for a run.
 
     Raises:
-        RunError: It has not.
+        RunError: It has no room.
     """
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     free = free_bytes(existing)
@@ -216,13 +217,13 @@ def check_disk(
                        remedy=f"Free some, or give another folder with {option}")  # fmt: skip
 
 
-# What earlier runs of the same configuration measured
+# Measurements of earlier runs
 
 
 def expectation(run: ResolvedRun, runs: Sequence[RunRecord]) -> str:
-    """Says what the newest finished one of the `runs` with the same key and memory settings measured.
+    """Returns the measurements of the newest finished run with the same key and memory settings, in words.
 
-    `runs` has the oldest first.
+    `runs` has the oldest run first.
     """
     same_key = [earlier for earlier in reversed(runs) if earlier.key == run.key]
     for earlier in same_key[:_MAX_RUNS_READ]:
@@ -237,7 +238,7 @@ def expectation(run: ResolvedRun, runs: Sequence[RunRecord]) -> str:
                 parts += [f"peak {size_text(peak)} on {result['device']}"] if peak else []
                 return f"{earlier.run_id} had {', '.join(parts)}"
         except (RunError, KeyError, TypeError):
-            continue  # Removed, or written by another version.
+            continue  # The run was removed, or written by another version.
     return UNKNOWN
 
 
@@ -246,26 +247,26 @@ def _memory_settings(config: Mapping[str, Any]) -> list[Any]:
     return [config.get("model"), *(training.get(name) for name in _MEMORY_SETTINGS)]
 
 
-# The plan
+# The submission
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """A run to be submitted, with its complete settings."""
 
-    index: int  # among the runs that were asked for
+    index: int  # among the requested runs
     run: ResolvedRun
     identity: str  # digest of configuration, code and data
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionPlan:
-    """What a submission will do."""
+    """The runs of a submission, and its notices."""
 
-    groups: Sequence[Sequence[PlannedRun]]  # those of a group make the same request and become one array
-    duplicate_runs: Sequence[RunStatus]  # that do already what some of the requested runs would do
+    groups: Sequence[Sequence[PlannedRun]]  # the runs of a group have equal requests and become an array
+    duplicate_runs: Sequence[RunStatus]  # existing runs with the identity of a requested run
     after: Sequence[str]  # ids of the runs to wait for
-    dependency: str  # the value of sbatch's --dependency; empty if there is nothing left to wait for
+    dependency: str  # value of sbatch's --dependency; empty without a dependency
     notices: Sequence[str]
 
 
@@ -281,13 +282,13 @@ def plan_submission(
 
     Args:
         runs: Runs that share a state folder.
-        code: Digest of the code that the jobs will run.
-        partitions: The cluster's partitions; empty if they are not known.
+        code: Digest of the jobs' code.
+        partitions: The cluster's partitions; empty if they are unknown.
         after: Runs to wait for, by id, part of an id, or folder.
-        force: Submit runs that exist already, too.
+        force: Whether duplicates are submitted, too.
 
     Raises:
-        ConfigError: A run asks for something that it would never get.
+        ConfigError: The request of a run can never be met.
         DataError: A run's data do not exist.
         RunError: The disk is full, or a run to wait for will not finish.
     """
@@ -301,7 +302,7 @@ def plan_submission(
         candidates.append(PlannedRun(index=index, run=ready, identity=identity(ready, code, data_files(ready))))
     digests = set() if force else {candidate.identity for candidate in candidates}
     identical = [earlier for earlier in known if earlier.record.identity in digests]
-    # Both questions in one call, so that SLURM is asked only once.
+    # Both lists in one call, so that SLURM is asked once.
     statuses = run_statuses([*identical, *parents], registry, client)
     duplicates = {one.index: find_duplicate_run(one.identity, statuses[: len(identical)]) for one in candidates}
     # Settings hold lists, so they are compared rather than hashed.
@@ -327,9 +328,9 @@ def plan_submission(
 
 
 def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
-    """Returns the run with `training.start_from` set to the first parent that trains the same model, if there is one.
+    """Sets `training.start_from` of a run to the first parent that trains the same model, if there is one.
 
-    Parents that the run's mode already uses as reference models do not count.
+    Parents that are reference models of the run are skipped.
 
     Raises:
         RunError: A parent's configuration cannot be read.
@@ -363,7 +364,7 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
 def _allowed(
     asked: ClusterSettings, completed: ClusterSettings, places: Sequence[Partition]
 ) -> tuple[ClusterSettings, list[str]]:
-    """Cuts defaults to the limits of the first partition in which the job may start, as `with_allowed` does."""
+    """Lowers defaults to the limits of the first partition that allows the job (`with_allowed`)."""
     refusals = []
     for place in places:
         try:
@@ -376,10 +377,10 @@ def _allowed(
 
 
 def dependency_on(parents: Sequence[RunStatus], executor: str) -> str:
-    """Returns sbatch's condition to wait for runs, empty if all of them have finished.
+    """Returns sbatch's condition to wait for runs, empty if all runs have finished.
 
     Raises:
-        RunError: One of them will not finish, or cannot be waited for.
+        RunError: A run will not finish, or cannot be waited for.
     """
     return ",".join(filter(None, [_dependency(parent, executor) for parent in parents]))
 

@@ -32,9 +32,9 @@ from can_train.slurm.script import GPU_VARIABLES, Submission, check_folder, job_
 from can_train.slurm.snapshot import code_of
 
 _SENT_TO: Final = ".cluster"
-"""In a folder of submitit's files: the name of the cluster that was sent the last job."""
+"""File in the folder of submitit's files: name of the cluster of the last submission."""
 _TIMEOUT_MIN: Final = 7 * 24 * 60
-"""Longest run in the background of this machine; submitit wants a limit."""
+"""Longest run in the background of this machine in minutes; submitit needs a limit."""
 
 
 def _record(folder: RunFolder, executor: str, job_id: str, log_path: str, **more: Any) -> JobRecord:
@@ -61,13 +61,14 @@ def submit_job(entry: Entry, folder: RunFolder, cluster: ClusterSettings, submis
 def start_jobs(
     entry: Entry, folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission
 ) -> list[JobRecord]:
-    """Submits one job for one run, or one array for several that ask for the same; the registry is left to the caller.
+    """Submits a job for a run, or an array for several runs with equal requests. The caller enters them into the
+    registry.
 
     Args:
-        entry: Trains the run in a folder.
-        folders: Of the runs, which have a snapshot of the code.
-        cluster: What each job asks for.
-        submission: What else is said of them.
+        entry: Function that trains the run in a folder.
+        folders: Folders of the runs, which have a snapshot of the code.
+        cluster: Request of each job.
+        submission: Description of the jobs.
 
     Raises:
         RunError: SLURM refused.
@@ -85,11 +86,11 @@ def start_jobs(
     executor.parameters.update(job_parameters)
     tasks = [Job(entry, str(folder.path)) for folder in folders]
     try:
-        # submitit prints what sbatch says; it is in the error too.
+        # submitit prints sbatch's output; the error contains it, too.
         with job_environment(), redirect_stderr(io.StringIO()):
             jobs = executor.submit_array(tasks)
     except (FailedJobError, FailedSubmissionError) as error:
-        # What sbatch said, without what Python says of it.
+        # The lines of sbatch, without the lines of Python.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         own = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines if line.startswith("sbatch:")]
         raise RunError("SLURM refused the job", value="; ".join(own) or [*lines, "no reason given"][-1]) from error
@@ -101,10 +102,10 @@ def start_jobs(
 
 
 class _Executor(submitit.SlurmExecutor):
-    """submitit's, but for its wait for sbatch, which is for ever.
+    """submitit's executor, with a limited wait for sbatch.
 
     Attributes:
-        job_cluster: Name of the cluster that has the jobs.
+        job_cluster: Name of the cluster of the jobs.
     """
 
     job_cluster = ""
@@ -112,7 +113,7 @@ class _Executor(submitit.SlurmExecutor):
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[submitit.Job[Any]]:
         if len(delayed_submissions) == 1:
             return super()._internal_process_submissions(delayed_submissions)
-        # What submitit does, which makes an executor of its own class for an array.
+        # Like submitit's method, which makes an executor of submitit's class for an array.
         self.folder.mkdir(parents=True, exist_ok=True)
         pickles = [self.folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
         for delayed, pickle in zip(delayed_submissions, pickles, strict=True):
@@ -135,7 +136,7 @@ class _Executor(submitit.SlurmExecutor):
 
     # A static method in submitit, which calls it as a method.
     def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]
-        # `cluster.additional.clusters` sends jobs to another cluster, and sbatch says to which.
+        # `cluster.additional.clusters` sends jobs to another cluster, and sbatch prints its name.
         if named := re.search(r" on cluster (\S+)", string if isinstance(string, str) else string.decode()):
             self.job_cluster = named[1]
         if string:
@@ -159,7 +160,7 @@ def _own_cluster() -> str:
         return local_cluster()
     except NoControllerError:
         job = SlurmContext.from_environment().job
-        # In a job that is submitted again, whose PATH may lack scontrol.
+        # In a job that submits its run again, PATH may lack scontrol.
         if job is None or not job.cluster:
             raise
         return job.cluster
@@ -171,13 +172,13 @@ def _unanswered(known: str) -> RunError:
 
 
 def _take_back_unseen(name: str, folder: Path, cluster: str) -> None:
-    """Cancels the jobs of a submission whose answer never arrived, before there is another one.
+    """Cancels the jobs of an earlier submission whose answer never arrived.
 
     Raises:
-        RunError: SLURM refuses, or it was a submission to another cluster.
-        NoControllerError: It does not answer.
+        RunError: SLURM refuses, or the submission went to another cluster.
+        NoControllerError: SLURM does not answer.
     """
-    # submitit leaves a link in the script's place once it knows the job's id.
+    # submitit replaces the script by a link when it knows the job's id.
     unconfirmed = [script for script in folder.glob(".submission_file_*") if not script.is_symlink()]
     if not unconfirmed:
         return
@@ -194,7 +195,7 @@ def _take_back_unseen(name: str, folder: Path, cluster: str) -> None:
 
 
 def submission_folder(folders: Sequence[RunFolder], submission: Submission) -> Path:
-    """Names the folder where submitit keeps the files of jobs: the run's, or for an array one beside the runs."""
+    """Returns the folder of submitit's files: in the run's folder, or for an array in the folder of runs."""
     if len(folders) == 1:
         return folders[0].path / "slurm"
     return folders[0].path.parent / "sweeps" / submission.sweep
@@ -204,22 +205,22 @@ def submission_folder(folders: Sequence[RunFolder], submission: Submission) -> P
 
 
 def start_process(entry: Entry, run: RunFolder) -> JobRecord:
-    """Starts a process for a run that outlives this one and its terminal; the registry is left to the caller.
+    """Starts a process for a run that outlives this process and its terminal. The caller enters it into the registry.
 
     Args:
-        entry: Trains the run in a folder.
-        run: The folder, which has a snapshot of the code.
+        entry: Function that trains the run in a folder.
+        run: Folder of the run, which has a snapshot of the code.
 
     Raises:
-        RunError: It could not be started.
+        RunError: The process could not be started.
     """
     folder = run.path / "submitit"
-    # Before what describes an enclosing job is taken away: the process stays in that job.
+    # Before the variables of an enclosing job are removed: the process stays in that job.
     command = [*_same_gpus(os.environ), sys.executable]
     source = code_of(run.path) / "src"
     reading, writing = os.pipe()
-    # submitit starts its controller in our session, where closing the terminal would end it: a child that has left the
-    # session starts it instead.
+    # submitit starts its controller in the session of this process, which ends with the terminal: a child that has left
+    # the session starts the controller instead.
     child = os.fork()
     if child == 0:
         os.close(reading)
@@ -240,7 +241,7 @@ def _start_detached(job: Job, folder: Path, python: Sequence[str], writing: int)
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
-        # Also the errors: whoever reads them through a pipe would wait for the run's end.
+        # Also standard error: a reader of its pipe would wait for the run's end.
         for standard_stream in (0, 1, 2):
             os.dup2(null, standard_stream)
         executor = submitit.LocalExecutor(folder, python=shlex.join(python))
@@ -252,17 +253,17 @@ def _start_detached(job: Job, folder: Path, python: Sequence[str], writing: int)
 
 
 def _same_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Returns the words before a command that has it see the GPUs that this process sees.
+    """Returns the words before a command that give it the visible GPUs of this process.
 
-    submitit sets CUDA_VISIBLE_DEVICES to numbers of its own, or to none: ids of GPUs (GPU-…) and of their parts
-    (MIG-…), and GPUs that no driver lists, would be hidden from the job.
+    submitit sets CUDA_VISIBLE_DEVICES to other numbers, or to none: ids of GPUs (GPU-…) and of their parts (MIG-…),
+    and GPUs that no driver lists, would be hidden from the job.
     """
     hidden = [word for name in GPU_VARIABLES if name not in environment for word in ("-u", name)]
     return ["env", *hidden, *(f"{name}={environment[name]}" for name in GPU_VARIABLES if name in environment)]
 
 
 def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobRecord:
-    """Does in this process what a job does; enters it into the registry first.
+    """Runs a job in this process; enters it into the registry first.
 
     Raises:
         SystemExit: As in a job.
@@ -274,33 +275,33 @@ def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobReco
     return job
 
 
-# A line of can-train, as a child of this process
+# A command of can-train in a child process
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-"""What a person, a closing terminal or a scheduler sends."""
+"""Signals of a person, of a closing terminal and of a scheduler."""
 _STOP_STATUSES: Final = frozenset(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2))
-"""Exit statuses of a training that was stopped, and has saved itself."""
+"""Exit statuses of a training that was stopped and has saved its state."""
 
 
 def run_line(arguments: Sequence[str], output: TextIO | None = None) -> tuple[int, bool]:
     """Runs `can-train` with arguments, forwards signals to it, and waits for its end.
 
     Args:
-        arguments: Without the program's name.
-        output: Where its results go; None: to this process's standard output.
+        arguments: Arguments without the program's name.
+        output: File for the results; None: standard output of this process.
 
     Returns:
-        Its exit status, 128 + the number of a signal that killed it or that came as it finished; and whether somebody
-        wished its end.
+        The exit status, or 128 + the number of a signal that killed the child or arrived at its end; and whether
+        somebody stopped the child.
     """
     sys.stdout.flush()
     command = [sys.executable, "-P", "-m", "can_train", *arguments]
     signals = _Signals()
-    # Not those that this process was told to ignore (nohup).
+    # Not the signals that this process ignores (nohup).
     numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before: Mapping[int, Any] = {number: signal.signal(number, signals.handle) for number in numbers}
     try:
-        # In a group of its own: the terminal's Ctrl-C would reach it beside ours, and a second one does not wait.
+        # In another process group: the terminal's Ctrl-C would reach the child twice, and the second does not wait.
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, process_group=0) as child:
             signals.send_to(child)
             status = child.wait()
@@ -314,7 +315,7 @@ def run_line(arguments: Sequence[str], output: TextIO | None = None) -> tuple[in
 
 
 class _Signals:
-    """Signals that came, and the process that they are for."""
+    """Received signals, and the process that they are forwarded to."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -327,12 +328,12 @@ class _Signals:
         self._forward()
 
     def send_to(self, child: "subprocess.Popen[bytes]") -> None:
-        """Forwards those that came while the process was being started, and from now on all."""
+        """Forwards the signals received so far, and all later signals."""
         self._child = child
         self._forward()
 
     def _forward(self) -> None:
-        """Empties the queue: a signal that comes in between is taken from it once, here or there."""
+        """Empties the queue. A signal in between may empty it first: each signal is taken once."""
         with suppress(IndexError):
             while self._child is not None:
                 self._child.send_signal(self._waiting.popleft())
