@@ -231,7 +231,7 @@ def test_a_run_waits_for_another_job_and_only_for_one(slurm: Path, capsys: pytes
     assert "#SBATCH --dependency=afterok:41\n" in (slurm / "sent").read_text()
     assert {run.run_id: run.after for run in Registry(slurm / "state").runs()} == {first: "", second: first}
     assert main((*TRAIN, "--submit", "--cluster", "local", "--seed", "2", "--after", first)) == 2
-    assert "Only a job of SLURM can wait" in capsys.readouterr().err
+    assert "The run cannot be waited for" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,7 +322,7 @@ def test_a_dry_run_without_a_scheduler_says_what_would_be_started(
         (("--submit", "--partition", "short"), "signal_delay_s=15"),
         (("--submit", "--partition", "big", "--gpus", "t4:1"), "It has: "),
         (("--submit", "--runs-dir", "50%"), "Give another folder with --runs-dir"),
-        (("--submit", "--account", "a\nb"), "one line of printable characters"),
+        (("--submit", "--account", "a\nb"), "not a line of printable characters"),
         (("--submit", "--after", "nothing"), "There is no such run"),
         (("--dry-run", "--start-from", "nothing"), "There is no such run"),
         (("--submit", "--device", "cuda", "--gpus", "0"), "Give --gpus 1"),
@@ -540,7 +540,7 @@ def test_a_job_of_the_same_name_that_is_another_run_is_not_taken_for_it(
 ) -> None:
     hanging_sbatch(slurm, monkeypatch, taken="/elsewhere")
     assert main((*TRAIN, "--submit")) == 2
-    assert "SLURM must answer sbatch: it did not within 0.5 s; it did not take the job" in capsys.readouterr().err
+    assert "SLURM did not answer sbatch: no answer within 0.5 s; it did not take the job" in capsys.readouterr().err
     assert [*(slurm / "runs").iterdir()] == []
 
 

@@ -64,7 +64,7 @@ def test_of_many_runs_with_a_part_in_their_names_the_five_newest_are_listed(runs
 def test_a_path_outside_any_run_is_no_name_of_one(runs: Runs, tmp_path: Path) -> None:
     runs.add(1)
     (tmp_path / "alone.pt").touch()
-    with pytest.raises(RunError, match="is not in the folder of a run"):
+    with pytest.raises(RunError, match="not in the folder of a run"):
         find_run(runs.known(), str(tmp_path / "alone.pt"))
     with pytest.raises(RunError, match="no such run"):
         find_run(runs.known(), str(tmp_path / "nowhere"))

@@ -134,7 +134,7 @@ def test_a_run_does_not_go_on_with_a_copy_that_was_changed(checkout: Path, tmp_p
     with pytest.raises(RunError) as caught:
         code_of(run)
     assert str(caught.value) == (
-        f"A run goes on with the code that it was submitted with: {folder} was changed since.\n"
+        f"The code of the run's submission was changed: {folder}.\n"
         "Start a new run with today's code: can-train resubmit run-1."
     )
 

@@ -97,7 +97,7 @@ def test_of_launchers_within_launchers_the_one_that_numbers_all_processes_counts
         (STEP | HYDRA | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}, "mpiexec in each of them 1"),
         ({"PMIX_RANK": "0"}, "PMIX_RANK is set, and no size"),
         (TORCH | {"RANK": "2"}, "RANK=2, WORLD_SIZE=2"),
-        (TORCH | {"RANK": "first"}, "RANK is a whole number: 'first'"),
+        (TORCH | {"RANK": "first"}, "RANK is not a whole number: 'first'"),
     ],
 )
 def test_launchers_that_contradict_each_other_are_refused(environment: dict[str, str], said: str) -> None:
@@ -111,7 +111,7 @@ def test_ranks_that_cannot_find_rank_0_are_refused_with_a_line_that_lets_them(mo
     with pytest.raises(ConfigError) as refused:
         place_of(HYDRA)
     assert str(refused.value) == (
-        "The ranks of a run must know where rank 0 listens: mpiexec started 4 processes (PMI_SIZE=4), and MASTER_ADDR "
+        "The address of rank 0 is unknown: mpiexec started 4 processes (PMI_SIZE=4), and MASTER_ADDR "
         "and MASTER_PORT are not both set.\nSet both:\n"
         "  MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 mpiexec -n 4 can-train --model gat --set 'dataset.path=a b'\n"
         "Any free port will do."

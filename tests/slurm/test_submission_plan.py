@@ -170,7 +170,7 @@ def test_what_has_finished_is_not_waited_for_and_what_never_will_is_refused(tmp_
 def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
     parent = entered(tmp_path, "a", "local:17")
     begin(Path(parent.path), start_time=utc_now())
-    with pytest.raises(RunError, match="Only a job of SLURM can wait"):
+    with pytest.raises(RunError, match="The run cannot be waited for"):
         plan_submission([run(tmp_path)], "code", [MAIN], after=["a"])
 
 

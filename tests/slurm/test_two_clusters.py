@@ -237,14 +237,14 @@ def test_a_run_does_not_wait_for_a_job_of_another_cluster(
     line = ("--model", "gat", "--dataset", "synthetic", "--submit", "--after", path.name)
     assert main([*line, *runs.flags]) == 2
     assert capsys.readouterr().err == (
-        f"error: A job can wait only for a job of its own cluster: {path.name} is job 12 on alpha.\n"
+        f"error: The run to wait for is on another cluster: {path.name} is job 12 on alpha.\n"
         "Submit on a login node of alpha, or when that run has finished.\n"
     )
     clusters.write("alpha", "queue", "")
     runs.submit(path, "12", cluster="gamma", time="2026-01-01T00:00:30+00:00")
     assert main([*line, *runs.flags]) == 2
     assert capsys.readouterr().err == (
-        f"error: A job can wait only for a job of its own cluster: {path.name} is queued as far as its files say; "
+        f"error: The cluster of the run to wait for does not answer: {path.name} is queued as far as its files say; "
         "cluster gamma, which has its job 12, does not answer here (No cluster 'gamma' known by database).\n"
         "Submit on a login node of gamma, or when that run has finished.\n"
     )
@@ -297,7 +297,7 @@ def test_a_job_that_another_cluster_may_have_taken_unseen_is_not_sent_twice(
     capsys.readouterr()
     assert main(["resume", "last", *runs.flags]) == 2
     assert capsys.readouterr().err == (
-        "error: A run has one job: cluster alpha may have taken one for it without an answer.\n"
+        "error: Another cluster may have taken a job for the run without an answer: alpha.\n"
         "Submit on a login node of alpha, where that job is taken back.\n"
     )
 

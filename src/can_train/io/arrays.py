@@ -96,8 +96,8 @@ class StoredArray:
         start, stop, _ = rows.indices(len(self))
         width = int(np.prod(self.shape[1:], dtype=np.int64))
         count, offset = max(stop - start, 0) * width, _HEADER_BYTES + start * width * self.dtype.itemsize
-        found = np.fromfile(self._path, self.dtype, count, offset=offset)
-        return found.reshape(-1, *self.shape[1:])
+        values = np.fromfile(self._path, self.dtype, count, offset=offset)
+        return values.reshape(-1, *self.shape[1:])
 
 
 def discard_folder(folder: Path) -> None:
@@ -275,6 +275,6 @@ def _as_state_error(parent: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StateError("The folder for prepared data must be writable and have room",
+        raise StateError("The folder for prepared data cannot be written",
                          value=f"{parent} ({error.strerror or error})",
                          remedy="Free some space there, or choose another folder") from error  # fmt: skip

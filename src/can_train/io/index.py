@@ -131,11 +131,11 @@ class Index(Generic[_Record]):
     def records(self, groups: Iterable[str]) -> dict[str, _Record]:
         """Returns the records of groups, by the names of their files."""
         decoder = msgspec.msgpack.Decoder(dict[str, self.kind.type])  # type: ignore[name-defined]
-        found: dict[str, _Record] = {}
+        records: dict[str, _Record] = {}
         for name in groups:
             for start, size in self._header.groups.get(name, _Group()).chunks:
-                found |= decoder.decode(zlib.decompress(self._body[start : start + size]))
-        return found
+                records |= decoder.decode(zlib.decompress(self._body[start : start + size]))
+        return records
 
     def is_worth_extending(self, files: int, index_from: int) -> bool:
         """Returns whether a number of files outside the index should be added to it."""
@@ -192,13 +192,13 @@ def read_folder(
         # Somebody has deleted records.
         return Index(index.path, kind), sorted(names)
     end = len(kind.superseded)
-    others = sorted(
+    unindexed = sorted(
         name for name in names - index.names
         if not (end and name.endswith(kind.superseded) and name[:-end] + kind.suffix in index.names)
     )  # fmt: skip
     if _server_time(index.path) - (time.monotonic() - started) - changed_ns / 1e9 > settled_s:
-        remember(_listing_path(index), _Listing(index.check, changed_ns, others))
-    return index, others
+        remember(_listing_path(index), _Listing(index.check, changed_ns, unindexed))
+    return index, unindexed
 
 
 def write_index(index: Index[_Record], records: Mapping[str, _Record]) -> None:

@@ -68,14 +68,14 @@ def places_on_the_way(path: Path) -> Iterator[Path]:
     waiting = [Path(os.path.abspath(path)), end]  # noqa: PTH100 - `absolute` keeps `..`
     while waiting:
         place = waiting.pop()
-        for one in (place, *place.parents):
-            if one in seen:
+        for folder in (place, *place.parents):
+            if folder in seen:
                 continue
-            seen.add(one)
-            if one.is_symlink():
-                waiting.append(Path(os.path.abspath(one.parent / one.readlink())))  # noqa: PTH100
-            if one != end:
-                yield one
+            seen.add(folder)
+            if folder.is_symlink():
+                waiting.append(Path(os.path.abspath(folder.parent / folder.readlink())))  # noqa: PTH100
+            if folder != end:
+                yield folder
 
 
 def _user_name(uid: int) -> str:

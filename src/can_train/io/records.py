@@ -331,14 +331,14 @@ def sketch(paths: Sequence[Path]) -> str:
     """Computes a digest of files and of those in folders, which changes with their names and sizes, and with nearly
     every change of their contents: of large data, a part is read. It is empty for no files.
     """
-    files = [(path, one) for path in paths for one in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    files = [(path, one) for path, one in files if one.is_file()]
+    files = [(path, place) for path in paths for place in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [(path, place) for path, place in files if place.is_file()]
     digest, every = hashlib.sha256(), max(1, len(files) // _SKETCHED)
-    for number, (path, one) in enumerate(files):
-        size = one.stat().st_size
-        digest.update(f"{one.relative_to(path)} {size}\n".encode())
+    for number, (path, place) in enumerate(files):
+        size = place.stat().st_size
+        digest.update(f"{place.relative_to(path)} {size}\n".encode())
         if number % every == 0:
-            with one.open("rb") as file:
+            with place.open("rb") as file:
                 digest.update(file.read(_SKETCH_BYTES))
                 file.seek(max(0, size - _SKETCH_BYTES))
                 digest.update(file.read(_SKETCH_BYTES))

@@ -39,9 +39,9 @@ def parse_size(text: str, *, or_zero: bool = False) -> int:
     Raises:
         ConfigError: The number or the unit is missing or wrong, or it is less than a byte.
     """
-    found = _SIZE.fullmatch(text)
-    size_bytes = int(Fraction(found[1]) * _UNIT_BYTES.get(found[2].lower(), 0)) if found else 0
-    is_zero = or_zero and found is not None and found[2].lower() in _UNIT_BYTES and not float(found[1])
+    match = _SIZE.fullmatch(text)
+    size_bytes = int(Fraction(match[1]) * _UNIT_BYTES.get(match[2].lower(), 0)) if match else 0
+    is_zero = or_zero and match is not None and match[2].lower() in _UNIT_BYTES and not float(match[1])
     if size_bytes < 1 and not is_zero:
         rule = "A size is a number with its unit" if or_zero else "A size is a number above zero with its unit"
         raise ConfigError(rule, value=repr(text), remedy="Write it as 512MiB, 1.5GiB or 2GB")
@@ -121,11 +121,11 @@ def parse_memory_mib(text: str) -> int:
     Raises:
         ConfigError: It is not a whole number, or has another unit than K, M, G or T.
     """
-    found = _MEMORY.fullmatch(text.strip())
-    if found is None:
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None:
         rule = "Memory is a whole number of MiB, or has K, M, G or T behind it"
         raise ConfigError(rule, value=repr(text), remedy="Write it as 900M or 16G")
-    return math.ceil(int(found[1]) * _UNIT_KIB[found[2].upper()] / 2**10)
+    return math.ceil(int(match[1]) * _UNIT_KIB[match[2].upper()] / 2**10)
 
 
 def memory_text(mib: int) -> str:

@@ -198,8 +198,8 @@ class Attempts:
         """Reads the end of an attempt: the most informative record; None if there is none."""
         paths = self._folder.glob(f"{attempt:04d}-ended*.json")
         ends = [_read_record(path, AttemptEnd) for path in paths]
-        known = [end for end in ends if end is not None and end.ending in _BY_SIGNIFICANCE and _is_time(end.time)]
-        return min(known, key=_significance, default=None)
+        valid = [end for end in ends if end is not None and end.ending in _BY_SIGNIFICANCE and _is_time(end.time)]
+        return min(valid, key=_significance, default=None)
 
     def end_in(self, context: SlurmContext) -> AttemptEnd | None:
         """Reads the end of the last attempt of a job; None if no attempt began or no record was written."""
@@ -213,8 +213,8 @@ class Attempts:
 
     def is_superseded(self) -> bool:
         """Returns whether a later job has the run: this process must stop training."""
-        own = self._current or self._last_in(self._context) or 0
-        return any(self._is_in_other_job(start) for start in self.starts(after=own))
+        current = self._current or self._last_in(self._context) or 0
+        return any(self._is_in_other_job(start) for start in self.starts(after=current))
 
     def supersedes(self, earlier: AttemptStart) -> bool:
         """Returns whether this attempt takes the run from an earlier attempt: this one is in a job, and the earlier one
@@ -223,8 +223,8 @@ class Attempts:
         return earlier.attempt < (self._current or 0) and self._is_in_other_job(earlier)
 
     def _is_in_other_job(self, start: AttemptStart) -> bool:
-        own = (self._context.job, self._context.restarts)
-        return bool(self._context.job and start.slurm_job) and (start.slurm_job, start.restarts) != own
+        this_job = (self._context.job, self._context.restarts)
+        return bool(self._context.job and start.slurm_job) and (start.slurm_job, start.restarts) != this_job
 
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
@@ -287,8 +287,8 @@ class Attempts:
         write_json_atomic(self._folder / f"{attempt:04d}-ended{writer}.json", asdict(end))
 
     def _last_in(self, context: SlurmContext) -> int | None:
-        own = (context.job, context.restarts)
-        attempts = [start.attempt for start in self.starts() if (start.slurm_job, start.restarts) == own]
+        job_and_restarts = (context.job, context.restarts)
+        attempts = [start.attempt for start in self.starts() if (start.slurm_job, start.restarts) == job_and_restarts]
         return max(attempts, default=None)
 
     def this_process(self, attempt: int | None = None) -> AttemptStart:

@@ -83,20 +83,22 @@ def resolve_prerequisites(
     """
     run, notices = _with_start_run(run, past)
     folders = {}
-    for needed in (one for one in run.prerequisites if one.role not in later):
+    for needed in run.prerequisites:
+        if needed.role in later:
+            continue
         name = getattr(run.mode, needed.role)
         if name:
             folders[needed.role] = _find_named(name, needed, run, request, past).folder.path
             continue
         awaited = next((known for known in past.awaited if not misfits(known.config, run, needed)), None)
-        found = awaited or past.newest(run, needed)
-        if found is None and needed.required:
+        source = awaited or past.newest(run, needed)
+        if source is None and needed.required:
             raise ConfigError(f"Mode {run.mode.name} builds on {needed.what}, and no finished run fits",
                               value=f"looked in {run.runs_dir} and {state_dir(run.paths)}",
                               remedy=_remedy("This makes one", needed, run, request))  # fmt: skip
-        if found is not None:
-            folders[needed.role] = found.folder.path
-            notices.append(source_notice(needed, found, is_awaited=awaited is not None))
+        if source is not None:
+            folders[needed.role] = source.folder.path
+            notices.append(source_notice(needed, source, is_awaited=awaited is not None))
     return with_folders(run, folders), notices
 
 
@@ -106,7 +108,7 @@ def _with_start_run(run: ResolvedRun, past: PastRuns) -> tuple[ResolvedRun, list
         return run, []
     known = find_run(past.known, run.training.start_from)
     if known.folder.result() is None and known.run_id not in {one.run_id for one in past.awaited}:
-        raise RunError("Training starts from the weights of a finished run", value=f"{known.run_id} has no result",
+        raise RunError("The run to start from has not finished", value=f"{known.run_id} has no result",
                        remedy=f"Finish it first: can-train resume {shlex.quote(str(known.folder.path))}")  # fmt: skip
     training = replace(run.training, start_from=str(known.folder.path.resolve()))
     return replace(run, training=training), [f"weights to start from: {known.run_id}"]
@@ -133,15 +135,15 @@ def misfits(config: Mapping[str, Any], run: ResolvedRun, needed: Prerequisite) -
         "mode": (_group(config, "mode").get("name"), needed.modes),
         **({"size": (config.get("size"), sizes)} if sizes else {}),
     }
-    found = [
+    differences = [
         f"{name} is {theirs}, not {' or '.join(possible)}"
         for name, (theirs, possible) in theirs_and_possible.items()
         if theirs not in possible
     ]
-    if needed.same_model and not found:
-        found += _differences("model", _group(config, "model"), run.config["model"])
+    if needed.same_model and not differences:
+        differences += _differences("model", _group(config, "model"), run.config["model"])
     mine = {name: run.config["dataset"][name] for name in run.task_settings.inputs}
-    return found + _differences("dataset", _group(config, "dataset"), mine)
+    return differences + _differences("dataset", _group(config, "dataset"), mine)
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -151,16 +153,16 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _differences(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     """Lists the settings in `mine` that differ in `theirs`, with dotted names."""
-    found = []
+    differences = []
     for key, value in mine.items():
-        other = theirs.get(key)
-        if isinstance(value, Mapping) and isinstance(other, Mapping):
-            found += _differences(f"{name}.{key}", other, value)
+        their_value = theirs.get(key)
+        if isinstance(value, Mapping) and isinstance(their_value, Mapping):
+            differences += _differences(f"{name}.{key}", their_value, value)
         elif key not in theirs:
-            found.append(f"{name}.{key} is not set, not {value}")
-        elif other != value:
-            found.append(f"{name}.{key} is {other}, not {value}")
-    return found
+            differences.append(f"{name}.{key} is not set, not {value}")
+        elif their_value != value:
+            differences.append(f"{name}.{key} is {their_value}, not {value}")
+    return differences
 
 
 def _may_fit(known: KnownRun, needed: Prerequisite) -> bool:
@@ -201,7 +203,7 @@ def _find_named(name: str, needed: Prerequisite, run: ResolvedRun, request: "Run
             remedy = f"Wait for its end: can-train logs {path} -f; or submit with --after {path}"
         # A folder that was copied while the run was still training has no result, though the run has finished by now.
         value = f"{known.run_id} is {state.state}" if state.state != FINISHED else f"{known.run_id} has no result"
-        raise RunError(f"Only a finished run can be {needed.what}", value=value, remedy=remedy)
+        raise RunError(f"An unfinished run cannot be {needed.what}", value=value, remedy=remedy)
     if not _has_weights(known.folder):
         raise CheckpointError("The run to build on has lost its weights", value=str(known.folder.checkpoints_path),
                               remedy=_remedy("This makes another", needed, run, request, named=True))  # fmt: skip

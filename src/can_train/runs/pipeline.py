@@ -64,15 +64,18 @@ def load_stages(preset: str, folders: Sequence[Path]) -> list[PipelineStage]:
     try:
         stages = [PipelineStage(**plain) for plain in plain_from_yaml(path.read_text())["stages"]]
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError("A pipeline is a list of stages", value=f"{path}: {error}",
-                          remedy=f"Each stage has: {', '.join(one.name for one in fields(PipelineStage))}",
+        raise ConfigError("The preset of a pipeline is malformed", value=f"{path}: {error}",
+                          remedy="A pipeline is a list of stages; each stage has: "
+                                 f"{', '.join(field.name for field in fields(PipelineStage))}",
                           ) from error  # fmt: skip
     seen: set[str] = set()
     for stage in stages:
         late = [name for names in stage.needs.values() for name in names if name not in seen]
         if late or stage.name in seen:
-            value = f"{stage.name} needs {', '.join(late)}" if late else f"{stage.name} is there twice"
-            raise ConfigError("A stage has a unique name and follows the stages that it needs", value=value)
+            fact = (
+                f"Stage {stage.name} does not follow a stage that it needs" if late else "Two stages have the same name"
+            )
+            raise ConfigError(fact, value=", ".join(late) or stage.name)
         seen.add(stage.name)
     return stages
 
@@ -83,10 +86,10 @@ def select_stages(stages: Sequence[PipelineStage], names: Sequence[str]) -> list
     Raises:
         ConfigError: A name is unknown.
     """
-    known = [stage.name for stage in stages]
+    stage_names = [stage.name for stage in stages]
     for name in names:
-        if name not in known:
-            raise unknown_name("stage", name, known)
+        if name not in stage_names:
+            raise unknown_name("stage", name, stage_names)
     return [stage for stage in stages if stage.name in names]
 
 
@@ -99,17 +102,17 @@ def split_sets(sets: Sequence[str], stages: Sequence[PipelineStage]) -> dict[str
     Raises:
         ConfigError: A stage is unknown or was not selected.
     """
-    found: dict[str, list[str]] = {stage.name: [*stage.sets] for stage in stages}
+    sets_by_stage: dict[str, list[str]] = {stage.name: [*stage.sets] for stage in stages}
     for text in sets:
-        name, colon, own = text.partition(":")
+        name, colon, stage_text = text.partition(":")
         if not colon or "=" in name:
-            for mine in found.values():
-                mine.append(text)
-        elif name.strip() in found:
-            found[name.strip()].append(own)
+            for stage_sets in sets_by_stage.values():
+                stage_sets.append(text)
+        elif name.strip() in sets_by_stage:
+            sets_by_stage[name.strip()].append(stage_text)
         else:
-            raise unknown_name("stage in --set", name.strip(), found)
-    return found
+            raise unknown_name("stage in --set", name.strip(), sets_by_stage)
+    return sets_by_stage
 
 
 REUSED: Final = "reused"
@@ -188,12 +191,12 @@ def plan_stages(requests: Sequence[StageRequest], context: PipelineContext) -> l
             elif source is not None:
                 run = with_folders(run, {needed.role: source.folder.path})
                 notices.append(source_notice(needed, source))
-        run, others = resolve_prerequisites(run, wanted.request, context.past, later=sources)
+        run, more = resolve_prerequisites(run, wanted.request, context.past, later=sources)
         made = {role: known for role, name in sources.items() if (known := steps[name].known) is not None}
         run = with_folders(run, {role: known.folder.path for role, known in made.items()})
         # Called also with `force`: it raises an error if the data do not exist.
         data_time = max((file.stat().st_mtime for file in data_files(run)), default=0.0)
-        step = PlannedStage(stage=wanted.stage, run=run, sources=sources, what=NEW, notices=[*notices, *others])
+        step = PlannedStage(stage=wanted.stage, run=run, sources=sources, what=NEW, notices=[*notices, *more])
         if not context.force and len(made) == len(sources):
             step = _with_earlier_run(step, data_time, context)
         steps[wanted.stage.name] = step
@@ -218,9 +221,9 @@ def _find_source(
         stage = context.stages[name]
         modes, sizes = (stage.mode,) if stage.mode else needed.modes, (stage.size,) if stage.size else needed.sizes
         of_stage = replace(needed, models=(stage.model,), modes=modes, sizes=sizes)
-        found = context.past.newest(wanted.run, of_stage)
-        if found is not None:
-            return found
+        newest = context.past.newest(wanted.run, of_stage)
+        if newest is not None:
+            return newest
     return None
 
 

@@ -100,15 +100,15 @@ class MemoryLimits:
 def memory_limits(run_plan: RunPlan, *, device: str, capacity_bytes: int, from_step: int) -> MemoryLimits:
     """Returns the memory limits of a plan."""
     plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
-    known = MemoryLimits(from_step=from_step, device=device, capacity_bytes=capacity_bytes)
+    memory = MemoryLimits(from_step=from_step, device=device, capacity_bytes=capacity_bytes)
     if limits is None or peak is None:
-        return known
+        return memory
     half_width = limits.training.half_width(plan.largest_cost)
-    known = replace(known, predicted_bytes=(round(peak - half_width), round(peak + half_width)))
+    memory = replace(memory, predicted_bytes=(round(peak - half_width), round(peak + half_width)))
     if plan.safety_factor is None or not math.isfinite(plan.rules.safe_limit):
-        return known
+        return memory
     safe = limits.step_peak_bytes(plan.rules.safe_limit, plan.rules.safe_limit)
-    return replace(known, safe_bytes=round(safe))
+    return replace(memory, safe_bytes=round(safe))
 
 
 def steps_path(folder: Path, rank: int) -> Path:
@@ -193,12 +193,12 @@ def rewind_steps(folder: Path, step: int) -> None:
 def read_steps(folder: Path) -> tuple[list[StepRecord], list[MemoryLimits]]:
     """Reads a run's steps, with the highest peaks of all ranks, and rank 0's limits. Damaged lines are left out."""
     lines = _objects(steps_path(folder, 0))
-    steps = {one.step: one for one in _records(lines, StepRecord)}
+    steps = {record.step: record for record in _records(lines, StepRecord)}
     for path in sorted(folder.glob(f"{_STEPS}-rank-*.jsonl")):
-        for one in _records(_objects(path), StepRecord):
-            if one.step in steps:
-                steps[one.step] = steps[one.step].with_peaks(one)
-    return sorted(steps.values(), key=lambda one: one.step), _records(lines, MemoryLimits)
+        for record in _records(_objects(path), StepRecord):
+            if record.step in steps:
+                steps[record.step] = steps[record.step].with_peaks(record)
+    return sorted(steps.values(), key=lambda record: record.step), _records(lines, MemoryLimits)
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:
@@ -209,13 +209,13 @@ def _records(lines: Iterable[Mapping[str, Any]], kind: type) -> list[Any]:
     import msgspec
 
     names = {field.name for field in fields(kind)}
-    found: list[Any] = []
+    records: list[Any] = []
     for values in lines:
         if values.keys() == names:
             # JSON accepts half a surrogate pair, msgspec does not.
             with suppress(msgspec.ValidationError, UnicodeError):
-                found.append(msgspec.convert(values, kind))
-    return found
+                records.append(msgspec.convert(values, kind))
+    return records
 
 
 def write_predictions(folder: Path, predictions: Mapping[str, Predictions]) -> None:
@@ -251,11 +251,11 @@ def read_predictions(folder: Path) -> dict[str, Predictions]:
     if not folder.exists():
         return {}
     arrays, meta = read_arrays(folder, list(_ARRAYS))
-    found, start = {}, 0
-    for one in meta["sets"]:
-        columns = {name: array[start : start + one["samples"]] for name, array in arrays.items()}
+    predictions, start = {}, 0
+    for test_set in meta["sets"]:
+        columns = {name: array[start : start + test_set["samples"]] for name, array in arrays.items()}
         if np.isnan(columns["time_s"]).any():
             columns["time_s"] = np.empty(0, dtype=np.float32)
-        found[one["name"]] = Predictions(**columns, words=tuple(one["words"]))
-        start += one["samples"]
-    return found
+        predictions[test_set["name"]] = Predictions(**columns, words=tuple(test_set["words"]))
+        start += test_set["samples"]
+    return predictions

@@ -102,7 +102,7 @@ class Registry:
 
     def run(self, run_id: str) -> RunRecord | None:
         """Reads the entry of a run; None if it is missing or damaged."""
-        return next((one for one in self._read(run_id, "run", RunRecord, []) if one.run_id == run_id), None)
+        return next((record for record in self._read(run_id, "run", RunRecord, []) if record.run_id == run_id), None)
 
     def runs(self, *, index_from: int = INDEX_FROM) -> list[RunRecord]:
         """Reads all runs, the oldest first. At least `index_from` runs outside the index are added to the index."""
@@ -117,8 +117,8 @@ class Registry:
                     certain[run_id] = record
         if index.is_worth_extending(len(certain), index_from):
             write_index(index, certain)
-        found = [*index.records(index.groups).values(), *certain.values(), *doubtful]
-        return sorted(found, key=lambda record: (record.time, record.run_id))
+        every_record = [*index.records(index.groups).values(), *certain.values(), *doubtful]
+        return sorted(every_record, key=lambda record: (record.time, record.run_id))
 
     def jobs(self, run_id: str) -> list[JobRecord]:
         """Reads the jobs of a run, in order."""

@@ -58,10 +58,11 @@ _LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
 def _packages_of_tasks() -> list[str]:
     """Lists the packages in the extras of can-train, as `polars>=1.34 ; extra == 'all'` names them."""
     try:
-        needed = requires("can-train") or []
+        requirements = requires("can-train") or []
     except PackageNotFoundError:
         return []
-    return sorted({re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in needed if "extra ==" in one} - {*_LIBRARIES})
+    names = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requirements if "extra ==" in text}
+    return sorted(names - {*_LIBRARIES})
 
 
 class RunFolder:
@@ -132,10 +133,10 @@ class RunFolder:
         `default`; None if the file is missing or damaged.
         """
         try:
-            found = msgspec.convert(json.loads(read_text(self.path / _CHANGED)), dict[str, dict[str, Any]])
+            settings = msgspec.convert(json.loads(read_text(self.path / _CHANGED)), dict[str, dict[str, Any]])
         except (OSError, ValueError, RecursionError):
             return None
-        return found if all({"value", "default"} <= one.keys() for one in found.values()) else None
+        return settings if all({"value", "default"} <= setting.keys() for setting in settings.values()) else None
 
     def changes(self) -> list[dict[str, Any]]:
         """Reads the changes that `resume` made to the configuration, in order: `time`, `step` of the checkpoint that
@@ -166,7 +167,7 @@ class RunFolder:
 
     def goes_on_for_longer(self, step: int) -> bool:
         """Returns whether `resume` raised the number of epochs at the checkpoint of a step."""
-        return any(one.get("step") == step and _EPOCHS in one.get("settings", {}) for one in self.changes())
+        return any(change.get("step") == step and _EPOCHS in change.get("settings", {}) for change in self.changes())
 
     def result(self) -> dict[str, Any] | None:
         """Reads the result; None where the run has not finished.
@@ -337,9 +338,9 @@ def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:
     for needed in run.prerequisites:
         path = Path(getattr(run.mode, needed.role))
         # A copied folder of runs contains the prerequisites, too.
-        beside = folder.resolve().parent / path.name
-        if path.name and not is_file(path / CONFIG) and is_file(beside / CONFIG):
-            moved[needed.role] = str(beside)
+        sibling = folder.resolve().parent / path.name
+        if path.name and not is_file(path / CONFIG) and is_file(sibling / CONFIG):
+            moved[needed.role] = str(sibling)
     return replace(run, mode=replace(run.mode, **moved)) if moved else run
 
 

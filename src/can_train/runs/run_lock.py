@@ -77,7 +77,7 @@ def wait_for_lock(
     while not try_lock(file):
         waited_s = time.monotonic() - began
         if waited_s > wait_s:
-            raise EarlierAttemptError("A run is trained by one process at a time",
+            raise EarlierAttemptError("An earlier attempt still trains the run",
                                       value=f"{who} did not end within {wait_s / 60:.0f} min",
                                       remedy="End it where it runs, or wait until it has saved")  # fmt: skip
         if is_asked and waited_s > save_s:
@@ -97,7 +97,7 @@ def _send(number: int, holder: AttemptStart, file: TextIO) -> bool:
     try:
         process = find_process(holder.pid, holder.start_time)
         # Machines may share a name, and a process id may be reused: the holder of the lock has the lock file open.
-        has_file = process and str(Path(file.name).resolve()) in {one.path for one in process.open_files()}
+        has_file = process and str(Path(file.name).resolve()) in {opened.path for opened in process.open_files()}
         if process is None or not has_file:
             return False
         process.send_signal(number)

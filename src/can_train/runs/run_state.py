@@ -178,8 +178,8 @@ def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str
         return _recorded(end)
     if row is None and any(attempt is None or cancel.time >= attempt.start.start_time for cancel in facts.cancels):
         return RunState(CANCELLED)
-    known = "; ".join(filter(None, [_exit_words(row) if row else "", error_in_words(log)]))
-    return RunState(FAILED, known or "its process ended without a record, and nothing shows what ended it")
+    why = "; ".join(filter(None, [_exit_words(row) if row else "", error_in_words(log)]))
+    return RunState(FAILED, why or "its process ended without a record, and nothing shows what ended it")
 
 
 def log_causes(text: str) -> list[str]:
@@ -237,8 +237,8 @@ def last_error_line(text: str) -> str:
         in_traceback = line.endswith(_TRACEBACK) or (in_traceback and not ends_traceback)
         if ends_traceback or (_ERROR.search(line.strip()) and not _ASSIGNMENT.match(line.strip())):
             errors.append(line.strip())
-    own = [line for line in errors if not line.startswith(_SCHEDULER_LINES)]
-    errors = own or [line for line in errors if _CONSEQUENCE not in line]
+    training_errors = [line for line in errors if not line.startswith(_SCHEDULER_LINES)]
+    errors = training_errors or [line for line in errors if _CONSEQUENCE not in line]
     return _cut(without_positions(errors[-1]), _LONGEST_ERROR) if errors else ""
 
 
@@ -247,8 +247,8 @@ def error_in_words(text: str, status: str = "") -> str:
     if error := last_error_line(text):
         return error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    own = [line for line in lines if not line.startswith(_SCHEDULER_LINES)] or lines
-    last = _cut(f"no error was printed; last line: {own[-1]}", COLUMNS) if own else ""
+    training_lines = [line for line in lines if not line.startswith(_SCHEDULER_LINES)] or lines
+    last = _cut(f"no error was printed; last line: {training_lines[-1]}", COLUMNS) if training_lines else ""
     return "; ".join(filter(None, (status, last)))
 
 
@@ -282,7 +282,7 @@ def _exit_words(row: AccountRow) -> str:
     # A step's signal says more than the exit code that the batch script made of it.
     codes = [*(step.exit_code for step in row.steps), row.exit_code]
     signals = [int(text) for text in (code.partition(":")[2] for code in codes) if text.isdecimal()]
-    number = next((found for found in signals if found), 0)
+    number = next((signal_number for signal_number in signals if signal_number), 0)
     if number:
         names = {member.value: f" ({member.name})" for member in signal.Signals}
         return f"ended by signal {number}{names.get(number, '')}"
@@ -322,18 +322,18 @@ def infer_run_state(facts: RunFacts) -> RunState:
     row = live_row(facts)
     if row is not None:
         return _state_in_queue(row, facts)
-    found = _state_after_queue(facts)
-    if not facts.has_folder and not found.live:
-        return _state_without_folder(found, facts)
-    if facts.is_damaged and not found.live:
+    state = _state_after_queue(facts)
+    if not facts.has_folder and not state.live:
+        return _state_without_folder(state, facts)
+    if facts.is_damaged and not state.live:
         return RunState(FINISHED, "but its result.json is damaged")
-    if found.state == FINISHED:
-        return replace(found, sentence="but its result.json is gone")
-    if found.state == REQUEUED:
+    if state.state == FINISHED:
+        return replace(state, sentence="but its result.json is gone")
+    if state.state == REQUEUED:
         # The job was requeued, and left the queue again before this look.
-        why = found.sentence or "it left the queue, and SLURM does not say why"
+        why = state.sentence or "it left the queue, and SLURM does not say why"
         return RunState(CANCELLED if facts.cancels else FAILED, why)
-    return found
+    return state
 
 
 def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
@@ -486,7 +486,7 @@ def _unstarted_process_state(job: JobRecord | None, facts: RunFacts) -> RunState
     return classify_exit(None, None, facts.log_tail, facts)
 
 
-def _state_without_folder(found: RunState, facts: RunFacts) -> RunState:
+def _state_without_folder(state: RunState, facts: RunFacts) -> RunState:
     """Returns the state of a run whose folder was deleted or moved: only SLURM can know how the run ended."""
     rows = [row for job in slurm_jobs(facts) if (row := _final_row(job, facts)) is not None]
     gone = f"its folder {facts.run.path} is gone"
@@ -494,7 +494,7 @@ def _state_without_folder(found: RunState, facts: RunFacts) -> RunState:
         return RunState(FAILED, f"{gone}, and with it how it ended", certain=False)
     if rows[-1].state == "COMPLETED":
         return RunState(FINISHED, f"as SLURM says; {gone}")
-    return replace(found, sentence="; ".join(filter(None, [found.sentence, gone])))
+    return replace(state, sentence="; ".join(filter(None, [state.sentence, gone])))
 
 
 def _in_words(state: RunState) -> str:

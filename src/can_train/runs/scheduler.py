@@ -163,8 +163,8 @@ def reason_in_words(reason: str) -> str:
     """
     reason = reason.strip().strip("()")
     # A comma and the affected nodes follow some reasons.
-    known = _REASONS.get(reason) or _REASONS.get(reason.partition(",")[0].strip().replace("_", " "))
-    if known:
-        return known
+    words_of_reason = _REASONS.get(reason) or _REASONS.get(reason.partition(",")[0].strip().replace("_", " "))
+    if words_of_reason:
+        return words_of_reason
     limits = (f"{words} ({reason})" for pattern, words in _LIMIT_REASONS.items() if re.match(pattern, reason))
     return next(limits, reason)

@@ -232,9 +232,9 @@ def run_logs(facts: RunFacts, known: KnownRun) -> list[Path]:
     logs = [log_path(job, known) for job in facts.jobs if job.log_path]
     last = facts.jobs[-1] if logs else None
     # A process makes one attempt. A job of SLURM may make several, which have the id of the job.
-    own = 1 if last is not None and last.executor != "slurm" else 0
-    since = [one.start for one in facts.attempts if last is None or one.start.start_time > last.time]
-    outside = [start for start in since if not start.job_id][own:]
+    first_outside = 1 if last is not None and last.executor != "slurm" else 0
+    since = [attempt.start for attempt in facts.attempts if last is None or attempt.start.start_time > last.time]
+    outside = [start for start in since if not start.job_id][first_outside:]
     is_newest = bool(outside) and outside[-1] is since[-1]
     return [*logs, known.folder.log_path] if is_newest or not logs else logs
 
@@ -262,15 +262,15 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
     records = {record.run_id: record for record in registry.runs() if is_run_id(record.run_id)}
     names = {name for name in _names_in(runs_dir) if is_run_id(name)}
     real = os.path.realpath(runs_dir)
-    found = [_unregistered(runs_dir / name) for name in names - records.keys() if is_file(runs_dir / name / CONFIG)]
+    runs = [_unregistered(runs_dir / name) for name in names - records.keys() if is_file(runs_dir / name / CONFIG)]
     for run_id, record in records.items():
         path = record.path
         # A person may move the folder of runs and give the new path: the registry has the old path.
         may_have_moved = run_id in names and path != f"{real}{os.sep}{run_id}"
         if may_have_moved and not is_folder(Path(path)) and is_file(runs_dir / run_id / CONFIG):
             path = str(runs_dir / run_id)
-        found.append(KnownRun(record=record, path=path))
-    return sorted(found, key=lambda known: (known.record.time, known.run_id), reverse=True)
+        runs.append(KnownRun(record=record, path=path))
+    return sorted(runs, key=lambda known: (known.record.time, known.run_id), reverse=True)
 
 
 def misnamed_runs(runs_dir: Path) -> list[str]:
@@ -348,8 +348,7 @@ def _run_folder(name: str) -> Path | None:
         raise RunError("The folder of a run cannot be read", value=f"{name}: {error.strerror}",
                        remedy="Change its permissions, or name another run") from error  # fmt: skip
     if run is None and is_path:
-        rule = "A run is named by its id, a part of it, its folder, or a file in that"
-        raise RunError(rule, value=f"{name} is not in the folder of a run",
+        raise RunError("This path is not in the folder of a run", value=name,
                        remedy=f"Name a folder with a {CONFIG}: a checkpoint alone does not name its data")  # fmt: skip
     return run
 

@@ -80,12 +80,12 @@ def _install_line(name: str, missing: Sequence[str]) -> str:
 
 def scores(judgement: Mapping[str, Any]) -> dict[str, float]:
     """Returns the figures of a judgement: of the model on each test set, of the validation, and without a set."""
-    found: dict[str, Any] = {**judgement, "test": {}}
+    groups: dict[str, Any] = {**judgement, "test": {}}
     for name, test in _mapping(judgement.get("test")).items():
-        found["test"][name] = _mapping(_mapping(test).get("model"))
+        groups["test"][name] = _mapping(_mapping(test).get("model"))
     return {
         name: float(value)
-        for group, values in found.items()
+        for group, values in groups.items()
         if group in ("test", "validation") or not isinstance(values, Mapping)
         for name, value in flat({group: values}, separator="/")
         if isinstance(value, int | float) and math.isfinite(value)

@@ -46,8 +46,8 @@ def run_command(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> CommandRe
     """Runs a program and waits for its end; it never raises."""
     # A person's filters and formats (SQUEUE_FORMAT, SACCT_FORMAT) would change the output, and SLURM_CLUSTERS the
     # cluster.
-    own = ("SQUEUE_", "SACCT_", "SLURM_CLUSTERS")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    prefixes = ("SQUEUE_", "SACCT_", "SLURM_CLUSTERS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     variables = {**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -449,13 +449,13 @@ def _read_accounting() -> Accounting:
     if {"limits", "safe"}.isdisjoint(settings.get("AccountingStorageEnforce", "").split(",")):
         return Accounting()
     user, cluster = pwd.getpwuid(os.geteuid()).pw_name, f"cluster={settings.get('ClusterName', '')}"
-    own, accounts = (
+    user_rows, account_rows = (
         _sacctmgr(("assoc", "where", cluster, f"user={name}"), _ASSOCIATION_COLUMNS) for name in (user, "")
     )
     default = _sacctmgr(("user", "where", f"name={user}"), ("DefaultAccount",))
     return Accounting(
         qualities=_sacctmgr(("qos",), _QOS_COLUMNS),
-        associations=[*own, *accounts],
+        associations=[*user_rows, *account_rows],
         default_account=default[0]["DefaultAccount"] if default else "",
     )
 
@@ -501,7 +501,7 @@ def no_controller(problem: str) -> NoControllerError:
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
     """Parses the output of `scontrol show partition -o` and `scontrol show node -o`."""
     node_fields = [_fields(line) for line in nodes.splitlines() if line.startswith("NodeName=")]
-    found = {fields.get("PartitionName", ""): fields for fields in map(_fields, partitions.splitlines())}
+    fields_by_name = {fields.get("PartitionName", ""): fields for fields in map(_fields, partitions.splitlines())}
     return [
         Partition(
             name=name,
@@ -512,7 +512,7 @@ def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
             is_up=fields.get("State", "UP") == "UP",
             qos="" if (qos := fields.get("QoS", "")) in _UNLIMITED else qos,
         )
-        for name, fields in found.items()
+        for name, fields in fields_by_name.items()
         if name
     ]
 

@@ -277,8 +277,8 @@ def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Re
     if decision.memory_mib is not None:
         # sbatch takes one of --mem, --mem-per-cpu and --mem-per-gpu.
         additional = cluster.additional.items()
-        others = {name: text for name, text in additional if not name.replace("_", "-").startswith("mem-per-")}
-        changes |= {"mem": f"{decision.memory_mib}M", "additional": others}
+        other_options = {name: text for name, text in additional if not name.replace("_", "-").startswith("mem-per-")}
+        changes |= {"mem": f"{decision.memory_mib}M", "additional": other_options}
     elif not decision.elsewhere:
         # No other node is left, so avoided nodes are tried again, except those that a person excludes.
         changes["exclude"] = cluster.exclude
@@ -377,8 +377,8 @@ def _requeue(ended: _EndedJob, ending: str, decision: Requeue, silence: str) -> 
 
 def _record_failed_restart(ended: _EndedJob, ending: str, failure: str) -> str:
     """Records that a run could not be started again; returns a sentence with the command that continues it."""
-    own = {"time_limit": _SAVED, "killed": _KILLED_WORDS, "host_oom": _HOST_OOM_WORDS}
-    message = own.get(ending) or (ended.end.message if ended.end else "")
+    messages = {"time_limit": _SAVED, "killed": _KILLED_WORDS, "host_oom": _HOST_OOM_WORDS}
+    message = messages.get(ending) or (ended.end.message if ended.end else "")
     details = ended.end.details if ended.end else {}
     ended.attempts.record_end(ending, "; ".join(filter(None, (message, failure))), details)
     return f"{failure}. Go on: can-train resume {ended.run.run_id}"
@@ -429,7 +429,7 @@ def host_memory_ran_out(job: JobId, log: str) -> bool:
 def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
     details: Mapping[str, Any] = ended.end.details if ended.end and ending == "gpu_oom" else {}
     nodes = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) if ending in ("host_oom", "gpu_oom") else []
-    others = {node.name for node in nodes}.difference(ended.nodes_to_avoid if nodes else ())
+    other_nodes = {node.name for node in nodes}.difference(ended.nodes_to_avoid if nodes else ())
     return JobOutcome(
         ending=ending,
         restarts=ended.attempts.count_restarts(ended.slurm_job),
@@ -437,7 +437,7 @@ def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
         memory_mib=job_memory_mib(os.environ),
         most_memory_mib=max((node.memory_mib for node in nodes), default=None),
-        has_other_nodes=len(others) >= cluster_settings(ended.folder).nodes,
+        has_other_nodes=len(other_nodes) >= cluster_settings(ended.folder).nodes,
     )
 
 

@@ -72,21 +72,21 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """
     torch = "torchrun" if _ELASTIC in environment else "a launcher of PyTorch"
     named = [(torch, _TORCH), *(("mpirun", names) for names in _MPI.values()), ("mpiexec", _PMI)]
-    inner = [one for launcher, names in named if (one := _read(launcher, names, environment)) is not None]
+    inner = [launch for launcher, names in named if (launch := _read(launcher, names, environment)) is not None]
     # srun --pty starts its command once: it ends all tasks but the first.
     is_interactive = "SLURM_PTY_PORT" in environment and _has_terminal()
     step = None if is_interactive else _read(SRUN, _STEP, environment)
     nested = [*inner, *([step] if step is not None else [])]
-    for index, one in enumerate(nested):
-        _check_nesting(one, [outer for outer in nested[index + 1 :] if outer.size > 1])
-    several = [one for one in nested if one.size > 1]
+    for index, launch in enumerate(nested):
+        _check_nesting(launch, [outer for outer in nested[index + 1 :] if outer.size > 1])
+    several = [launch for launch in nested if launch.size > 1]
     if not nested and "PMIX_RANK" in environment:
         remedy = _typed_otherwise("the launcher", "torchrun, mpirun and srun tell it")
-        raise ConfigError("A launcher tells how many processes it started", value="PMIX_RANK is set, and no size",
+        raise ConfigError("The number of processes is unknown", value="PMIX_RANK is set, and no size",
                           remedy=remedy)  # fmt: skip
     if step is not None and step in several and _ELASTIC not in environment:
         # MPI libraries and scripts repeat srun's values under other names.
-        return next((one for one in several if (one.rank, one.size) != (step.rank, step.size)), step)
+        return next((launch for launch in several if (launch.rank, launch.size) != (step.rank, step.size)), step)
     return next(iter(several), None)
 
 
@@ -98,7 +98,7 @@ def _read(launcher: str, names: tuple[str, str, str, str], environment: Mapping[
     if rank is None or size is None or rank >= size:
         value = f"{names[0]}={environment[names[0]]}, {names[1]}={environment[names[1]]}"
         remedy = f"Unset both where no launcher is at work: env -u {names[0]} -u {names[1]}"
-        raise ConfigError("A rank is less than the number of processes", value=value, remedy=remedy)
+        raise ConfigError("The rank is not less than the number of processes", value=value, remedy=remedy)
     # Only launchers know how many processes a machine has; scripts that export the variables mostly do not.
     is_known = launcher != "a launcher of PyTorch"
     return Launch(launcher=launcher, variable=names[1], rank=rank, size=size, local_rank=local_rank,
@@ -108,7 +108,7 @@ def _read(launcher: str, names: tuple[str, str, str, str], environment: Mapping[
 def _count(name: str, environment: Mapping[str, str]) -> int | None:
     text = environment.get(name) or ""
     if text and not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name} is a whole number", value=repr(text), remedy=f"Unset it: env -u {name}")
+        raise ConfigError(f"{name} is not a whole number", value=repr(text), remedy=f"Unset it: env -u {name}")
     return int(text) if text else None
 
 
@@ -116,7 +116,7 @@ def _check_nesting(inner: Launch, outer: list[Launch]) -> None:
     """Refuses a launcher that another launcher has started several times: each would train another run."""
     if outer and inner.is_on_one_machine:
         value = f"{outer[0]}, and {inner.launcher} in each of them {inner.size}"
-        raise ConfigError("The processes of a run have one launcher", value=value,
+        raise ConfigError("Two launchers started the processes of a run", value=value,
                           remedy=f"Leave {inner.launcher} out, or {outer[0].launcher}")  # fmt: skip
 
 
@@ -175,12 +175,12 @@ def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) 
     if not (address and port) and launch.is_on_one_machine and namespace is not None:
         address, port = "127.0.0.1", FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS
     if not (address and port):
-        raise ConfigError("The ranks of a run must know where rank 0 listens",
+        raise ConfigError("The address of rank 0 is unknown",
                           value=f"{launch}, and MASTER_ADDR and MASTER_PORT are not both set",
                           remedy=_with_address(launch))  # fmt: skip
     if launch.local_rank is None:
         value = f"{launch}, and LOCAL_RANK is not set"
-        raise ConfigError("A rank must know its number on its machine", value=value,
+        raise ConfigError("The local rank of this process is unknown", value=value,
                           remedy="Set LOCAL_RANK: 0 for the first process of a machine, 1 for the second")  # fmt: skip
     from can_train.training.distributed import RankPlace
 

@@ -61,18 +61,18 @@ def job_limits(cluster: ClusterSettings, partition: Partition) -> list[Limit]:
     qualities, associations = _places(cluster, partition)
     places = [*qualities, *associations]
     limits = {("MaxWall", _TIME): _first(places, "MaxWall")}
-    found: list[Limit] = []
+    account_limits: list[Limit] = []
     for column in (*_OF_A_JOB, *_OF_ALL_JOBS):
         # Nodes first: a request always has their number, and the other amounts depend on it.
         names = {name for _, row in places for name in _resources(row.get(column, ""))}
         for resource in sorted(names, reverse=True):
             # A limit for all jobs of an account holds in addition to the limit of the account above it.
             several = [] if column in _OF_A_JOB or _first(qualities, column, resource) else associations
-            found += [limit for place in several if (limit := _first([place], column, resource))]
+            account_limits += [limit for place in several if (limit := _first([place], column, resource))]
             limits[column, resource] = None if several else _first(places, column, resource)
     for column in _SUBMITTED:
         limits[column, _JOBS] = _first(places, column, _JOBS)
-    return [*(limit for limit in limits.values() if limit is not None), *found]
+    return [*(limit for limit in limits.values() if limit is not None), *account_limits]
 
 
 _Place = tuple[str, Mapping[str, str]]  # name in words, and sacctmgr's row
@@ -82,9 +82,9 @@ def _places(cluster: ClusterSettings, partition: Partition) -> tuple[list[_Place
     """Lists the QOS and the associations of a job, in order of precedence."""
     accounting = partition.accounting
     account = cluster.account or accounting.default_account
-    own = [row for row in accounting.associations if row["User"] and row["Account"] == account]
-    user = next((row for row in own if row["Partition"] == partition.name), None) or next(
-        (row for row in own if not row["Partition"]), None
+    user_rows = [row for row in accounting.associations if row["User"] and row["Account"] == account]
+    user = next((row for row in user_rows if row["Partition"] == partition.name), None) or next(
+        (row for row in user_rows if not row["Partition"]), None
     )
     associations = [(f"Account {account}, for its user {user['User']},", user)] if user else []
     above = {row["Account"]: row for row in accounting.associations if not row["User"]}

@@ -219,7 +219,7 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
         additional["dependency"] = ",".join(filter(None, [submission.dependency, own_dependency]))
     for line in cluster.setup:
         if not line.isprintable() and "\t" not in line:
-            raise ConfigError("cluster.setup has one line of shell in each item", value=repr(line))
+            raise ConfigError("An item of cluster.setup is not a single line of shell", value=repr(line))
     # After the user's setup lines, whose modules may change PYTHONPATH too.
     source = shlex.quote(str(code / "src"))
     imports = [f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
@@ -336,9 +336,9 @@ def _options(cluster: ClusterSettings) -> dict[str, Any]:
 def _additional(cluster: ClusterSettings) -> dict[str, Any]:
     """Returns the user's further sbatch options; a switch that is false is left out."""
     # submitit has no parameter for a reservation.
-    own = {"reservation": cluster.reservation} if cluster.reservation else {}
+    reservation = {"reservation": cluster.reservation} if cluster.reservation else {}
     options = {str(name).replace("_", "-"): value for name, value in cluster.additional.items()}
-    flags = {name.replace("_", "-") for name in _options(cluster)} | own.keys()
+    flags = {name.replace("_", "-") for name in _options(cluster)} | reservation.keys()
     for name in options:
         if name in flags - _RESERVED_OPTIONS.keys():
             raise ConfigError("An option of sbatch is given twice", value=f"--{name} and cluster.additional.{name}",
@@ -346,9 +346,10 @@ def _additional(cluster: ClusterSettings) -> dict[str, Any]:
         if name in _RESERVED_OPTIONS:
             raise ConfigError("An option of sbatch is set by can-train", value=name, remedy=_RESERVED_OPTIONS[name])
         if not name.replace("-", "").isalnum() or not name.isascii():
-            raise ConfigError("An option of sbatch is named by letters and hyphens", value=repr(name))
+            raise ConfigError("This is no name of an option of sbatch", value=repr(name),
+                              remedy="Give a name of letters, digits and hyphens")  # fmt: skip
     listed = {name: ",".join(map(str, value)) if isinstance(value, list | tuple) else value
-              for name, value in (own | options).items()}  # fmt: skip
+              for name, value in (reservation | options).items()}  # fmt: skip
     return {name: value for name, value in listed.items() if value is not False and value is not None}
 
 
@@ -357,5 +358,5 @@ def _escaped(name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if not value.isprintable():
-        raise ConfigError("A job's option is one line of printable characters", value=f"{name}: {value!r}")
+        raise ConfigError("A job's option is not a line of printable characters", value=f"{name}: {value!r}")
     return value.replace("\\", "\\\\")

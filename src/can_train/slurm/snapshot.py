@@ -93,12 +93,12 @@ def read_code(*packages: Path) -> Code:
     names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS)
     if names is None:
         return _code(root, {}, {name: root / name for part in _PARTS for name in _below(root, part)})
-    others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *_PARTS) or ""
+    untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *_PARTS) or ""
     return replace(
         _code(root, {}, {name: root / name for name in {*names.split("\0")} - {""}}),
         revision=(_git(root, "rev-parse", "HEAD") or "").strip(),
         difference=_git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--", *_PARTS) or "",
-        untracked=tuple(sorted({*others.split("\0")} - {""})),
+        untracked=tuple(sorted({*untracked.split("\0")} - {""})),
     )
 
 
@@ -117,9 +117,10 @@ def code_of_run(run: ResolvedRun) -> Code:
     size = sum(place.stat().st_size for place in places.values())
     if len(places) > _MOST_FILES or size > _MOST_BYTES:
         raise ConfigError(
-            f"The code of a task travels with its job: at most {_MOST_FILES} files and {size_text(_MOST_BYTES)}",
+            "The code of a task is too large for its job",
             value=f"{folder} has {len(places)} files of {size_text(size)}",
-            remedy="Put the task into a folder that contains only its code",
+            remedy=f"At most {_MOST_FILES} files and {size_text(_MOST_BYTES)} travel with a job: put the task into a "
+            "folder that contains only its code",
         )
     return replace(_code(code.root, code.files, {f"{_TASK}/{name}": place for name, place in places.items()}),
                    revision=code.revision, difference=code.difference, untracked=code.untracked)  # fmt: skip
@@ -227,15 +228,15 @@ def code_of(run_path: Path) -> Path:
     of_task = {name: path for name, path in files.items() if name.startswith(f"{_TASK}/")}
     package = _code(folder, {}, {name: path for name, path in files.items() if name not in of_task})
     if _code(folder, package.files, of_task).digest != digest:
-        why = "was changed since" if files else "is gone"
-        raise RunError("A run goes on with the code that it was submitted with", value=f"{folder} {why}",
+        fact = "The code of the run's submission " + ("was changed" if files else "is gone")
+        raise RunError(fact, value=str(folder),
                        remedy=f"Start a new run with today's code: can-train resubmit {run_path.name}")  # fmt: skip
     return folder
 
 
-def _code(root: Path, known: Mapping[str, bytes], places: Mapping[str, Path]) -> Code:
+def _code(root: Path, contents: Mapping[str, bytes], places: Mapping[str, Path]) -> Code:
     # A file in git's list may have been deleted.
-    files = {**known, **{name: place.read_bytes() for name, place in sorted(places.items()) if place.is_file()}}
+    files = {**contents, **{name: place.read_bytes() for name, place in sorted(places.items()) if place.is_file()}}
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)

@@ -54,11 +54,11 @@ def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partitio
     """
     if not name:
         return [partition for partition in partitions if partition.is_default]
-    known = {partition.name: partition for partition in partitions}
+    by_name = {partition.name: partition for partition in partitions}
     for part in name.split(","):
-        if part not in known:
-            raise unknown_name("partition", part, known)
-    return [known[part] for part in name.split(",")]
+        if part not in by_name:
+            raise unknown_name("partition", part, by_name)
+    return [by_name[part] for part in name.split(",")]
 
 
 def check_job(cluster: ClusterSettings, partitions: Sequence[Partition]) -> None:
@@ -94,11 +94,11 @@ def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
         requests.append((cluster.gpus_per_node, max_gpus, f"A node has at most {max_gpus} GPUs", gpus, option))
         kinds = {name for node in nodes for name in node.gpus if name}
         if cluster.gpus_per_node and cluster.gpu_type and cluster.gpu_type not in kinds:
-            known = (
+            remedy = (
                 f"It has: {', '.join(nearest_first(cluster.gpu_type, kinds))}" if kinds else "Its GPUs have no kinds"
             )
             rule = f"Partition {partition.name} has no GPU of this kind"
-            raise ConfigError(rule, value=repr(cluster.gpu_type), remedy=known)
+            raise ConfigError(rule, value=repr(cluster.gpu_type), remedy=remedy)
     if nodes and cluster.mem:
         mib, max_mib = parse_memory_mib(cluster.mem), max(node.memory_mib for node in nodes)
         requests.append((mib, max_mib, f"A node has at most {memory_text(max_mib)}", cluster.mem, "--mem"))
@@ -113,7 +113,7 @@ def waiting_notice(partitions: Sequence[Partition]) -> str:
     """Returns a sentence if all partitions of the job are down, else an empty string."""
     if not partitions or any(partition.is_up for partition in partitions):
         return ""
-    return f"Partition {', '.join(one.name for one in partitions)} is not up: the job waits until it is"
+    return f"Partition {', '.join(partition.name for partition in partitions)} is not up: the job waits until it is"
 
 
 def check_warning(time_min: int, delay_s: int) -> None:
@@ -128,9 +128,10 @@ def check_warning(time_min: int, delay_s: int) -> None:
     shorter = f"--set cluster.signal_delay_s={min(spare_s // 2, delay_s)}, or " if spare_s // 2 >= LEAST_DELAY_S else ""
     least_min = -(-(delay_s + EARLY_S + START_S + 1) // 60)
     raise ConfigError(
-        f"A job must have started ({START_S} s) before it is warned of its end, up to {EARLY_S} s earlier than asked",
+        "The job may be warned of its end before it has started",
         value=f"time limit {time_text(time_min)}, warning {delay_s} s before it",
-        remedy=f"Give {shorter}--time {least_min} or more",
+        remedy=f"A job starts within {START_S} s, and the warning may come {EARLY_S} s early: give {shorter}"
+        f"--time {least_min} or more",
     )
 
 
@@ -143,10 +144,10 @@ def check_device(device: str, cluster: ClusterSettings) -> str:
     if not wants_gpu(device):
         return f"The job asks for GPUs but trains on {device}: they stay idle" if cluster.requests_gpus else ""
     if device.startswith("cuda") and not cluster.requests_gpus:
-        raise ConfigError("A run on a GPU needs a job with one", value=f"--device {device}", remedy="Give --gpus 1")
+        raise ConfigError("The job has no GPU for the run", value=f"--device {device}", remedy="Give --gpus 1")
     if device.startswith("cuda:"):
-        raise ConfigError("Each rank of a job takes one of its GPUs", value=f"--device {device}",
-                          remedy="Give --device cuda")  # fmt: skip
+        raise ConfigError("A job cannot choose the number of its GPU", value=f"--device {device}",
+                          remedy="Give --device cuda: each rank of the job takes a GPU")  # fmt: skip
     return ""
 
 
@@ -180,7 +181,7 @@ def job_device(run: ResolvedRun, partitions: Sequence[Partition]) -> JobDevice:
     strange = [name for name in names if name and not cards_named(name)]
     unknown = f"The catalogue has no GPU called {' or '.join(strange)}" if strange else ""
     if not cards and not strange:
-        unknown = (f"Nothing tells which GPUs partition {', '.join(one.name for one in places)} has" if places else
+        unknown = (f"Nothing tells which GPUs partition {', '.join(place.name for place in places)} has" if places else
                    "SLURM does not answer, and no option names the kind of the job's GPU")  # fmt: skip
     return JobDevice(cards=[*cards], ranks=ranks, unknown=unknown)
 
@@ -212,9 +213,9 @@ def check_disk(
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     free = free_bytes(existing)
     if free < LEAST_FREE_BYTES:
-        raise RunError(f"A run needs {size_text(LEAST_FREE_BYTES)} of disk for checkpoints and prepared data",
-                       value=f"{size_text(free)} free in {existing}",
-                       remedy=f"Free some, or give another folder with {option}")  # fmt: skip
+        raise RunError("The disk has too little room for a run", value=f"{size_text(free)} free in {existing}",
+                       remedy=f"Free {size_text(LEAST_FREE_BYTES)} for checkpoints and prepared data, or give another "
+                              f"folder with {option}")  # fmt: skip
 
 
 # Measurements of earlier runs
@@ -297,22 +298,22 @@ def plan_submission(
     parents = [find_run(known, name) for name in after]
     candidates, notices = [], []
     for index, run in enumerate(runs):
-        ready, found = _completed(with_start_weights(run, [parent.record for parent in parents]), partitions)
-        notices += found
+        ready, run_notices = _completed(with_start_weights(run, [parent.record for parent in parents]), partitions)
+        notices += run_notices
         candidates.append(PlannedRun(index=index, run=ready, identity=identity(ready, code, data_files(ready))))
     digests = set() if force else {candidate.identity for candidate in candidates}
     identical = [earlier for earlier in known if earlier.record.identity in digests]
     # Both lists in one call, so that SLURM is asked once.
     statuses = run_statuses([*identical, *parents], registry, client)
-    duplicates = {one.index: find_duplicate_run(one.identity, statuses[: len(identical)]) for one in candidates}
+    duplicates = {each.index: find_duplicate_run(each.identity, statuses[: len(identical)]) for each in candidates}
     # Settings hold lists, so they are compared rather than hashed.
     groups: list[list[PlannedRun]] = []
-    for one in candidates:
-        alike = next((group for group in groups if group[0].run.cluster == one.run.cluster), None)
-        if duplicates[one.index] is None and alike is not None:
-            alike.append(one)
-        elif duplicates[one.index] is None:
-            groups.append([one])
+    for candidate in candidates:
+        alike = next((group for group in groups if group[0].run.cluster == candidate.run.cluster), None)
+        if duplicates[candidate.index] is None and alike is not None:
+            alike.append(candidate)
+        elif duplicates[candidate.index] is None:
+            groups.append([candidate])
     cluster = candidates[0].run.cluster
     for place in (
         find_partitions(cluster.partition, partitions)[:1] if cluster.executor == "slurm" and partitions else []
@@ -400,16 +401,16 @@ def _dependency(parent: RunStatus, executor: str) -> str:
     jobs, answer = slurm_jobs(parent.facts), parent.facts.answer
     if row is None and jobs and jobs[-1].cluster in answer.silent:
         cluster = jobs[-1].cluster
-        raise RunError("A job can wait only for a job of its own cluster",
+        raise RunError("The cluster of the run to wait for does not answer",
                        value=f"{run_id} is {state.state} as far as its files say; "
                              f"{silence_in_words(jobs[-1], answer)}",
                        remedy=f"Submit on {f'a login node of {cluster}' if cluster else 'its cluster'}, or when that "
                               "run has finished")  # fmt: skip
     if row is None or executor != "slurm":
-        raise RunError("Only a job of SLURM can wait, and only for another one", value=f"{run_id} is {state.state}",
+        raise RunError("The run cannot be waited for", value=f"{run_id} is {state.state}",
                        remedy="Submit when that run has finished, or submit both to SLURM")  # fmt: skip
     if row.job.cluster != answer.local:
-        raise RunError("A job can wait only for a job of its own cluster", value=f"{run_id} is job {row.job}",
+        raise RunError("The run to wait for is on another cluster", value=f"{run_id} is job {row.job}",
                        remedy=f"Submit on a login node of {row.job.cluster}, or when that run has finished",
                        )  # fmt: skip
     return f"afterok:{row.job.number}"

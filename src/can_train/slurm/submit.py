@@ -92,8 +92,8 @@ def start_jobs(
     except (FailedJobError, FailedSubmissionError) as error:
         # The lines of sbatch, without the lines of Python.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        own = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines if line.startswith("sbatch:")]
-        raise RunError("SLURM refused the job", value="; ".join(own) or [*lines, "no reason given"][-1]) from error
+        texts = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines if line.startswith("sbatch:")]
+        raise RunError("SLURM refused the job", value="; ".join(texts) or [*lines, "no reason given"][-1]) from error
     return [
         _record(folder, "slurm", job.job_id, str(job.paths.stdout), reason=submission.reason,
                 resources=resources(cluster), cluster=executor.job_cluster)
@@ -142,12 +142,12 @@ class _Executor(submitit.SlurmExecutor):
         if string:
             return str(submitit.SlurmExecutor._get_job_id_from_submission_command(string))
         try:
-            found = find_jobs(str(self.parameters["job_name"]), Path(self.folder))
+            jobs = find_jobs(str(self.parameters["job_name"]), Path(self.folder))
         except NoControllerError as error:
             raise _unanswered(f"whether it took the job is not known ({error.value})") from error
-        if not found:
+        if not jobs:
             raise _unanswered("it did not take the job")
-        return found[-1].number
+        return jobs[-1].number
 
 
 def _own_cluster() -> str:
@@ -166,8 +166,8 @@ def _own_cluster() -> str:
         return job.cluster
 
 
-def _unanswered(known: str) -> RunError:
-    return RunError("SLURM must answer sbatch", value=f"it did not within {SUBMIT_TIMEOUT_S:g} s; {known}",
+def _unanswered(outcome: str) -> RunError:
+    return RunError("SLURM did not answer sbatch", value=f"no answer within {SUBMIT_TIMEOUT_S:g} s; {outcome}",
                     remedy="Try again in a minute. A job that was taken all the same is taken back then")  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def _take_back_unseen(name: str, folder: Path, cluster: str) -> None:
         return
     sent_to = text_or_nothing(folder / _SENT_TO) or cluster
     if sent_to != cluster:
-        raise RunError("A run has one job", value=f"cluster {sent_to} may have taken one for it without an answer",
+        raise RunError("Another cluster may have taken a job for the run without an answer", value=sent_to,
                        remedy=f"Submit on a login node of {sent_to}, where that job is taken back")  # fmt: skip
     jobs = find_jobs(name, folder.absolute())
     if jobs and (refusal := cancel_jobs(jobs)):
