@@ -147,15 +147,11 @@ def _temporary(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     # with a umask of 002: a run's configuration names code.
     temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
     try:
-        with open(temporary, "xb", opener=_readable_by_others) as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
             yield temporary, file
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _readable_by_others(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o644)
 
 
 def _flush(file: BinaryIO) -> None:

@@ -18,8 +18,6 @@ _UNIT_BYTES: Final = {
     for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 
-_THREE_DIGITS: Final = 100  # MiB from which a fraction is not worth a digit
-
 _SIZE: Final = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?)\s*([a-z]+)\s*", re.IGNORECASE)
 _WORDED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)", re.IGNORECASE)
 _COLONS: Final = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})", re.ASCII)
@@ -69,7 +67,7 @@ def size_text(size_bytes: float) -> str:
     if size_bytes >= _UNIT_BYTES["gib"]:
         return f"{size_bytes / _UNIT_BYTES['gib']:.2f} GiB"
     size_mib = size_bytes / _UNIT_BYTES["mib"]
-    return f"{size_mib:.0f} MiB" if size_mib >= _THREE_DIGITS else f"{size_mib:.1f} MiB"
+    return f"{size_mib:.0f} MiB" if size_mib >= 100 else f"{size_mib:.1f} MiB"
 
 
 def parse_time_min(text: str) -> int:

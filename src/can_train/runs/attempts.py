@@ -37,7 +37,6 @@ ENDING_BY_STATUS: Final = {TERMINATED: "terminated", 128 + signal.SIGINT: "inter
 RESTARTED: Final = ("time_limit", "killed", "in_use")
 """Endings after which can-train requeues a job."""
 
-_HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _POSTPONED_S: Final = 0.05  # until a signal that arrives while an extension module is initialized is looked at again
 _MAX_POSTPONED: Final = 60  # times: 3 s, before SLURM kills the process
 
@@ -75,7 +74,8 @@ class StopRequests:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Handles the signals inside the block, and restores the previous handlers after it."""
-        previous: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in _HANDLED}
+        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+        previous: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in handled}
         try:
             yield
         finally:
@@ -199,7 +199,9 @@ class Attempts:
         paths = self._folder.glob(f"{attempt:04d}-ended*.json")
         ends = [_read_record(path, AttemptEnd) for path in paths]
         valid = [end for end in ends if end is not None and end.ending in _BY_SIGNIFICANCE and _is_time(end.time)]
-        return min(valid, key=_significance, default=None)
+        # A record made after the job counts before the record of a rank.
+        return min(valid, key=lambda end: (_BY_SIGNIFICANCE.index(end.ending), end.rank is not None, end.time),
+                   default=None)  # fmt: skip
 
     def end_in(self, context: SlurmContext) -> AttemptEnd | None:
         """Reads the end of the last attempt of a job; None if no attempt began or no record was written."""
@@ -329,11 +331,6 @@ def _is_time(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _significance(end: AttemptEnd) -> tuple[int, bool, str]:
-    # A record made after the job counts before the record of a rank.
-    return _BY_SIGNIFICANCE.index(end.ending), end.rank is not None, end.time
 
 
 def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]]:

@@ -26,8 +26,9 @@ _LOOK_INTERVAL_S: Final = 1.0
 def try_lock(file: TextIO) -> bool:
     """Locks a file without waiting; returns whether this process has the lock."""
     try:
-        # The kernel's lock, not the existence of the file: a killed process leaves no lock behind. Not filelock, which
-        # before version 4 empties the file as it opens it, even without getting the lock: the holder's name is lost.
+        # The kernel's lock, not the existence of the file: a killed process leaves no lock behind. Not filelock: its
+        # releases up to 3.24 empty the file as they open it, even without getting the lock, and the holder's name is
+        # lost.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False

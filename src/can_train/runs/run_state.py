@@ -137,12 +137,6 @@ _LOG_CAUSE: Final = re.compile("|".join(f"({pattern})" for pattern in _LOG_PATTE
 _SCHEDULER_LINES: Final = ("srun: ", "slurmstepd", "can-train: ")
 """Beginnings of the lines of a log that the training did not write."""
 
-_CONCLUSIVE: Final = ("finished", "gpu_oom", "host_oom")
-"""Endings for which the record of the process is decisive."""
-
-_OOM: Final = "OUT_OF_MEMORY"
-"""SLURM's state of a job or a step after the kernel killed a process for lack of memory."""
-
 
 def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str, facts: RunFacts) -> RunState:
     """Returns the state that an attempt ended in, or a job that began no attempt.
@@ -155,14 +149,15 @@ def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str
     """
     end = attempt.end if attempt else None
     ending = end.ending if end else None
-    if end is not None and ending in _CONCLUSIVE:
+    # Of these endings nobody knows more than the process.
+    if end is not None and ending in ("finished", "gpu_oom", "host_oom"):
         return _recorded(end)
     causes = log_causes(log)
     by_slurm = _BY_SLURM_STATE.get(row.state) if row else None
     # The kernel kills one process; the others then fail without it, or srun terminates them. Terminated processes of a
     # job that SLURM itself ended are not such a consequence.
     is_consequence = ending in (None, "failed", "killed", "rank_gone") or (ending == "terminated" and by_slurm is None)
-    oom_in_account = row is not None and _OOM in (row.state, *(step.state for step in row.steps))
+    oom_in_account = row is not None and "OUT_OF_MEMORY" in (row.state, *(step.state for step in row.steps))
     if is_consequence and by_slurm != TIME_LIMIT and (oom_in_account or causes[-1:] == [HOST_OOM]):
         memory = f" ({row.memory} of each node)" if row and row.memory else ""
         return RunState(HOST_OOM, f"it needed more memory than its job had asked for{memory}")
@@ -193,7 +188,6 @@ def log_causes(text: str) -> list[str]:
     return [causes[(match.lastindex or 0) - 1] for match in _LOG_CAUSE.finditer(text)]
 
 
-_TRACEBACK: Final = "Traceback (most recent call last):"
 _RANK_LABEL: Final = re.compile(r"^(?:\[rank\d+\]:|\d+:) ?")
 """Prefix that torchrun and `srun --label` write before each line of a rank."""
 _ERRORS: Final = (
@@ -220,8 +214,6 @@ _ERROR: Final = re.compile("|".join(_ERRORS))
 """A line of a job's log that is certainly an error."""
 _ASSIGNMENT: Final = re.compile(r"^(?:export |declare -\S+ )?[A-Za-z_][\w%()]*=")
 """A line of an environment, whose values may contain any word."""
-_CONSEQUENCE: Final = ": Exited with exit code "
-"""In a line of srun that only repeats the exit status."""
 _LONGEST_ERROR: Final = 240  # characters
 
 
@@ -234,11 +226,12 @@ def last_error_line(text: str) -> str:
         line = _RANK_LABEL.sub("", raw).rstrip()
         # The line after the frames, which are indented, names the exception.
         ends_traceback = in_traceback and line[:1].strip() != ""
-        in_traceback = line.endswith(_TRACEBACK) or (in_traceback and not ends_traceback)
+        in_traceback = line.endswith("Traceback (most recent call last):") or (in_traceback and not ends_traceback)
         if ends_traceback or (_ERROR.search(line.strip()) and not _ASSIGNMENT.match(line.strip())):
             errors.append(line.strip())
     training_errors = [line for line in errors if not line.startswith(_SCHEDULER_LINES)]
-    errors = training_errors or [line for line in errors if _CONSEQUENCE not in line]
+    # Some lines of srun only repeat the exit status.
+    errors = training_errors or [line for line in errors if ": Exited with exit code " not in line]
     return _cut(without_positions(errors[-1]), _LONGEST_ERROR) if errors else ""
 
 

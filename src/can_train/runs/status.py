@@ -126,13 +126,19 @@ def run_statuses(runs: Iterable[KnownRun], registry: Registry, scheduler: Schedu
             facts = _with_clusters(facts, answer.local, answered, scheduler)
             foreign = _foreign_jobs(facts, queue, scheduler)
             jobs = [job for job in slurm_jobs(facts) if job not in foreign]
-            own_rows = SchedulerAnswer(
+            silent, unnamed = dict(answer.silent), [job.number for job in jobs if not job.cluster]
+            if unnamed and answer.local:
+                reason = (
+                    f"its record does not name the cluster, and {answer.local} has no job {unnamed[-1]} of this run"
+                )
+                silent[""] = reason
+            answer_about_run = SchedulerAnswer(
                 queue=[row for job in jobs for row in queue.get(job, ())],
                 accounts=[row for job in jobs for row in accounts.get(job, ())],
-                silent={**answer.silent, **_unnamed(jobs, answer.local)},
+                silent=silent,
                 local=answer.local,
             )
-            facts = replace(facts, answer=own_rows)
+            facts = replace(facts, answer=answer_about_run)
         progress = read_progress(known.folder, facts.result)
         statuses.append(RunStatus(known=known, facts=facts, state=infer_run_state(facts), progress=progress))
     return statuses
@@ -174,13 +180,6 @@ def _is_own(job: JobId, record: JobRecord, scheduler: Scheduler, *, otherwise: b
         return scheduler.logs_into(job, Path(record.log_path).parent)
     except NoControllerError:
         return otherwise
-
-
-def _unnamed(jobs: Iterable[JobId], local: str) -> dict[str, str]:
-    unnamed = [job.number for job in jobs if not job.cluster]
-    if not unnamed or not local:
-        return {}
-    return {"": f"its record does not name the cluster, and {local} has no job {unnamed[-1]} of this run"}
 
 
 def _facts_on_disk(known: KnownRun, registry: Registry) -> RunFacts:

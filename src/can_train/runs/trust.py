@@ -12,7 +12,7 @@ from can_train.config.resolved import state_folder
 from can_train.config.task_loading import task_names
 from can_train.errors import UntrustedCodeError
 from can_train.io.ownership import Account, other_writer, places_on_the_way
-from can_train.runs.registry import Registry, RunRecord
+from can_train.runs.registry import Registry
 from can_train.runs.run_folder import CONFIG, RunFolder
 
 _PLACES: Final = {"code_dir": (".py", ".pyc", ".so"), "config_dir": (".yaml",)}
@@ -61,7 +61,8 @@ class CodeTrust:
             _check_place(place, account)
         registry = Registry(self.state)
         record = registry.run(path.name)
-        if record is None or not _is_place_of(record, path):
+        # A run lies in its registered folder, or was moved from there.
+        if record is None or (os.path.realpath(record.path) != str(path) and Path(record.path).exists()):
             code = f"; it names {', '.join(named)}" if (named := _names_of_code(config)) else ""
             raise UntrustedCodeError(f"{path} is not in your list of runs, {registry.folder}{code}")
         _check_place(registry.entry(path.name), account)
@@ -93,11 +94,6 @@ def _names_of_code(config: Mapping[str, Any]) -> list[str]:
     file = task.rpartition(":")[0]
     own = [str(place / file) for place in _named(config, "code_dir")] if file.endswith(".py") else [task]
     return [*(own if task not in task_names() else []), *map(str, _named(config, "config_dir"))]
-
-
-def _is_place_of(record: RunRecord, path: Path) -> bool:
-    """Returns whether a run is in its registered folder, or was moved from there."""
-    return os.path.realpath(record.path) == str(path) or not Path(record.path).exists()
 
 
 def _read_from(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:

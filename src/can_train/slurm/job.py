@@ -291,8 +291,10 @@ _REGISTRATION_WAIT_S: Final = 10.0
 """Wait in seconds: a job may fail before the submitting process has entered it into the registry."""
 _LOOK_INTERVAL_S: Final = 0.5
 
-_KILLED_WORDS: Final = "A process was killed (SIGKILL)"
-_HOST_OOM_WORDS: Final = "The system killed a process for want of memory"
+_MESSAGES: Final = {
+    "killed": "A process was killed (SIGKILL)",
+    "host_oom": "The system killed a process for want of memory",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,8 +379,7 @@ def _requeue(ended: _EndedJob, ending: str, decision: Requeue, silence: str) -> 
 
 def _record_failed_restart(ended: _EndedJob, ending: str, failure: str) -> str:
     """Records that a run could not be started again; returns a sentence with the command that continues it."""
-    messages = {"time_limit": _SAVED, "killed": _KILLED_WORDS, "host_oom": _HOST_OOM_WORDS}
-    message = messages.get(ending) or (ended.end.message if ended.end else "")
+    message = {**_MESSAGES, "time_limit": _SAVED}.get(ending) or (ended.end.message if ended.end else "")
     details = ended.end.details if ended.end else {}
     ended.attempts.record_end(ending, "; ".join(filter(None, (message, failure))), details)
     return f"{failure}. Go on: can-train resume {ended.run.run_id}"
@@ -393,18 +394,9 @@ def _find_ended_job(state_dir: Path) -> _EndedJob | None:
         jobs = ((run, job) for run in reversed(registry.runs()) for job in reversed(registry.jobs(run.run_id)))
         for run, job in jobs:
             if job.slurm_job == context.job:
-                folder = RunFolder(Path(run.path))
-                attempts = Attempts(folder.path, context)
-                end = attempts.end_in(context)
-                return _EndedJob(
-                    run=run,
-                    job=job,
-                    slurm_job=context.job,
-                    folder=folder,
-                    attempts=attempts,
-                    end=end,
-                    registry=registry,
-                )
+                attempts = Attempts(Path(run.path), context)
+                return _EndedJob(run=run, job=job, slurm_job=context.job, folder=RunFolder(Path(run.path)),
+                                 attempts=attempts, end=attempts.end_in(context), registry=registry)  # fmt: skip
         if time.monotonic() > until:
             break
         time.sleep(_LOOK_INTERVAL_S)
@@ -456,8 +448,7 @@ def _record_end(ended: _EndedJob, ending: str, decision: Decision, error: str) -
     is_recorded = end is not None and end.ending == ending
     if is_recorded and (not why_not or ending == "time_limit"):
         return
-    messages = {"failed": error, "killed": _KILLED_WORDS, "host_oom": _HOST_OOM_WORDS}
-    message = end.message if end and is_recorded else messages.get(ending, "")
+    message = end.message if end and is_recorded else {**_MESSAGES, "failed": error}.get(ending, "")
     ended.attempts.record_end(ending, ". ".join(filter(None, (why_not, message))), end.details if end else {})
 
 

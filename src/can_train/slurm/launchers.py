@@ -22,7 +22,6 @@ PORTS: Final = 17_000
 _STEP_APART: Final = (
     1009  # between the ports of two steps of a job, so that they differ from the ports of jobs with near ids
 )
-_EXAMPLE_PORT: Final = 29_500  # the port that PyTorch's own examples use
 # torchrun, which has a store of its own, sets these beside the variables that every launcher of PyTorch sets.
 _ELASTIC: Final = "TORCHELASTIC_RUN_ID"
 _AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
@@ -78,7 +77,12 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     step = None if is_interactive else _read(SRUN, _STEP, environment)
     nested = [*inner, *([step] if step is not None else [])]
     for index, launch in enumerate(nested):
-        _check_nesting(launch, [outer for outer in nested[index + 1 :] if outer.size > 1])
+        outer = next((each for each in nested[index + 1 :] if each.size > 1), None)
+        # Each process of the outer launcher would train another run.
+        if outer is not None and launch.is_on_one_machine:
+            raise ConfigError("Two launchers started the processes of a run",
+                              value=f"{outer}, and {launch.launcher} in each of them {launch.size}",
+                              remedy=f"Leave {launch.launcher} out, or {outer.launcher}")  # fmt: skip
     several = [launch for launch in nested if launch.size > 1]
     if not nested and "PMIX_RANK" in environment:
         remedy = _typed_otherwise("the launcher", "torchrun, mpirun and srun tell it")
@@ -112,14 +116,6 @@ def _count(name: str, environment: Mapping[str, str]) -> int | None:
     return int(text) if text else None
 
 
-def _check_nesting(inner: Launch, outer: list[Launch]) -> None:
-    """Refuses a launcher that another launcher has started several times: each would train another run."""
-    if outer and inner.is_on_one_machine:
-        value = f"{outer[0]}, and {inner.launcher} in each of them {inner.size}"
-        raise ConfigError("Two launchers started the processes of a run", value=value,
-                          remedy=f"Leave {inner.launcher} out, or {outer[0].launcher}")  # fmt: skip
-
-
 def _has_terminal() -> bool:
     """Whether the process has a controlling terminal; the tasks of a step have one only under --pty."""
     try:
@@ -145,19 +141,16 @@ def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
     from can_train.training.distributed import RankPlace
 
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    # Two steps of a job may train at the same time; can-train's jobs use step 0.
+    step = environment.get("SLURM_STEP_ID", "0")
+    number = int(environment["SLURM_JOB_ID"]) + _STEP_APART * (int(step) if step.isdigit() else 0)
     return RankPlace(
         rank=int(environment["SLURM_PROCID"]),
         size=size,
         local_rank=int(environment["SLURM_LOCALID"]),
         address=environment.get("MASTER_ADDR") or node_names(nodes)[0],
-        port=int(environment.get("MASTER_PORT") or FIRST_PORT + _meeting_number(environment) % PORTS),
+        port=int(environment.get("MASTER_PORT") or FIRST_PORT + number % PORTS),
     )
-
-
-def _meeting_number(environment: Mapping[str, str]) -> int:
-    """Returns the number of the step: two steps of a job may train at the same time. can-train's jobs use step 0."""
-    step = environment.get("SLURM_STEP_ID", "0")
-    return int(environment["SLURM_JOB_ID"]) + _STEP_APART * (int(step) if step.isdigit() else 0)
 
 
 def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) -> "RankPlace":
@@ -193,7 +186,7 @@ def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) 
 def _with_address(launch: Launch) -> str:
     line = f"{launch.launcher} -n {launch.size} can-train {shlex.join(sys.argv[1:])}"
     if launch.is_on_one_machine:
-        return f"Set both:\n  MASTER_ADDR=127.0.0.1 MASTER_PORT={_EXAMPLE_PORT} {line}\nAny free port will do"
+        return f"Set both:\n  MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 {line}\nAny free port will do"
     return ("Set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, for every process; or have "
             f"SLURM form the ranks: can-train {shlex.join(sys.argv[1:])} --gpus N --nodes M --submit")  # fmt: skip
 

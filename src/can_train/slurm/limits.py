@@ -13,7 +13,6 @@ from can_train.errors import ConfigError
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, time_text
 from can_train.slurm.client import Partition
 
-_DEFAULT_QOS: Final = "normal"  # QOS of a job without a QOS
 _TIME: Final = "time"  # named like a resource; in minutes
 _JOBS: Final = "jobs"
 
@@ -25,7 +24,6 @@ _SUBMITTED: Final = ("MaxSubmitPU", "MaxSubmitPA", "MaxSubmit", "GrpSubmit")
 """Columns of the number of jobs that wait or run at the same time."""
 
 _NAMES: Final = {"cpu": "processors", "mem": "memory", "node": "nodes", "gres/gpu": "GPUs", _JOBS: "jobs"}
-_WITH_DEFAULTS: Final = ("time", "cpus", "mem")  # settings with a default of can-train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +92,7 @@ def _places(cluster: ClusterSettings, partition: Partition) -> tuple[list[_Place
         account = row["ParentName"]
     valid = user["QOS"].split(",") if user else []
     only = valid[0] if len(valid) == 1 else ""
-    of_job = cluster.qos or (user or {}).get("DefaultQOS") or only or _DEFAULT_QOS
+    of_job = cluster.qos or (user or {}).get("DefaultQOS") or only or "normal"
     rows = {row["Name"]: row for row in accounting.qualities}
     names = [partition.qos, of_job]
     if "OverPartQOS" in rows.get(of_job, {}).get("Flags", ""):
@@ -142,7 +140,8 @@ def with_allowed(
         if not _is_outside(limit, completed):
             continue
         option, value = _allowed_value(limit, completed)
-        if value is None or limit.column == "MinTRES" or option not in _WITH_DEFAULTS or getattr(asked, option):
+        has_default = option in ("time", "cpus", "mem") and not getattr(asked, option)
+        if value is None or limit.column == "MinTRES" or not has_default:
             raise _never(limit, completed)
         completed = replace(completed, **{option: value})
         notices.append(f"{limit}: it asks for --{option} {value}")

@@ -149,8 +149,6 @@ def _ranks_sharing(node: Node) -> int:
 
 # The batch script
 
-WARNING_SIGNAL: Final = "USR2"  # sent by SLURM before the time limit
-
 _RESERVED_OPTIONS: Final[Mapping[str, str]] = {
     "array": "Sweep a setting: --set 'training.seed=range(0,3)'",
     "error": "A run's output stays in its folder: --runs-dir",
@@ -174,12 +172,6 @@ _RESERVED_OPTIONS: Final[Mapping[str, str]] = {
 """sbatch options that `cluster.additional` may not set, with the option to use instead."""
 _RESTRICTS_ENVIRONMENT: Final = frozenset(("export", "export-file"))
 """Options of sbatch that restrict the variables at the start of a job."""
-_NO_LIMIT: Final = 10**6
-"""Number of concurrent jobs of an array without a limit; submitit needs a number."""
-_IGNORE_ERRORS: Final = "set +e"
-"""A user's setup lines may contain `set -e`. The lines after a failed training must run all the same."""
-_SYSTEM_PROGRAMS: Final = ("/usr/bin", "/bin")
-"""Folders that every PATH has: without them a job could not run."""
 _SAVE_ENVIRONMENT: Final = "began_with=$(env -0 | base64 -w 0)"
 """First line of a script. A job in place of this job starts with the same environment. The environment is kept in a
 shell variable and piped, because the size of a process's arguments and environment is limited.
@@ -232,14 +224,15 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
         **options,
         "job_name": _escaped("cluster.job_name", cluster.job_name or submission.name),
         "signal_delay_s": cluster.signal_delay_s,
-        "array_parallelism": cluster.max_parallel or _NO_LIMIT,
+        "array_parallelism": cluster.max_parallel or 10**6,  # submitit needs a number
         "setup": [
             *([] if own_environment else _programs_path()),
             _SAVE_ENVIRONMENT,
             *cluster.setup,
             *_programs_path(),
             *imports,
-            _IGNORE_ERRORS,
+            # A user's setup lines may contain `set -e`: the lines after a failed training must run all the same.
+            "set +e",
         ],
         "teardown": teardown,
         # Since SLURM 22.05 a step no longer inherits --cpus-per-task from its job.
@@ -254,8 +247,8 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
         "additional_parameters": {
             "kill-on-invalid-dep": "yes",
             ("requeue" if cluster.max_restarts else "no-requeue"): True,
-            # submitit chooses another signal if a certain environment variable is set.
-            "signal": f"{WARNING_SIGNAL}@{cluster.signal_delay_s}",
+            # The warning before the time limit. submitit chooses another signal if a certain variable is set.
+            "signal": f"USR2@{cluster.signal_delay_s}",
             **additional,
         },
     }
@@ -266,7 +259,8 @@ def _programs_path() -> list[str]:
     setup lines may replace PATH. Without the programs a job cannot go back into the queue.
     """
     folder = programs_folder()
-    return [] if folder in ("", *_SYSTEM_PROGRAMS) else [f'export PATH="${{PATH:+$PATH:}}"{shlex.quote(folder)}']
+    # Every PATH has the folders of the system.
+    return [] if folder in ("", "/usr/bin", "/bin") else [f'export PATH="${{PATH:+$PATH:}}"{shlex.quote(folder)}']
 
 
 def resources(cluster: ClusterSettings) -> dict[str, Any]:

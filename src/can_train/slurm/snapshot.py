@@ -32,7 +32,6 @@ from can_train.io.records import (
 from can_train.io.units import size_text
 
 _DESCRIPTION: Final = "code.json"
-_DIFFERENCE: Final = "code.diff"
 _PARTS: Final = ("src", "configs", "pyproject.toml")  # of a checkout: files for a job
 _DIGITS: Final = 24  # hexadecimal digits of a snapshot's name: 96 bits, so that two never collide
 _TASK: Final = "task"  # folder of a snapshot with the code of a task of one's own
@@ -92,7 +91,9 @@ def read_code(*packages: Path) -> Code:
     root = package.parents[1]
     names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS)
     if names is None:
-        return _code(root, {}, {name: root / name for part in _PARTS for name in _below(root, part)})
+        files = {part: root / part for part in _PARTS if (root / part).is_file()}
+        return _code(root, {}, files | {f"{part}/{name}": root / part / name
+                                        for part in _PARTS for name in _walk(root / part)})  # fmt: skip
     untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *_PARTS) or ""
     return replace(
         _code(root, {}, {name: root / name for name in {*names.split("\0")} - {""}}),
@@ -207,7 +208,7 @@ def describe(code: Code, state_dir: Path, run_path: Path) -> None:
     try:
         write_json_atomic(run_path / _DESCRIPTION, description)
         if code.difference:
-            write_text_atomic(run_path / _DIFFERENCE, code.difference)
+            write_text_atomic(run_path / "code.diff", code.difference)
     except OSError as error:
         raise RunError("The run folder cannot be written", value=f"{run_path}: {error.strerror}") from error
 
@@ -241,10 +242,6 @@ def _code(root: Path, contents: Mapping[str, bytes], places: Mapping[str, Path])
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
     return Code(digest=digest.hexdigest()[:_DIGITS], files=files, root=root)
-
-
-def _below(root: Path, part: str) -> list[str]:
-    return [part] if (root / part).is_file() else [f"{part}/{name}" for name in _walk(root / part)]
 
 
 def _walk(folder: Path) -> list[str]:

@@ -33,8 +33,6 @@ from can_train.slurm.snapshot import code_of
 
 _SENT_TO: Final = ".cluster"
 """File in the folder of submitit's files: name of the cluster of the last submission."""
-_TIMEOUT_MIN: Final = 7 * 24 * 60
-"""Longest run in the background of this machine in minutes; submitit needs a limit."""
 
 
 def _record(folder: RunFolder, executor: str, job_id: str, log_path: str, **more: Any) -> JobRecord:
@@ -245,7 +243,8 @@ def _start_detached(job: Job, folder: Path, python: Sequence[str], writing: int)
         for standard_stream in (0, 1, 2):
             os.dup2(null, standard_stream)
         executor = submitit.LocalExecutor(folder, python=shlex.join(python))
-        executor.update_parameters(timeout_min=_TIMEOUT_MIN, stderr_to_stdout=True)
+        # submitit needs a limit: a week.
+        executor.update_parameters(timeout_min=7 * 24 * 60, stderr_to_stdout=True)
         os.write(writing, executor.submit(job).job_id.encode())
     finally:
         # Not sys.exit: the parent's cleanup must not run twice.
