@@ -22,11 +22,11 @@ PEAK_MIB: Final = 2048
 
 _CONTEXT: Final = get_context("fork")
 _MOST_FAILURES: Final = 50
-"""Failures of an attack that are kept; with more, one cause has many of them."""
+"""Most failures of an attack that are kept; more of them would have few causes."""
 
 
 class NoMoreCases(Exception):  # noqa: N818 - not an error
-    """Raised by a case beyond the last one of an attack whose number of cases is not known before."""
+    """Raised by a case beyond the last case of an attack whose number of cases is not known before."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class Attack:
     """A kind of attack: cases, each made from a number and a seed, and judged."""
 
     name: str
-    text: str  # what it does, for the table
-    case: Callable[[int, Random, Path], str]  # does and judges one case in a folder; returns what was wrong, else ""
+    text: str  # its description in the table
+    case: Callable[[int, Random, Path], str]  # does and judges one case in a folder; returns the failure, else ""
     count: int  # cases
     quick_count: int
-    prepare: Callable[[Path], None] = lambda place: None  # makes in a folder what all cases share
+    prepare: Callable[[Path], None] = lambda place: None  # makes the files that all cases share, in a folder
     inputs: int = 1  # of one case
     hang_s: float = 400.0  # after which a case is ended from outside
 
 
 @dataclass
 class Progress:
-    """What has been done of an attack."""
+    """The progress of an attack."""
 
     next_numbers: list[int] = field(default_factory=lambda: [*range(WORKERS)])  # of each process
     done: int = 0
-    failures: list[tuple[int, str]] = field(default_factory=list)  # number of the case, and what was wrong
+    failures: list[tuple[int, str]] = field(default_factory=list)  # number of the case, and the failure
     seconds: float = 0.0
     peak_mib: float = 0.0
 
@@ -61,7 +61,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where an attack ends: `count` cases, with those done before, or a time of `time.monotonic`."""
+    """The end of an attack: `count` cases, earlier ones included, or a time of `time.monotonic`."""
 
     count: int
     until: float
@@ -73,15 +73,15 @@ def dice_of(attack: Attack, seed: int, number: int) -> Random:
 
 
 def run_attack(attack: Attack, seed: int, place: Path, progress: Progress, bounds: Bounds) -> Iterator[None]:
-    """Runs the cases of an attack that are still to be done, and notes in `progress` what became of them; yields now
-    and then, so that it can be stored.
+    """Runs the remaining cases of an attack, and notes their outcomes in `progress`. Yields about once a second, so
+    that the progress can be stored.
 
     Args:
         attack: The attack.
         seed: Of all cases.
-        place: An existing folder, in which every process gets one.
-        progress: What was done before.
-        bounds: How far it goes.
+        place: An existing folder, in which every process makes a folder.
+        progress: The progress so far.
+        bounds: The end.
     """
     begun = time.monotonic() - progress.seconds
     workers = [_Worker(attack, seed, place, number) for number in range(WORKERS)]
@@ -123,7 +123,7 @@ class _Worker:
         theirs.close()
 
     def hear(self, progress: Progress) -> bool:
-        """Takes a message; returns whether a case has ended the process, so that another one has to go on."""
+        """Takes a message; returns whether a case has ended the process, so that a new process has to go on."""
         try:
             number, failure, peak_mib = self.pipe.recv()
         except (EOFError, OSError):
@@ -154,7 +154,7 @@ class _Worker:
 
     def kill(self) -> None:
         if self.is_running:
-            # With what it has started.
+            # With the processes that it has started.
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid or 0, signal.SIGKILL)
             self.process.kill()
@@ -171,7 +171,7 @@ class _Worker:
 
 
 def _work(attack: Attack, seed: int, numbers: range, place: Path, pipe: Connection) -> None:
-    os.setpgid(0, 0)  # so that what a case leaves behind can be ended with it
+    os.setpgid(0, 0)  # so that processes that a case leaves behind can be ended with it
     attack.prepare(place)
     for number in numbers:
         pipe.send((number, None, 0.0))
@@ -185,7 +185,7 @@ def _work(attack: Attack, seed: int, numbers: range, place: Path, pipe: Connecti
 
 
 def _peak_mib() -> float:
-    """Returns the peak memory of this process and of those that it started."""
+    """Returns the largest peak memory of this process and of the processes that it started."""
     return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024
 
 

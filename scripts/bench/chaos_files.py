@@ -1,5 +1,5 @@
 """Damaged files of runs, of the state folder, of checkpoints, presets and imports: they are refused or set aside with a
-sentence, and what lies beside them is still listed.
+sentence, and undamaged files beside them are still listed.
 """
 
 import json
@@ -7,13 +7,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from bench.chaos_cases import Attack
-from bench.chaos_world import KEY, World, call
+from bench.chaos_world import KEY, World, call, world_at
 from can_train.factors.observations import Started, read_records, write_record
 
 COUNT: Final = 10_000
@@ -33,7 +32,7 @@ _TEXTS: Final = (
     b"--- !!python/object/apply:os.system ['x']\n", b"- " * 5_000, b"\t\tx: 1", b"%YAML 9.9\n---\n",
     b"PK\x03\x04" + b"\x00" * 50, b"\x80\x02}q\x00.", b"cos\nsystem\n(S'x'\ntR.",
 )  # fmt: skip
-# What reads each sort of file, beside what lists everything.
+# Commands that read each sort of file, besides the listings.
 _ON_RUNS: Final = (
     ("show", "RUN"), ("show", "RUN", "--json"), ("status", "RUN"), ("status", "RUN", "--json"), ("report", "RUN"),
     ("logs", "RUN"), ("compare", "RUN", "OTHER"), ("cancel", "RUN"), ("runs",),
@@ -58,15 +57,9 @@ _IMPORTS: Final = "in.json"
 _PRESETS: Final = "presets"
 
 
-@cache
-def _world(place: Path) -> World:
-    return World(place)
-
-
 def prepare(place: Path) -> None:
-    """Makes a world with what is damaged later: two runs, what they taught, an event of every kind, presets."""
-    world = _world(place)
-    world.make(more=_add_files)
+    """Makes a world with the files to damage: two runs, their observations, an event of every kind, presets."""
+    world_at(place).make(more=_add_files)
 
 
 def _add_files() -> None:
@@ -74,7 +67,7 @@ def _add_files() -> None:
         answer = call(["factors", *words])
         assert answer.code == 0, answer
     state, runs = Path("state"), Path("runs")
-    # An attempt of a killed run: one that began and taught nothing.
+    # An attempt of a killed run: it began and left no observation.
     first = read_records(state).finished[0]
     write_record(state, Started(attempt=7, start_time=first.start_time, host="gone", run_id=first.run_id,
                                 key=first.key, device=first.device))  # fmt: skip
@@ -87,21 +80,20 @@ def _add_files() -> None:
 
 
 def case(number: int, dice: Random, place: Path) -> str:
-    """Damages a file, or two, and asks everything that reads it."""
-    world = _world(place)
+    """Damages a file, and runs commands that read it."""
+    world = world_at(place)
     world.restore()
     runs = sorted(path.name for path in world.runs.iterdir())
     run, other = dice.sample(runs, 2)
     kind = dice.choice(("run", "run", "run", "state", "state", "state", "checkpoints", "import", "import", "preset"))
     targets = _targets(world, kind, run)
-    damaged = [dice.choice(targets)]
-    for path in damaged:
-        _damage(path, dice)
+    damaged = dice.choice(targets)
+    _damage(damaged, dice)
     for words in _questions(kind, dice):
         line = [word.replace("RUN", str(world.runs / run)).replace("OTHER", other) for word in words]
         if failure := call(line).failure:
-            return f"{damaged[0].relative_to(world.folder)}: {failure}"
-    return _unlisted(world, damaged[0], other, dice)
+            return f"{damaged.relative_to(world.folder)}: {failure}"
+    return _unlisted(world, damaged, other)
 
 
 def _targets(world: World, kind: str, run: str) -> Sequence[Path]:
@@ -114,9 +106,8 @@ def _targets(world: World, kind: str, run: str) -> Sequence[Path]:
 
 def _questions(kind: str, dice: Random) -> Iterator[Sequence[str]]:
     if kind == "preset":
-        preset = dice.choice(
-            (("--cluster", "slurm"), ("--cluster", "local"), ("--memory", "tight"), ("--dataset", "mine"))
-        )
+        presets = (("--cluster", "slurm"), ("--cluster", "local"), ("--memory", "tight"), ("--dataset", "mine"))
+        preset = dice.choice(presets)
         submit = ("--submit",) if "--cluster" in preset else ()
         yield ("--model", "gat", "--config-dir", _PRESETS, *preset, *submit, "--epochs", "0")
         return
@@ -129,7 +120,7 @@ def _questions(kind: str, dice: Random) -> Iterator[Sequence[str]]:
         yield dice.choice(_SLOW)
 
 
-def _unlisted(world: World, damaged: Path, other: str, dice: Random) -> str:
+def _unlisted(world: World, damaged: Path, other: str) -> str:
     """Says whether a run or an observation that is whole is no longer listed."""
     runs = call(["runs", "--json", "--limit", "0"])
     factors = call(["factors", "--json", "--show"])
@@ -167,9 +158,8 @@ def _flipped(data: bytes, dice: Random) -> bytes:
     flipped = bytearray(data)
     for _ in range(dice.choice((1, 1, 3, 30))):
         if flipped:
-            flipped[dice.randrange(len(flipped))] = dice.choice(
-                (0, 255, dice.randrange(256), ord("9"), ord("{"), ord('"'))
-            )
+            values = (0, 255, dice.randrange(256), ord("9"), ord("{"), ord('"'))
+            flipped[dice.randrange(len(flipped))] = dice.choice(values)
     return bytes(flipped)
 
 
@@ -195,7 +185,7 @@ def _changed(value: Any, dice: Random) -> Any:
         key = dice.choice([*value])
         match dice.randrange(12):
             case 0:
-                return {name: one for name, one in value.items() if name != key}
+                return {name: each for name, each in value.items() if name != key}
             case 1:
                 return {**value, f"{key}x": value[key]}
         return {**value, key: _changed(value[key], dice)}
@@ -228,6 +218,6 @@ def _change_checkpoint(path: Path, dice: Random) -> None:
     manifest.write_text(json.dumps(listed))
 
 
-def attacks() -> Iterator[Attack]:
-    """Yields the attack by files."""
-    yield Attack("files", "damaged files of runs, states, checkpoints, presets and imports", case, COUNT, 20, prepare)
+ATTACKS: Final = (
+    Attack("files", "damaged files of runs, states, checkpoints, presets and imports", case, COUNT, 20, prepare),
+)

@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -27,31 +27,20 @@ HOSTS: Final = 100
 
 _YEARS_S: Final = 10 * 365.25 * 86_400
 _JUMPS_S: Final = (
-    -_YEARS_S,
-    -_YEARS_S,
-    -86_400.0,
-    -3_600.0,
-    -1.0,
-    0.0,
-    0.0,
-    1.0,
-    3_600.0,
-    86_400.0,
-    _YEARS_S,
-    _YEARS_S,
-)
+    -_YEARS_S, -_YEARS_S, -86_400.0, -3_600.0, -1.0, 0.0, 0.0, 1.0, 3_600.0, 86_400.0, _YEARS_S, _YEARS_S,
+)  # fmt: skip
 _JUST_NOW_S: Final = 60.0
 _SHIFT_S: Final = 10 * 86_400.0
 _OPERATIONS: Final = 8
 _KEY: Final = "synthetic_gat_student_normal"
 _DEVICE: Final = Device(key="gpu", name="gpu", total_bytes=2**30)
 _WRITES: Final = 12  # of a process
-_KILLS: Final = 0.1  # of what is acknowledged
+_KILLS: Final = 0.1  # of the acknowledged records
 _CONTEXT: Final = get_context("fork")
 
 
 class _Clock(datetime):
-    """What `datetime` is to can-train: its `now` is shifted."""
+    """Replaces `datetime` in can-train's modules: its `now` is shifted."""
 
     shift_s = 0.0
 
@@ -68,12 +57,12 @@ def prepare_clock(place: Path) -> None:
 
 
 def clocks(number: int, dice: Random, place: Path) -> str:
-    """Does operations of a store at times that jump; each one counts after those before it."""
+    """Does operations of a store at times that jump; each counts as later than all before it."""
     state = place / "state"
     rmtree(state, ignore_errors=True)
     store, done, operations = FactorStore(state), [], []
     for step in range(_OPERATIONS):
-        # Never the real time, so that it is known which times a writer gave its files.
+        # Never the real time, so that times that a writer set can be told from the file system's.
         _Clock.shift_s = dice.choice(_JUMPS_S) + _SHIFT_S
         operation = "run" if not step else dice.choice(("run", "run", "pin", "unpin", "reset"))
         operations.append(operation)
@@ -81,14 +70,14 @@ def clocks(number: int, dice: Random, place: Path) -> str:
         before = {*state.rglob("*.json")}
         _do(operation, store, step)
         for path in {*state.rglob("*.json")} - before:
-            # The file system has the same clock, unless the writer said otherwise.
+            # The file system follows the shifted clock, unless the writer set a time.
             if abs(path.stat().st_mtime - time.time()) < _JUST_NOW_S:
                 now_s = _Clock.now(UTC).timestamp()
                 os.utime(path, (now_s, now_s))
-        (summary,) = (one for one in store.records() if one.device == _DEVICE.key)
+        (summary,) = (record for record in store.records() if record.device == _DEVICE.key)
         if summary.state != (expected := _expected(operations)):
             return f"{summary.state}, not {expected}, after {', '.join(done)}"
-        if set_aside := [one for one in read_records(state).set_aside if not one.is_read]:
+        if set_aside := [record for record in read_records(state).set_aside if not record.is_read]:
             return f"set aside: {set_aside}, after {', '.join(done)}"
     return ""
 
@@ -106,11 +95,12 @@ def _do(operation: str, store: FactorStore, step: int) -> None:
 
 
 def _expected(operations: Sequence[str]) -> str:
-    """Returns what the store is to tell: a pin holds until it is taken back; after a reset only a new run teaches."""
-    pins = [one for one in operations if one in ("pin", "unpin")]
+    """Returns the store's expected state: a pin holds until it is removed; after a reset only a new run teaches."""
+    pins = [operation for operation in operations if operation in ("pin", "unpin")]
     if pins[-1:] == ["pin"]:
         return "pinned"
-    return "learned" if [one for one in operations if one in ("run", "reset")][-1] == "run" else "reset"
+    last = [operation for operation in operations if operation in ("run", "reset")][-1]
+    return "learned" if last == "run" else "reset"
 
 
 def _observation(state: Path, run_id: str) -> Observation:
@@ -143,9 +133,9 @@ def hosts(number: int, dice: Random, place: Path) -> str:
     log = read_records(state)
     if log.set_aside:
         return f"set aside: {log.set_aside}"
-    found = {one.run_id for one in log.finished} | {path.name for path in (state / "runs").glob("*")}
-    found |= {path.name for path in (state / "events").glob("*.json")}
-    if lost := [name for name in acknowledged if name not in found]:
+    names = {record.run_id for record in log.finished} | {path.name for path in (state / "runs").glob("*")}
+    names |= {path.name for path in (state / "events").glob("*.json")}
+    if lost := [name for name in acknowledged if name not in names]:
         return f"acknowledged and lost: {lost}"
     registered = {record.run_id for record in Registry(state).runs()}
     if lost := [name for name in acknowledged if name.startswith("entered") and name not in registered]:
@@ -180,10 +170,8 @@ def _write(state: Path, name: str, host: str, seed: float, pipe: Connection) -> 
         pipe.send(run_id)
 
 
-def attacks() -> Iterator[Attack]:
-    """Yields the attacks by clocks and by hosts."""
-    text = f"{_OPERATIONS} operations of the factor store; between them the clock jumps, by up to ten years"
-    yield Attack("clocks", text, clocks, CLOCKS, 100, prepare_clock)
-    yield Attack(
-        "hosts", "four processes of two hosts that write into one state folder and are killed", hosts, HOSTS, 5
-    )
+ATTACKS: Final = (
+    Attack("clocks", f"{_OPERATIONS} operations of the factor store; between them the clock jumps, by up to ten years",
+           clocks, CLOCKS, 100, prepare_clock),
+    Attack("hosts", "four processes of two hosts that write into one state folder and are killed", hosts, HOSTS, 5),
+)  # fmt: skip

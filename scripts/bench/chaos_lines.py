@@ -6,7 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -17,14 +17,14 @@ import can_train.cli.main
 import can_train.cli.pipeline
 import can_train.cli.train
 from bench.chaos_cases import Attack
-from bench.chaos_world import HANG_S, KEY, WAIT_S, Answer, World, call
+from bench.chaos_world import HANG_S, KEY, WAIT_S, Answer, World, call, world_at
 from can_train.cli.main import _ARGUMENTS, _COMMANDS, _parser
 
 COUNT: Final = 100_000
 PROCESSES: Final = 2_000
 
 _HOSTILE_SHARE: Final = 0.6  # of the values
-_FULL_SHARE: Final = 0.05  # of the processes whose standard output is a full disk
+_FULL_SHARE: Final = 0.05  # of the processes; their standard output is a full disk
 
 HOSTILE: Final = (
     "", " ", "\t", "\n", "a\nb", "a" * 256, "é" * 128, "x" * 5_000, "\udcff\udcfe", "\x01\x1b[31m\x7f",
@@ -77,22 +77,16 @@ _PLAUSIBLE: Final[Mapping[str, Sequence[str]]] = {
     "--input": ("tiny.py", "binary"),
 }
 _NUMBERS: Final = ("1", "2", "8", "0.5", "0.001", "64")
-# Names of one thing are typed most; `demo` takes a minute, and is only given words that it refuses.
+# Commands that take a name are typed most; `demo` takes a minute, and only gets words that it refuses.
 _WEIGHTS: Final[Mapping[str, int]] = {
-    "train": 9,
-    "pipeline": 2,
-    "resubmit": 3,
-    "factors": 22,
-    "runs": 14,
-    "demo": 1,
-    "doctor": 1,
-}
+    "train": 9, "pipeline": 2, "resubmit": 3, "factors": 22, "runs": 14, "demo": 1, "doctor": 1,
+}  # fmt: skip
 _OTHER_WEIGHT: Final = 7
 _NAMES: Final = ("train", *_COMMANDS, "after-job", "complete-line")
 
 
 class Flag(NamedTuple):
-    """One option of a command."""
+    """An option of a command."""
 
     names: tuple[str, ...]
     takes_value: bool
@@ -101,12 +95,12 @@ class Flag(NamedTuple):
 @cache
 def flags_of(command: str) -> tuple[Flag, ...]:
     """Reads the options of a command from its parser."""
-    options = [one for one in _parser(command).params if one.param_type_name == "option"]
-    return tuple(Flag((*one.opts, *one.secondary_opts), not one.is_flag) for one in options)
+    options = [option for option in _parser(command).params if option.param_type_name == "option"]
+    return tuple(Flag((*option.opts, *option.secondary_opts), not option.is_flag) for option in options)
 
 
 def draw_line(dice: Random, *, dry: bool) -> list[str]:
-    """Draws a command line; with `dry` one that trains and submits nothing, whatever else is in it."""
+    """Draws a command line; with `dry`, a line that trains and submits nothing."""
     weights = [_WEIGHTS.get(name, _OTHER_WEIGHT) for name in _NAMES]
     (command,) = dice.choices(_NAMES, weights)
     if command == "complete-line":
@@ -114,11 +108,8 @@ def draw_line(dice: Random, *, dry: bool) -> list[str]:
     words = [] if command == "train" else [command if dice.random() < 0.99 else _misspelt(command, dice)]
     words += _arguments(command, dice)
     if command == "train":
-        words += (
-            ["--dataset", "synthetic"]
-            if dice.random() < 0.3
-            else [*dice.choice((["--task", "tiny.py:Tiny"], ["--model", "gat"]))]
-        )
+        data, models = ["--dataset", "synthetic"], (["--task", "tiny.py:Tiny"], ["--model", "gat"])
+        words += data if dice.random() < 0.3 else dice.choice(models)
     for _ in range(dice.choice((0, 1, 1, 1, 2, 2, 3, 6))):
         words += _option(command, dice)
     if command == "demo":
@@ -163,38 +154,31 @@ def _value(dice: Random, likely: Sequence[str]) -> str:
 
 def _misspelt(text: str, dice: Random) -> str:
     place = dice.randrange(len(text) + 1)
-    return dice.choice(
-        (text[:place] + text[place + 1 :], text[:place] + dice.choice("-_= ,\u00e9é9") + text[place:], text * 2)
-    )
+    before, after = text[:place], text[place:]
+    return dice.choice((before + after[1:], before + dice.choice("-_= ,\u00e9é9") + after, text * 2))
 
 
 def _waits(words: Sequence[str]) -> bool:
-    """Whether a line is to last until somebody ends it: opening a pipe waits for who writes into it, as with cat."""
-    return any(word.startswith("--wat") for word in words) or (
-        "detect" in words and any("fifo" in word for word in words)
-    )
+    """Whether a line lasts until somebody ends it: opening a pipe waits for a writer, as with cat."""
+    opens_pipe = "detect" in words and any("fifo" in word for word in words)
+    return opens_pipe or any(word.startswith("--wat") for word in words)
 
 
 def prepare(place: Path) -> None:
     """Makes a world for the lines of this process, in which nothing is trained or submitted."""
-    _world(place).make()
+    world_at(place).make()
     for module in (can_train.cli.train, can_train.cli.attempt, can_train.cli.pipeline):
         for name in ("start_runs", "continue_run", "_train_stages", "_submit_stages"):
             if hasattr(module, name):
                 setattr(module, name, lambda *_, **__: [])
 
 
-@cache
-def _world(place: Path) -> World:
-    return World(place)
-
-
 def in_process(number: int, dice: Random, place: Path) -> str:
-    """Runs one line in this process, up to what would train, submit or plan."""
+    """Runs one line in this process, up to its training, submission or plan."""
     words = draw_line(dice, dry=False)
     if _waits(words):
         return ""
-    world = _world(place)
+    world = world_at(place)
     world.restore()
     failure = call(words).failure
     return failure or _lost(world, words)
@@ -203,10 +187,10 @@ def in_process(number: int, dice: Random, place: Path) -> str:
 def as_process(number: int, dice: Random, place: Path) -> str:
     """Runs one line as a process."""
     words = draw_line(dice, dry=True)
-    # A run that is told to go on trains for as long as the line says.
+    # A resumed run trains for as many epochs as the line asks for.
     if _waits(words) or "resume" in words[:1] or any("\0" in word for word in words):
         words = ["runs"]
-    world = _world(place)
+    world = world_at(place)
     world.restore()
     is_full = dice.random() < _FULL_SHARE
     answer = _run(words, "/dev/full" if is_full else str(place / "stdout"), str(place / "stderr"))
@@ -222,7 +206,7 @@ def _run(words: Sequence[str], stdout: str, stderr: str) -> Answer:
     except subprocess.TimeoutExpired:
         return Answer(words, 0, "", "", f"still at work after {WAIT_S} s")
     except OSError as error:
-        # The system may refuse a line that is too long, not can-train.
+        # The system, not can-train, may refuse a line that is too long.
         return Answer(words, 0, "", "", "" if error.errno == errno.E2BIG else str(error))
     if code == -signal.SIGXCPU:
         return Answer(words, 0, "", "", f"more than {HANG_S} s of processor time")
@@ -238,8 +222,8 @@ def _lost(world: World, words: Sequence[str]) -> str:
     return f"{lost} by {list(words)}" if (lost := world.lost()) else ""
 
 
-def attacks() -> Iterator[Attack]:
-    """Yields the attacks by command lines."""
-    yield Attack("lines", "random command lines, in a process", in_process, COUNT, 300, prepare)
-    text = "random command lines, as processes; standard output on a full disk in 1 of 20"
-    yield Attack("processes", text, as_process, PROCESSES, 4, lambda place: _world(place).make())
+ATTACKS: Final = (
+    Attack("lines", "random command lines, in a process", in_process, COUNT, 300, prepare),
+    Attack("processes", "random command lines, as processes; standard output on a full disk in 1 of 20", as_process,
+           PROCESSES, 4, lambda place: world_at(place).make()),
+)  # fmt: skip

@@ -7,7 +7,7 @@ import json
 import lzma
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ LINES: Final = 100  # of a log
 
 _BINARY_SHARE: Final = 0.02
 _WINDOWS_SHARE: Final = 0.15  # of the logs that become windows too
-_LIVE_SHARE: Final = 0.1  # of those that arrive as if from a bus
+_LIVE_SHARE: Final = 0.1  # of the logs that arrive as if from a bus
 _ODD: Final = (
     "", " ", ",", ",,,,", "\t", "nan", "inf", "-inf", "1e308", "1e309", "-1", "-0.0", "0", "1e-320", "9" * 30,
     "9" * 400, "0x", "0xFFFFFFFF", "1FFFFFFF", "20000000", "FFFFFFFFFF", "G1", "\ufeff", "\u202e", "١٢٣", "é", "\x00",
@@ -42,11 +42,7 @@ _ODD: Final = (
     "can0", "can" * 200, "Rx", "Tx", "ErrorFrame", "d 8", "l 64",
 )  # fmt: skip
 _ENCODINGS: Final = ("utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "utf-32", "latin-1", "utf-7")
-_PACKERS: Final[dict[str, Callable[[bytes], bytes]]] = {
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-}
+_PACKERS: Final = ((".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress))
 _ENDINGS: Final = (b"\n", b"\n", b"\n", b"\r\n", b"\r", b"\n\n", b"\x0b", b"\x00", b"")
 
 
@@ -58,7 +54,7 @@ def _fixtures() -> tuple[tuple[str, list[bytes]], ...]:
 
 @cache
 def _recordings(place: Path) -> tuple[tuple[str, bytes], ...]:
-    """Makes binary logs, where what writes them is installed."""
+    """Makes binary logs, if python-can is installed."""
     made = []
     if importlib.util.find_spec("can"):
         import can
@@ -66,26 +62,23 @@ def _recordings(place: Path) -> tuple[tuple[str, bytes], ...]:
         path = place / "whole.blf"
         with can.BLFWriter(str(path)) as writer:
             for number in range(300):
-                writer.on_message_received(
-                    can.Message(timestamp=1e9 + number / 100, arbitration_id=number % 7, data=bytes(8))
-                )
+                message = can.Message(timestamp=1e9 + number / 100, arbitration_id=number % 7, data=bytes(8))
+                writer.on_message_received(message)
         made.append((".blf", path.read_bytes()))
     return tuple(made)
 
 
 def draw_log(dice: Random, place: Path) -> Path:
     """Writes a mutated log."""
-    if dice.random() < _BINARY_SHARE and (found := _recordings(place)):
-        suffix, data = dice.choice(found)
+    if dice.random() < _BINARY_SHARE and (recordings := _recordings(place)):
+        suffix, data = dice.choice(recordings)
         return _written(place / f"log{suffix}", _damaged(data, dice))
     suffix, lines = dice.choice(_fixtures())
-    # A header, where there is one, is the first line; without mutations it lets the others be read.
+    # A header is the first line; only with an unmutated header can the other lines be read.
     rows = [lines[0], *(dice.choice(lines) for _ in range(LINES - 1))]
     share = dice.choice((0.01, 0.1, 0.5, 1.0))
-    rows = [
-        _mutated(row, dice) if dice.random() < share and (number or dice.random() < 0.2) else row
-        for number, row in enumerate(rows)
-    ]
+    rows = [_mutated(row, dice) if dice.random() < share and (number or dice.random() < 0.2) else row
+            for number, row in enumerate(rows)]  # fmt: skip
     if dice.random() < 0.2:
         rows = _in_time(rows, dice)
     end = dice.choice(_ENDINGS) if dice.random() < 0.2 else b"\n"
@@ -93,7 +86,7 @@ def draw_log(dice: Random, place: Path) -> Path:
     if dice.random() < 0.1:
         data = data.decode(errors="replace").encode(dice.choice(_ENCODINGS), errors="replace")
     if dice.random() < 0.1:
-        packing, pack = dice.choice([*_PACKERS.items()])
+        packing, pack = dice.choice(_PACKERS)
         suffix, data = suffix + packing, pack(data)
     if dice.random() < 0.15:
         data = _damaged(data, dice)
@@ -147,37 +140,19 @@ def _written(path: Path, data: bytes) -> Path:
 
 
 def _add_sidecar(log: Path, dice: Random) -> None:
-    """Writes labels beside a log, of which one value is odd."""
+    """Writes labels beside a log, with one odd value."""
     name = log.name.partition(".")[0]
     entry: dict[str, Any] = {"injection_id": "0x2", "injection_interval": [0.0, 5.0], "injection_data_str": "XXXXFF"}
     odd: tuple[Any, ...] = (
-        None,
-        [],
-        {},
-        "",
-        "X" * 300,
-        "F" * 300,
-        10**40,
-        -1,
-        [[1, 2], [3, float("nan")]],
-        [1e308, float("inf")],
-        [10**30, 1],
-        "12345678901234567890",
-    )
+        None, [], {}, "", "X" * 300, "F" * 300, 10**40, -1, [[1, 2], [3, float("nan")]], [1e308, float("inf")],
+        [10**30, 1], "12345678901234567890",
+    )  # fmt: skip
     entry[dice.choice([*entry])] = dice.choice(odd)
     text = json.dumps({name: entry})
     if dice.random() < 0.3:
-        text = dice.choice(
-            (
-                text[: dice.randrange(len(text))],
-                "[" * 5_000,
-                "{",
-                "",
-                '{"log": ' + "9" * 5_000 + "}",
-                "\ufeff" + text,
-                "[1]",
-            )
-        )
+        cut = text[: dice.randrange(len(text))]
+        broken = (cut, "[" * 5_000, "{", "", '{"log": ' + "9" * 5_000 + "}", "\ufeff" + text, "[1]")
+        text = dice.choice(broken)
     (log.parent / "capture_metadata.json").write_text(text)
 
 
@@ -189,9 +164,8 @@ def case(number: int, dice: Random, place: Path) -> str:
     log = draw_log(dice, folder)
     if dice.random() < 0.05:
         _add_sidecar(log, dice)
-    settings = CanDatasetSettings(
-        path=str(log), max_malformed=dice.choice((0.01, 1.0, 1.0)), window=dice.choice((2, 10, 50))
-    )
+    malformed, window = dice.choice((0.01, 1.0, 1.0)), dice.choice((2, 10, 50))
+    settings = CanDatasetSettings(path=str(log), max_malformed=malformed, window=window)
     ways: list[Callable[[], None]] = [lambda: _read(log, settings, dice)]
     if dice.random() < _WINDOWS_SHARE:
         ways.append(lambda: _prepare(log, settings, place / "cache"))
@@ -201,7 +175,7 @@ def case(number: int, dice: Random, place: Path) -> str:
         try:
             with suppress(CanTrainError):
                 way()
-        except Exception as error:  # noqa: BLE001 - any of them is what is looked for
+        except Exception as error:  # noqa: BLE001 - the attack looks for any error
             return escaped(error)
     return ""
 
@@ -226,15 +200,11 @@ def _hear(log: Path, settings: CanDatasetSettings) -> None:
 def _prepare(log: Path, settings: CanDatasetSettings, cache: Path) -> None:
     source = LogFile(path=log, role=LOG, group=log.name, kind="DoS")
     flat = prepare(settings, [source], cache, SilentReporter()).flat
-    arrays = {
-        name: value for name, value in vars(flat).items() if isinstance(value, np.ndarray) and value.dtype.kind == "f"
-    }
-    # Of an ID that had no frame before, behaviour is not known, which is NaN.
-    wrong = [
-        name
-        for name, value in arrays.items()
-        if not (np.isfinite(value) | (name == "behaviour") & np.isnan(value)).all()
-    ]
+    arrays = {name: value for name, value in vars(flat).items()
+              if isinstance(value, np.ndarray) and value.dtype.kind == "f"}  # fmt: skip
+    # The behaviour of an ID without an earlier frame is NaN.
+    wrong = [name for name, value in arrays.items()
+             if not (np.isfinite(value) | (name == "behaviour") & np.isnan(value)).all()]  # fmt: skip
     assert not wrong, f"not finite: {wrong}"
 
 
@@ -247,10 +217,8 @@ def _check(frames: Frames) -> None:
 
 
 def _quiet(place: Path) -> None:
-    # Packages that read binary logs print what they think of a damaged one.
+    # Packages that read binary logs print warnings about damaged logs.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def attacks() -> Iterator[Attack]:
-    """Yields the attack by logs."""
-    yield Attack("logs", f"mutated logs of {LINES} lines each", case, LOGS, 80, _quiet, inputs=LINES)
+ATTACKS: Final = (Attack("logs", f"mutated logs of {LINES} lines each", case, LOGS, 80, _quiet, inputs=LINES),)

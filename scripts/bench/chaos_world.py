@@ -1,5 +1,5 @@
-"""What attacks are made on: a folder with a task, two finished runs of it and what they taught; and how a command line
-is judged there.
+"""The folder that is attacked, with a task, two finished runs of it and their observations; and how a command line is
+judged there.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import shutil
 import signal
 import stat
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -47,7 +48,7 @@ KEY: Final = "tiny"
 HANG_S: Final = 20
 """Seconds of processor time after which a command line hangs."""
 WAIT_S: Final = 6 * HANG_S
-"""Seconds after which one that waits for something hangs: other processes may have the processors meanwhile."""
+"""Seconds after which a waiting command line hangs: other processes may have the processors meanwhile."""
 
 _SCHEDULERS: Final = ("sbatch", "squeue", "sacct", "scancel", "scontrol", "sinfo", "srun")
 _TRACEBACK: Final = "Traceback (most recent call last)"
@@ -56,7 +57,7 @@ _SIGNALS: Final = range(129, 193)
 
 
 class Answer(NamedTuple):
-    """What a command line did."""
+    """The outcome of a command line."""
 
     words: Sequence[str]
     code: int
@@ -66,7 +67,7 @@ class Answer(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """What no command line may do; empty where it did nothing of that."""
+        """Why the outcome is wrong for any command line; empty if it is not."""
         if self.escaped:
             return f"{self.escaped} of {list(self.words)}"
         if wrong := self._wrong():
@@ -78,9 +79,9 @@ class Answer(NamedTuple):
             return "traceback"
         if self.code not in (0, 2, 3, *_SIGNALS):
             return f"exit code {self.code}"
-        # What `doctor` finds to be wrong is its result.
-        says = "error: " in self.err or "doctor" in self.words[:1]
-        if self.code in (2, 3) and not says:
+        # Problems are the result of `doctor`.
+        has_sentence = "error: " in self.err or "doctor" in self.words[:1]
+        if self.code in (2, 3) and not has_sentence:
             return f"exit code {self.code} without a sentence"
         return "" if self._is_json_where_asked() else "no JSON on standard output"
 
@@ -109,7 +110,7 @@ def call(words: Sequence[str]) -> Answer:
             signal.setitimer(timer, seconds)
         try:
             code = main(words)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it would be a traceback
+        except BaseException as error:  # noqa: BLE001 - any of them would be a traceback
             wrong = escaped(error)
         finally:
             for _, timer, _ in _TIMERS:
@@ -128,7 +129,7 @@ def _raise_hang(*_: object) -> None:
 
 
 class World:
-    """A folder in which command lines may do what they like: it is made anew when they have changed something.
+    """A folder that command lines may change: it is made anew when they have.
 
     The process works in it and has its home there; no program of a scheduler is found from there.
     """
@@ -170,14 +171,14 @@ class World:
 
     def _add_oddities(self) -> None:
         for name in ("zero", "full", "null"):
-            # Links: as root, what replaces a file would replace the device.
+            # Links: a command that replaces a file would replace the device, as root.
             (self.folder / name).symlink_to(f"/dev/{name}")
         os.mkfifo(self.folder / "fifo")
         (self.folder / "loop").symlink_to("loop")
         (self.folder / "binary").write_bytes(bytes(range(256)) * 8)
 
     def restore(self) -> None:
-        """Makes the folder what it was, if it is not."""
+        """Restores the folder, if it has changed."""
         if self._marks and self._marks == _marks(self.folder):
             return
         os.chdir(self._pristine)
@@ -188,13 +189,19 @@ class World:
         self.first_runs = [path for path in self.runs.iterdir() if path.is_dir()]
 
     def lost(self) -> str:
-        """Names an observation, event or checkpoint that was there at first and has been changed; else empty."""
+        """Names an observation, event or checkpoint that has changed since the restore; returns "" if none has."""
         for name, mark in self._marks.items():
             if any(part in name for part in ("/observations/", "/events/", ".pt")):
                 path = Path(f"{self.folder}{name}")
                 if not path.exists() or _mark(path) != mark:
                     return f"{name} was lost or changed"
         return ""
+
+
+@cache
+def world_at(place: Path) -> World:
+    """Returns the world of a worker's folder."""
+    return World(place)
 
 
 def _copy(source: Path, target: Path) -> None:

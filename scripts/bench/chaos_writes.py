@@ -1,5 +1,5 @@
 """Trainings and commands whose n-th write, rename or flush fails or is their last: a resumed training ends with the
-weights of an undisturbed one, what was acknowledged is there, and nothing torn is read.
+weights of an undisturbed training, every acknowledged record is there, and nothing torn is read.
 """
 
 import builtins
@@ -10,14 +10,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from bench.chaos_cases import Attack, NoMoreCases
-from bench.chaos_world import HANG_S, KEY, TRAIN, WAIT_S, Answer, World, call
+from bench.chaos_world import HANG_S, KEY, TRAIN, WAIT_S, Answer, World, call, world_at
 from can_train.cli.main import main
 from can_train.factors import observations
 from can_train.factors.observations import Observation, read_records
@@ -25,11 +24,11 @@ from can_train.io.records import parse_document, write_document
 
 COMMANDS: Final = 1_000
 
-_LINE: Final = (*TRAIN, "--micro-batch-size", "8")  # without a search for what fits, which writes nothing
+_LINE: Final = (*TRAIN, "--micro-batch-size", "8")  # without a search for the largest batch, which writes nothing
 _KILL: Final = "killed"
 _TEAR: Final = "killed inside"
 _ACTS: Final = (_KILL, _TEAR, errno.EIO, errno.ENOSPC, errno.EROFS)
-"""What happens to an operation: the last two last from there on."""
+"""Faults of an operation; the last two affect all later operations."""
 _LASTING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _LINES: Final = (
     TRAIN, ("factors", "--reset", "--yes"), ("factors", KEY, "--pin", "0.5"), ("factors", KEY, "--unpin"),
@@ -42,7 +41,7 @@ _MOST_OPERATIONS: Final = 60
 
 
 class Faults:
-    """Counts the writes, renames and flushes of this process below a folder; one of them goes wrong.
+    """Counts the writes, renames and flushes of this process below a folder; one operation goes wrong.
 
     Args:
         folder: The folder.
@@ -61,7 +60,7 @@ class Faults:
         io.open = builtins.open = opened
 
     def count(self, half: Callable[[], Any] = lambda: None) -> None:
-        """Counts an operation, of which `half` does a part."""
+        """Counts an operation; `half` does a part of it."""
         self.done += 1
         if not self.at or self.done < self.at or (self.done > self.at and self.act not in _LASTING):
             return
@@ -72,10 +71,10 @@ class Faults:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _counted(self, function: Callable[..., Any], *, any_target: bool) -> Callable[..., Any]:
-        def counted(target: Any, *others: Any, **named: Any) -> Any:
+        def counted(target: Any, *more: Any, **named: Any) -> Any:
             if any_target or str(target).startswith(self.folder):
                 self.count()
-            return function(target, *others, **named)
+            return function(target, *more, **named)
 
         return counted
 
@@ -87,14 +86,14 @@ class Faults:
                 faults.count(lambda: io.FileIO.write(self, bytes(data)[: len(data) // 2]))
                 return super().write(data)
 
-        def counting(file: Any, mode: str = "r", buffering: int = -1, *others: Any, **named: Any) -> Any:
+        def counting(file: Any, mode: str = "r", buffering: int = -1, *more: Any, **named: Any) -> Any:
             where = str(Path(file).absolute()) if isinstance(file, str | os.PathLike) else ""
             if not set("wax+") & {*mode} or not where.startswith(self.folder):
-                return opened(file, mode, buffering, *others, **named)
+                return opened(file, mode, buffering, *more, **named)
             self.count()
             raw = Raw(where, mode.replace("b", "").replace("t", ""), opener=named.pop("opener", None))
             buffered: Any = raw if buffering == 0 else (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
-            return buffered if "b" in mode else io.TextIOWrapper(buffered, *others, **named)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, *more, **named)
 
         return counting
 
@@ -140,7 +139,7 @@ def _run(words: Sequence[str], faults: Faults, streams: Sequence[Path], place: P
 
 
 def _acknowledge(file: Path) -> None:
-    """Writes down, in a way that no fault disturbs, each record once it is said to be written."""
+    """Notes each record, in a way that no fault disturbs, once its writer returns."""
     write, descriptor = write_document, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def written(path: Path, record: Any) -> None:
@@ -150,14 +149,9 @@ def _acknowledge(file: Path) -> None:
     setattr(observations, "write_document", written)  # noqa: B010 - the module imported it
 
 
-@cache
-def _world(place: Path) -> World:
-    return World(place)
-
-
 def prepare(place: Path) -> None:
     """Trains undisturbed once, and notes the weights and the number of operations."""
-    world = _world(place)
+    world = world_at(place)
     world.make()
     answer = run_apart(_LINE, Faults(world.folder), place)
     assert (answer.code, answer.failure) == (0, ""), answer
@@ -167,12 +161,12 @@ def prepare(place: Path) -> None:
 
 def training(number: int, dice: Random, place: Path) -> str:
     """Disturbs a training at one operation, and resumes it."""
-    world = _world(place)
+    world = world_at(place)
     world.restore()
     cases = [(at, act) for at in range(1, int((place / "total").read_text()) + 1) for act in _ACTS]
     if number >= len(cases):
         raise NoMoreCases
-    # Mixed, so that the first few are some of all.
+    # Mixed, so that the first few cases are of all kinds.
     at, act = Random(0).sample(cases, len(cases))[number]
     answer = run_apart(_LINE, Faults(world.folder, at, act), place)
     wrong = answer.failure or _damage(world, place) or _resume(world, place, answer)
@@ -180,7 +174,7 @@ def training(number: int, dice: Random, place: Path) -> str:
 
 
 def _damage(world: World, place: Path) -> str:
-    """Says what is torn, lost, or no longer listed."""
+    """Names records that are torn, lost, or no longer listed."""
     records = read_records(world.state)
     if records.set_aside:
         return f"set aside: {records.set_aside}"
@@ -201,7 +195,7 @@ def _damage(world: World, place: Path) -> str:
 
 
 def _resume(world: World, place: Path, before: Answer) -> str:
-    """Says what keeps a disturbed training from ending like an undisturbed one."""
+    """Says how the end of a disturbed training differs from an undisturbed training's."""
     run = _new_run(world)
     if run is None or not (run / "config.yaml").exists():
         # Nothing was begun that could be resumed, so the line is typed once more.
@@ -210,7 +204,7 @@ def _resume(world: World, place: Path, before: Answer) -> str:
     else:
         answer = run_apart(["resume", str(run)], Faults(world.folder), place)
         if answer.code == 2 and "--trust-code" in answer.err:
-            # It ended before it was entered into the list of runs, and is not known to be the user's own.
+            # It ended before it was entered into the list of runs, so its owner is uncertain.
             answer = run_apart(["resume", str(run), "--trust-code"], Faults(world.folder), place)
     if answer.failure or answer.code:
         return f"after {before.code} it does not go on: {answer.failure or answer.err[-300:]}"
@@ -220,14 +214,14 @@ def _resume(world: World, place: Path, before: Answer) -> str:
 
 
 def _new_run(world: World) -> Path | None:
-    """Returns the newest run that was not there at first and has a configuration, else one without."""
+    """Returns the newest run since the restore, a run with a configuration if there is one."""
     old = {path.name for path in world.first_runs}
     new = sorted(path for path in world.runs.iterdir() if path.name not in old and path.is_dir())
     return max(new, key=lambda path: (path / "config.yaml").exists(), default=None)
 
 
 def _weights(run: Path | None) -> str:
-    """Returns a digest of the weights after the last step, and of the best ones."""
+    """Returns a digest of the weights after the last step and of the best weights."""
     import hashlib
 
     from can_train.training.loading import Checkpoints
@@ -241,7 +235,7 @@ def _weights(run: Path | None) -> str:
 
 def command(number: int, dice: Random, place: Path) -> str:
     """Runs a command on a disk that becomes full or read-only."""
-    world = _world(place)
+    world = world_at(place)
     world.restore()
     words, act = dice.choice(_LINES), dice.choice(_LASTING)
     at = dice.choice((1, 1, 1, 2, 3, dice.randrange(1, _MOST_OPERATIONS)))
@@ -250,9 +244,9 @@ def command(number: int, dice: Random, place: Path) -> str:
     return f"from operation {at} on {os.strerror(act)}: {wrong}" if wrong else ""
 
 
-def attacks() -> Iterator[Attack]:
-    """Yields the attacks by writes."""
-    yield Attack("writes", "a training and one of its writes, renames and flushes: killed, failed, full or "
-                 "read-only from there; then resumed", training, 10**6, 4, prepare)  # fmt: skip
-    yield Attack("disk", "commands on a disk that becomes full or read-only", command, COMMANDS, 8,
-                 lambda place: _world(place).make())  # fmt: skip
+ATTACKS: Final = (
+    Attack("writes", "a training and one of its writes, renames and flushes: killed, failed, full or read-only from "
+           "there; then resumed", training, 10**6, 4, prepare),
+    Attack("disk", "commands on a disk that becomes full or read-only", command, COMMANDS, 8,
+           lambda place: world_at(place).make()),
+)  # fmt: skip

@@ -8,18 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Found(NamedTuple):
-    """What a search for a batch size ended with."""
+class FinderResult(NamedTuple):
+    """The result of a search for a batch size."""
 
     size: int
     trials: int
 
 
-def doubling_finder(fits: Callable[[int], bool], *, upper: int) -> Found:
-    """Doubles from 2 until memory runs out or the data end; returns the last size that fitted, 0 where none did.
+def doubling_finder(fits: Callable[[int], bool], *, upper: int) -> FinderResult:
+    """Doubles from 2 until memory runs out or the data end; returns the last size that fitted, 0 if none did.
 
     >>> doubling_finder(lambda size: size <= 100, upper=1000)
-    Found(size=64, trials=7)
+    FinderResult(size=64, trials=7)
     """
     size, last, trials = 2, 0, 0
     while size <= upper:
@@ -27,7 +27,7 @@ def doubling_finder(fits: Callable[[int], bool], *, upper: int) -> Found:
         if not fits(size):
             break
         last, size = size, 2 * size
-    return Found(last, trials)
+    return FinderResult(last, trials)
 
 
 def described_divisor(batch: int, largest: int) -> tuple[int, int]:
@@ -41,8 +41,8 @@ def described_divisor(batch: int, largest: int) -> tuple[int, int]:
 
 
 def remainder_weight(samples: int, loaded: int, accumulated: int) -> float:
-    """Returns the weight of the last step of an epoch whose micro-batches are each divided by the usual number of them;
-    1 is right.
+    """Returns the weight of an epoch's last step if each of its micro-batches is divided by their usual number; 1 is
+    right.
 
     >>> remainder_weight(80, 8, 4)
     0.5
@@ -52,7 +52,7 @@ def remainder_weight(samples: int, loaded: int, accumulated: int) -> float:
 
 
 def batches_to_oom(peaks: NDArray[np.float64], limit: float) -> float:
-    """Returns the mean number of random batches until one needs more than a limit; infinite where none of them does.
+    """Returns the mean number of random batches until one needs more than a limit; infinite if no batch does.
 
     >>> batches_to_oom(np.array([1.0, 2.0, 3.0, 4.0]), 3.5)
     4.0
@@ -71,5 +71,5 @@ def lost_share(batches: Sequence[tuple[int, bool]]) -> float:
 
 
 def mean_or_dash(values: Sequence[float], form: str) -> str:
-    """Writes the mean of some values; a dash where there are none."""
+    """Writes the mean of some values; a dash for no values."""
     return format(fmean(values), form) if values else "–"

@@ -1,4 +1,4 @@
-"""Trainings by the command line, in this process, for the claims' benchmark: what each came to."""
+"""Trainings by the command line, in this process, for the claims' benchmark, and their outcomes."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a training came to."""
+    """The outcome of a training."""
 
     died: bool  # of out-of-memory
     steps: int  # done
@@ -46,13 +46,13 @@ def train(folder: Path, words: Sequence[str]) -> Trained:
     Raises:
         RuntimeError: It ended with another error than out-of-memory.
     """
-    runs, said = folder / f"runs-{next(_numbers)}", io.StringIO()
-    # A state folder of its own: what one run learns about a device would help the next.
+    runs, printed = folder / f"runs-{next(_numbers)}", io.StringIO()
+    # A state folder of its own: knowledge of a device would help the next run.
     place = ["--runs-dir", str(runs), "--state-dir", str(runs / "state")]
-    with redirect_stdout(said), redirect_stderr(said):
+    with redirect_stdout(printed), redirect_stderr(printed):
         status = can_train([*words, *place])
     if status not in (0, OUT_OF_MEMORY):
-        raise RuntimeError(f"can-train {' '.join(words)}\n{said.getvalue()}")
+        raise RuntimeError(f"can-train {' '.join(words)}\n{printed.getvalue()}")
     (run,) = (path.parent for path in runs.glob("*/config.yaml"))
     lines = [line for line in json_lines(run / "metrics.jsonl") if "train" in line]
     steps = [line for line in json_lines(run / "steps.jsonl") if "step" in line]
@@ -67,7 +67,7 @@ def train(folder: Path, words: Sequence[str]) -> Trained:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads a file of JSON lines; none where it is missing."""
+    """Reads a file of JSON lines; returns no lines if it is missing."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

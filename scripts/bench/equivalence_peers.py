@@ -1,18 +1,14 @@
 """Trains with Lightning's, accelerate's and transformers' gradient accumulation, called as in their documentation, and
-prints as JSON how far each is from training with whole batches. `scripts/bench/equivalence` runs this with the Python
-of `.venv-peers`.
+measures how far each is from training with whole batches. `scripts/bench/equivalence` calls `main` with the Python of
+`.venv-peers`.
 """
 
-import json
 import logging
-import platform
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
-from typing import Any, Final
+from typing import Any
 
 import torch
 import transformers
@@ -24,7 +20,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from bench.equivalence_loops import (
-    EPOCHS,
     MICRO_BATCH,
     NOT_COUNTED,
     PARTS,
@@ -41,24 +36,21 @@ from bench.equivalence_loops import (
     trained,
     whole,
 )
+from bench.harness import say, versions_of
 
-PACKAGES: Final = ("lightning", "accelerate", "transformers", "torch")
 
-
-def main() -> None:
-    """Measures every tool and prints {"versions": ..., "errors": {tool: errors}}; the argument is the epochs."""
+def main(epochs: str) -> dict[str, Any]:
+    """Measures every tool; returns the versions, and the errors by tool."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    epochs = int(sys.argv[1]) if len(sys.argv) > 1 else EPOCHS
     sentences = draw_sentences()
     reference = partial(by_hand, sentences, accumulate=whole)
     measured = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, loop in loops(sentences, folder).items():
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            measured[name] = errors(loop, reference, epochs)
-    versions = {"Python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-    print("\n" + json.dumps({"versions": versions, "errors": measured}))
+            say(name)
+            measured[name] = errors(loop, reference, int(epochs))
+    return {"versions": versions_of("Python", "lightning", "accelerate", "transformers", "torch"), "errors": measured}
 
 
 def loops(sentences: Sequence[Tensor], folder: str) -> dict[str, Loop]:
@@ -129,8 +121,8 @@ def accelerate_loop(sentences: Sequence[Tensor], settings: Settings) -> Trained:
 
 
 def accelerate_guide_loop(sentences: Sequence[Tensor], settings: Settings) -> Trained:
-    """Trains with the loop of its guide for samples of different lengths, which reads a batch's parts before the first
-    of them is computed, and divides sums by the tokens of all of them.
+    """Trains with the loop of accelerate's guide for samples of different lengths, which reads all parts of a batch
+    before it computes them, and divides sums by the tokens of all parts.
     """
     accelerator = Accelerator(cpu=True)
     net = NextWord()
@@ -149,18 +141,18 @@ def accelerate_guide_loop(sentences: Sequence[Tensor], settings: Settings) -> Tr
 
 
 class MeanLoss(NextWord):
-    """A model as people write it, which returns the mean loss of what it is given."""
+    """A model as people write it, which returns the mean loss of its batch."""
 
     def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns what transformers' Trainer reads."""
+        """Returns the loss for transformers' Trainer."""
         return {"loss": self.token_loss(tokens, labels)}
 
 
 class CountedLoss(NextWord):
-    """A model that takes the number of tokens of the whole batch, as those of transformers do."""
+    """A model that takes the number of tokens of the whole batch, as transformers' models do."""
 
     def forward(self, tokens: Tensor, labels: Tensor, **counts: Any) -> dict[str, Tensor]:
-        """Returns what transformers' Trainer reads."""
+        """Returns the loss for transformers' Trainer."""
         return {"loss": self.token_loss(tokens, labels, "sum") / counts["num_items_in_batch"]}
 
 
@@ -201,7 +193,3 @@ def transformers_loop(
     )
     trainer.train()
     return trained(net, optimizer)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The cases of `scripts/bench/finder`, and the trials that count what a search does. This module is also imported in
+"""The cases of `scripts/bench/finder`, and the trials that count the calls of a search. This module is also imported in
 the environment of the other tools, so it needs nothing but torch.
 """
 
@@ -176,7 +176,7 @@ def spread_cases() -> list[Case]:
 
 
 def scattering_cases() -> list[Case]:
-    """Returns the spread cases whose limit is large enough to tell a size from one with 5 % less."""
+    """Returns the spread cases whose limit is so large that 5 % of it are a sample or more."""
     return [case for case in spread_cases() if case.limit >= SMALLEST_SCATTERING]
 
 

@@ -1,17 +1,13 @@
-"""Runs Lightning's and accelerate's searches on the cases, called as in their documentation, and prints the outcomes as
-JSON. `scripts/bench/finder` runs this with the Python of `.venv-peers`.
+"""Runs Lightning's and accelerate's searches on the cases, called as in their documentation. `scripts/bench/finder`
+calls `main` with the Python of `.venv-peers`.
 """
 
 import gc
-import json
 import logging
-import platform
-import sys
 import tempfile
 import warnings
 from functools import partial
-from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 import torch
 from accelerate.utils import find_executable_batch_size
@@ -20,16 +16,15 @@ from lightning.pytorch.tuner.tuning import Tuner
 from torch.utils.data import DataLoader, Dataset
 
 from bench.finder_laws import DATA_SET, Case, Law, Search, Trial, measure
+from bench.harness import say, versions_of
 
 LIGHTNING_START: Final = 2
 LIGHTNING_MAX: Final = 8_192
 """Lightning's defaults of `init_val` and `max_val`."""
 
-PACKAGES: Final = ("lightning", "accelerate", "torch")
 
-
-def main() -> None:
-    """Runs every tool and prints {"versions": ..., "results": {tool: results}}."""
+def main() -> dict[str, Any]:
+    """Runs every tool; returns the versions, and the results by tool."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     # Both tools collect garbage around every trial, which would scan the objects of all imports each time.
@@ -38,10 +33,9 @@ def main() -> None:
     measured = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, search in peers(folder).items():
-            print(f"{name} ...", file=sys.stderr, flush=True)
+            say(name)
             measured[name] = measure(search, Law())
-    versions = {"Python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-    json.dump({"versions": versions, "results": measured}, sys.stdout)
+    return {"versions": versions_of("Python", "lightning", "accelerate", "torch"), "results": measured}
 
 
 def peers(folder: str) -> dict[str, Search]:
@@ -127,7 +121,3 @@ def accelerate_search(trial: Trial, case: Case, *, start: int) -> int:
         return batch_size
 
     return int(train())
-
-
-if __name__ == "__main__":
-    main()

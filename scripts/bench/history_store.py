@@ -1,6 +1,6 @@
 """Years of use for `scripts/bench/history`: a state folder of many observations and a folder of many runs.
 
-The files are those that can-train writes, made without its flushes to the disk, which would take an hour.
+The files have the form of can-train's, without its flushes to the disk, which would take an hour.
 """
 
 import json
@@ -68,7 +68,7 @@ def add_observations(state: Path, numbers: range) -> None:
 
 
 def add_events(state: Path) -> None:
-    """Writes pins that were removed again, on configurations of their own."""
+    """Writes pins that were removed again, on configurations without observations."""
     folder = state / "events"
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(EVENTS):

@@ -2,20 +2,18 @@
 Then it remakes the summary at the top of RESULTS.md and the picture of README.md from the sections of RESULTS.md.
 """
 
-import argparse
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final, NamedTuple
 
+from bench.harness import BENCH, RESULTS, Benchmark, write_section
 from bench.picture import PICTURE, picture
-from bench.results_file import RESULTS, write_section
 from bench.summary import AbsentError, summary
 
-BENCH: Final = Path(__file__).resolve().parent
+BENCHMARK: Final = Benchmark(__name__, quick="less of each, in under 3 minutes")
 
 LATEST_START_S: Final = 25 * 60
 """No benchmark begins after so many seconds: the longest one here takes about five minutes."""
@@ -26,7 +24,7 @@ class Arguments(NamedTuple):
 
     Attributes:
         full: Arguments of a full run; None: it isn't run.
-        quick: Those of a quick run, which writes nothing; None: it isn't run.
+        quick: Arguments of a quick run, which writes nothing; None: it isn't run.
         left_out: Why a run is left out, or a full one is in part only.
     """
 
@@ -55,11 +53,11 @@ ARGUMENTS: Final[Mapping[str, Arguments]] = {
     "scoring": Arguments(quick="--frames 50000 --rounds 1 --no-write"),
     "slurm": Arguments(None, None, "it needs a SLURM of its own (scripts/slurm-sandbox)"),
 }
-"""Of benchmarks that are called in another way than without arguments, or with --quick."""
+"""Benchmarks that are called in another way than without arguments, or with --quick."""
 
 
 class Outcome(NamedTuple):
-    """What came of a benchmark: `ok`, `missed`, `failed` or `skipped`, and why."""
+    """The outcome of a benchmark: `ok`, `missed`, `failed` or `skipped`, and the reason."""
 
     status: str
     reason: str = ""
@@ -67,14 +65,13 @@ class Outcome(NamedTuple):
 
 def main() -> None:
     """Runs the benchmarks; exit status 1 if one missed a goal or failed."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/all", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="less of each, in under 3 minutes; writes nothing")
+    parser = BENCHMARK.parser()
     parser.add_argument("--only", nargs="+", choices=benchmarks(), default=benchmarks(), help="some of them")
     parser.add_argument("--summary", action="store_true", help="run none: remake the summary and the picture alone")
     options = parser.parse_args()
     latest = time.monotonic() + LATEST_START_S
     outcomes = [] if options.summary else [timed(name, latest, quick=options.quick) for name in options.only]
-    if not options.quick:
+    if not options.quick and not options.no_write:
         write_summary()
     if any(outcome.status in ("missed", "failed") for outcome in outcomes):
         sys.exit(1)
@@ -86,7 +83,7 @@ def benchmarks() -> list[str]:
 
 
 def timed(name: str, latest: float, *, quick: bool) -> Outcome:
-    """Runs a benchmark unless it is too late, prints a line, and returns what came of it."""
+    """Runs a benchmark unless it is too late, prints a line, and returns the outcome."""
     arguments = ARGUMENTS.get(name, Arguments())
     chosen = arguments.quick if quick else arguments.full
     started, cpu_before = time.monotonic(), cpu_of_commands()
@@ -110,7 +107,7 @@ def cpu_of_commands() -> float:
 
 
 def run(command: Sequence[str]) -> Outcome:
-    """Runs a command; what it says last is the reason where it did not end well."""
+    """Runs a command; if it fails, its last line is the reason."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode == 0:
         return Outcome("ok")
@@ -123,12 +120,8 @@ def write_summary() -> None:
     """Remakes the summary and the picture."""
     results = RESULTS.read_text(encoding="utf-8")
     try:
-        lines, drawn = summary(results), picture(results)
+        table, drawn = summary(results), picture(results)
     except AbsentError as error:
         sys.exit(f"scripts/bench/all: no summary: {error}")
-    write_section("all", "Summary (`scripts/bench/all --summary`)", lines)
+    write_section("all", table)
     PICTURE.write_text(drawn, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,9 @@
 """Compares the simulated bus with logged ones: periods, payloads, IDs, lengths of drives, and how rare attacks are.
-Then looks for flaws of the simulation: what a decision tree finds of each attack from figures of a window alone.
+Then looks for flaws of the simulation: how well a decision tree finds each attack from figures of a window alone.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -14,7 +12,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import matthews_corrcoef, roc_auc_score
 from sklearn.tree import DecisionTreeClassifier
 
-from bench.results_file import environment, markdown, write_section
+from bench.harness import REAL_LOGS, Benchmark, Table, markdown
 from can_train_tasks.can.data.graphs import Bools, Floats, Frames, Ints
 from can_train_tasks.can.data.reading import LogReader
 from can_train_tasks.can.settings import CanDatasetSettings, SyntheticSettings
@@ -23,10 +21,10 @@ from can_train_tasks.can.synthetic.traffic import SECOND_US, Traffic
 from can_train_tasks.can.synthetic.vehicles import MAX_STANDARD_ID, NUM_VEHICLES
 from can_train_tasks.can.synthetic.writing import ATTACK_FREE, GENERATORS, PlannedDrive, plan_drives, simulate
 
-LOGS: Final = Path(__file__).parents[3] / "shared" / "data" / "can"
+BENCHMARK: Final = Benchmark(__name__, packages=("numpy", "scikit-learn"))
 SEEDS: Final = (0, 1, 2)
 WINDOW: Final = 100  # frames, as `dataset.window`
-MIN_FRAMES: Final = 10  # of an ID whose period and payload are measured
+MIN_FRAMES: Final = 10  # fewest frames of an ID that is measured
 LOGGED: Final = {"spread": (0.0002, 0.0068), "same": (0.23, 0.96), "bits": (0.2, 1.9), "static": (0.42, 0.81)}
 """Range of each figure over four real logs, one of which is not kept."""
 PUBLISHED: Final = (36, 927)
@@ -35,20 +33,6 @@ HEAD: Final = ("bus", "IDs", "29-bit", "frames/s", "s a drive", "spread", "as be
                "attack windows", "attack frames")  # fmt: skip
 EXTRA_DRIVES: Final = 10_000  # positions in the plan beyond its own drives
 TREE_DRIVES: Final = 6  # of each known vehicle; two thirds of them train the tree
-
-NOTES: Final = """\
-*29-bit*: share of IDs. *Spread*: median distance of an ID's intervals from their median, over that median. *As
-before*: payloads equal to the ID's previous one. *Bits*: those that differ from it. *Static*: payload bytes that never
-change (mean over IDs; the three before are medians over IDs). IDs with fewer than {min_frames} frames are left out. Of
-the simulated buses: the median over four vehicles' benign drives, and the range. *Attack windows*, of {window} frames,
-and *attack frames* to benign ones, over all drives of the data set. *In four logs*: the range over logs measured
-before, one of which is not kept.
-
-What a decision tree finds of each attack in version 2, from the intervals and changed bits of a window, for vehicles
-that it knows, in drives that it does not; mean over seeds {seeds}. An area (ROC-AUC) of 0.5 is chance. Masquerade at a
-plausible value leaves nothing to these features: what a detector finds there, it has from what payloads mean.
-
-{tree}"""
 
 
 class Figures(NamedTuple):
@@ -66,41 +50,35 @@ class Figures(NamedTuple):
 
 def main() -> None:
     """Measures, prints the tables and writes them into RESULTS.md; exit status 1 if a figure is out of range."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/bus", description=__doc__)
-    parser.add_argument("--logs", type=Path, default=LOGS, help="folder of real logs")
+    parser = BENCHMARK.parser()
+    parser.add_argument("--logs", type=Path, default=REAL_LOGS, help="folder of real logs")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
     options = parser.parse_args()
     logs = sorted(options.logs.glob("*.*")) if options.logs.is_dir() else []
     if not logs:
         print(f"skipped: there are no real logs in {options.logs}", file=sys.stderr)
-    rows = [list(HEAD), *map(logged_row, logs)]
-    rows.append(["in four logs", "", "", "", "", *(f"{low:g} to {high:g}" for low, high in LOGGED.values()), "", ""])
-    rows.append(["can-train-and-test", *[""] * 9, f"1 : {PUBLISHED[0]} to 1 : {PUBLISHED[1]}"])
+    table = Table(*HEAD)
+    for log in logs:
+        table.add(*logged_row(log))
+    table.add("in four logs", "", "", "", "", *(f"{low:g} to {high:g}" for low, high in LOGGED.values()), "", "")
+    table.add("can-train-and-test", *[""] * 9, f"1 : {PUBLISHED[0]} to 1 : {PUBLISHED[1]}")
     missed = []
     for number, seed in [(1, options.seeds[0]), *((2, seed) for seed in options.seeds)]:
         settings = SyntheticSettings(version=number, seed=seed)
         vehicles = [figures(*columns(benign_drive(settings, vehicle))) for vehicle in range(1, NUM_VEHICLES + 1)]
         windows, frames = attacked(settings)
-        rows.append([f"version {number}, seed {seed}", *cells(vehicles), ratio(windows), ratio(frames)])
+        table.add(f"version {number}, seed {seed}", *cells(vehicles), ratio(windows), ratio(frames))
         missed += out_of_range(vehicles, windows, seed) if number == 2 else []
     seeds = ", ".join(map(str, options.seeds))
-    notes = NOTES.format(min_frames=MIN_FRAMES, window=WINDOW, seeds=seeds, tree=tree_table(options.seeds))
-    text = f"{markdown(rows)}\n\n{notes}"
-    print(text, flush=True)
-    if not options.no_write:
-        head = environment({"numpy": version("numpy"), "scikit-learn": version("scikit-learn")})
-        write_section("bus", "The simulated bus beside real logs (`scripts/bench/bus`)", f"{head}\n\n{text}")
-    if missed:
-        sys.exit(f"missed: {'; '.join(missed)}")
+    BENCHMARK.finish(options, missed, table=table, seeds=seeds, tree=tree_table(options.seeds))
 
 
 def logged_row(path: Path) -> list[str]:
     """Returns the cells of a real log."""
     frames = Frames.concatenate(list(LogReader(path, CanDatasetSettings(), kind="attack").blocks()))
-    found = figures(frames.timestamp, frames.can_id.astype(np.int64), frames.length.astype(np.int64), frames.payload)
+    log = figures(frames.timestamp, frames.can_id.astype(np.int64), frames.length.astype(np.int64), frames.payload)
     is_attack = frames.label > 0
-    return [path.name, *cells([found]), ratio(windows_of(is_attack)), ratio(is_attack)]
+    return [path.name, *cells([log]), ratio(windows_of(is_attack)), ratio(is_attack)]
 
 
 def benign_drive(settings: SyntheticSettings, vehicle: int) -> Traffic:
@@ -111,7 +89,7 @@ def benign_drive(settings: SyntheticSettings, vehicle: int) -> Traffic:
 
 
 def columns(log: Traffic) -> tuple[Floats, Ints, Ints, NDArray[np.uint8]]:
-    """Returns what `figures` needs of a simulated log."""
+    """Returns the arguments of `figures` for a simulated log."""
     return log.time_us / SECOND_US, log.can_id, log.length, log.payload
 
 
@@ -119,8 +97,8 @@ def figures(time_s: Floats, can_id: Ints, length: Ints, payload: NDArray[np.uint
     """Measures a log."""
     ids = np.unique(can_id)
     by_id = []
-    for one in ids:
-        rows = np.flatnonzero(can_id == one)
+    for each_id in ids:
+        rows = np.flatnonzero(can_id == each_id)
         if len(rows) >= MIN_FRAMES:
             gaps, mine, num_bytes = np.diff(time_s[rows]), payload[rows], length[rows].max()
             spread = np.median(np.abs(gaps - np.median(gaps))) / np.median(gaps)
@@ -158,29 +136,29 @@ def attacked(settings: SyntheticSettings) -> tuple[Bools, Bools]:
 
 
 def ratio(is_attack: Bools) -> str:
-    """Returns how many are benign for each attack, as published figures have it."""
+    """Returns the number of benign items for each attack, in the form of published figures."""
     return f"1 : {(~is_attack).sum() / is_attack.sum():.1f}" if is_attack.any() else "none"
 
 
 def out_of_range(vehicles: Sequence[Figures], windows: Bools, seed: int) -> list[str]:
-    """Names the figures whose median over the vehicles is not like that of real logs, and attacks that are not rare."""
-    medians = {name: float(np.median([getattr(one, name) for one in vehicles])) for name in LOGGED}
-    found = [f"{name} {medians[name]:.4f} with seed {seed}" for name, (low, high) in LOGGED.items()
+    """Names the figures whose median over the vehicles is out of real logs' range, and attacks that are not rare."""
+    medians = {name: float(np.median([getattr(vehicle, name) for vehicle in vehicles])) for name in LOGGED}
+    wrong = [f"{name} {medians[name]:.4f} with seed {seed}" for name, (low, high) in LOGGED.items()
              if not low <= medians[name] <= high]  # fmt: skip
-    return found if (~windows).sum() >= PUBLISHED[0] * windows.sum() else [*found, f"{ratio(windows)} with seed {seed}"]
+    return wrong if (~windows).sum() >= PUBLISHED[0] * windows.sum() else [*wrong, f"{ratio(windows)} with seed {seed}"]
 
 
 def tree_table(seeds: Sequence[int]) -> str:
-    """Trains a decision tree for each kind of attack and returns what it finds."""
+    """Trains a decision tree for each kind of attack. Returns a table of how well the trees find the attacks."""
     rows = [["attack", "MCC", "ROC-AUC"]]
     for kind in sorted(ATTACKS, key=lambda kind: (kind not in FIRST_ATTACKS, kind)):
-        found = np.mean([tree_finds(kind, SyntheticSettings(seed=seed)) for seed in seeds], axis=0)
-        rows.append([kind, *(f"{figure:.2f}" for figure in found)])
+        scores = np.mean([tree_finds(kind, SyntheticSettings(seed=seed)) for seed in seeds], axis=0)
+        rows.append([kind, *(f"{score:.2f}" for score in scores)])
     return markdown(rows)
 
 
 def tree_finds(kind: str, settings: SyntheticSettings) -> tuple[float, float]:
-    """Returns MCC and area under the ROC curve of a decision tree on drives that it has not seen."""
+    """Returns MCC and area under the ROC curve of a decision tree on unseen drives."""
     designs = GENERATORS[settings.version].make_vehicles(settings.seed)
     parts: dict[bool, list[tuple[Floats, Bools]]] = {True: [], False: []}
     for number in range(TREE_DRIVES * (NUM_VEHICLES - 1)):
@@ -188,28 +166,25 @@ def tree_finds(kind: str, settings: SyntheticSettings) -> tuple[float, float]:
         drive = PlannedDrive("train_02_with_attacks", kind, vehicle + 1)
         log = simulate(drive, EXTRA_DRIVES + 100 + number, designs[vehicle], settings)
         parts[3 * repetition < 2 * TREE_DRIVES].append((window_figures(log), windows_of(log.attack)))
-    (features, labels), (others, truth) = (map(np.concatenate, zip(*parts[key], strict=True)) for key in (True, False))
+    (features, labels), (unseen, truth) = (map(np.concatenate, zip(*parts[key], strict=True)) for key in (True, False))
     tree = DecisionTreeClassifier(max_depth=6, min_samples_leaf=5, class_weight="balanced", random_state=0)
-    scores = tree.fit(features, labels).predict_proba(others)[:, 1]
+    scores = tree.fit(features, labels).predict_proba(unseen)[:, 1]
     return float(matthews_corrcoef(truth, scores > 0.5)), float(roc_auc_score(truth, scores))
 
 
 def window_figures(log: Traffic) -> Floats:
-    """Returns figures of each window: of its frames' intervals and changed bits, as against their IDs' usual ones."""
+    """Returns figures of each window, from its intervals and changed bits relative to the IDs' usual values."""
     interval, bits = np.zeros(len(log)), np.zeros(len(log))
-    for one in np.unique(log.can_id):
-        rows = np.flatnonzero(log.can_id == one)
+    for each_id in np.unique(log.can_id):
+        rows = np.flatnonzero(log.can_id == each_id)
         gaps = np.diff(log.time_us[rows]).clip(min=1)
         if len(gaps):
             interval[rows[1:]] = np.log2(gaps / np.median(gaps))
             changed = np.unpackbits(log.payload[rows[1:]] ^ log.payload[rows[:-1]], axis=1).sum(axis=1)
             bits[rows[1:]] = changed - changed.mean()
     whole = len(log) // WINDOW * WINDOW
-    per_frame = [one[:whole].reshape(-1, WINDOW) for one in (interval, bits, np.diff(log.time_us, prepend=0))]
-    per_window = [reduce(one, axis=1) for one in per_frame for reduce in (np.min, np.max, np.mean, np.std)]
+    columns = (interval, bits, np.diff(log.time_us, prepend=0))
+    per_frame = [column[:whole].reshape(-1, WINDOW) for column in columns]
+    per_window = [reduce(column, axis=1) for column in per_frame for reduce in (np.min, np.max, np.mean, np.std)]
     more = [column[:whole].reshape(len(per_window[0]), -1).mean(axis=1) for column in (log.payload, log.length)]
     return np.column_stack([*per_window, *more])
-
-
-if __name__ == "__main__":
-    main()

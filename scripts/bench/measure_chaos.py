@@ -1,5 +1,5 @@
 """Attacks can-train at random: command lines, logs, files, interrupted writes, full disks, clocks, two hosts. A seed
-decides everything, so that a failure can be repeated; what was interrupted goes on where it stopped.
+decides everything, so that a failure can be repeated; --resume goes on where a run was interrupted.
 """
 
 import argparse
@@ -9,27 +9,19 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 from bench import chaos_files, chaos_hosts, chaos_lines, chaos_logs, chaos_writes
 from bench.chaos_cases import Attack, Bounds, NoMoreCases, Progress, dice_of, run_attack
-from bench.results_file import environment, markdown, write_section
+from bench.harness import Benchmark, Table
 from can_train.io.records import write_json_atomic
 
-ATTACKS: Final[Mapping[str, Attack]] = {
-    attack.name: attack
-    for attack in (
-        *chaos_lines.attacks(),
-        *chaos_logs.attacks(),
-        *chaos_files.attacks(),
-        *chaos_writes.attacks(),
-        *chaos_hosts.attacks(),
-    )
-}
+BENCHMARK: Final = Benchmark(__name__, packages=("torch", "polars"), quick="about a minute")
+_MODULES: Final = (chaos_lines, chaos_logs, chaos_files, chaos_writes, chaos_hosts)
+ATTACKS: Final[Mapping[str, Attack]] = {attack.name: attack for module in _MODULES for attack in module.ATTACKS}
 
 IMPORTED: Final = (
     "torch.distributed",
@@ -39,19 +31,13 @@ IMPORTED: Final = (
 )
 
 WRITE_S: Final = 5.0
-"""Seconds between two notes of what was done."""
-
-NOTES: Final = """\
-A case is wrong where an error leaves the program, text says `Traceback`, the exit code is none of 0, 2, 3 and 128 + a
-signal, 2 or 3 comes without a sentence, `--json` prints something else, a line takes more than 20 s of processor time
-or 2 GiB, or a record or checkpoint that was there is gone. Inputs of logs are lines. A training that is disturbed is
-resumed, and must end with the weights of an undisturbed one, bit by bit."""
+"""Seconds between two notes of the progress."""
 
 
 def main() -> None:
-    """Attacks, prints what was wrong, and writes the table into RESULTS.md; exit status 1 if anything was wrong."""
+    """Attacks, prints failures, and writes the table into RESULTS.md; exit status 1 if anything was wrong."""
     options = _options()
-    # Every process of an attack has one thread, and begins with what takes seconds to import.
+    # Every process of an attack has one thread, and begins with the modules that take seconds to import.
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in IMPORTED:
         import_module(name)
@@ -69,19 +55,21 @@ def main() -> None:
                     written = time.monotonic()
             _write(options.resume, options.seed, done)
             _print(attack, progress, options.seed)
-    if not options.quick and {*done} == {*ATTACKS}:
-        write_section("chaos", "Attacks (`scripts/bench/chaos`)", _section(done, options.seed))
+    if {*done} == {*ATTACKS} and not options.quick:
+        table = Table("attack", "cases", "inputs", "wrong", "peak memory, MiB", "minutes")
+        for name, attack in ATTACKS.items():
+            table.add(*_cells(attack, done[name]))
+        BENCHMARK.finish(options, table=table, seed=options.seed)
     if any(progress.failures for progress in done.values()):
         sys.exit(1)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/bench/chaos", description=__doc__)
+    parser = BENCHMARK.parser()
     parser.add_argument("--seed", type=int, default=0, help="other cases")
-    parser.add_argument("--quick", action="store_true", help="about a minute; writes nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after so many")
     parser.add_argument("--only", metavar="NAME[:NUMBER]", help=f"some attacks ({', '.join(ATTACKS)}), or one case")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="note in FILE what was done, and go on from there")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="note the progress in FILE, and go on from there")
     return parser.parse_args()
 
 
@@ -125,17 +113,6 @@ def _print(attack: Attack, progress: Progress, seed: int) -> None:
         print(f"{failure}\n  {again}", flush=True)
 
 
-def _section(done: Mapping[str, Progress], seed: int) -> str:
-    head = ["attack", "cases", "inputs", "wrong", "peak memory, MiB", "minutes"]
-    rows: list[Sequence[str]] = [head, *(_cells(attack, done[name]) for name, attack in ATTACKS.items())]
-    return "\n\n".join([environment({"torch": version("torch"), "polars": version("polars")}), markdown(rows),
-                        f"Seed {seed}. {NOTES}"])  # fmt: skip
-
-
 def _cells(attack: Attack, progress: Progress) -> list[str]:
     return [attack.text, f"{progress.done:,}", f"{progress.done * attack.inputs:,}", str(len(progress.failures)),
             f"{progress.peak_mib:.0f}", f"{progress.seconds / 60:.1f}"]  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,11 @@
-"""Measures what the five described systems claim of themselves: each on a simulated GPU scaled from its case, beside
-its own algorithm where that is simple.
+"""Measures the claims of the five described systems: each on a simulated GPU scaled from its case, beside its own
+algorithm if that is simple.
 """
 
-import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from textwrap import fill
 from typing import Any, Final
 
 import numpy as np
@@ -24,8 +21,8 @@ from bench.claims_originals import (
     remainder_weight,
 )
 from bench.claims_runs import Trained, compose, plain, train
+from bench.harness import Benchmark, markdown, render
 from bench.policy_laws import draw_laws, simulate
-from bench.results_file import environment, markdown, write_section
 from can_train.factors.policies import AffinePolicy, MomentumPolicy
 from can_train.fit.packing import solve_accumulation
 from can_train.memory.simulated.gpu import SimulatedGpu
@@ -33,10 +30,13 @@ from can_train.reporter import SilentReporter
 from can_train.training.loading import load_task
 from can_train.training.split_gradients import compare_gradients
 
+BENCHMARK: Final = Benchmark(__name__, packages=("torch", "numpy"), quick="less of everything, in under a minute")
 MIB: Final = 2**20
 CPU: Final = torch.device("cpu")
 AMPLE: Final = "sim:1GiB"
 Rows = list[list[str]]
+Fields = dict[str, object]
+"""Fields of a system's template: `sections/claims-NAME.md`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Scale:
     frames: int = 12  # of a clip
     cards_of_pictures: int = 2
     recordings: int = 4  # presets of the EEG task
-    frozen_epochs: int = 1  # of a ball tracker's training; as many follow with all thawed
+    frozen_epochs: int = 1  # of a ball tracker's training; an equal number follows with all thawed
     words: int = 1000  # of the simulated language
     pairs: str = ""  # training table; empty: simulated
 
@@ -64,7 +64,7 @@ QUICK: Final = Scale(showers=50, density=50, epochs=1, draws=20_000, cards=1, or
 # --- muon
 
 ALONE: Final = ("--find-batch-size", "off", "--set", "training.adaptive_micro_batch=false")
-"""As the described system: what is set decides alone, and an out-of-memory ends the run."""
+"""As the described system: only the settings decide, and an out-of-memory ends the run."""
 SHOWERS: Final = 32  # of a batch, by default
 SMALL_CARD: Final = 0.65  # of the peak of the largest batch, computed whole
 CLAIMED_OOM: Final = 3_700  # batches until memory runs out, as the described system says
@@ -73,7 +73,7 @@ GROWN: Final = (1, 2, 4, 8)
 
 def muon_words(scale: Scale, device: str, epochs: int) -> list[str]:
     """Returns the words of a muon training."""
-    sets = [word for one in shower_sets(scale) for word in ("--set", one)]
+    sets = [word for setting in shower_sets(scale) for word in ("--set", setting)]
     return ["--task", "muon", "--dataset", "synthetic", *sets,
             "--epochs", str(epochs), "--device", device]  # fmt: skip
 
@@ -83,10 +83,10 @@ def shower_sets(scale: Scale) -> list[str]:
     return [f"dataset.synthetic.showers={scale.showers}", f"dataset.synthetic.muons_per_pev={scale.density}"]
 
 
-def muon(folder: Path, scale: Scale) -> str:
-    """Compares the described ways to accumulate: memory, speed and result; what a small card does; batches to OOM."""
+def muon(folder: Path, scale: Scale) -> Fields:
+    """Compares the described ways to accumulate: memory, speed and result; outcomes on a small card; batches to OOM."""
     counts = muon_counts(folder, scale)
-    draws = random_batches(len(counts), 32, scale.draws)
+    draws = random_batches(len(counts), SHOWERS, scale.draws)
     middle = float(np.median(counts[draws, 0].sum(axis=1)))
     whole = train(folder, [*muon_words(scale, AMPLE, scale.epochs), *plain(SHOWERS)])
     target = max(1, int(0.6 * max(whole.peaks) / MIB))
@@ -108,30 +108,17 @@ def muon(folder: Path, scale: Scale) -> str:
     card = f"sim:{SMALL_CARD * max(whole.peaks) / MIB:.1f}MiB"
     small = {
         name: train(folder, [*muon_words(scale, card, 1), *words])
-        for name, words in (ways | {"can-train's default": ()}).items()
+        for name, words in {**ways, "can-train's default": ()}.items()
     }
     outcomes = [["accumulation", f"on a card of {card[4:]}", "rescued"]]
-    outcomes += [[name, one.outcome, str(one.result.get("ooms_rescued", "–"))] for name, one in small.items()]
-    notes = (
-        f"Batches of 32 showers with {middle:,.0f} real and generated muons in the median, which is the threshold: the "
-        f"described system's is 250,000. Adaptive: a target of {target} MiB. Claimed of accumulation: 30–40 % less "
-        f"peak "
-        "memory and 15–25 % less throughput. Peak: allocated, of the simulated GPU; speed: on the CPU, where small "
-        f"batches cost less than on a GPU. Distance: `w1_mean` of the test set after {whole.steps} updates of the "
-        f"generator, "
-        "too few for a good generator and enough to see whether splitting changes it."
-    )
-    of_card = (
-        f"The small card is {SMALL_CARD:.0%} of the largest peak. The allocator takes memory in pages of 20 MiB, of "
-        "which it holds one: less than half of the batch may run at once, and plans that count bytes are rescued."
-    )
-    tables = [markdown(rows), fill(notes, 120), markdown(outcomes), fill(of_card, 120)]
-    return "\n\n".join([*tables, muon_oom(counts, done["adaptive"], middle, scale)])
+    outcomes += [[name, run.outcome, str(run.result.get("ooms_rescued", "–"))] for name, run in small.items()]
+    return {"ways": markdown(rows), "middle": middle, "target": target, "steps": whole.steps,
+            "small": markdown(outcomes), **muon_oom(counts, done["adaptive"], middle, scale)}  # fmt: skip
 
 
-def muon_cells(one: Trained, whole: Trained, speed: float, whole_speed: float) -> list[str]:
+def muon_cells(run: Trained, whole: Trained, speed: float, whole_speed: float) -> list[str]:
     """Returns the cells of one way to accumulate."""
-    peak, distance = max(one.peaks), one.result["judgement"]["test"]["test"]["model"]["w1_mean"]
+    peak, distance = max(run.peaks), run.result["judgement"]["test"]["test"]["model"]["w1_mean"]
     return [f"{peak / MIB:.1f}", f"{peak / max(whole.peaks) - 1:+.0%}", f"{speed:.0f}",
             f"{speed / whole_speed - 1:+.0%}", f"{distance:.6f}"]  # fmt: skip
 
@@ -149,46 +136,30 @@ def random_batches(events: int, size: int, draws: int) -> NDArray[np.int64]:
     return np.random.default_rng(0).integers(0, events, (draws, size))
 
 
-def muon_oom(counts: NDArray[np.float64], trained: Trained, threshold: float, scale: Scale) -> str:
+def muon_oom(counts: NDArray[np.float64], trained: Trained, threshold: float, scale: Scale) -> Fields:
     """Returns a table of the mean number of random batches until memory runs out, as batches grow."""
     plans = [trained.result["plan"], *trained.result["plan"]["later"]]
     laws = [plan["limits"]["training"]["model"] for plan in plans]
 
     def peaks(totals: NDArray[np.float64]) -> NDArray[np.float64]:
-        own = [law["base_bytes"] + totals @ np.array(law["coefficients"]) for law in laws]
-        largest: NDArray[np.float64] = np.maximum.reduce(own)
+        each = [law["base_bytes"] + totals @ np.array(law["coefficients"]) for law in laws]
+        largest: NDArray[np.float64] = np.maximum.reduce(each)
         return largest
 
-    card = float(
-        np.quantile(peaks(counts[random_batches(len(counts), 32, scale.draws)].sum(axis=1)), 1 - 1 / CLAIMED_OOM)
-    )
+    draws = random_batches(len(counts), SHOWERS, scale.draws)
+    card = float(np.quantile(peaks(counts[draws].sum(axis=1)), 1 - 1 / CLAIMED_OOM))
     rows = [["batch", "never", "always 2", "above a threshold", "can-train: most parts"]]
     for grown in GROWN:
-        batches = counts[random_batches(len(counts), 32 * grown, scale.draws // grown)]
+        batches = counts[random_batches(len(counts), SHOWERS * grown, scale.draws // grown)]
         whole, halves = batches.sum(axis=1), np.array_split(batches, 2, axis=1)
         split = np.max([peaks(half.sum(axis=1)) for half in halves], axis=0)
         above = np.where(whole[:, 0] > threshold, split, peaks(whole))
-        # Sums of a batch grow with its events: as many parts as its excess over what one part may hold asks for.
+        # Sums of a batch grow with its events: its excess over the base, in units of the room of one part.
         base = max(law["base_bytes"] for law in laws)
         most = int(np.ceil((peaks(whole).max() - base) / (card - base - (peaks(counts).max() - base))))
-        rows.append(
-            [
-                str(32 * grown),
-                *(never_or_count(batches_to_oom(one, card)) for one in (peaks(whole), split, above)),
-                f"{most}",
-            ]
-        )
-    notes = (
-        f"Mean number of batches until memory runs out, over {scale.draws:,} random batches (fewer of the larger "
-        f"ones), by the "
-        f"fitted law of the peak (within 0.2 %), on the card of {card / MIB:.1f} MiB on which an unsplit batch of 32 "
-        f"runs out after "
-        f"{CLAIMED_OOM:,} batches in the mean: the described system reports batch 3,700. *Never*: in none of them. "
-        "can-train cuts by memory, into at most the given number of parts, and never exceeds the card by this law; "
-        "only a "
-        "single event that does not fit would end it."
-    )
-    return f"{markdown(rows)}\n\n{fill(notes, 120)}"
+        until = [never_or_count(batches_to_oom(each, card)) for each in (peaks(whole), split, above)]
+        rows.append([str(SHOWERS * grown), *until, str(most)])
+    return {"until_oom": markdown(rows), "draws": scale.draws, "card": card / MIB}
 
 
 def never_or_count(batches: float) -> str:
@@ -204,8 +175,8 @@ TRACKNET: Final = ("--task", "tracknet", "--dataset", "synthetic", "--precision"
 PRESET_BATCH: Final = 16
 
 
-def tracknet(folder: Path, scale: Scale) -> str:
-    """Trains on cards that the preset's batch does not fit, frozen or thawed."""
+def tracknet(folder: Path, scale: Scale) -> Fields:
+    """Trains on cards that are too small for the preset's batch, frozen or thawed."""
     words = [*TRACKNET, "--set", f"dataset.synthetic.frames={scale.frames}", "--epochs", str(2 * scale.frozen_epochs),
              "--set", f"training.thaw_epoch={scale.frozen_epochs}"]  # fmt: skip
     whole = train(folder, [*words, *plain(PRESET_BATCH), "--device", AMPLE])
@@ -219,24 +190,16 @@ def tracknet(folder: Path, scale: Scale) -> str:
         parts = f"{max(on.parts[:half])}, {max(on.parts[half:])}" if not on.died else "–"
         rows.append([f"{size / MIB:.1f} MiB: {name}", off.outcome, halve_and_restart(folder, [*words, *device]),
                      on.outcome, parts, str(on.result.get("ooms_rescued", "–"))])  # fmt: skip
-    notes = (
-        f"The preset's batch of {PRESET_BATCH} at a small size of pictures and network; computed whole, a step peaks "
-        f"at "
-        f"{frozen / MIB:.1f} MiB with the backbone frozen and at {thawed / MIB:.1f} MiB thawed, after half of the "
-        f"epochs. The "
-        "described system halves the micro-batch until a first step succeeds; out-of-memories after that are unhandled."
-    )
-    return f"{markdown(rows)}\n\n{fill(notes, 120)}"
+    return {"table": markdown(rows), "frozen": frozen / MIB, "thawed": thawed / MIB}
 
 
 def halve_and_restart(folder: Path, words: Sequence[str]) -> str:
     """Runs the described search: halves the micro-batch until a first step succeeds, and keeps it. Returns the end."""
     size = PRESET_BATCH
     while size:
-        fixed = ("--micro-batch-size", str(size), "--set", "training.adaptive_micro_batch=false")
-        one = train(folder, [*words, *fixed])
-        if one.steps:
-            return f"{size}: {one.outcome}"
+        run = train(folder, [*words, *plain(size)])
+        if run.steps:
+            return f"{size}: {run.outcome}"
         size //= 2
     return "dies in step 1"
 
@@ -249,45 +212,35 @@ MOST: Final = 64
 CARDS: Final = (24.0, 60.0)  # MiB: the smallest and the largest
 
 
-def seq2seq(folder: Path, scale: Scale) -> str:
+def seq2seq(folder: Path, scale: Scale) -> Fields:
     """Compares the described finder with `max`, and its divisor with `opt`."""
-    run = compose(
-        folder, "seq2seq", *SEQ2SEQ, f"dataset.synthetic.words={scale.words}", dataset=scale.pairs or "synthetic"
-    )
+    words = f"dataset.synthetic.words={scale.words}"
+    run = compose(folder, "seq2seq", *SEQ2SEQ, words, dataset=scale.pairs or "synthetic")
     task = load_task(run, SilentReporter())
     epoch = Pairs(task)
     sizes = np.geomspace(*CARDS, scale.cards)
-    found = [finders(folder, epoch, float(size), scale) for size in sizes]
+    judged = [finders(folder, epoch, float(size), scale) for size in sizes]
     rows = [["finder", "trials", "size", "on each card", "fits the longest", "batches that run out", "samples in them"]]
     for column, name in enumerate(("described: doubling, random probes", "can-train, `max`")):
-        ours = [one[column] for one in found]
+        finder = [pair[column] for pair in judged]
+        batches = [batch for card in finder for batch in card.batches]
         rows.append([
             name,
-            mean_or_dash([one.trials for one in ours], ".1f"),
-            mean_or_dash([one.size for one in ours], ".0f"),
-            ", ".join(str(one.size) for one in ours),
-            f"{sum(one.longest for one in ours)} of {len(ours)}",
-            f"{sum(not fits for one in ours for _, fits in one.batches)} of {sum(len(one.batches) for one in ours)}",
-            f"{lost_share([batch for one in ours for batch in one.batches]):.1%}",
+            mean_or_dash([card.trials for card in finder], ".1f"),
+            mean_or_dash([card.size for card in finder], ".0f"),
+            ", ".join(str(card.size) for card in finder),
+            f"{sum(card.longest for card in finder)} of {len(finder)}",
+            f"{sum(not fits for _, fits in batches)} of {len(batches)}",
+            f"{lost_share(batches):.1%}",
         ])  # fmt: skip
     source = "Turkish inflection, 1,000 pairs" if scale.pairs else "the simulated language"
-    notes = (
-        f"LSTM of width 32 on {source}; {scale.cards} cards of {CARDS[0]:.0f} to {CARDS[1]:.0f} MiB, {scale.orders} "
-        f"shuffled epochs "
-        "for each size. *Fits the longest*: whether a batch of that size with the longest pairs runs. *Samples in "
-        "them*: what the "
-        "described system skips or dies of. can-train's size is its logical batch in one part where its limit allows, "
-        "aimed at "
-        "90 % of the card; its trials verify a law from small probes; its batches are those of one epoch trained, and "
-        "those that "
-        "run out would be rescued."
-    )
-    return "\n\n".join([markdown(rows), fill(notes, 120), markdown(divisors()), fill(DIVISOR_NOTES, 120)])
+    return {"finders": markdown(rows), "divisors": markdown(divisors()), "source": source, "cards": scale.cards,
+            "orders": scale.orders, "too_many": MOST + 1}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What a finder's size is worth."""
+    """The size that a finder returns on one card, and how well it fits."""
 
     trials: int
     size: int
@@ -319,7 +272,8 @@ class Pairs:
     def fits(self, rows: NDArray[np.int64], card_mib: float) -> bool:
         """Tells whether a batch runs on a card."""
         self.optimizer.zero_grad()
-        state = [one for of in self.optimizer.state.values() for one in of.values() if isinstance(one, torch.Tensor)]
+        state = [value for each in self.optimizer.state.values() for value in each.values()
+                 if isinstance(value, torch.Tensor)]  # fmt: skip
         resident = [*self.model.parameters(), *state]
         try:
             with SimulatedGpu(int(card_mib * MIB), resident=resident):
@@ -339,30 +293,21 @@ def finders(folder: Path, pairs: Pairs, card: float, scale: Scale) -> tuple[Judg
     shuffled = [order[start : start + size] for order in orders for start in range(0, len(rows), size)] if size else []
     theirs = Judged(trials=trials, size=size, longest=pairs.fits(pairs.longest[:size], card),
                     batches=[(len(batch), pairs.fits(batch, card)) for batch in shuffled])  # fmt: skip
-    sets = [
-        word
-        for one in (*SEQ2SEQ, "training.min_steps_per_epoch=1", f"dataset.synthetic.words={scale.words}")
-        for word in ("--set", one)
-    ]
+    settings = (*SEQ2SEQ, "training.min_steps_per_epoch=1", f"dataset.synthetic.words={scale.words}")
+    sets = [word for setting in settings for word in ("--set", setting)]
     words = ["--task", "seq2seq", "--dataset", scale.pairs or "synthetic", *sets, "--epochs", "1",
              "--find-batch-size", "max", "--device", f"sim:{card:.2f}MiB"]  # fmt: skip
-    one = train(folder, words)
-    plan, limit = one.result["plan"]["plan"], one.result["plan"]["limits"]["training"]
+    run = train(folder, words)
+    plan, limit = run.result["plan"]["plan"], run.result["plan"]["limits"]["training"]
     micro = plan["largest_micro_batch"]
-    batch, rescued = plan["logical_batch"], one.result["ooms_rescued"]
-    batches = [*[(batch, True)] * (one.steps - rescued), *[(batch, False)] * rescued]
+    batch, rescued = plan["logical_batch"], run.result["ooms_rescued"]
+    batches = [*[(batch, True)] * (run.steps - rescued), *[(batch, False)] * rescued]
     return theirs, Judged(trials=limit["trials"], size=micro, longest=pairs.fits(pairs.longest[:micro], card),
                           batches=batches)  # fmt: skip
 
 
-DIVISOR_NOTES: Final = (
-    f"At most {MOST} samples fit. The described `opt` takes the largest divisor, by its off-by-one up to {MOST + 1}; "
-    "can-train's cuts evenly, into the fewest parts."
-)
-
-
 def divisors() -> Rows:
-    """Returns the table of the described `opt` beside can-train's."""
+    """Returns the table of the described `opt` beside can-train's accumulation."""
     rows = [["batch", "described: parts", "can-train: parts"]]
     for batch in DESIRED:
         (size, parts), ours = described_divisor(batch, MOST), solve_accumulation(batch, MOST)
@@ -383,7 +328,7 @@ CLAIMED_GRADIENT: Final = 0.016
 CLAIMED_LOSS: Final = 0.0039
 
 
-def bendr(folder: Path, scale: Scale) -> str:
+def bendr(folder: Path, scale: Scale) -> Fields:
     """Compares gradients of accumulation by ÷N with can-train's, for four presets."""
     rows = [["recordings, batch", "÷N: gradient", "÷N: loss", "÷N, unequal parts: gradient",
              "÷N: weight of a remainder",
@@ -392,20 +337,14 @@ def bendr(folder: Path, scale: Scale) -> str:
         sets = (f"dataset.synthetic.channels={channels}", f"dataset.window_s={window}", f"training.batch_size={loaded}",
                 f"training.gradient_accumulation_steps={accumulated}")  # fmt: skip
         run = compose(folder, "bendr", *sets)
-        found = compare_gradients(run, SilentReporter())
-        equal = found.averaged[(loaded,) * accumulated]
-        unequal = next(own for sizes, own in found.averaged.items() if len(sizes) == 2 and sizes[0] != sizes[1])
+        compared = compare_gradients(run, SilentReporter())
+        equal = compared.averaged[(loaded,) * accumulated]
+        unequal = next(error for sizes, error in compared.averaged.items() if len(sizes) == 2 and sizes[0] != sizes[1])
         samples = len(load_task(run, SilentReporter()).train_rows)
         rows.append([name, f"{equal.gradient:.3f}", f"{equal.loss:.4f}", f"{unequal.gradient:.3f}",
                      f"{remainder_weight(samples, loaded, accumulated):.2f}",
-                     f"{max(own.gradient for own in found.errors.values()):.0e}"])  # fmt: skip
-    notes = (
-        "Relative L2 error of the gradient, and difference of the loss, to those of the whole batch of pretraining "
-        f"(float64, no dropout). The described system calls {CLAIMED_GRADIENT} and {CLAIMED_LOSS} equivalent. "
-        "Unequal: two parts, of 3/8 and 5/8. *Weight of a remainder*: of the last step of an epoch, which the "
-        "described system divides by all N; 1 is right, and the rule where an epoch happens to divide evenly."
-    )
-    return f"{markdown(rows)}\n\n{fill(notes, 120)}"
+                     f"{max(error.gradient for error in compared.errors.values()):.0e}"])  # fmt: skip
+    return {"table": markdown(rows)}
 
 
 # --- CAN
@@ -414,25 +353,17 @@ CLAIMED_RUNS: Final = "5–7"
 RUNS: Final = 120  # of each law
 
 
-def can(_: Path, scale: Scale) -> str:
+def can(_: Path, scale: Scale) -> Fields:
     """Counts the runs until the peak is within 90 ± 2 % by the described rule and by can-train's."""
-    rows = [
-        ["noise of a run's peak", "policy", f"reached in {RUNS} runs", "runs: 10 %, median, 90 %", "within 7", "OOMs"]
-    ]
+    rows = [["noise of a run's peak", "policy", f"reached in {RUNS} runs", "runs: 10 %, median, 90 %", "within 7",
+             "OOMs"]]  # fmt: skip
     for noise in (0.0, 0.02):
         laws = draw_laws(scale.laws, noise=noise, bend=0.0)
         for name, policy in (("described", MomentumPolicy()), ("can-train", AffinePolicy())):
             runs = [simulate(policy, law, runs=RUNS, seed=index) for index, law in enumerate(laws)]
-            judged = [(one.runs_to_target(0.90), one.ooms) for one in runs]
+            judged = [(each.runs_to_target(0.90), each.ooms) for each in runs]
             rows.append([f"{noise:.0%}", name, *runs_cells(judged)])
-    notes = (
-        f"{scale.laws} straight-line laws of memory, weights taking 5 to 40 % of the card, first factors from the "
-        f"experience "
-        "table. Reached: within 90 ± 2 % and, from there on, within ± 5 %; runs are those of the laws that reached "
-        "it, so where few do, the "
-        f"figures flatter. The described launcher claims {CLAIMED_RUNS} runs."
-    )
-    return f"{markdown(rows)}\n\n{fill(notes, 120)}"
+    return {"table": markdown(rows), "laws": scale.laws}
 
 
 def runs_cells(simulated: Sequence[tuple[int | None, int]]) -> list[str]:
@@ -441,43 +372,26 @@ def runs_cells(simulated: Sequence[tuple[int | None, int]]) -> list[str]:
     >>> runs_cells([(2, 0), (4, 0), (None, 1), (12, 1)])
     ['75%', '2, 4, 10', '50%', '0.50']
     """
-    runs = [one for one, _ in simulated if one is not None]
+    runs = [run for run, _ in simulated if run is not None]
     spread = ", ".join(f"{value:.0f}" for value in np.quantile(runs, [0.1, 0.5, 0.9])) if runs else "–"
     return [f"{len(runs) / len(simulated):.0%}", spread, f"{sum(run <= 7 for run in runs) / len(simulated):.0%}",
             mean_or_dash([ooms for _, ooms in simulated], ".2f")]  # fmt: skip
 
 
-CLAIMS: Final[dict[str, tuple[str, Callable[[Path, Scale], str]]]] = {
-    "muon": ("Gradient accumulation for a muon WGAN-GP", muon),
-    "tracknet": ("Automatic micro-batching of a ball tracker", tracknet),
-    "seq2seq": ("`find_batch_size max` and `opt`", seq2seq),
-    "bendr": ("Gradient accumulation for an EEG transformer", bendr),
-    "can": ("The learned safety factor", can),
-}
+SYSTEMS: Final[dict[str, Callable[[Path, Scale], Fields]]] = {
+    "muon": muon, "tracknet": tracknet, "seq2seq": seq2seq, "bendr": bendr, "can": can,
+}  # fmt: skip
 
 
 def main() -> None:
     """Measures, prints the tables and writes them into RESULTS.md."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/claims", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="less of everything, in under a minute; writes nothing")
-    parser.add_argument("--only", nargs="+", choices=CLAIMS, default=list(CLAIMS), help="systems; writes nothing")
+    parser = BENCHMARK.parser()
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="systems; writes nothing")
     parser.add_argument("--pairs", default="", help="training table of seq2seq (default: simulated)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     scale = QUICK if options.quick else Scale(pairs=options.pairs)
-    sections = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.only:
-            heading, measure = CLAIMS[name]
-            sections.append(f"### {heading}\n\n{measure(Path(folder), scale)}")
-            print(sections[-1], flush=True)
-    if options.quick or set(options.only) != set(CLAIMS):
-        return
-    head = environment({"torch": version("torch"), "numpy": version("numpy")})
-    write_section(
-        "claims", "The described systems' own claims (`scripts/bench/claims`)", "\n\n".join([head, *sections])
-    )
-
-
-if __name__ == "__main__":
-    main()
+        systems = [render(f"claims-{name}", globals() | SYSTEMS[name](Path(folder), scale)) for name in options.only]
+    write = set(options.only) == set(SYSTEMS)
+    BENCHMARK.finish(options, write=write, systems="\n\n".join(systems))

@@ -3,22 +3,16 @@ and batching, each next to an alternative where there is one. Times are the best
 the machine disturbs least.
 """
 
-import argparse
 import importlib.util
-import os
-import platform
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import version
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from bench.results_file import write_section
+from bench.harness import Benchmark, Table, best_time, call_apart, run_python, say
 from can_train.reporter import SilentReporter
 from can_train_tasks.can.data.dataset import prepare
 from can_train_tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder
@@ -26,9 +20,10 @@ from can_train_tasks.can.data.layout import LOG, LogFile
 from can_train_tasks.can.data.reading import LogReader
 from can_train_tasks.can.settings import CanDatasetSettings
 
+BENCHMARK: Final = Benchmark(__name__, packages=("Python", "torch", "torch_geometric", "polars", "numpy"))
 MESSAGES: Final = 4_000_000
 SMALL_SHARE: Final = 4
-"""How many times shorter the second log of the memory comparison is."""
+"""Messages of the long log over the messages of the short log, whose memory is compared."""
 
 BATCH: Final = 512
 """Graphs in a batch."""
@@ -54,71 +49,56 @@ ROWS_AT_A_TIME: Final = 200_000
 
 def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/data", description=__doc__)
+    parser = BENCHMARK.parser()
     parser.add_argument("--messages", type=int, default=MESSAGES, help="rows of the log (default: %(default)s)")
-    parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
-    parser.add_argument("--peak-of", nargs=2, type=Path, metavar=("LOG", "CACHE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.peak_of:
-        prepare_log(*options.peak_of)
-        print(peak_rss_mib())
-        return
     with tempfile.TemporaryDirectory() as folder:
-        table = measure(Path(folder), options.messages)
-    print(table)
-    if not options.no_write:
-        write_section("data", "Data: from a log to batches (`scripts/bench/data`)", table)
+        BENCHMARK.finish(options, table=measure(Path(folder), options.messages))
 
 
-def measure(folder: Path, num_messages: int) -> str:
-    """Makes the logs in `folder`, measures, and returns a Markdown table."""
+def measure(folder: Path, num_messages: int) -> Table:
+    """Makes the logs in `folder`, and measures."""
     say(f"writing {num_messages:,} HCRL rows")
     short, long = folder / "short.csv", folder / "long.csv"
     write_hcrl_log(short, num_messages // SMALL_SHARE)
     write_hcrl_log(long, num_messages)
-    rows = [
-        *parsing_rows(long, num_messages),
-        *graph_rows(long, num_messages),
-        *memory_rows(short, long, num_messages, folder),
-        *batch_rows(short, folder),
-        *start_rows(),
-    ]
-    lines = ["| measured | can-train | beside it | ratio |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    return f"{environment()}\n\n" + "\n".join(lines)
+    table = Table("measured", "can-train", "beside it", "ratio")
+    table.add(*parsing_row(long, num_messages))
+    table.add(*graph_row(long, num_messages))
+    for row in memory_rows(short, long, num_messages, folder):
+        table.add(*row)
+    table.add(*batch_row(short, folder))
+    table.add(*start_row())
+    return table
 
 
-def environment() -> str:
-    """Returns a line with the machine and the versions that the figures belong to."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_geometric", "polars", "numpy"))
-    return f"CPU, {os.cpu_count()} cores; Python {platform.python_version()}, {packages}."
-
-
-def parsing_rows(log: Path, num_messages: int) -> list[tuple[str, ...]]:
+def parsing_row(log: Path, num_messages: int) -> tuple[str, ...]:
     """Parses the log with can-train and with pandas."""
     say("parsing")
-    ours = num_messages / best_time(lambda: sum(map(len, read_frames(log))))
+    ours = num_messages / best_time(lambda: sum(map(len, read_frames(log))), ROUNDS)
     if importlib.util.find_spec("pandas") is None:
         say(PANDAS_MISSING)
-        return [("parsing, M messages/s", f"{ours / 1e6:.2f}", "pandas: not installed", "")]
+        return "parsing, M messages/s", f"{ours / 1e6:.2f}", "pandas: not installed", ""
     say("parsing with pandas")
     theirs = num_messages / best_time(lambda: read_with_pandas(log), rounds=1)
-    return [("parsing, M messages/s", f"{ours / 1e6:.2f}", f"pandas {theirs / 1e6:.2f}", f"{ours / theirs:.1f} ×")]
+    return "parsing, M messages/s", f"{ours / 1e6:.2f}", f"pandas {theirs / 1e6:.2f}", f"{ours / theirs:.1f} ×"
 
 
-def graph_rows(log: Path, num_messages: int) -> list[tuple[str, ...]]:
+def graph_row(log: Path, num_messages: int) -> tuple[str, ...]:
     """Builds graphs from frames in memory."""
     say("building graphs")
     blocks = list(read_frames(log))
-    rate = num_messages / best_time(lambda: build_all(blocks))
-    return [("graphs (window 100, stride 100), M messages/s", f"{rate / 1e6:.2f}", "", "")]
+    rate = num_messages / best_time(lambda: build_all(blocks), ROUNDS)
+    return "graphs (window 100, stride 100), M messages/s", f"{rate / 1e6:.2f}", "", ""
 
 
 def memory_rows(short: Path, long: Path, num_messages: int, folder: Path) -> list[tuple[str, ...]]:
     """Prepares a short and a long log, each in a process of its own, and compares peak memory."""
     say("preparing")
-    short_mib, _ = peak_of_preparing(short, folder / "short")
-    long_mib, seconds = peak_of_preparing(long, folder / "long")
+    short_mib = call_apart(__name__, "peak_of_preparing", str(short), str(folder / "short"))
+    begin = time.perf_counter()
+    long_mib = call_apart(__name__, "peak_of_preparing", str(long), str(folder / "long"))
+    seconds = time.perf_counter() - begin
     few, many = num_messages // SMALL_SHARE, num_messages
     return [
         ("peak memory of the whole preparation, MiB", f"{many:,} messages: {long_mib:.0f}",
@@ -127,7 +107,7 @@ def memory_rows(short: Path, long: Path, num_messages: int, folder: Path) -> lis
     ]  # fmt: skip
 
 
-def batch_rows(log: Path, folder: Path) -> list[tuple[str, ...]]:
+def batch_row(log: Path, folder: Path) -> tuple[str, ...]:
     """Makes batches of shuffled graphs with can-train and with torch_geometric's DataLoader."""
     say("batching")
     from can_train_tasks.can.data.batches import Gatherer
@@ -141,18 +121,15 @@ def batch_rows(log: Path, folder: Path) -> list[tuple[str, ...]]:
     theirs = pyg_seconds(flat, num_graphs) / num_graphs
     ours = best_time(lambda: one_by_one(map(gather, order)), rounds=3 * ROUNDS) / num_graphs
     name = f"batches of {BATCH} graphs, µs a graph"
-    return [(name, f"{ours * 1e6:.1f}", f"torch_geometric DataLoader {theirs * 1e6:.1f}", f"{theirs / ours:.1f} ×")]
+    return name, f"{ours * 1e6:.1f}", f"torch_geometric DataLoader {theirs * 1e6:.1f}", f"{theirs / ours:.1f} ×"
 
 
-def start_rows() -> list[tuple[str, ...]]:
+def start_row() -> tuple[str, ...]:
     """Times `can-train --help` next to the import of Typer alone."""
-    if importlib.util.find_spec("can_train.__main__") is None:
-        say("the command line is not there, so its start is not measured")
-        return []
     say("starting")
     ours = best_time(lambda: run_python("-m", "can_train", "--help"), rounds=3 * ROUNDS)
     theirs = best_time(lambda: run_python("-c", "import typer"), rounds=3 * ROUNDS)
-    return [("`can-train --help`, s", f"{ours:.2f}", f"`import typer` {theirs:.2f}", f"{ours / theirs:.1f} ×")]
+    return "`can-train --help`, s", f"{ours:.2f}", f"`import typer` {theirs:.2f}", f"{ours / theirs:.1f} ×"
 
 
 def write_hcrl_log(path: Path, num_messages: int) -> None:
@@ -225,15 +202,10 @@ def prepare_log(log: Path, cache: Path) -> FlatGraphs:
     return prepare(CanDatasetSettings(path=str(log)), [source], cache, SilentReporter()).flat
 
 
-def peak_of_preparing(log: Path, cache: Path) -> tuple[float, float]:
-    """Prepares a log in a fresh process and returns its peak memory in MiB and its time in seconds."""
-    begin = time.perf_counter()
-    output = run_python(__file__, "--peak-of", str(log), str(cache))
-    return float(output), time.perf_counter() - begin
-
-
-def peak_rss_mib() -> float:
-    """Returns this process's peak memory. On Linux, getrusage would include the peak from before exec."""
+def peak_of_preparing(log: str, cache: str) -> float:
+    """Prepares a log, and returns this process's peak memory in MiB."""
+    prepare_log(Path(log), Path(cache))
+    # getrusage would include the peak from before exec.
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(peak) / 1024
@@ -259,34 +231,10 @@ def pyg_seconds(flat: FlatGraphs, num_graphs: int) -> float:
             )
         )
     loader = DataLoader(graphs, batch_size=BATCH, shuffle=True)
-    return best_time(lambda: one_by_one(loader))
+    return best_time(lambda: one_by_one(loader), ROUNDS)
 
 
 def one_by_one(batches: Iterable[object]) -> None:
-    """Consumes batches like a training loop, which holds one until it has the next."""
+    """Consumes batches like a training loop, which holds a batch until it has the next."""
     for _ in batches:
         pass
-
-
-def best_time(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Returns the seconds of the fastest round."""
-    seconds = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
-
-
-def run_python(*arguments: str) -> str:
-    """Runs this Python and returns its output."""
-    return subprocess.run([sys.executable, "-P", *arguments], check=True, capture_output=True, text=True).stdout
-
-
-def say(text: str) -> None:
-    """Prints what is being measured."""
-    print(f"{text} ...", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,17 @@
-"""Compares can-train's search for the largest batch with Lightning's and accelerate's, on the same cases. Those tools
-are installed into an environment of their own on first use.
+"""Compares can-train's search for the largest batch with Lightning's and accelerate's, on the same cases. Lightning
+and accelerate are installed into an environment of their own on first use.
 """
 
-import argparse
-import sys
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import partial
 from statistics import mean
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from bench.finder_laws import (
     CAPACITY,
-    LARGEST_LIMIT,
-    LIMITS,
+    LARGEST_LIMIT,  # noqa: F401 - the section names it
+    LIMITS,  # noqa: F401
     SCATTERING,
     Case,
     Law,
@@ -25,25 +23,25 @@ from bench.finder_laws import (
     scattering_cases,
     spread_cases,
 )
-from bench.peers import run_peers, say
-from bench.results_file import environment, markdown, write_section
+from bench.harness import Benchmark, markdown, run_peers, say
 from can_train.fit.search import find_max_size
 
+BENCHMARK: Final = Benchmark(__name__, packages=("Python", "torch"), quick="can-train alone")
 READINGS: Final = "can-train, with readings"
 BENT_READINGS: Final = "can-train, readings that bend up by 30 %"
 NOISY_READINGS: Final = "can-train, readings with 1.5 % noise"
 NO_READINGS: Final = "can-train, without readings"
 ONCE: Final = ", `confirm=1`"
-"""Added to a name: the first size found is taken, which was the only behaviour before scatter was recognised."""
+"""Suffix of a name: the first size is taken, which was the only behaviour before scatter was recognised."""
 BINARY_SEARCH: Final = "Lightning, binsearch"
 
 LEAST_SECONDS: Final = 0.1
-"""Shorter times are shown as "less than"."""
+"""Shorter times are shown as `< 0.1`."""
 
 SHARE: Final = 0.97
 NOISY_SHARE: Final = 0.93
 """Goal: at least this mean share of the largest batch; with noisy readings, which look as if the peaks scattered, 5 %
-less for the room that is left then.
+less, since a search leaves that much room.
 """
 TRIALS: Final = 6.0
 OOMS: Final = 0.5
@@ -57,51 +55,26 @@ MOSTLY_FAIL: Final = 1 / 24
 MORE_TRIALS: Final = 2
 """Goal: trials that do not scatter cost at most so many more than with `confirm=1`."""
 ALLOWED: Final = (0.5, 0.05)
-"""Shares of later runs that may fail, for which the size found is compared with the largest one."""
+"""Shares of later runs that may fail; the returned size is compared with the largest size for each."""
 
 COLUMNS: Final = (
     "tool", "mean share", "worst share", "trials", "OOMs", "over the limit", "not seen to fit", "hangs", "seconds",
 )  # fmt: skip
 
-NOTES: Final = f"""\
-The first table has {LIMITS} limits from 1 to {LARGEST_LIMIT:,}, spread evenly on a logarithmic scale: a batch runs
-if it is no larger than the limit, and raises `torch.OutOfMemoryError` otherwise. A *reading* is the peak memory that a
-trial returns. *Share*: the batch found over the largest that fits; 0 if it does not fit. *Trials*, *OOMs*: means. *Over
-the limit*, *not seen to fit*, *hangs*: how often the batch found does not fit, is larger than any that was tried and
-fitted, or the search had to be stopped. *Seconds*: all searches together; a trial itself takes no time. The second
-table shows the size found (trials/OOMs); a size above the data set's means the whole set.
-
-In the third table a trial's peak varies from call to call by a normal share of it (2 %, 5 %, 8 %), or rises in 32 steps
-up to the capacity; limits from 20. *Mostly fail*: share of the sizes found that run out of memory in more than half of
-later runs. *Half*, *1 in 20*: the size found over the largest one that fails in at most that share of runs; then
-trials/OOMs. `confirm=1` takes the first size found, as all searches of can-train did before scatter was recognised.
-
-Lightning returns 5 % less than its binary search finds, and stops at 8,192 unless `max_val` is raised. Its first trial
-runs the model's own batch size, not `init_val`; here the two are equal. Left out: transformers' `auto_find_batch_size`,
-which is accelerate's; NeMo's OOMptimizer, a script for speech models in a very large package; Composer's automatic
-micro-batches, because mosaicml 0.32.1 needs torch < 2.7.1."""
-
 
 def main() -> None:
     """Measures, prints the tables and writes them into RESULTS.md; exit status 1 if can-train misses a goal."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/finder", description=__doc__)
-    parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
-    parser.add_argument("--quick", action="store_true", help="can-train alone, and write nothing")
-    options = parser.parse_args()
-    peers = Peers({}, {}) if options.quick else measure_peers()
+    options = BENCHMARK.parser().parse_args()
+    peers, versions = {}, None
+    if not options.quick:
+        answer = run_peers("finder_peers")
+        versions = answer["versions"]
+        peers = {name: read_results(*fields) for name, fields in answer["results"].items()}
     say("can-train")
-    measured = measure_own() | peers.results
-    text = "\n\n".join([environment(peers.versions), spread_table(measured), edge_table(measured),
-                        scattering_table(measured), NOTES])  # fmt: skip
-    print(text)
-    if not (options.no_write or options.quick):
-        write_section("finder", "Finder: the largest batch that fits (`scripts/bench/finder`)", text)
-    missed = missed_goals(measured)
-    if missed:
-        sys.exit("scripts/bench/finder: can-train misses:\n  " + "\n  ".join(missed))
-
-
-# can-train
+    measured = measure_own() | peers
+    spread = markdown([COLUMNS, *([name, *summary(results)] for name, results in measured.items())])
+    BENCHMARK.finish(options, missed_goals(measured), versions=versions, spread=spread, edges=edge_table(measured),
+                     scattering=scattering_table(measured))  # fmt: skip
 
 
 def measure_own() -> dict[str, Results]:
@@ -123,22 +96,6 @@ def search(trial: Trial, case: Case, *, capacity: float | None, confirm: int | N
     return find_max_size(trial, upper=case.data_set, capacity=capacity, confirm=confirm, **options).size
 
 
-# Peers
-
-
-class Peers(NamedTuple):
-    """The results of the other tools, and the versions they ran with."""
-
-    versions: dict[str, str]
-    results: dict[str, Results]
-
-
-def measure_peers() -> Peers:
-    """Runs the other tools on the cases, in their own environment."""
-    answer = run_peers("finder_peers")
-    return Peers(answer["versions"], {name: read_results(*fields) for name, fields in answer["results"].items()})
-
-
 def read_results(seconds: float, spread: list[Any], edges: list[Any], scattering: dict[str, list[Any]]) -> Results:
     """Converts results from JSON."""
 
@@ -149,11 +106,6 @@ def read_results(seconds: float, spread: list[Any], edges: list[Any], scattering
 
 
 # Tables
-
-
-def spread_table(measured: Mapping[str, Results]) -> str:
-    """Returns the table that summarises each tool's outcomes for the spread limits."""
-    return markdown([COLUMNS, *([name, *summary(results)] for name, results in measured.items())])
 
 
 def summary(results: Results) -> list[str]:
@@ -195,7 +147,7 @@ def edge_cell(case: Case, outcome: Outcome) -> str:
 
 
 def scattering_table(measured: Mapping[str, Results]) -> str:
-    """Returns the table of how often the sizes found fail later, for each law and tool."""
+    """Returns the table of how often the returned sizes fail later, for each law and tool."""
     names = [name for name in measured if name not in (BENT_READINGS, NOISY_READINGS)]
     head = ("peaks", "tool", "mostly fail", "half", "1 in 20", "trials/OOMs")
     rows = [[law, name, *scattering_cells(law, measured[name].scattering[law])] for law in SCATTERING for name in names]
@@ -211,7 +163,7 @@ def scattering_cells(law: str, outcomes: list[Outcome]) -> list[str]:
 
 
 def mostly_failing(law: str, outcomes: list[Outcome]) -> float:
-    """Returns the share of the sizes found that fail in more than half of later runs."""
+    """Returns the share of the returned sizes that fail in more than half of later runs."""
     pairs = zip(scattering_cases(), outcomes, strict=True)
     return mean(failing_share(law, case, batch(case, outcome)) > 1 / 2 for case, outcome in pairs)
 
@@ -222,7 +174,7 @@ def failing_share(law: str, case: Case, size: int) -> float:
 
 
 def largest(law: str, case: Case, allowed: float) -> int:
-    """Returns the largest size of which at most an allowed share of runs fails."""
+    """Returns the largest size that fails in at most an allowed share of runs."""
     sizes = range(1, case.limit + 1)
     return max(bisect_right(sizes, allowed, key=lambda size: failing_share(law, case, size)), 1)
 
@@ -231,22 +183,22 @@ def largest(law: str, case: Case, allowed: float) -> int:
 
 
 def batch(case: Case, outcome: Outcome) -> int:
-    """Returns the batch that a size makes. It has at most the samples of the data set."""
+    """Returns the batch of a size, which has at most the samples of the data set."""
     return min(outcome.size or 0, case.data_set)
 
 
 def over(case: Case, outcome: Outcome) -> bool:
-    """Returns whether the batch found does not fit."""
+    """Whether the returned batch does not fit."""
     return batch(case, outcome) > case.limit
 
 
 def unseen(case: Case, outcome: Outcome) -> bool:
-    """Returns whether the batch found is larger than any that was tried and fitted."""
+    """Whether the returned batch is larger than every batch that was tried and fitted."""
     return batch(case, outcome) > outcome.fitted
 
 
 def share(case: Case, outcome: Outcome) -> float:
-    """Returns the batch found over the largest that fits."""
+    """Returns the returned batch over the largest that fits."""
     return 0.0 if over(case, outcome) else batch(case, outcome) / case.largest
 
 
@@ -283,7 +235,3 @@ def missed_goals(measured: Mapping[str, Results]) -> list[str]:
 def means(results: Results) -> tuple[float, float]:
     """Returns the mean numbers of trials and of out-of-memory errors over the spread limits."""
     return mean(outcome.trials for outcome in results.spread), mean(outcome.ooms for outcome in results.spread)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,24 @@
 """Measures how the safety factor is learned: real runs in a row on a simulated GPU where memory is the binding limit,
-each starting from the observations of those before it. Then the same with a hidden allocation: training takes 12 % of
-the GPU that probes and trials did not. Then the momentum policy after an out-of-memory error without rescue.
+each starting from the observations of the runs before it. Then with a hidden allocation: training takes 12 % of the GPU
+that probes and trials did not. Then the momentum policy after an out-of-memory error without rescue.
 """
 
-import argparse
 import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from bench.results_file import environment, markdown, write_section
-from can_train.config.compose import RunRequest, resolve
+from bench.harness import Benchmark, Table
+from bench.steps import resolve_in
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
-from can_train.factors.observations import Observation, read_records
+from can_train.factors.observations import read_records
 from can_train.factors.store import get_safety_factor_db
 from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
@@ -28,6 +26,7 @@ from can_train.training import train as loop
 from can_train.training.session import Session
 from can_train.training.train import train_new
 
+BENCHMARK: Final = Benchmark(__name__, packages=("torch", "torch_geometric"))
 RUNS: Final = 6
 
 HIDDEN: Final = 0.12
@@ -38,13 +37,6 @@ STARVED: Final = 0.62
 
 BAND: Final = 0.03
 """A peak counts as on target within this distance."""
-
-NOTES: Final = f"""\
-{RUNS} real runs in a row for each line, on a simulated GPU. *Hidden*: the share of the GPU that training takes and
-probes and trials did not. *Peaks*: measured, over the capacity, run by run. *Target*: the last plan's. *Within*: the
-first run from which on every peak lies within {BAND:.0%} of its plan's target. *Rescued*: out-of-memory errors, run by
-run. Momentum starts from 0.427 and runs without rescue; its hidden allocation ({STARVED:.0%}) ends with the second run.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,75 +86,50 @@ SCENARIOS: Final = (
 
 def main() -> None:
     """Trains, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/learning", description=__doc__)
-    parser.add_argument("--scenarios", nargs="+", type=int, default=range(len(SCENARIOS)), help="their numbers, from 0")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="length of the simulated drives (default: %(default)s)"
-    )
-    chosen = parser.parse_args()
-    head = ["training", "hidden", "factors", "peaks", "target", "within", "rescued"]
-    rows, missed = [head], []
-    for number in chosen.scenarios:
-        row, good = measure(SCENARIOS[number], chosen.seconds)
-        rows.append(row)
-        print(" | ".join(row), flush=True)
+    parser = BENCHMARK.parser()
+    numbers = range(len(SCENARIOS))
+    parser.add_argument("--scenarios", nargs="+", type=int, default=numbers, help="their numbers, from 0")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the simulated drives (default: %(default)s)")
+    options = parser.parse_args()
+    table, missed = Table("training", "hidden", "factors", "peaks", "target", "within", "rescued"), []
+    for number in options.scenarios:
+        row, good = measure(SCENARIOS[number], options.seconds)
+        table.add(*row)
         missed += [] if good else [SCENARIOS[number].label]
-    found = environment({"torch": version("torch"), "torch_geometric": version("torch_geometric")})
-    if len(rows) == len(SCENARIOS) + 1:
-        write_section("learning", "Runs in a row (`scripts/bench/learning`)",
-                      f"{found}\n\n{markdown(rows)}\n\n{NOTES.rstrip()}")  # fmt: skip
-    if missed:
-        sys.exit("missed: " + ", ".join(missed))
+    BENCHMARK.finish(options, missed, write=len(table) == len(SCENARIOS) + 1, table=table)
 
 
 def measure(scenario: Scenario, seconds: float) -> tuple[list[str], bool]:
     """Runs a scenario. Returns its row of the table, and whether it met its goal."""
     with tempfile.TemporaryDirectory() as folder:
-        run = resolved(scenario, Path(folder), seconds)
+        values = {"training.batch_size": scenario.batch, "training.epochs": 1, "mode.baselines": False,
+                  "dataset.synthetic.seconds": seconds, **scenario.settings}  # fmt: skip
+        run = resolve_in(Path(folder), scenario.device, values, model=scenario.model)
         if scenario.first is not None:
             file = Path(folder) / "factors.json"
             file.write_text(json.dumps({run.key: scenario.first}), encoding="utf-8")
             get_safety_factor_db(Path(folder) / "state").import_file(file)
-        targets = [attempt(run, hidden) for hidden in scenario.hidden]
+        targets = [train_once(run, hidden) for hidden in scenario.hidden]
         observed = read_records(Path(folder) / "state").finished
-    near = [abs(peak_of(one) - target) <= BAND
-            for one, target in zip(observed, targets, strict=True)]  # fmt: skip
+    peaks = [attempt.peak or 0.0 for attempt in observed]
+    near = [abs(peak - target) <= BAND for peak, target in zip(peaks, targets, strict=True)]
     first = next((i + 1 for i in range(RUNS) if all(near[i:])), 0)
     cells = [
         scenario.label,
         f"{max(scenario.hidden):.0%}",
-        " ".join(f"{one.factor:.3f}" for one in observed),
-        " ".join(one.outcome if one.outcome == "oom" else f"{peak_of(one):.1%}" for one in observed),
+        " ".join(f"{attempt.factor:.3f}" for attempt in observed),
+        " ".join("oom" if attempt.outcome == "oom" else f"{peak:.1%}"
+                 for attempt, peak in zip(observed, peaks, strict=True)),
         f"{targets[-1]:.1%}",
         str(first) if first else "",
-        " ".join(str(one.ooms_rescued) for one in observed),
-    ]
+        " ".join(str(attempt.ooms_rescued) for attempt in observed),
+    ]  # fmt: skip
     if scenario.first is not None:
-        return cells, [round(one.factor, 3) for one in observed[:2]] == [0.427, 0.277]
+        return cells, [round(attempt.factor, 3) for attempt in observed[:2]] == [0.427, 0.277]
     return cells, 0 < first <= (3 if scenario.settings.get("factor.prior") == "table" else 2)
 
 
-def resolved(scenario: Scenario, folder: Path, seconds: float) -> ResolvedRun:
-    """Resolves the run of a scenario, with its state and run folders in a folder."""
-    values = {
-        "training.batch_size": scenario.batch,
-        "training.epochs": 1,
-        "mode.baselines": False,
-        "dataset.synthetic.seconds": seconds,
-        "paths.runs_dir": str(folder / "runs"),
-        "paths.state_dir": str(folder / "state"),
-    }
-    request = RunRequest(
-        model=scenario.model,
-        size="teacher",
-        dataset="synthetic",
-        device=scenario.device,
-        values=values | scenario.settings,
-    )
-    return resolve(request)
-
-
-def attempt(run: ResolvedRun, hidden: float) -> float:
+def train_once(run: ResolvedRun, hidden: float) -> float:
     """Trains once and returns the plan's target."""
     with hiding(hidden) as sessions:
         try:
@@ -177,24 +144,15 @@ def hiding(share: float) -> Iterator[list[Session]]:
     """Makes training hold a share of the GPU that was free when its plan was made. Yields the sessions that trained."""
     train, sessions = loop.train, []
 
-    def hungry(session: Session) -> None:
+    def train_beside_allocation(session: Session) -> None:
         assert isinstance(session.meter, SimulatedMeter)
         sessions.append(session)
         held = torch.empty(int(share * session.meter.capacity_bytes), dtype=torch.uint8)
         train(session)
         del held
 
-    loop.train = hungry
+    loop.train = train_beside_allocation
     try:
         yield sessions
     finally:
         loop.train = train
-
-
-def peak_of(observed: Observation) -> float:
-    """Returns the largest peak of the run."""
-    return observed.peak or 0.0
-
-
-if __name__ == "__main__":
-    main()

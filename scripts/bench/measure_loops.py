@@ -1,12 +1,9 @@
-"""Compares the gradient of a batch that two ranks share with that of the whole batch: in a loop with
+"""Compares the gradient of a batch that two ranks share with the gradient of the whole batch: in a loop with
 `DistributedDataParallel` in which each rank cuts its share as its GPU needs, and in the loop of docs/python.md.
 """
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -15,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.results_file import environment, markdown, write_section
+from bench.harness import Benchmark, Table
 from can_train import MicroBatcher
 
+BENCHMARK: Final = Benchmark(__name__, packages=("torch",), quick="without DDP")
 SHARE: Final = 12
 """Samples of each rank in a batch."""
 
@@ -26,15 +24,9 @@ FEATURES: Final = 16
 EXACT: Final = 1e-12
 """Largest relative error of a gradient that counts as the batch's, in float64."""
 
-NOTES: Final = """\
-Two processes with gloo, float64, 12 samples each in a batch. *Error*: relative L2 difference of the first batch's
-gradient from that of both shares computed at once. Over the two batches of the second row both ranks have three
-parts, so nothing waits for ever and nothing is said: in the first batch one has one part and the other two. In the last
-rows memory runs out on one rank, which splits its part further. `MicroBatcher` refuses a model that is wrapped."""
-
 
 class Case(NamedTuple):
-    """A row: what each rank does in its two batches."""
+    """A row: the parts of each rank in its two batches."""
 
     name: str
     parts: tuple[Sequence[int], Sequence[int]]  # Number of parts in each batch, by rank
@@ -53,11 +45,9 @@ CASES: Final = (
 
 def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a gradient of ours is not exact."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/loops", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="without DDP, and write nothing")
-    quick = parser.parse_args().quick
-    rows, missed = [["loop", "parts of the first batch", "error"]], []
-    for case in [case for case in CASES if not (quick and case.wrapped)]:
+    options = BENCHMARK.parser().parse_args()
+    table, missed = Table("loop", "parts of the first batch", "error"), []
+    for case in [case for case in CASES if not (options.quick and case.wrapped)]:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(work, (case, folder), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
             gradient = torch.load(Path(folder) / "gradient.pt", weights_only=True)
@@ -65,13 +55,8 @@ def main() -> None:
         if not case.wrapped and error > EXACT:
             missed.append(f"{case.name}: {error:.1e}")
         first = [str(parts[0] + (case.fails and rank == 0)) for rank, parts in enumerate(case.parts)]
-        rows.append([case.name, " and ".join(first), f"{error:.1%}" if error > EXACT else f"{error:.0e}"])
-        print(" | ".join(rows[-1]), flush=True)
-    text = "\n\n".join([environment({"torch": version("torch")}), markdown(rows), NOTES])
-    if not quick:
-        write_section("loops", "A batch on two ranks (`scripts/bench/loops`)", text)
-    if missed:
-        sys.exit(f"missed: {'; '.join(missed)}")
+        table.add(case.name, " and ".join(first), f"{error:.1%}" if error > EXACT else f"{error:.0e}")
+    BENCHMARK.finish(options, missed, table=table)
 
 
 def make_model() -> nn.Module:
@@ -119,7 +104,7 @@ def wrapped_loop(model: nn.Module) -> Callable[[Tensor, int, bool], None]:
 
     def loop(share: Tensor, parts: int, fails: bool) -> None:
         for part in share.chunk(parts):
-            # What ran out of memory in the forward pass is split.
+            # A part that ran out of memory in the forward pass is split.
             for piece in part.chunk(2) if fails else (part,):
                 (wrapped(piece).square().sum() / SHARE).backward()
             fails = False
@@ -145,7 +130,3 @@ def bare_loop(model: nn.Module) -> Callable[[Tensor, int, bool], None]:
             dist.all_reduce(parameter.grad)
 
     return loop
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,16 @@
-"""Compares the time that planning takes with that of the first epoch, on the simulated GPU: a search that takes its
-time, one that keeps to a tenth of an epoch or 30 s, and one that confirms the limit of an earlier run.
+"""Compares the time of planning with the time of the first epoch, on the simulated GPU: a search without a time limit,
+a search that keeps to a tenth of an epoch or 30 s, and a search that confirms the limit of an earlier run.
 """
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from bench.results_file import environment, markdown, write_section
-from can_train.config.compose import RunRequest, resolve
-from can_train.config.resolved import ResolvedRun
+from bench.harness import Benchmark, Table
+from bench.steps import resolve_in
 from can_train.factors.store import factor_rule
 from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE
 from can_train.fit.planner import Planner, Planners, RunPlan
@@ -28,16 +24,13 @@ from can_train.training.loading import fresh_model, load_task
 from can_train.training.session import Parts
 from can_train.training.train import make_session, recording_observation, take_step
 
+BENCHMARK: Final = Benchmark(__name__, packages=("torch", "torch_geometric"), quick="the first case alone")
 CASES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("sim:512MiB", "the preset's batch (64)", {}),
     ("sim:2GiB", "the preset's batch (64)", {}),
     ("sim:2GiB", "batches of 1,024", {"training.batch_size": 1024}),
     ("sim:6GiB", "batches of 2,048", {"training.batch_size": 2048}),
-    (
-        "sim:2GiB",
-        "`max`, 5 steps an epoch",
-        {"training.find_batch_size": "max", "training.min_steps_per_epoch": 5},
-    ),
+    ("sim:2GiB", "`max`, 5 steps an epoch", {"training.find_batch_size": "max", "training.min_steps_per_epoch": 5}),
 )
 
 BEFORE: Final = "unlimited, as before"
@@ -47,14 +40,6 @@ STORED: Final = "with an earlier run's limit"
 LATE_SECONDS: Final = 10.0
 """Goal: a search ends at most so much later than it should: trials take longer than was estimated, and preparations are
 not counted."""
-
-NOTES: Final = f"""\
-The GAT teacher on the default synthetic bus. *Planning*: all that happens before the first step, from probes
-to the plan; in seconds of the process itself, as the search counts them on the host. *Epochs*: planning over the first
-epoch, which was then trained by the fresh plan. *Unlimited*: the search without a limit of time, which was the only one
-before; *fresh*: it keeps to {SEARCH_SHARE:.0%} of an epoch or {SEARCH_SECONDS:g} s, whichever is more; *with an earlier
-run's limit*: the limit that the trained epoch left in the store is confirmed by one trial; a search that was cut short
-leaves none, and is made again. *Not tried*: a larger batch that the search had no time for."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +52,24 @@ class Planned:
 
 def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a search takes too long."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/planning", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the first case alone, and write nothing")
-    quick = parser.parse_args().quick
-    rows = [["GPU", "batch", "search", "planning, s", "epochs", "trials/OOMs", "tuned limit", "not tried"]]
-    late = False
-    for device, batch, values in CASES[:1] if quick else CASES:
+    options = BENCHMARK.parser().parse_args()
+    table = Table("GPU", "batch", "search", "planning, s", "epochs", "trials/OOMs", "tuned limit", "not tried")
+    late = []
+    for device, batch, values in CASES[:1] if options.quick else CASES:
         epoch_seconds, planned = measure(device, values)
-        for name, one in planned.items():
-            rows.append([device, batch, name, *cells(one, epoch_seconds)])
-            print(" | ".join(rows[-1]), flush=True)
+        for name, plan in planned.items():
+            table.add(device, batch, name, *cells(plan, epoch_seconds))
         allowed = max(SEARCH_SECONDS, SEARCH_SHARE * epoch_seconds) + LATE_SECONDS
-        late = late or any(planned[name].seconds > allowed for name in (FRESH, STORED))
-    if not quick:
-        head = environment({"torch": version("torch"), "torch_geometric": version("torch_geometric")})
-        write_section("planning", "Planning against the first epoch (`scripts/bench/planning`)",
-                      "\n\n".join([head, markdown(rows), NOTES]))  # fmt: skip
-    if late:
-        sys.exit("a search took too long")
+        late += [f"{device}, {batch}, {name}: the search took too long" for name in (FRESH, STORED)
+                 if planned[name].seconds > allowed]  # fmt: skip
+    BENCHMARK.finish(options, late, table=table)
 
 
 def measure(device: str, values: Mapping[str, Any]) -> tuple[float, dict[str, Planned]]:
     """Plans a run in three ways; returns the seconds of its first epoch, and the plans."""
     with tempfile.TemporaryDirectory() as name:
         folder, reporter = Path(name), SilentReporter()
-        run = resolved(folder, device, values)
+        run = resolve_in(folder, device, values)
         task, meter = load_task(run, reporter), open_meter(run.device)
         with meter.active():
             model = fresh_model(run, task, meter)
@@ -128,14 +106,6 @@ def train_epoch(parts: Parts) -> float:
     return parts.meter.seconds() - started
 
 
-def resolved(folder: Path, device: str, values: Mapping[str, Any]) -> ResolvedRun:
-    """Resolves a run that keeps its state in a folder."""
-    folders = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
-    return resolve(
-        RunRequest(model="gat", size="teacher", dataset="synthetic", device=device, values={**values, **folders})
-    )
-
-
 def cells(planned: Planned, epoch_seconds: float) -> list[str]:
     """Returns the cells of a row about a plan."""
     if planned.plan.limits is None:
@@ -149,7 +119,3 @@ def cells(planned: Planned, epoch_seconds: float) -> list[str]:
         size_text(training.tuned_limit) + confirmed,
         size_text(training.untried) if training.untried else "–",
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -2,12 +2,9 @@
 same batches on the simulated GPU that it planned for; for every model, mode and size.
 """
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,8 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.results_file import environment, markdown, write_section
-from can_train.config.compose import RunRequest, resolve
+from bench.harness import Benchmark, Table
+from bench.steps import resolve_in
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
 from can_train.factors.store import factor_rule
@@ -32,8 +29,7 @@ from can_train.training.loading import load_task
 from can_train.training.session import Parts
 from can_train.training.train import make_session, take_step
 
-MIB: Final = 2**20
-
+BENCHMARK: Final = Benchmark(__name__, packages=("torch", "torch_geometric"), quick="two batches of each")
 KINDS: Final = (
     ("gat", "teacher", (48, 64, 80, 96, 112, 128, 160, 192, 256, 320)),
     ("gat", "student", (600, 700, 800, 1000, 1200, 1400, 1600, 1800, 2000, 2300)),
@@ -53,13 +49,6 @@ STEPS: Final = 3
 GOALS: Final = (0.01, 0.03, 0.01)
 """Upper limits of the median error, the largest error and the share of peaks above the interval."""
 
-NOTES: Final = """\
-Each model in its default mode, with ten logical batches. *Predicted*: by a dry run, from probes on the host.
-*Measured*: in training steps on the costliest batch of the first epoch, on the simulated GPU, cut as the training cuts
-it, for which the dry run's prediction is taken: a training may find that more fits. *Error*: predicted over measured
-peak, minus 1. *Micro-batches*: per step, over the ten batches. *Above*: measured peaks above the
-predicted interval."""
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -78,33 +67,26 @@ class Compared:
 
 def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/plans", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two batches of each, and write nothing")
-    quick = parser.parse_args().quick
-    rows, everything = [["model", "size", "batches", "micro-batches", "median error", "largest", "above"]], []
+    options = BENCHMARK.parser().parse_args()
+    table, compared = Table("model", "size", "batches", "micro-batches", "median error", "largest", "above"), []
     with tempfile.TemporaryDirectory() as folder:
         for model, size, batches in KINDS:
-            found = compare(Path(folder), model, size, batches[::5] if quick else batches)
-            everything += found
-            rows.append(cells(model, size, batches, found))
-            print(" | ".join(rows[-1]), flush=True)
-    errors = [abs(one.error) for one in everything]
-    above = sum(one.above for one in everything) / len(everything)
+            kind = compare(Path(folder), model, size, batches[::5] if options.quick else batches)
+            compared += kind
+            table.add(*cells(model, size, batches, kind))
+    errors = [abs(batch.error) for batch in compared]
+    above = sum(batch.above for batch in compared) / len(compared)
     total = f"Over all {len(errors)}: median {median(errors):.2%}, largest {max(errors):.2%}, {above:.1%} above."
-    print(total)
-    head = environment({"torch": version("torch"), "torch_geometric": version("torch_geometric")})
-    if not quick:
-        text = "\n\n".join([head, markdown(rows), total, NOTES])
-        write_section("plans", "Dry runs against training (`scripts/bench/plans`)", text)
-    if median(errors) > GOALS[0] or max(errors) > GOALS[1] or above > GOALS[2]:
-        sys.exit("missed")
+    misses = median(errors) > GOALS[0] or max(errors) > GOALS[1] or above > GOALS[2]
+    BENCHMARK.finish(options, [total] if misses else [], table=table, total=total)
 
 
 def compare(folder: Path, model: str, size: str, batches: Sequence[int]) -> list[Compared]:
     """Compares prediction and training for the batches of one model."""
-    found, task = [], None
+    compared, task = [], None
     for batch in batches:
-        run = resolved(folder, model, size, batch)
+        values = {"training.batch_size": batch, "training.epochs": 1, "dataset.synthetic.seconds": SECONDS}
+        run = resolve_in(folder, DEVICE, values, model=model, size=size)
         task = task or load_task(run, SilentReporter())
         (dry,) = dry_plans(run, find_targets(run, [], None, SilentReporter()), SilentReporter())
         if dry.plan is None or dry.plan.limits is None:
@@ -114,8 +96,8 @@ def compare(folder: Path, model: str, size: str, batches: Sequence[int]) -> list
         first, *later = (part.total for part in parts)
         predicted = limits.step_peak_bytes(max([first, *later]), max(later, default=0.0))
         half_width = limits.training.half_width(max([first, *later]))
-        found.append(Compared(predicted / measured - 1, measured > predicted + half_width, len(sizes)))
-    return found
+        compared.append(Compared(predicted / measured - 1, measured > predicted + half_width, len(sizes)))
+    return compared
 
 
 def measured_peak(folder: Path, run: ResolvedRun, task: BatchTask) -> tuple[int, NDArray[np.int64], tuple[int, ...]]:
@@ -146,31 +128,16 @@ def largest_part(costs: BatchCosts, rules: SplitRules) -> float:
     return max(costs.cost(int(start), int(stop)) for start, stop in pairwise(starts))
 
 
-def resolved(folder: Path, model: str, size: str, batch: int) -> ResolvedRun:
-    """Resolves a run that keeps its state in a folder."""
-    values = {
-        "training.batch_size": batch,
-        "training.epochs": 1,
-        "dataset.synthetic.seconds": SECONDS,
-        "paths.runs_dir": str(folder / "runs"),
-        "paths.state_dir": str(folder / "state"),
-    }
-    return resolve(RunRequest(model=model, size=size, dataset="synthetic", device=DEVICE, values=values))
-
-
-def cells(model: str, size: str, batches: Sequence[int], found: Sequence[Compared]) -> list[str]:
+def cells(model: str, size: str, batches: Sequence[int], compared: Sequence[Compared]) -> list[str]:
     """Returns a row of the table."""
-    errors = [abs(one.error) for one in found]
+    errors = [abs(batch.error) for batch in compared]
+    parts = [batch.parts for batch in compared]
     return [
         model,
         size,
         f"{batches[0]}-{batches[-1]}",
-        f"{min(one.parts for one in found)}-{max(one.parts for one in found)}",
+        f"{min(parts)}-{max(parts)}",
         f"{median(errors):.2%}",
         f"{max(errors):.2%}",
-        str(sum(one.above for one in found)),
+        str(sum(batch.above for batch in compared)),
     ]
-
-
-if __name__ == "__main__":
-    main()

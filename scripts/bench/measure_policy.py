@@ -2,21 +2,19 @@
 same random memory laws.
 """
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from math import inf
 from statistics import fmean, median
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from bench.harness import Benchmark, Table
 from bench.policy_laws import (
-    FOREIGN_RUNS,
+    FOREIGN_RUNS,  # noqa: F401 - the section names it
     TARGET,
-    UNCHANGED_RUNS,
+    UNCHANGED_RUNS,  # noqa: F401
     Array,
     Law,
     NextFactor,
@@ -26,11 +24,11 @@ from bench.policy_laws import (
     varied,
     with_hidden,
 )
-from bench.results_file import environment, markdown, write_section
 from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
 
 LAWS: Final = 400
 QUICK_LAWS: Final = 20
+BENCHMARK: Final = Benchmark(__name__, packages=("numpy",), quick=f"{QUICK_LAWS} laws, too few to judge")
 RUNS: Final = 40
 FIRST_RUNS: Final = 10
 """Runs that a mean peak leaves out: a policy still learns in them."""
@@ -54,48 +52,18 @@ SET_BY_HAND: Final = "hidden constant"
 """The kind whose first run is not the policy's. It does not count in the means."""
 
 RISK: Final = 0.005
-"""The risk of the oracle that says where the target can be reached."""
+"""The risk of the oracle that decides whether the target can be reached."""
 
 NEAR: Final = 0.02
 STAYS: Final = 0.05
 STAYS_RUNS: Final = 10
-"""A target is reached by a peak within NEAR of it, if those of the next runs, so many, are within STAYS."""
+"""A target is reached by a peak within NEAR of it, if the next STAYS_RUNS peaks are within STAYS of it."""
 
 MOST_OOMS: Final = 0.2
 MOST_GAP: Final = 0.01
 MOST_RUNS: Final = 3
 """Goals of the affine policy, over all kinds of laws: out-of-memory errors in 40 runs, share of the capacity by which
-its mean peak is below that of the oracle of the same risk, and median runs to the target where it can be reached."""
-
-NOTES: Final = f"""\
-{LAWS} laws of each kind, {RUNS} runs of each law. Weights take 5 to 40 % of the capacity, the tuned limit is 10 % too
-small to 10 % too large, curvature is up to {BEND:.0%}, the first factor comes from an experience table. Noise is
-relative, normal, and {NOISE:.0%} where nothing else is said. Allocated ÷ reserved at a peak is up to
-{OVERSTATED[1]:.0%} below the ceiling, by the law.
-
-- *Heavy tails*: noise of {TAIL_NOISE:.1%} times Student's with {TAILS} degrees of freedom.
-- *Drift*: every peak shifts by up to {DRIFT:.0%} of the capacity over the runs, up or down.
-- *Regime change*: after {UNCHANGED_RUNS} runs every peak shifts by up to {CHANGE:.0%} of the capacity, up or down, as
-  another version of a library may shift it.
-- *Two populations*: a fifth to four fifths of the runs peak {OTHER[0]:.0%} to {OTHER[1]:.0%} of the capacity above the
-  others, with the same key.
-- *Foreign memory*: in {FOREIGN_RUNS:.0%} of the runs another process holds up to {FOREIGN:.0%} of the capacity, unseen.
-- *Quantised splits*: a logical batch of {BATCH[0]:g} to {BATCH[1]:g} tuned limits is cut into equal micro-batches.
-- *Fragmented*: memory runs out at {CEILINGS[0]:.0%} to {CEILINGS[1]:.0%} of the capacity, by the law, and
-  ± {CEILING_SD:.0%} from run to run.
-- *Hidden constant*: {HIDDEN:.0%} of the capacity that the cost model does not include. The first run is the one for
-  which that model predicts {TARGET:.0%}, so it runs out of memory, is rescued and goes on with half as much. That run
-  is not the policy's: the kind is in no mean.
-
-The *oracle* knows line, changes and distributions, but not what a run will draw: it takes the used share whose
-noise-free peak is the target, or the largest whose risk of an out-of-memory error is small enough. *Reached*: share of
-the laws in which the policy's noise-free peak gets within {NEAR:.0%} of the oracle's ({RISK:.1%} risk) and stays within
-{STAYS:.0%} for {STAYS_RUNS} runs, of the laws in which that risk does not hold the oracle back by more than {NEAR:.0%}.
-*Runs*: the median number until then, counted from the first run, of all those laws. *OOMs*: mean in {RUNS} runs.
-*Peak*: noise-free mean after the first {FIRST_RUNS} runs. *Gap*: the peak of the oracle that is tuned to as many
-out-of-memory errors as the policy has on the same laws, less the policy's, in points of the capacity; where no risk
-gives the oracle as many, because it stays at the target, the target's. The last column has the oracle of {RISK:.1%}
-risk: OOMs, peak. The means count every kind the same; their runs are those of all laws."""
+its mean peak is below the oracle's at an equal risk, and median runs to the target where it can be reached."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +91,7 @@ POLICIES: Final[Mapping[str, NextFactor]] = {
 class Judged(NamedTuple):
     """A policy on one kind of laws."""
 
-    runs: tuple[float, ...]  # to the target, of the laws where it can be reached; infinite where it was not
+    runs: tuple[float, ...]  # to the target, for laws in which it can be reached; infinite if it was not reached
     ooms: float
     peak: float
     gap: float
@@ -137,33 +105,26 @@ class Judged(NamedTuple):
 
 def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/policy", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAWS} laws, too few to judge; writes nothing")
+    parser = BENCHMARK.parser()
     parser.add_argument("--laws", type=int, help="another number of laws; writes nothing")
     parser.add_argument("--seed", type=int, help="other laws; writes nothing")
     options = parser.parse_args()
-    laws_of_a_kind = QUICK_LAWS if options.quick else options.laws or LAWS
-    rows = [["laws", "policy", "reached", "runs", "OOMs", "peak", "gap", f"oracle, {RISK:.1%}"]]
+    count = QUICK_LAWS if options.quick else options.laws or LAWS
+    table = Table("laws", "policy", "reached", "runs", "OOMs", "peak", "gap", f"oracle, {RISK:.1%}")
     judged: dict[str, list[Judged]] = {name: [] for name in POLICIES}
-    for kind, laws in kinds(laws_of_a_kind, seed=options.seed or 0).items():
+    for kind, laws in kinds(count, seed=options.seed or 0).items():
         oracle = Oracle(laws, RUNS)
         peaks = oracle.peaks(RISK)
         for name, policy in POLICIES.items():
-            found = judge(policy, oracle)
-            rows.append([kind, name, *found.cells(), f"{oracle.ooms(peaks):.2f}, {late(peaks):.1%}"])
-            print(" | ".join(rows[-1]), flush=True)
+            result = judge(policy, oracle)
+            table.add(kind, name, *result.cells(), f"{oracle.ooms(peaks):.2f}, {late(peaks):.1%}")
             if kind != SET_BY_HAND:
-                judged[name].append(found)
-    means = {name: mean(found) for name, found in judged.items()}
-    rows += [["**mean**", name, *found.cells(), ""] for name, found in means.items()]
-    print(*(" | ".join(row) for row in rows[-len(POLICIES) :]), sep="\n")
-    if options.quick:
-        return
-    if options.laws is None and options.seed is None:
-        text = "\n\n".join([environment({"numpy": version("numpy")}), markdown(rows), NOTES])
-        write_section("policy", "Factor policies (`scripts/bench/policy`)", text)
-    if missed := misses(means["affine"]):
-        sys.exit(f"missed: {'; '.join(missed)}")
+                judged[name].append(result)
+    means = {name: mean(results) for name, results in judged.items()}
+    for name, result in means.items():
+        table.add("**mean**", name, *result.cells(), "")
+    write = options.laws is None and options.seed is None
+    BENCHMARK.finish(options, [] if options.quick else misses(means["affine"]), write=write, table=table)
 
 
 def kinds(count: int, *, seed: int) -> dict[str, list[Law]]:
@@ -194,16 +155,16 @@ def kinds(count: int, *, seed: int) -> dict[str, list[Law]]:
 def judge(policy: NextFactor, oracle: Oracle) -> Judged:
     """Runs a policy under the oracle's laws and compares it with the oracle."""
     simulated = simulate_all(policy, oracle.laws, runs=RUNS)
-    peaks, best = np.array([one.peaks for one in simulated]), oracle.peaks(RISK)
+    peaks, best = np.array([each.peaks for each in simulated]), oracle.peaks(RISK)
     reachable = np.abs(best - oracle.peaks(1.0))[:, 0] <= NEAR
-    # What its peaks are expected to cost, not what these runs happened to: the oracle's figures are of the same sort.
+    # The expected out-of-memories at its peaks, not the counted ones: the oracle's figures are expectations, too.
     equal = oracle.peaks(oracle.risk_of(oracle.ooms(peaks)))
-    runs = tuple(runs_to(own, of_best) for own, of_best in zip(peaks[reachable], best[reachable], strict=True))
-    return Judged(runs, fmean(one.ooms for one in simulated), late(peaks), late(equal) - late(peaks))
+    runs = tuple(map(runs_to, peaks[reachable], best[reachable]))
+    return Judged(runs, fmean(each.ooms for each in simulated), late(peaks), late(equal) - late(peaks))
 
 
 def runs_to(peaks: Array, best: Array) -> float:
-    """Returns the first run, counted from 1, that is near the oracle's first peak, if the next ones stay there."""
+    """Returns the first run, counted from 1, that is near the oracle's first peak, if the next runs stay there."""
     away = np.abs(peaks - best[0])
     reached = (run for run in range(len(away)) if away[run] <= NEAR and (away[run : run + STAYS_RUNS] <= STAYS).all())
     return next((run + 1.0 for run in reached), inf)
@@ -215,24 +176,20 @@ def late(peaks: Array) -> float:
 
 
 def mean(judged: Sequence[Judged]) -> Judged:
-    """Returns the means over the kinds, each counting the same; the runs are those of all laws."""
+    """Returns the means over the kinds, each with equal weight, with the runs of all laws."""
     return Judged(
-        tuple(run for one in judged for run in one.runs),
-        fmean(one.ooms for one in judged),
-        fmean(one.peak for one in judged),
-        fmean(one.gap for one in judged),
+        tuple(run for kind in judged for run in kind.runs),
+        fmean(kind.ooms for kind in judged),
+        fmean(kind.peak for kind in judged),
+        fmean(kind.gap for kind in judged),
     )
 
 
-def misses(found: Judged) -> list[str]:
+def misses(result: Judged) -> list[str]:
     """Returns the goals that were not met."""
     goals = {
-        f"{found.ooms:.2f} out-of-memories": found.ooms <= MOST_OOMS,
-        f"{100 * found.gap:.1f} points below the oracle": found.gap <= MOST_GAP,
-        f"{median(found.runs):.0f} runs": median(found.runs) <= MOST_RUNS,
+        f"{result.ooms:.2f} out-of-memories": result.ooms <= MOST_OOMS,
+        f"{100 * result.gap:.1f} points below the oracle": result.gap <= MOST_GAP,
+        f"{median(result.runs):.0f} runs": median(result.runs) <= MOST_RUNS,
     }
     return [goal for goal, met in goals.items() if not met]
-
-
-if __name__ == "__main__":
-    main()

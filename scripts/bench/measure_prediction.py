@@ -1,29 +1,27 @@
 """Compares predicted with measured peaks for the models of scripts/gpu-check on simulated GPUs of several sizes. Peaks
-are predicted from tiny probes and measured at five times their size and more; other tools, which are installed into an
-environment of their own on first use, predict the same ones. Then again with a hidden allocation: every batch that is
-larger than a probe takes another 12 % of the GPU, which no probe shows.
+are predicted from tiny probes and measured at five times their size and more. Other tools, which are installed into an
+environment of their own on first use, predict these peaks, too. Then again with a hidden allocation: every batch that
+is larger than a probe takes another 12 % of the GPU, which no probe shows.
 
-`measured --data FILE` compares predictions with a table of peaks that others measured on GPUs and published
-(published_peaks.py has its columns). timm and torchvision, for rows of their models, come from the package index:
+`measured --data FILE` compares predictions with a table of published peaks of real GPUs (published_peaks.py has its
+columns). timm and torchvision, for rows of their models, come from the package index:
 `pip install --no-deps timm torchvision`.
 """
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from bench.peers import run_peers
-from bench.results_file import environment, markdown, write_section
+from bench.harness import Benchmark, Table, run_peers, versions_of, write_section
 from can_train import Feature, predict_peak, simulated_gpu
 from can_train.fit.cost_model import EXPLAINED
 from can_train.task import BatchTask
@@ -31,6 +29,9 @@ from gpu.configurations import MODELS, SIMULATED, Configuration
 from gpu.measurements import draw_rows, points
 from gpu.trainer import Explored, Trainer, open_trainer
 
+BENCHMARK: Final = Benchmark(
+    __name__, packages=("torch", "torch_geometric"), quick="simulated: an LSTM on the smallest"
+)
 MIB: Final = 2**20
 CAPACITIES: Final = (128 * MIB, 256 * MIB, 512 * MIB)
 SHARES: Final = (0.25, 0.5, 0.9)
@@ -46,100 +47,77 @@ FAMILIES: Final = ["mlp", "bert", "xlnet", "gpt2", "cnn", "cnn-generated", "torc
 """Families of the published peaks, in the order of their table."""
 
 BEFORE: Final = ["mlp", "cnn-generated", "timm"]
-"""Families of which some rows are predicted from small batches, too: the others have few rows, or no single peaks."""
-
-NOTES: Final = f"""\
-*Beyond probes*: cost of the measured batches over that of the largest probe. *Error*: predicted over measured peak,
-minus 1, from the probes alone; the median and the largest over the batches. *Hidden*: every batch larger than a probe
-takes another {HIDDEN:.0%} of the GPU, and this is the measured over the predicted cost of the finder's largest batch; a
-plan reports more than {1 + EXPLAINED:.2f}. *Its fill*: the peak at the limit found then, over the capacity. Models are
-small, because teachers are too slow on a CPU; see `scripts/gpu-check` for real GPUs."""
+"""Families with rows that are predicted from small batches, too: other families have few rows, or no single peaks."""
 
 OWN: Final = "can-train, from probes"
-
-PEER_NOTES: Final = """\
-The same batches as above; the error is the absolute one, its median by model and over all batches that a tool predicts,
-and the largest. *CPU, s*: a batch's mean; can-train's probes are those of a model on a GPU, and predict all batches
-there. The tools ran themselves: `accelerate estimate-memory`'s calculation knows the model's size, and no batch
-(Adam takes four times the weights). torch-kitsune takes the shape of a sample, which graphs do not have; where a model
-reads words it falls back to formulas for single layers. MemTracker, of PyTorch, runs a step of the whole batch, here
-with AdamW's state and the gradients of an earlier part: on fake tensors, which hold no numbers, so that it raises where
-a model reads one (`DataDependentOutputException`), and on real ones, which needs the time and the memory that the step
-takes on the CPU."""
 
 SENTENCES: Final = 3000
 WORDS: Final = 2000
 WIDTH: Final = 64
 
-OWN_NOTES: Final = f"""\
-`predict_peak` on models of one's own: {SENTENCES:,} sentences of 2 to 80 words in random order, in batches padded to
-the longest, and a contrastive loss over all pairs of a batch. *Explained*: what the prediction says of itself; where it
-says no, `fits()` returns None. Measured on a simulated GPU without a limit, with AdamW's state, from the same batch."""
-
 
 def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/prediction", description=__doc__)
+    parser = BENCHMARK.parser()
     parser.add_argument("on", nargs="?", choices=("simulated", "measured"), default="simulated")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="simulated: those of gpu-check")
-    parser.add_argument("--quick", action="store_true", help="simulated: an LSTM on the smallest; writes nothing")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="simulated: models of gpu-check")
     parser.add_argument("--data", type=Path, help="measured: the table of published peaks, CSV")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, help="measured: of its models; all that it has")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, help="measured: some families; all by default")
     parser.add_argument("--most", type=int, default=10_000, help="measured: rows of each source and family")
     parser.add_argument("--save", type=Path, help="measured: folder that keeps recordings, for another run")
-    parser.add_argument("--only-saved", action="store_true", help="measured: no rows that it lacks")
+    parser.add_argument("--only-saved", action="store_true", help="measured: no rows without a saved recording")
     parser.add_argument("--before", nargs="*", choices=FAMILIES, default=BEFORE, help="measured: from the CPU, too")
-    arguments = parser.parse_args()
-    if arguments.on == "measured":
-        if arguments.data is None or not arguments.data.exists():
-            parser.error("measured needs --data FILE, a table of published peaks")
-        measure_published(arguments)
-        return
-    chosen, capacities = (["lstm"], CAPACITIES[:1]) if arguments.quick else (arguments.models, CAPACITIES)
-    rows, errors, unnoticed, batches = [], list[float](), [], list[Batch]()
+    options = parser.parse_args()
+    if options.on == "simulated":
+        measure_simulated(options)
+    elif options.data is None or not options.data.exists():
+        parser.error("measured needs --data FILE, a table of published peaks")
+    else:
+        measure_published(options)
+
+
+def measure_simulated(options: argparse.Namespace) -> None:
+    """Measures on simulated GPUs; exit status 1 if a goal is missed."""
+    chosen, capacities = (["lstm"], CAPACITIES[:1]) if options.quick else (options.models, CAPACITIES)
+    table = Table("model", "GPU", "beyond probes", "error", "largest", "hidden", "its fill")
+    errors, unnoticed, batches = list[float](), [], list[Batch]()
     for model in chosen:
         for capacity in capacities:
-            found = measure(model, capacity)
-            batches += found["batches"]
-            errors += [batch.error for batch in found["batches"]]
-            if found["hidden_ratio"] <= 1 + EXPLAINED:
+            measured = measure(model, capacity)
+            batches += measured["batches"]
+            errors += [batch.error for batch in measured["batches"]]
+            if measured["hidden_ratio"] <= 1 + EXPLAINED:
                 unnoticed.append(f"{model} at {capacity // MIB} MiB")
-            rows.append(cells(model, capacity, found))
-            print(" | ".join(rows[-1]), flush=True)
+            table.add(*cells(model, capacity, measured))
     total = f"Over all {len(errors)} batches the median error is {median(errors):.2%}, the largest {max(errors):.2%}."
-    table = markdown([["model", "GPU", "beyond probes", "error", "largest", "hidden", "its fill"], *rows])
-    print(total)
-    versions = {"torch": version("torch"), "torch_geometric": version("torch_geometric")}
-    own, peers = [], list[list[str]]()
-    if not arguments.quick:
-        own, found = list(own_rows()), predicted_by_peers(batches)
-        peers, versions = peer_rows(chosen, batches, found), found["versions"] | versions
-    for row in [*own, *peers]:
-        print(" | ".join(row), flush=True)
-    own_table = markdown([["model", "counts given", "predicted", "measured", "error", "explained"], *own])
-    if chosen == MODELS:
-        peer_table = markdown([["tool", *chosen, "median", "largest", "batches", "CPU, s"], *peers])
-        parts = [environment(versions), table, total, NOTES, peer_table, PEER_NOTES, own_table, OWN_NOTES]
-        text = "\n\n".join(parts)
-        write_section("prediction", "Predicted against simulated peaks (`scripts/bench/prediction`)", text)
-    if median(errors) > GOAL or unnoticed:
-        sys.exit(f"missed: median error {median(errors):.2%}; not noticed: {unnoticed}")
+    versions = versions_of(*BENCHMARK.packages)
+    own = Table("model", "counts given", "predicted", "measured", "error", "explained")
+    peers = Table("tool", *chosen, "median", "largest", "batches", "CPU, s")
+    if not options.quick:
+        for row in own_rows():
+            own.add(*row)
+        answer = predicted_by_peers(batches)
+        versions = answer["versions"] | versions
+        for row in peer_rows(chosen, batches, answer):
+            peers.add(*row)
+    missed = [f"median error {median(errors):.2%}"] if median(errors) > GOAL else []
+    missed += [f"not noticed: {unnoticed}"] if unnoticed else []
+    BENCHMARK.finish(options, missed, write=chosen == MODELS, versions=versions, table=table, total=total,
+                     explained=1 + EXPLAINED, own=own, peers=peers)  # fmt: skip
 
 
-def measure_published(arguments: argparse.Namespace) -> None:
-    """Prints the comparison with published peaks; writes it into RESULTS.md where all families were compared."""
+def measure_published(options: argparse.Namespace) -> None:
+    """Prints the comparison with published peaks; writes it into RESULTS.md if all families were compared."""
     from bench import prediction_measured
 
-    if arguments.save:
-        arguments.save.mkdir(parents=True, exist_ok=True)
-    recorder = prediction_measured.Recorder(folder=arguments.save, only_saved=arguments.only_saved)
-    rows = prediction_measured.read_rows(arguments.data, arguments.families or FAMILIES, more=not arguments.families)
-    text = prediction_measured.measure(rows, arguments.most, arguments.before, recorder)
+    if options.save:
+        options.save.mkdir(parents=True, exist_ok=True)
+    recorder = prediction_measured.Recorder(folder=options.save, only_saved=options.only_saved)
+    rows = prediction_measured.read_rows(options.data, options.families or FAMILIES, more=not options.families)
+    text = prediction_measured.measure(rows, options.most, options.before, recorder)
     print(text)
-    if not arguments.families:
-        head = environment({"torch": version("torch")})
-        heading = "Predicted against published peaks (`scripts/bench/prediction measured`)"
-        write_section("prediction-measured", heading, f"{head}\n\n{text}")
+    if not options.families and not options.no_write:
+        write_section("prediction-measured", text)
 
 
 class Batch(NamedTuple):
@@ -181,11 +159,11 @@ def measure(model: str, capacity: int) -> dict[str, Any]:
         batches = list(measured_batches(model, trainer, explored))
     with open_trainer(configuration) as trainer:
         hide(trainer, explored)
-        found = trainer.explore().limits.training
+        limit = trainer.explore().limits.training
     return {
         "batches": [batch._replace(probe_s=explored.probe_s / len(batches)) for batch in batches],
-        "hidden_ratio": found.measured_ratio,
-        "hidden_fill": found.peak_bytes(found.tuned_limit) / capacity,
+        "hidden_ratio": limit.measured_ratio,
+        "hidden_fill": limit.peak_bytes(limit.tuned_limit) / capacity,
     }
 
 
@@ -200,35 +178,35 @@ def measured_batches(model: str, trainer: Trainer, explored: Explored) -> Iterat
 
 
 def predicted_by_peers(batches: Sequence[Batch]) -> dict[str, Any]:
-    """Returns what other tools predict of batches, as prediction_peers.py prints it."""
+    """Returns the predictions of other tools for batches, as prediction_peers.py returns them."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "batches.json"
         file.write_text(json.dumps([(batch.model, batch.rows) for batch in batches]), encoding="utf-8")
-        found: dict[str, Any] = run_peers("prediction_peers", str(file))
-    return found
+        answer: dict[str, Any] = run_peers("prediction_peers", str(file))
+    return answer
 
 
-def peer_rows(models: Sequence[str], batches: Sequence[Batch], found: Mapping[str, Any]) -> list[list[str]]:
+def peer_rows(models: Sequence[str], batches: Sequence[Batch], answer: Mapping[str, Any]) -> list[list[str]]:
     """Returns the rows of the table of tools, can-train's first."""
-    peaks = {OWN: [batch.predicted_bytes for batch in batches], **found["peaks"]}
-    seconds = {OWN: [batch.probe_s for batch in batches], **found["cpu_s"]}
+    peaks = {OWN: [batch.predicted_bytes for batch in batches], **answer["peaks"]}
+    seconds = {OWN: [batch.probe_s for batch in batches], **answer["cpu_s"]}
     return [peer_row(tool, models, batches, peaks[tool], seconds[tool]) for tool in peaks]
 
 
 def peer_row(
     tool: str, models: Sequence[str], batches: Sequence[Batch], peaks: Sequence[float | str], seconds: Sequence[float]
 ) -> list[str]:
-    """Returns the row of a tool: errors by model, over all, and CPU time; a peak is the name of what it raised."""
+    """Returns the row of a tool: errors by model, over all, and CPU time; a peak may be the name of a raised error."""
     each = list(zip(batches, peaks, strict=True))
     errors = [[batch.error_of(peak) for batch, peak in each if batch.model == model and not isinstance(peak, str)]
               for model in models]  # fmt: skip
     raised = [next((peak for batch, peak in each if batch.model == model and isinstance(peak, str)), "")
               for model in models]  # fmt: skip
-    of_models = [f"{median(own):.2%}" if own else f"raises {why}" for own, why in zip(errors, raised, strict=True)]
-    every = [error for own in errors for error in own]
+    by_model = [f"{median(each):.2%}" if each else f"raises {why}" for each, why in zip(errors, raised, strict=True)]
+    every = [error for each in errors for error in each]
     return [
         tool,
-        *of_models,
+        *by_model,
         f"{median(every):.2%}" if every else "",
         f"{max(every):.2%}" if every else "",
         f"{len(every)} of {len(each)}",
@@ -236,18 +214,18 @@ def peer_row(
     ]
 
 
-def cells(model: str, capacity: int, found: Mapping[str, Any]) -> list[str]:
+def cells(model: str, capacity: int, measured: Mapping[str, Any]) -> list[str]:
     """Returns a row of the table."""
-    errors = [batch.error for batch in found["batches"]]
-    beyond = [batch.beyond_probes for batch in found["batches"]]
+    errors = [batch.error for batch in measured["batches"]]
+    beyond = [batch.beyond_probes for batch in measured["batches"]]
     return [
         model,
         f"{capacity // MIB} MiB",
         f"{min(beyond):.0f}-{max(beyond):.0f}" if beyond else "",
         f"{median(errors):.2%}" if errors else "",
         f"{max(errors):.2%}" if errors else "",
-        f"{found['hidden_ratio']:.2f}",
-        f"{found['hidden_fill']:.2f}",
+        f"{measured['hidden_ratio']:.2f}",
+        f"{measured['hidden_fill']:.2f}",
     ]
 
 
@@ -269,12 +247,12 @@ class Sentences(nn.Module):
 
 
 def own_rows() -> Iterator[list[str]]:
-    """Predicts and measures models of one's own; yields the rows of their table."""
+    """Predicts and measures a user's models; yields the rows of their table."""
     lengths = torch.randint(2, 81, (SENTENCES,), generator=torch.Generator().manual_seed(0))
 
     def of_sentences(model: nn.Module, rows: Any) -> Tensor:
-        own = lengths[rows]
-        total: Tensor = model(torch.zeros(len(own), int(own.max()), dtype=torch.int64)).square().sum()
+        chosen = lengths[rows]
+        total: Tensor = model(torch.zeros(len(chosen), int(chosen.max()), dtype=torch.int64)).square().sum()
         return total
 
     def of_pairs(model: nn.Module, rows: Any) -> Tensor:
@@ -321,8 +299,8 @@ def hide(trainer: Trainer, explored: Explored) -> None:
     num_bytes = int(HIDDEN * trainer.meter.capacity_bytes)
     prepare = task.logical_batch
 
-    def with_hidden(rows: Any, *others: Any) -> Any:
-        batch = prepare(rows, *others)
+    def with_hidden(rows: Any, *placement: Any) -> Any:
+        batch = prepare(rows, *placement)
         if model.cost(task.batch_features(rows)) <= 1.01 * explored.probe_cost:
             return batch
         compute = batch.losses
@@ -331,21 +309,13 @@ def hide(trainer: Trainer, explored: Explored) -> None:
             # Made first, so the backward pass frees it last.
             scalar = next(model.parameters()).flatten()[:1].sum()
             held = Held.apply(scalar, num_bytes)  # type: ignore[no-untyped-call]
-            found = dict(compute(model, start, stop))
-            term, (total, denominator) = next(iter(found.items()))
-            return found | {term: (total + 0 * held, denominator)}
+            terms = dict(compute(model, start, stop))
+            term, (total, denominator) = next(iter(terms.items()))
+            return terms | {term: (total + 0 * held, denominator)}
 
-        return Prepared(losses, batch.denominators or {})
+        return SimpleNamespace(losses=losses, denominators=batch.denominators or {})
 
     trainer.task = cast(BatchTask, Hiding(task, with_hidden))
-
-
-class Prepared:
-    """A logical batch with another function for its losses."""
-
-    def __init__(self, losses: Any, denominators: Mapping[str, float]) -> None:
-        self.losses = losses
-        self.denominators = denominators
 
 
 class Hiding:
@@ -357,7 +327,3 @@ class Hiding:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
-
-
-if __name__ == "__main__":
-    main()

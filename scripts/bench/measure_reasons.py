@@ -1,20 +1,18 @@
-"""Measures how often the CAN ID that is named first for a flagged window is one that was injected there. Students are
-trained on the synthetic bus; the attack windows that they flag in its test folders are explained as in `can-train
-evaluate`, and beside that without a model, by numbers of frames.
+"""Measures how often the first CAN ID that is named for a flagged window was injected there. Students are trained on
+the synthetic bus. The attack windows that they flag in its test folders are explained as in `can-train evaluate`, and
+also without a model, by numbers of frames.
 """
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from bench.measure_data import read_frames, run_python
-from bench.results_file import environment, markdown, write_section
+from bench.harness import Benchmark, markdown, train
+from bench.measure_data import read_frames
 from can_train.config.resolved import cache_folder, data_root
 from can_train.reporter import SilentReporter
 from can_train.training.evaluate import Scorer
@@ -25,6 +23,7 @@ from can_train_tasks.can.data.graphs import BENIGN, NODE_FEATURES, FlatGraphs, F
 from can_train_tasks.can.evaluation.alarms import Explainer, usual_windows
 from can_train_tasks.can.reference_models import FinishedNetwork
 
+BENCHMARK: Final = Benchmark(__name__, packages=("torch", "torch_geometric"))
 STUDENTS: Final = {
     "student GAT": ("--model", "gat"),
     "student GAT without identity": ("--model", "gat", "--set", "dataset.identity=false"),
@@ -32,45 +31,23 @@ STUDENTS: Final = {
 }
 
 NOTHING_INJECTED: Final = (BENIGN, "suppress")
-"""Kinds of windows that are left out: a suppressed message leaves only the frame after it to label."""
+"""Kinds of windows that are left out: of a suppressed message only the frame after it can be labelled."""
 
 COLUMNS: Final = ("as it is", "less the usual", "most frames", "most above the usual", "any ID")
-"""Ways to name an ID: by what raises the score, with and without what is usual; the same by frames; at random."""
+"""Ways to name an ID: by contributions to the score, in all and less the usual; by frames, in both ways; at random."""
 BY_FOLDER: Final = [COLUMNS.index("less the usual"), COLUMNS.index("most above the usual")]
-
-NOTES: Final = """\
-Share of the flagged attack windows of the test folders in which the ID named first was an injected one. One training of
-each on `--dataset synthetic`, with the other defaults. *As it is*: by what raises the model's score. *Less the usual*:
-less what the same ID contributes in windows of the same log that are not flagged, as alarms have it; where fewer than
-20 are left, nothing is usual. *Most frames* and *most above the usual*: the same by each ID's frames, without a model.
-*Any ID*: at random. Windows of suppressed messages are left out, since nothing is injected there.
-
-By test folder, *less the usual* beside *most above the usual*:"""
 
 
 def main() -> None:
     """Measures, prints the tables and writes them into RESULTS.md."""
-    parser = argparse.ArgumentParser(prog="scripts/bench/reasons", description=__doc__)
-    parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
-    options = parser.parse_args()
+    options = BENCHMARK.parser().parse_args()
+    data = ("--size", "student", "--dataset", "synthetic", "--no-baselines", "--device", "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: measure(trained(Path(folder), *flags)) for name, flags in STUDENTS.items()}
-    tables = markdown(whole_table(found)), markdown(folder_table(found))
-    print(*tables, sep="\n\n")
-    if not options.no_write:
-        head = environment({"torch": version("torch"), "torch_geometric": version("torch_geometric")})
-        text = "\n\n".join([head, tables[0], NOTES, tables[1]])
-        write_section("reasons", "Which CAN ID an alarm names (`scripts/bench/reasons`)", text)
-
-
-def trained(folder: Path, *flags: str) -> Path:
-    """Trains a student, and returns its folder."""
-    runs = Path(tempfile.mkdtemp(dir=folder))
-    data = ("--dataset", "synthetic", "--no-baselines", "--device", "cpu")
-    places = ("--runs-dir", str(runs), "--state-dir", str(folder / "state"))
-    run_python("-m", "can_train", "--size", "student", *flags, *data, *places)
-    (run,) = runs.iterdir()
-    return run
+        hits = {}
+        for name, flags in STUDENTS.items():
+            runs = Path(tempfile.mkdtemp(dir=folder))
+            hits[name] = measure(train(runs, Path(folder) / "state", *flags, *data))
+    BENCHMARK.finish(options, students=markdown(whole_table(hits)), folders=markdown(folder_table(hits)))
 
 
 def measure(path: Path) -> dict[str, Floats]:
@@ -80,17 +57,17 @@ def measure(path: Path) -> dict[str, Floats]:
     data = load_data(run.dataset, data_root(run.paths), cache_folder(run.paths), SilentReporter())
     model = FinishedNetwork(finished, data.flat)
     scorer = Scorer.open(run.training, "cpu")
-    found: dict[str, Floats] = {}
+    hits: dict[str, Floats] = {}
     for folder, tested in data.split.test.items():
         logs = [tested[data.flat.source[tested] == source] for source in np.unique(data.flat.source[tested])]
-        parts = [hits for rows in logs for hits in explained(model, scorer, data.flat, rows)]
+        parts = [part for rows in logs for part in explained(model, scorer, data.flat, rows)]
         if parts:
-            found[folder] = np.array(parts)
-    return found
+            hits[folder] = np.array(parts)
+    return hits
 
 
 def explained(model: FinishedNetwork, scorer: Scorer, flat: FlatGraphs, rows: Ints) -> Iterator[list[float]]:
-    """Yields, for each flagged attack window of a log with the windows `rows`, what is right of the `COLUMNS`."""
+    """Yields, for each flagged attack window of a log with the windows `rows`, which `COLUMNS` are right."""
     flagged = model.combine(scorer(model, rows)) > model.threshold
     left_out = [code for code, kind in enumerate(flat.kinds) if kind in NOTHING_INJECTED]
     wanted = rows[flagged & ~np.isin(flat.label[rows], left_out)]
@@ -128,24 +105,20 @@ def frame_counts(flat: FlatGraphs, rows: Ints) -> Floats:
     return np.concatenate(parts) if parts else np.zeros((0, len(PROPERTIES)))
 
 
-def whole_table(found: Mapping[str, Mapping[str, Floats]]) -> list[list[str]]:
+def whole_table(students: Mapping[str, Mapping[str, Floats]]) -> list[list[str]]:
     """Returns a table with a row for each student, over all test folders."""
-    hits = {name: np.concatenate([*folders.values()]) for name, folders in found.items()}
-    rows = [[name, str(len(own)), *(f"{share:.2f}" for share in own.mean(axis=0))] for name, own in hits.items()]
+    hits = {name: np.concatenate([*folders.values()]) for name, folders in students.items()}
+    rows = [[name, str(len(each)), *(f"{share:.2f}" for share in each.mean(axis=0))] for name, each in hits.items()]
     return [["", "windows", *COLUMNS], *rows]
 
 
-def folder_table(found: Mapping[str, Mapping[str, Floats]]) -> list[list[str]]:
+def folder_table(students: Mapping[str, Mapping[str, Floats]]) -> list[list[str]]:
     """Returns a table with a row for each test folder."""
-    folders = sorted({folder for own in found.values() for folder in own})
-    cells = [[cell(own.get(folder)) for own in found.values()] for folder in folders]
-    return [["test folder", *found], *([folder, *own] for folder, own in zip(folders, cells, strict=True))]
+    folders = sorted({folder for hits in students.values() for folder in hits})
+    rows = [[folder, *(cell(hits.get(folder)) for hits in students.values())] for folder in folders]
+    return [["test folder", *students], *rows]
 
 
 def cell(hits: Floats | None) -> str:
-    """Writes the two shares of [R, 5] hits and their number; empty where nothing was flagged."""
+    """Writes the two shares of [R, 5] hits and their number; empty if nothing was flagged."""
     return "" if hits is None else "{:.2f}, {:.2f} of {}".format(*hits[:, BY_FOLDER].mean(axis=0), len(hits))
-
-
-if __name__ == "__main__":
-    main()

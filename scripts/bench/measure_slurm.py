@@ -12,16 +12,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
-from bench.results_file import environment, markdown, write_section
+from bench.harness import Benchmark, Table, median_time
 from can_train.runs.run_folder import RunFolder
 
+BENCHMARK: Final = Benchmark(__name__, packages=("torch", "submitit"))
 SANDBOX: Final = Path(__file__).resolve().parents[1] / "slurm-sandbox"
 
 TRAINING: Final = (
@@ -36,15 +35,10 @@ MODELS: Final = ("gat", "vgae")
 DISTURBANCES: Final = ("kill", "requeue", "preempt")
 
 PREEMPTING: Final = (
-    "--partition=main",
-    "--nodes=1",
-    "--cpus-per-task=3",
-    "--mem=3000M",
-    "--time=1",
-    "--output=/dev/null",
+    "--partition=main", "--nodes=1", "--cpus-per-task=3", "--mem=3000M", "--time=1", "--output=/dev/null",
     "--wrap=sleep 3",
-)
-"""A job of higher priority than those of the preemptible partition."""
+)  # fmt: skip
+"""A job of higher priority than the jobs of the preemptible partition."""
 
 PAUSE_S: Final = 3.0
 """Time between two disturbances."""
@@ -59,17 +53,11 @@ FOLLOWED: Final = 4
 """Number of runs that are repeated undisturbed, to compare the weights."""
 
 IMPORTS: Final[Mapping[str, str]] = {
-    "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose, can_train.config.compose",
+    "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose",
     "runs": "import typer, rich.table, can_train.cli.runs, can_train.runs.status",
     "status": "import typer, rich.table, can_train.cli.main, can_train.runs.status",
 }
 """The imports of each command, which are timed separately."""
-
-NOTES: Final = """\
-A SLURM with two nodes on one machine (`scripts/slurm-sandbox`), so absolute times are those of two shared cores.
-*Beyond imports* is the median of the command minus that of a Python that only does the command's imports. The soak test
-kills training processes (SIGKILL), requeues jobs (`scontrol requeue`) and starts jobs of higher priority, at random,
-one every few seconds. Half of the runs are in a preemptible partition."""
 
 
 @dataclass
@@ -139,7 +127,7 @@ def submit(cluster: Cluster, count: int) -> None:
 
 
 def soak(cluster: Cluster, options: argparse.Namespace) -> float:
-    """Submits runs and disturbs them until all have ended. Returns the seconds that it took."""
+    """Submits runs and disturbs them until all have ended. Returns the seconds until then."""
     rng, started = random.Random(options.seed), time.monotonic()
     submit(cluster, options.runs)
     disturbed = 0.0
@@ -151,48 +139,50 @@ def soak(cluster: Cluster, options: argparse.Namespace) -> float:
             cluster.disturb(rng.choice(DISTURBANCES), running, rng)
             disturbed = time.monotonic()
         left = options.disturbances - sum(cluster.done.values())
-        print(
-            f"{len(live)} of {options.runs} not ended, {len(running)} running, {left} disturbances to come", flush=True
-        )
+        counts = f"{len(live)} of {options.runs} not ended, {len(running)} running"
+        print(f"{counts}, {left} disturbances to come", flush=True)
         time.sleep(POLL_S)
     return time.monotonic() - started
 
 
 def undisturbed_equal(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> Iterator[bool]:
     """Repeats the runs with most attempts without disturbances, and yields whether the weights are equal."""
-    # Imported late, because nothing else here needs it.
-    import torch
-
-    attempts = {run["run_id"]: len(list((Path(run["path"]) / "attempts").glob("*-began.json"))) for run in runs}
-    for run in sorted(runs, key=lambda run: -attempts[run["run_id"]])[:FOLLOWED]:
+    for run in sorted(runs, key=attempts_of, reverse=True)[:FOLLOWED]:
         again = Cluster(Path(tempfile.mkdtemp(dir=cluster.folder)))
         config = RunFolder(Path(run["path"])).config()
         model, seed = config["model_name"], config["training"]["seed"]
         local = [word for word in TRAINING if word not in ("--mem", "1200M", "--cpus", "1", "--time", "30")]
         again.can_train("--model", model, *local, "--seed", str(seed))
         (path,) = (again.folder / "runs").iterdir()
-        one, other = _weights(Path(run["path"]), torch.load), _weights(path, torch.load)
-        yield one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        disturbed, whole = _weights(Path(run["path"])), _weights(path)
+        yield disturbed.keys() == whole.keys() and all(disturbed[name].equal(whole[name]) for name in whole)
+
+
+def attempts_of(run: Mapping[str, Any]) -> int:
+    """Counts the attempts of a run."""
+    return len(list((Path(run["path"]) / "attempts").glob("*-began.json")))
 
 
 def _succeeds(*command: str) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _weights(path: Path, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def _weights(path: Path) -> dict[str, Any]:
+    # Imported late, because nothing else here needs it.
+    import torch
+
     manifest = json.loads((path / "checkpoints" / "manifest.json").read_text())
-    weights: dict[str, Any] = load(path / "checkpoints" / manifest["checkpoints"][0]["file"], weights_only=True)[
-        "model"
-    ]
+    newest = path / "checkpoints" / manifest["checkpoints"][0]["file"]
+    weights: dict[str, Any] = torch.load(newest, weights_only=True)["model"]
     return weights
 
 
 def recorded(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """Returns the number of finished runs with an observation, and the number of finished runs."""
     folder = cluster.folder / "state" / "observations"
-    found = {json.loads(path.read_text())["run_id"] for path in folder.glob("*.json")
-             if not path.name.endswith(".started.json")}  # fmt: skip
-    return len(found & {run["run_id"] for run in runs}), len(runs)
+    observed = {json.loads(path.read_text())["run_id"] for path in folder.glob("*.json")
+                if not path.name.endswith(".started.json")}  # fmt: skip
+    return len(observed & {run["run_id"] for run in runs}), len(runs)
 
 
 def beyond_imports(cluster: Cluster) -> list[tuple[str, float, float]]:
@@ -204,46 +194,34 @@ def beyond_imports(cluster: Cluster) -> list[tuple[str, float, float]]:
     }
     times = []
     for name, line in lines.items():
-        whole, imports = [], []
-        for _ in range(REPEATS):
-            whole.append(_seconds(cluster.can_train, *line))
-            imports.append(_seconds(subprocess.run, [sys.executable, "-P", "-c", IMPORTS[name]], check=True))
-        times.append((name, median(whole), median(whole) - median(imports)))
+        imports = [sys.executable, "-P", "-c", IMPORTS[name]]
+        whole_s = median_time(lambda line=line: cluster.can_train(*line), REPEATS)
+        imports_s = median_time(lambda imports=imports: subprocess.run(imports, check=True), REPEATS)
+        times.append((name, whole_s, whole_s - imports_s))
     for run in cluster.runs()[:REPEATS]:
         cluster.can_train("cancel", run["run_id"])
     return times
 
 
-def _seconds(call: Callable[..., object], *arguments: object, **options: object) -> float:
-    started = time.monotonic()
-    call(*arguments, **options)
-    return time.monotonic() - started
-
-
-def report(cluster: Cluster, seconds: float, times: Sequence[tuple[str, float, float]]) -> tuple[str, bool]:
-    """Returns the section, and whether every run met the expectations."""
+def report(cluster: Cluster, seconds: float, times: Sequence[tuple[str, float, float]]) -> tuple[Table, bool]:
+    """Returns the table, and whether every run met the expectations."""
     runs = [run for run in cluster.runs() if run["sweep"]]
     states = Counter(run["state"] for run in runs)
-    attempts = [len(list((Path(run["path"]) / "attempts").glob("*-began.json"))) for run in runs]
+    attempts = [attempts_of(run) for run in runs]
     finished = [run for run in runs if run["state"] == "finished"]
-    same = list(undisturbed_equal(cluster, finished))
+    equal = list(undisturbed_equal(cluster, finished))
     written, expected = recorded(cluster, finished)
-    disturbed = ", ".join(f"{count} × {kind}" for kind, count in sorted(cluster.done.items()))
-    rows = [
-        ("what", "seen"),
-        ("runs submitted", str(len(runs))),
-        ("disturbances", disturbed),
-        ("attempts", f"{sum(attempts)}, at most {max(attempts)} a run"),
-        ("ended as", ", ".join(f"{count} {state}" for state, count in states.items())),
-        ("observations of finished runs", f"{written} of {expected}"),
-        ("most disturbed runs equal to undisturbed ones, bitwise", f"{sum(same)} of {len(same)}"),
-        ("time", f"{seconds / 60:.1f} min"),
-        *((f"`{name}`", f"{whole:.2f} s, beyond imports {beyond:.2f} s") for name, whole, beyond in times),
-    ]
-    held = len(finished) == len(runs) and written == expected and all(same)
-    return "\n\n".join(
-        [NOTES, markdown(rows), environment({"torch": version("torch"), "submitit": version("submitit")})]
-    ), held
+    table = Table("figure", "seen")
+    table.add("runs submitted", str(len(runs)))
+    table.add("disturbances", ", ".join(f"{count} × {kind}" for kind, count in sorted(cluster.done.items())))
+    table.add("attempts", f"{sum(attempts)}, at most {max(attempts)} a run")
+    table.add("ended as", ", ".join(f"{count} {state}" for state, count in states.items()))
+    table.add("observations of finished runs", f"{written} of {expected}")
+    table.add("most disturbed runs equal to undisturbed ones, bitwise", f"{sum(equal)} of {len(equal)}")
+    table.add("time", f"{seconds / 60:.1f} min")
+    for name, whole_s, beyond_s in times:
+        table.add(f"`{name}`", f"{whole_s:.2f} s, beyond imports {beyond_s:.2f} s")
+    return table, len(finished) == len(runs) and written == expected and all(equal)
 
 
 def start_sandbox() -> None:
@@ -255,13 +233,11 @@ def start_sandbox() -> None:
     os.environ["SLURM_CONF"] = line.strip().partition("=")[2]
 
 
-def main() -> int:
+def main() -> None:
     """Measures, prints the section and writes it into RESULTS.md; exit status 1 if a run did not meet expectations."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = BENCHMARK.parser()
     parser.add_argument("--runs", type=int, default=50, help="number of runs (default: %(default)s)")
-    parser.add_argument(
-        "--disturbances", type=int, default=40, help="kills, requeues and preemptions (default: %(default)s)"
-    )
+    parser.add_argument("--disturbances", type=int, default=40, help="of all kinds (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=30.0, help="time limit (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the disturbances (default: %(default)s)")
     options = parser.parse_args()
@@ -271,11 +247,5 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="can-train-soak-") as folder:
         cluster = Cluster(Path(folder))
         seconds = soak(cluster, options)
-        text, held = report(cluster, seconds, beyond_imports(cluster))
-    write_section("slurm", "Runs on a SLURM cluster (`scripts/bench/slurm`)", text)
-    print(text)
-    return 0 if held else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        table, good = report(cluster, seconds, beyond_imports(cluster))
+    BENCHMARK.finish(options, [] if good else ["a run did not meet the expectations"], table=table)

@@ -1,5 +1,5 @@
-"""The picture of README.md, made from sections of RESULTS.md: what searches for the largest batch find, and whether
-trainings survive, by tool.
+"""The picture of README.md, made from sections of RESULTS.md: the results of searches for the largest batch, and
+whether trainings survive, by tool.
 """
 
 import re
@@ -13,8 +13,9 @@ from can_train.report.charts import STYLE, Chart, number_axis, plot_svg
 
 PICTURE: Final = Path(__file__).resolve().parents[2] / "docs" / "comparison.svg"
 
-OWN: Final = 1
-OTHERS: Final = 0
+# Numbers of colours.
+CAN_TRAIN: Final = 1
+OTHER: Final = 0
 
 
 class Block(NamedTuple):
@@ -23,7 +24,7 @@ class Block(NamedTuple):
     Attributes:
         section: Its name.
         title: Above the bars.
-        panels: Titles of the columns of bars, and those of the table's columns.
+        panels: Titles of the columns of bars, and titles of the table's columns.
         tools: Rows of the table, and the colours of their bars.
     """
 
@@ -40,14 +41,14 @@ BLOCKS: Final = (
         {"Runs that end with an error": "runs that end", "Mean fill of the GPU, %": "fill",
          "Speed, % of the best": "speed"},
         {
-            "can-train, as its command line does": OWN,
-            "by hand, an average batch fills 70 %": OTHERS,
-            "Lightning, power": OTHERS,
-            "Lightning, binsearch": OTHERS,
-            "accelerate, around three steps": OTHERS,
-            "transformers, `auto_find_batch_size`": OTHERS,
-            "torch_geometric, nodes": OTHERS,
-            "torch_geometric, edges": OTHERS,
+            "can-train, as its command line does": CAN_TRAIN,
+            "by hand, an average batch fills 70 %": OTHER,
+            "Lightning, power": OTHER,
+            "Lightning, binsearch": OTHER,
+            "accelerate, around three steps": OTHER,
+            "transformers, `auto_find_batch_size`": OTHER,
+            "torch_geometric, nodes": OTHER,
+            "torch_geometric, edges": OTHER,
         },
     ),
     Block(
@@ -56,13 +57,13 @@ BLOCKS: Final = (
         {"Share of the GPU's limit": "mean share", "Batches that do not fit": "over the limit",
          "Trials until it is found": "trials"},
         {
-            "can-train, with readings": OWN,
-            "can-train, without readings": OWN,
-            "Lightning, power": OTHERS,
-            "Lightning, binsearch": OTHERS,
-            "Lightning, binsearch, `max_val` raised": OTHERS,
-            "accelerate, from 128": OTHERS,
-            "accelerate, from 8192": OTHERS,
+            "can-train, with readings": CAN_TRAIN,
+            "can-train, without readings": CAN_TRAIN,
+            "Lightning, power": OTHER,
+            "Lightning, binsearch": OTHER,
+            "Lightning, binsearch, `max_val` raised": OTHER,
+            "accelerate, from 128": OTHER,
+            "accelerate, from 8192": OTHER,
         },
     ),
 )  # fmt: skip
@@ -107,15 +108,15 @@ def block_svg(block: Block, section: str) -> str:
 def chart(title: str, values: Mapping[str, str], colors: Mapping[str, int]) -> Chart:
     """Returns a bar for each tool, with its value left of it."""
     bars = [(value, colors[tool], spans(float(value.replace(",", "")))) for tool, value in values.items()]
-    told = ", ".join(f"{tool} {value}" for tool, value in values.items())
+    description = ", ".join(f"{tool} {value}" for tool, value in values.items())
     axis = number_axis(0.0, max(stop for _, _, several in bars for _, stop in several), "")
-    return Chart(title=title, description=told, x=axis, strips=bars)
+    return Chart(title=title, description=description, x=axis, strips=bars)
 
 
 def shown(text: str) -> str:
-    """Returns the number that a cell begins with."""
-    found = re.match(r"[\d.,]*\d", text)
-    return found[0] if found else text
+    """Returns the number at the start of a cell."""
+    number = re.match(r"[\d.,]*\d", text)
+    return number[0] if number else text
 
 
 def spans(value: float) -> Sequence[tuple[float, float]]:

@@ -1,8 +1,8 @@
 """Compares predictions with peaks of GPU memory that other people measured and published.
 
 Each row's training loop is recorded as CUDA would run it, and its allocations are replayed under PyTorch's own settings
-on the row's card. What the driver shows beyond the allocator, the context, is one constant a source and family: fitted
-on every second row, and judged on the others.
+on the row's card. The context, which the driver shows beyond the allocator, is one constant for each source and family:
+it is fitted on every second row, and judged on the other rows.
 """
 
 import csv
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from bench import published_peaks
+from bench.harness import Table, environment, render, versions_of
 from bench.published_peaks import NoDefinitionError, Program, Row, allow_foreign_torchvision, program_of
-from bench.results_file import markdown
 from can_train import predict_peak
 from can_train.errors import CanTrainError
 from can_train.fit.prediction import price_trace
@@ -38,42 +38,24 @@ from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
 from can_train.memory.simulated.allocator import PLAIN, CachingAllocator
 
 MIB: Final = 2**20
-# Fewer rows of a family tell no constant of their own: it is that of the first family on the same card, or where there
-# is none the largest that the catalogue has for cuBLAS alone.
+# A family with fewer rows has no constant of its own: it takes the constant of the card's first family, or else the
+# catalogue's largest constant for cuBLAS alone.
 FEW: Final = 4
 BEFORE_MOST: Final = 8  # rows of a family that are predicted from small batches, too: each takes half a minute
 BEFORE_EVERY: Final = 10  # so many rows apart
-# What a context takes more than without cuDNN, in MiB, as was published of that A100: 1,429, 1,679 and 1,721.
+# Size of a context above its size without cuDNN, in MiB, as published for that A100: 1,429, 1,679 and 1,721.
 MORE_CONTEXT: Final = {CUBLAS_KERNELS: 0, CUDNN_KERNELS: 250, ALL_KERNELS: 292}
 WITHOUT_CUDNN: Final = ("mlp", "bert", "xlnet", "gpt2")  # families
 NAMED: Final = 12  # models that a reason for leaving out names
 NOT_RECORDED: Final = "not recorded"
 NO_WHOLE_STEP: Final = "less was measured than FakeTensor estimates of the tensors alone, so no whole step ran"
 FAR: Final = 0.15  # relative error of rows that are named
-# Kinds of timm's networks, by words in their names; the first one that matches counts.
+# Kinds of timm's networks, by words in their names; the first match counts.
 KINDS: Final = {
     "CNN and attention": "coat|botnet|halo|mobilevit|vit_.*_r[25]|levit|fastvit|nextvit|efficientvit|maxvit|hybrid",
     "ViT, Mixer": "vit|deit|mixer|mlp|davit|swin|pvt|volo|caformer|hiera|twins|cait|tnt|beit",
     "EfficientNet, MobileNet": "efficientnet|mobilenet|mnasnet|fbnet|lcnet|mixnet|tinynet|rexnet|repghost",
 }
-NOTES: Final = """\
-*Rows*: those that were judged, of those with a measurement; the others fitted the context, or are left out: their model
-is not at hand, they are marked as suspect, or the recording failed. *Error*: of the recorded loop, and the constant.
-*Under*: share of the rows whose measurement is above the prediction by more than 2 %. *Context*: the constant, which
-all kinds of timm's networks have in common; on that A100 the kernels of cuDNN add 250 MiB to it, and those of its batch
-norm another 42, as was published with the measurements (timm's networks are all taken to have both). *Below*, *above*:
-share of the rows with a measurement below and above the interval that `predict_peak` states for a card. *FakeTensor*:
-the error of its estimates of these rows, published with the measurements, and a constant fitted on half of them.
-Horus's estimates were published for other rows only.
-*Before*: what `predict_peak` predicts without a target of up to 8 rows, and a constant that is fitted on half of them.
-*Two-sided*: a batch that trained is predicted to fit (`fits_card`), and the next larger one, which did not, not to.
-What cuDNN takes was chosen by those generated CNNs that fitted the context, the ends of the interval by all CNNs.
-The loop of timm's rows on the A100 is not published, and taken to be that of timm's train.py: its loader has a stream
-of its own, weights decay, and `cudnn.benchmark` empties the allocator's cache in the first step."""
-GUESSES: Final = """\
-A guess, which nothing here confirms: what algorithms take that cuDNN tries in the first step of timm's loop is the peak
-of some (mobilevitv2); definitions have changed since (coatnet); where generated CNNs are deep and their channels many,
-cuDNN takes other algorithms by rules of its own; XLNet is 7 % above the prediction, and its loop is not published."""
 
 
 @dataclass
@@ -93,12 +75,12 @@ class Judged:
 
     def table_rows(self, name: str, contexts: dict[str, float], card: str) -> list[list[str]]:
         """Returns the family's rows of the table; `contexts` has the constants of cards so far."""
-        found, measured = np.array(self.after), np.array(self.measured)
-        context, chosen = 0.0, np.arange(len(found))
-        if len(found) and not name.startswith("xMem"):
+        replayed, measured = np.array(self.after), np.array(self.measured)
+        context, chosen = 0.0, np.arange(len(replayed))
+        if len(replayed) and not name.startswith("xMem"):
             context = contexts.get(card, context_bytes(find_card(card), CUBLAS_KERNELS)[2] / MIB)
-            if len(found) >= FEW:
-                context, chosen = float(median(measured[::2] - found[::2])), chosen[1::2]
+            if len(replayed) >= FEW:
+                context, chosen = float(median(measured[::2] - replayed[::2])), chosen[1::2]
                 contexts.setdefault(card, context)
         kinds = [_kind(model) for model in self.models] if name.endswith("timm") else []
         rows = [self._table_row(name, context, chosen)]
@@ -119,16 +101,16 @@ class Judged:
         fake = np.array(list(zip(self.fake, self.measured, strict=True))).reshape(-1, 2)
         cells.append(", ".join(_held_out(fake[~np.isnan(fake[:, 0])])))
         cells.append(", ".join(_held_out(np.array(self.before).reshape(-1, 2))))
-        pairs = [one for one in (self.fits, [not fits for fits in self.fits_next]) if one]
-        cells.append("; ".join(f"{sum(one)} of {len(one)}" for one in pairs))
+        verdicts = (self.fits, [not fits for fits in self.fits_next])
+        cells.append("; ".join(f"{sum(right)} of {len(right)}" for right in verdicts if right))
         return cells
 
     def far(self, context: float) -> list[str]:
         """Names the rows that the prediction misses by far."""
         return [
-            f"{model} ({found + context:,.0f} MiB, measured {measured:,.0f})"
-            for model, found, measured in zip(self.models, self.after, self.measured, strict=True)
-            if abs(found + context - measured) > FAR * measured
+            f"{model} ({replayed + context:,.0f} MiB, measured {measured:,.0f})"
+            for model, replayed, measured in zip(self.models, self.after, self.measured, strict=True)
+            if abs(replayed + context - measured) > FAR * measured
         ]
 
 
@@ -144,7 +126,7 @@ def _kind(model: str) -> str:
 
 
 def _held_out(pairs: np.ndarray) -> list[str]:
-    """Returns the errors of every second pair of a prediction and a measurement; the others fit a constant."""
+    """Returns the errors of every second pair of a prediction and a measurement; the other pairs fit a constant."""
     if len(pairs) < FEW:
         return []
     predicted, measured = pairs.T
@@ -200,7 +182,7 @@ def _key(row: Row, batch: int | None) -> str:
 
 
 def read_rows(path: Path, families: Sequence[str], *, more: bool) -> list[Row]:
-    """Returns the measurements of some families, in this order; `more`: those of all others after them."""
+    """Returns the measurements of some families, in this order; with `more`, then all other measurements."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     order = dict.fromkeys([*families, *(row["family"] for row in rows if more)])
@@ -210,42 +192,41 @@ def read_rows(path: Path, families: Sequence[str], *, more: bool) -> list[Row]:
 
 
 def measure(rows: Sequence[Row], most: int, before: Sequence[str], recorder: Recorder) -> str:
-    """Predicts at most so many rows of each source and family; returns the tables and notes as text. `before` names the
+    """Predicts at most so many rows of each source and family; returns the text of the section. `before` names the
     families that are predicted from small batches on the CPU, too, which takes long for large models.
     """
     allow_foreign_torchvision()
-    table, contexts, left_out, far = [], dict[str, float](), [], []
+    table = Table("rows of", "rows", "error: median", "p95", "under", "context", "below, above", "FakeTensor", "before",
+                  "two-sided")  # fmt: skip
+    contexts, left_out, far = dict[str, float](), [], []
     for (_, source), group in groupby(rows, key=lambda row: (row["family"], _source(row))):
-        own = list(group)
-        judged = judge(own[:: -(-len(own) // most)], recorder, before=own[0]["family"] in before)
-        table += (added := judged.table_rows(f"{source}, {own[0]['family']}", contexts, own[0]["gpu"]))
-        print("\n".join(" | ".join(cells) for cells in added), flush=True)
+        members = list(group)
+        family = members[0]["family"]
+        judged = judge(members[:: -(-len(members) // most)], recorder, before=family in before)
+        added = judged.table_rows(f"{source}, {family}", contexts, members[0]["gpu"])
+        for cells in added:
+            table.add(*cells)
         far += judged.far(float((added[0][5] or "0").split()[0].replace(",", "")))
-        left_out += [f"{source}, {own[0]['family']}: {told}" for told in _told(judged.left_out)]
-    head = ["rows of", "rows", "error: median", "p95", "under", "context", "below, above", "FakeTensor", "before"]
-    sampled = f"At most {most:,} rows of each source and family, evenly spaced, of {len(rows):,} in all"
-    sampled += ", as far as they were recorded (`--only-saved`).\n\n" if recorder.only_saved else ".\n\n"
-    lists = [f"Left out:\n\n{_listed(left_out)}", f"Missed by more than {FAR:.0%}:\n\n{_listed(far)}", GUESSES]
-    return "\n\n".join([f"{sampled}{markdown([[*head, 'two-sided'], *table])}", NOTES, *lists])
+        left_out += [f"{source}, {family}: {line}" for line in _reasons(judged.left_out)]
+    saved = ", as far as they were recorded (`--only-saved`)" if recorder.only_saved else ""
+    lists = {name: "\n".join(f"- {line}" for line in lines) for name, lines in (("left_out", left_out), ("far", far))}
+    fields = {"most": most, "rows": len(rows), "saved": saved, "table": table, "FAR": FAR, **lists}
+    return render("prediction-measured", {"environment": environment(versions_of("torch")), **fields})
 
 
-def _told(left_out: Mapping[str, str]) -> list[str]:
-    """Returns a line for each reason, with the first models that it is true of."""
+def _reasons(left_out: Mapping[str, str]) -> list[str]:
+    """Returns a line for each reason, with the first models that it applies to."""
     models = defaultdict[str, list[str]](list)
     for model, reason in left_out.items():
         models[reason].append(model)
     return [
-        f"{reason}: {len(found)}" + (f" ({', '.join(found[:NAMED])})" if reason != NOT_RECORDED else "")
-        for reason, found in models.items()
+        f"{reason}: {len(named)}" + (f" ({', '.join(named[:NAMED])})" if reason != NOT_RECORDED else "")
+        for reason, named in models.items()
     ]
 
 
-def _listed(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
 def _source(row: Row) -> str:
-    """Names a source as the table does: its repository, and what it measured on."""
+    """Names a source as the table does: its repository and its card."""
     name = row["source"].partition("@")[0].split("/")[-1]
     return f"{'xMem' if 'xMem' in row['source'] else name} {row['gpu']}"
 
@@ -278,13 +259,13 @@ def _reason(error: Exception, row: Row) -> str:
 
 
 def judge_measured(row: Row, card: Card, trace: AllocationTrace, judged: Judged) -> None:
-    """Adds what a row's recording takes of a card, and the interval that is stated for it."""
+    """Adds the memory that a row's recording takes on a card, and the interval that is stated for it."""
     kernels = kernels_of(row)
-    found = price_trace(trace, card, PLAIN, kernels)
+    priced = price_trace(trace, card, PLAIN, kernels)
     # xMem has taken the context off.
     has_context = "context not in it" not in row["measured_kind"]
-    taken_off = (0, 0) if has_context else (found.context.least_bytes, found.context.most_bytes)
-    ends = [(end - context) / MIB for end, context in zip(found.interval_bytes, taken_off, strict=True)]
+    taken_off = (0, 0) if has_context else (priced.context.least_bytes, priced.context.most_bytes)
+    ends = [(end - context) / MIB for end, context in zip(priced.interval_bytes, taken_off, strict=True)]
     judged.models.append(f"{row['model']} at {row['batch']}")
     judged.measured.append(float(row["measured_mib"]))
     judged.after.append(replayed_mib(trace, card) + has_context * MORE_CONTEXT[kernels])
@@ -293,7 +274,7 @@ def judge_measured(row: Row, card: Card, trace: AllocationTrace, judged: Judged)
 
 
 def fake_tensor_mib(row: Row) -> float:
-    """Returns FakeTensor's estimate of a row's tensors, published with its measurement; NaN where there is none."""
+    """Returns FakeTensor's estimate of a row's tensors, published with its measurement; NaN without an estimate."""
     estimate = re.search(r"FakeTensor estimate (\d+)", row["notes"])
     return float(estimate[1]) if estimate else float("nan")
 
@@ -315,12 +296,12 @@ def judge_two_sided(row: Row, card: Card, recorder: Recorder, judged: Judged) ->
 
 
 def reserved_mib(program: Program, card: Card) -> float:
-    """Returns what PyTorch would reserve of a card, in MiB."""
+    """Returns the memory of a card that PyTorch would reserve, in MiB."""
     return replayed_mib(recorded_on(program, card), card)
 
 
 def replayed_mib(trace: AllocationTrace, card: Card) -> float:
-    """Returns what PyTorch would reserve of a card for a recording, in MiB."""
+    """Returns the memory of a card that PyTorch would reserve for a recording, in MiB."""
     allocator = CachingAllocator(card.total_bytes - context_bytes(card)[1], settings=PLAIN)
     trace.replay(allocator)
     return allocator.peak_reserved_bytes / MIB
@@ -330,7 +311,7 @@ def before_mib(program: Program, batch: int) -> float:
     """Returns the peak that is predicted from small batches on the CPU, in MiB."""
     model = program.model.to_empty(device="cpu")
     for buffer in model.buffers():
-        # Some are positions, of which what was in memory before is none.
+        # Some buffers are positions, and uninitialised memory is no valid position.
         buffer.zero_()
 
     def loss_of(rows: np.ndarray) -> torch.Tensor:

@@ -1,16 +1,14 @@
 """Predicts the peaks of batches with accelerate's estimate, PyTorch's MemTracker and torch-kitsune, called as in their
-documentation, and prints them as JSON. `scripts/bench/prediction` runs this with the Python of `.venv-peers`.
+documentation. `scripts/bench/prediction` calls `main` with the Python of `.venv-peers`.
 """
 
 import io
 import json
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,43 +22,45 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from bench.harness import say, versions_of
 from can_train.task import BatchTask
 from gpu.configurations import MODELS
 from gpu.tasks import make_task
 
-PACKAGES: Final = ("accelerate", "torch-kitsune", "torch")
 Rows = NDArray[np.int64]
 
 
-def main() -> None:
-    """Prints {"versions": ..., "peaks": {tool: bytes or why there are none, of each batch}, "cpu_s": {tool: seconds of
-    each batch}}; the argument is a JSON file with the batches, each as [model, rows].
+def main(file: str) -> dict[str, Any]:
+    """Predicts batches with every tool.
+
+    Args:
+        file: A JSON file with the batches, each as [model, rows].
+
+    Returns:
+        `versions`; `peaks`, for each tool the bytes of each batch, or the name of the error; `cpu_s`, for each tool the
+        seconds of each batch.
     """
     warnings.filterwarnings("ignore")
-    batches = [(model, np.array(rows)) for model, rows in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
+    batches = [(model, np.array(rows)) for model, rows in json.loads(Path(file).read_text(encoding="utf-8"))]
     for model in MODELS:
         task_of(model)
-    found = {name: [timed(tool, *batch) for batch in batches] for name, tool in announced()}
-    versions = {name: version(name) for name in PACKAGES}
-    peaks, cpu_s = ({name: [one[place] for one in pairs] for name, pairs in found.items()} for place in (0, 1))
-    print("\n" + json.dumps({"versions": versions, "peaks": peaks, "cpu_s": cpu_s}))
-
-
-def announced() -> Iterator[tuple[str, Callable[[str, Rows], int]]]:
-    """Yields the tools, and prints their names."""
+    peaks: dict[str, list[int | str]] = {}
+    cpu_s: dict[str, list[float]] = {}
     for name, tool in TOOLS.items():
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        yield name, tool
+        say(name)
+        pairs = [timed(tool, *batch) for batch in batches]
+        peaks[name], cpu_s[name] = [peak for peak, _ in pairs], [seconds for _, seconds in pairs]
+    return {"versions": versions_of("accelerate", "torch-kitsune", "torch"), "peaks": peaks, "cpu_s": cpu_s}
 
 
 def timed(tool: Callable[[str, Rows], int], model: str, rows: Rows) -> tuple[int | str, float]:
-    """Returns what a tool predicts, or the error that it raises; and the CPU time."""
+    """Returns the prediction of a tool, or the name of its error; and the CPU time."""
     started = time.process_time()
     try:
-        found: int | str = tool(model, rows)
-    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its result
-        found = type(error).__name__
-    return found, time.process_time() - started
+        peak: int | str = tool(model, rows)
+    except Exception as error:  # noqa: BLE001 - any error of a tool is its result
+        peak = type(error).__name__
+    return peak, time.process_time() - started
 
 
 @cache
@@ -86,7 +86,7 @@ def by_layers(model: str, rows: Rows) -> int:
     if model not in ("gat", "vgae"):
         longest = int(task_of(model).batch_features(rows).max())
         options["input_shape"] = (3, 16, 16) if model == "unet" else (longest,)
-    with redirect_stderr(io.StringIO()):  # Where it falls back to formulas it prints why
+    with redirect_stderr(io.StringIO()):  # it prints the reason when it falls back to formulas
         return int(predict_memory(made(model), **options).total_bytes)
 
 
@@ -125,7 +125,3 @@ TOOLS: Final[Mapping[str, Callable[[str, Rows], int]]] = {
     "MemTracker, fake tensors": partial(tracked, mode=partial(FakeTensorMode, allow_non_fake_inputs=True)),
     "MemTracker, the step itself": partial(tracked, mode=nullcontext),
 }
-
-
-if __name__ == "__main__":
-    main()

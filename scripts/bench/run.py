@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Runs a benchmark with the project's Python. `scripts/bench/finder` is a link to this file and runs measure_finder.py,
-and so on; the arguments are passed on (--help lists them).
+"""Runs a benchmark with the project's Python: `scripts/bench/finder` is a link to this file and runs measure_finder.py.
+The arguments are passed on (--help lists them).
 """
 
 import os
@@ -13,13 +13,13 @@ sys.path.insert(0, str(SCRIPTS))
 from environment import project_python  # noqa: E402
 
 if __name__ == "__main__":
-    module = f"measure_{Path(sys.argv[0]).stem}"
-    if not (SCRIPTS / "bench" / f"{module}.py").exists():
-        sys.exit(f"{sys.argv[0]}: there is no {module}.py; this file is called through one of the links to it")
-    if module in ("measure_scoring", "measure_chaos"):
+    name = Path(sys.argv[0]).stem
+    if not (SCRIPTS / "bench" / f"measure_{name}.py").exists():
+        sys.exit(f"{sys.argv[0]}: there is no measure_{name}.py; call this file through a link to it")
+    if name in ("scoring", "chaos"):
         # torch reads it when it is imported. The command line sets it too.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     python = project_python(SCRIPTS.parent)
     # A variable, so that the processes that a benchmark starts find its modules too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
-    os.execv(python, [python, "-P", "-m", f"bench.{module}", *sys.argv[1:]])
+    os.execv(python, [python, "-P", "-m", "bench", name, *sys.argv[1:]])

@@ -1,18 +1,14 @@
 """Replays graphs with batches as Lightning, accelerate, transformers and torch_geometric choose them, called as in
-their documentation, as a person does, and as can-train does, and prints the outcomes as JSON. `scripts/bench/survival`
-runs this with the Python of `.venv-peers`, where all of them are.
+their documentation, as a person does, and as can-train does. `scripts/bench/survival` calls `main` with the Python of
+`.venv-peers`, which has all tools.
 """
 
 import gc
-import json
 import logging
-import platform
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +25,7 @@ from torch_geometric.loader import DynamicBatchSampler
 
 from bench.equivalence_peers import quiet_arguments
 from bench.finder_peers import quiet_trainer
+from bench.harness import say, versions_of
 from bench.survival_own import by_plan, by_prediction, by_search
 from bench.survival_steps import simulated
 from bench.survival_tools import fixed, look, of_size, sweep
@@ -58,14 +55,11 @@ SIMULATED_GRAPHS: Final = 4_000
 SIMULATED_BATCH: Final = 768
 """Graphs of the data sets, and of the batches that are asked for: three to four times what fits."""
 
-PACKAGES: Final = ("lightning", "accelerate", "transformers", "torch_geometric", "torch")
 Tools = Mapping[str, Callable[[Machine], Choice]]
 
 
-def main() -> None:
-    """Prints {"versions": ..., "modelled": outcomes, "swept": outcomes, "simulated": outcomes}, each by tool; the
-    arguments are the steps of the modelled and of the simulated part.
-    """
+def main(modelled_steps: str, simulated_steps: str) -> dict[str, Any]:
+    """Replays the graphs with every tool; returns the versions, and the outcomes of each part by tool."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -73,17 +67,17 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     torch.manual_seed(SEED)
-    modelled_steps, simulated_steps = map(int, sys.argv[1:])
+    steps = int(modelled_steps)
     with tempfile.TemporaryDirectory() as folder:
         graphs = draw_graphs(MODELLED_GRAPHS, median_nodes=100, most_nodes=12_000)
-        found: dict[str, Any] = {
-            "modelled": modelled(graphs, modelled_tools(folder), modelled_steps),
-            "swept": sweep(graphs, modelled_steps),
+        outcomes: dict[str, Any] = {
+            "modelled": modelled(graphs, modelled_tools(folder), steps),
+            "swept": sweep(graphs, steps),
         }
         graphs = draw_graphs(SIMULATED_GRAPHS, median_nodes=30, most_nodes=1_000)
-        found["simulated"] = on_simulated_gpu(graphs, simulated_tools(folder), simulated_steps)
-    versions = {"Python": platform.python_version()} | {name: version(name) for name in PACKAGES}
-    print("\n" + json.dumps({"versions": versions, **found}))
+        outcomes["simulated"] = on_simulated_gpu(graphs, simulated_tools(folder), int(simulated_steps))
+    packages = ("lightning", "accelerate", "transformers", "torch_geometric", "torch")
+    return {"versions": versions_of("Python", *packages), **outcomes}
 
 
 def modelled(graphs: Graphs, tools: Tools, steps: int) -> dict[str, Outcome]:
@@ -103,7 +97,7 @@ def on_simulated_gpu(graphs: Graphs, tools: Tools, steps: int) -> dict[str, Outc
 def announced(tools: Tools) -> Iterator[tuple[str, Callable[[Machine], Choice]]]:
     """Yields tools, and prints their names."""
     for name, choose in tools.items():
-        print(f"{name} ...", file=sys.stderr, flush=True)
+        say(name)
         yield name, choose
 
 
@@ -229,7 +223,7 @@ def accelerate_whole(machine: Machine, *, asked: int) -> Choice:
 
 
 def replay_of(attempts: Sequence[Attempt]) -> Replay:
-    """Returns how a training went of which only the last attempt counts."""
+    """Returns the replay of a training whose last attempt alone counts."""
     *failed, last = attempts
     return Replay(
         restarts=len(failed),
@@ -243,7 +237,7 @@ def replay_of(attempts: Sequence[Attempt]) -> Replay:
 
 
 class MeanLoss(nn.Module):
-    """A model that returns what the Trainer reads; a machine computes it."""
+    """A model that returns the loss for the Trainer; a machine computes it."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -266,20 +260,20 @@ class ToldTrainer(transformers.Trainer):
             raise
 
 
-class Attempts(transformers.TrainerCallback):
+class AttemptCounter(transformers.TrainerCallback):
     """Counts the steps of each attempt."""
 
     def __init__(self) -> None:
-        self.found: list[Attempt] = []
+        self.attempts: list[Attempt] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins an attempt."""
-        self.found.append(Attempt(state.train_batch_size, 0))
+        self.attempts.append(Attempt(state.train_batch_size, 0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts a step."""
-        last = self.found[-1]
-        self.found[-1] = last._replace(steps=last.steps + 1)
+        last = self.attempts[-1]
+        self.attempts[-1] = last._replace(steps=last.steps + 1)
 
 
 def by_trainer(machine: Machine, *, folder: str, asked: int) -> Choice:
@@ -293,16 +287,16 @@ def by_trainer(machine: Machine, *, folder: str, asked: int) -> Choice:
             max_steps=steps,
             dataloader_drop_last=True,
         )
-        attempts = Attempts()
+        counter = AttemptCounter()
         ToldTrainer(
             model=MeanLoss(machine),
             args=arguments,
             train_dataset=range(len(machine.graphs.nodes)),
             data_collator=lambda rows: {"rows": torch.tensor(rows)},
             optimizers=(machine.optimizer, LambdaLR(machine.optimizer, lambda step: 1.0)),
-            callbacks=[attempts],
+            callbacks=[counter],
         ).train()
-        return replay_of(attempts.found)
+        return replay_of(counter.attempts)
 
     return Choice(f"{asked} graphs", train)
 
@@ -311,7 +305,7 @@ def by_trainer(machine: Machine, *, folder: str, asked: int) -> Choice:
 
 
 class Sizes(NamedTuple):
-    """What torch_geometric's sampler reads of a graph."""
+    """The sizes of a graph that torch_geometric's sampler reads."""
 
     num_nodes: int
     num_edges: int
@@ -329,7 +323,3 @@ def dynamic(machine: Machine, *, mode: str, share: float) -> Choice:
                 yield np.array(rows)
 
     return Choice(f"{most:,} {mode}s", partial(replay, machine, batches()))
-
-
-if __name__ == "__main__":
-    main()

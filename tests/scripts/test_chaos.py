@@ -20,7 +20,7 @@ from bench.measure_chaos import ATTACKS, _cells
 
 @pytest.mark.slow
 def test_a_minute_of_attacks_finds_nothing(repository: Path) -> None:
-    command = [sys.executable, "-P", "-m", "bench.measure_chaos", "--quick", "--seed", "7"]
+    command = [sys.executable, "-P", "-m", "bench", "chaos", "--quick", "--seed", "7"]
     variables = {**os.environ, "PYTHONPATH": str(repository / "scripts"), "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3_000:] + done.stderr[-3_000:]
