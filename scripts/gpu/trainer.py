@@ -157,10 +157,7 @@ class Trainer:
 
         # No rescue: an out-of-memory error is what these measurements look for.
         MicroBatcher(
-            self.model,
-            meter=self.meter,
-            rules=SplitRules(samples=len(rows)),
-            rescue=RescueSettings(adaptive=False),
+            self.model, meter=self.meter, rules=SplitRules(samples=len(rows)), rescue=RescueSettings(adaptive=False)
         ).run(
             losses_of,
             parts * len(rows),

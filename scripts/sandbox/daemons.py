@@ -153,7 +153,7 @@ def _write_files(cluster: Cluster) -> bool:
     changed = [
         _write(cluster.configuration, files.slurm_conf(cluster, host=host, cgroups=machine.cgroups_usable())),
         _write(folder / "gres.conf", files.gres_conf(cluster)),
-        _write(folder / "cgroup.conf", files.cgroup_conf()),
+        _write(folder / "cgroup.conf", files.cgroup_conf(cluster)),
         _write(folder / "slurmdbd.conf", files.slurmdbd_conf(cluster, host=host)),
     ]
     cluster.configuration.chmod(0o644)  # so that any user can submit jobs
