@@ -1,5 +1,5 @@
-"""Finds the Python that `can-train` and the scripts run in: that of `.venv`, which it makes with venv and pip, or the
-one that CAN_TRAIN_PYTHON names. Python 3.6 can parse this file, so that an old Python says that it is too old.
+"""Finds the Python that `can-train` and the scripts run in: the Python of `.venv`, which it makes with venv and pip, or
+the Python that CAN_TRAIN_PYTHON names. Python 3.6 can parse this file, so that an old Python says that it is too old.
 """
 
 import sys
@@ -31,11 +31,11 @@ SIZES: Final = "about 0.4 GB to download and 1.5 GB on disk with PyTorch's CPU b
 """Measured on Linux x86-64 with the versions in scripts/constraints.txt."""
 
 UNFINISHED: Final = "unfinished"
-"""What .venv's stamp says from before the first change to it until the fingerprint of what was installed is written.
+"""The text of .venv's stamp from before its first change until the fingerprint of the installation is written.
 A set-up that was killed is noticed by it, and made anew: pip takes a half-written package for an installed one."""
 
 INCOMPLETE: Final = "incomplete"
-"""What the stamp says after pip failed before it changed anything: what is there can stay."""
+"""The text of the stamp after pip failed before it changed anything: the files can stay."""
 
 # Variables, not options, since they must also reach the pip that prepares a build. The path is relative to the
 # project's folder, because pip splits the value at spaces.
@@ -45,7 +45,7 @@ PIP_SETTINGS: Final = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"
 
 
 class SetUpError(Exception):
-    """What keeps the environment from being used, with its remedy."""
+    """The environment cannot be used; the message has the reason and a remedy."""
 
 
 def say(text: str) -> None:
@@ -74,8 +74,8 @@ def project_python(root: Path, *, tools: bool = False) -> str:
 
 
 def requirements(root: Path, *, tools: bool, building: bool = True) -> list[str]:
-    """Reads from pyproject.toml what is needed: with the developers' tools, and, where it is installed (`building`),
-    with what builds the project and what its tasks need.
+    """Reads the required packages from pyproject.toml: with the developers' tools, and, for an
+    installation (`building`), with the build's and the tasks' packages.
     """
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
@@ -84,7 +84,7 @@ def requirements(root: Path, *, tools: bool, building: bool = True) -> list[str]
     builders = project["build-system"]["requires"] if building else []
     extras = project["project"].get("optional-dependencies", {})
     # `all` names the extras of tasks: can-train[one,other].
-    tasks = [one for name in re.findall(r"\w+", " ".join(extras.get("all", []))) for one in extras.get(name, [])]
+    tasks = [need for name in re.findall(r"\w+", " ".join(extras.get("all", []))) for need in extras.get(name, [])]
     of_tasks = list(dict.fromkeys(tasks)) if building else []
     return [
         *builders,
@@ -107,13 +107,13 @@ def venv_python(root: Path, *, tools: bool) -> str:
 
 
 def is_current(root: Path, *, tools: bool) -> bool:
-    """Checks whether `.venv` has what is needed. One with the developers' tools also serves who does not need them."""
+    """Checks whether `.venv` has the required packages. With the developers' tools it also serves without them."""
     accepted = [fingerprint(root, tools=True), fingerprint(root, tools=tools)]
     return read_stamp(root / ".venv") in accepted and os.access(root / ".venv" / "bin" / "python", os.X_OK)
 
 
 def fingerprint(root: Path, *, tools: bool) -> str:
-    """Hashes what an installation depends on. That includes the folder, which the editable installation points at, and
+    """Hashes the inputs of an installation. They include the folder, which the editable installation points at, and
     the Python behind `.venv`: it does not survive a move, or an upgrade of the system's Python.
     """
     files = [root / "pyproject.toml", root / "scripts" / "constraints.txt"]
@@ -210,7 +210,7 @@ def empty(venv: Path) -> None:
 
 
 def _run(root: Path, lock: int, command: list[str], **variables: str) -> None:
-    """Runs venv or pip. Shows its errors, and of pip's many remarks those on what is downloaded and installed."""
+    """Runs venv or pip. Shows its errors, and pip's remarks about downloads and installations."""
     environment = {**os.environ, **PIP_SETTINGS, **variables}
     # The command inherits the lock: if only this process is killed, the next one still waits for the command to end.
     process = subprocess.Popen(
@@ -221,7 +221,7 @@ def _run(root: Path, lock: int, command: list[str], **variables: str) -> None:
             say(line.decode(errors="replace").strip()[:100])  # one line names all packages
     if process.wait() != 0:
         raise SetUpError(
-            "the set-up failed; what is written above says why. If no package index could be reached:\n"
+            "the set-up failed for the reason written above. If no package index could be reached:\n"
             "make .venv where there is a network (on a cluster: its login node), "
             f"or set {PYTHON_VARIABLE} to a Python that has the packages."
         )
@@ -243,8 +243,8 @@ if sys.version_info >= (3, 8):
             pass
 print(json.dumps([sys.version_info[:2], installed]))
 """
-"""Prints an interpreter's version, and those of the packages named. Nothing is imported from the current folder, which
-is the empty path; `-P` would do that, which only Python 3.11 has, and an older one is to say that it is too old.
+"""Prints an interpreter's version, and the versions of the named packages. Nothing is imported from the current folder,
+which is the empty path. `-P` would do that, but only Python 3.11 has it, and an older one is to say that it is too old.
 """
 
 
@@ -265,7 +265,7 @@ def named_python(root: Path, name: str, *, tools: bool) -> str:
     lacking = shortcomings(tuple(version), installed, required)
     if lacking:
         raise SetUpError(
-            f"{PYTHON_VARIABLE}={name} lacks what pyproject.toml asks for:\n  "
+            f"{PYTHON_VARIABLE}={name} lacks requirements of pyproject.toml:\n  "
             + "\n  ".join(lacking)
             + f"\nInstall that there, or unset {PYTHON_VARIABLE} to have .venv made."
         )
@@ -274,7 +274,7 @@ def named_python(root: Path, name: str, *, tools: bool) -> str:
 
 
 def shortcomings(version: tuple[int, ...], installed: Mapping[str, str], required: Iterable[str]) -> list[str]:
-    """Lists what an interpreter of a version lacks, given its packages' versions and requirements like `torch>=2.6`."""
+    """Lists the requirements (`torch>=2.6`) that an interpreter's version and packages do not meet."""
     if version < (3, 11):
         return [f"Python 3.11 or newer (it is {version[0]}.{version[1]})"]
     lacking = []

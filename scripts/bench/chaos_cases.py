@@ -18,7 +18,7 @@ from typing import Final
 
 WORKERS: Final = 2
 PEAK_MIB: Final = 2048
-"""Memory above which a process counts as unbounded: torch and polars alone take a quarter of it."""
+"""A process with more memory counts as unbounded: torch and polars alone take a quarter of it."""
 
 _CONTEXT: Final = get_context("fork")
 _MOST_FAILURES: Final = 50
@@ -79,7 +79,7 @@ def run_attack(attack: Attack, seed: int, place: Path, progress: Progress, bound
     Args:
         attack: The attack.
         seed: Of all cases.
-        place: An existing folder, in which every process makes a folder.
+        place: An existing folder, where every process makes a folder.
         progress: The progress so far.
         bounds: The end.
     """
@@ -180,13 +180,10 @@ def _work(attack: Attack, seed: int, numbers: range, place: Path, pipe: Connecti
         except NoMoreCases:
             pipe.send((None, None, 0.0))  # the case that was begun is none
             break
-        pipe.send((number, failure, _peak_mib()))
+        # Of this process, or of a process that it started.
+        peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        pipe.send((number, failure, max(peaks) / 1024))
     os._exit(0)
-
-
-def _peak_mib() -> float:
-    """Returns the largest peak memory of this process and of the processes that it started."""
-    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024
 
 
 def escaped(error: BaseException) -> str:

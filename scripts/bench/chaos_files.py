@@ -4,18 +4,17 @@ sentence, and undamaged files beside them are still listed.
 
 import json
 import os
+import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from bench.chaos_cases import Attack
-from bench.chaos_world import KEY, World, call, world_at
+from bench.chaos_world import KEY, WORDS, World, call, world_at
 from can_train.factors.observations import Started, read_records, write_record
-
-COUNT: Final = 10_000
 
 _ODD: Final[tuple[Any, ...]] = (
     None, True, False, 0, -1, 1, 1.5, -0.0, 2**31, 2**53 + 1, 2**63, 2**64, -(2**63), 1e308, float("nan"),
@@ -32,27 +31,6 @@ _TEXTS: Final = (
     b"--- !!python/object/apply:os.system ['x']\n", b"- " * 5_000, b"\t\tx: 1", b"%YAML 9.9\n---\n",
     b"PK\x03\x04" + b"\x00" * 50, b"\x80\x02}q\x00.", b"cos\nsystem\n(S'x'\ntR.",
 )  # fmt: skip
-# Commands that read each sort of file, besides the listings.
-_ON_RUNS: Final = (
-    ("show", "RUN"), ("show", "RUN", "--json"), ("status", "RUN"), ("status", "RUN", "--json"), ("report", "RUN"),
-    ("logs", "RUN"), ("compare", "RUN", "OTHER"), ("cancel", "RUN"), ("runs",),
-    ("runs", "--best", "best_validation_loss"), ("runs", "--best", "accuracy", "--json"),
-    ("complete-line", "show", ""), ("show", "last"),
-)  # fmt: skip
-_ON_STATE: Final = (
-    ("factors",), ("factors", "--show"), ("factors", KEY), ("factors", "--export", "-"),
-    ("factors", "--replay", "momentum"), ("factors", KEY, "--plot", "out.svg"), ("factors", KEY, "--pin", "0.5"),
-    ("factors", KEY, "--unpin"), ("factors", "--reset", "--yes"), ("factors", "--import", "in.json"),
-    ("factors", KEY, "--json"), ("runs",), ("status", "RUN"), ("show", "RUN"),
-)  # fmt: skip
-_TRAIN: Final = ("--task", "tiny.py:Tiny", "--device", "sim:64MiB")
-_SLOW: Final = (
-    ("evaluate", "RUN"), ("resume", "RUN"), ("resume", "RUN", "--epochs", "3"), ("resubmit", "RUN", "--dry-run"),
-    ("doctor",), (*_TRAIN, "--dry-run"), (*_TRAIN, "--epochs", "1"),
-    (*_TRAIN, "--start-from", "RUN", "--epochs", "1"),
-)  # fmt: skip
-_SLOW_SHARE: Final[Mapping[str, float]] = {"checkpoints": 0.7}
-_OTHER_SLOW_SHARE: Final = 0.15
 _IMPORTS: Final = "in.json"
 _PRESETS: Final = "presets"
 
@@ -115,9 +93,10 @@ def _questions(kind: str, dice: Random) -> Iterator[Sequence[str]]:
         yield ("factors", "--import", _IMPORTS)
         yield ("factors",)
         return
-    yield from dice.sample(_ON_STATE if kind == "state" else _ON_RUNS, 2)
-    if dice.random() < _SLOW_SHARE.get(kind, _OTHER_SLOW_SHARE):
-        yield dice.choice(_SLOW)
+    lines = dice.sample(WORDS["on_state" if kind == "state" else "on_runs"], 2)
+    if dice.random() < (0.7 if kind == "checkpoints" else 0.15):
+        lines.append(dice.choice(WORDS["slow"]))
+    yield from map(shlex.split, lines)
 
 
 def _unlisted(world: World, damaged: Path, other: str) -> str:
@@ -219,5 +198,5 @@ def _change_checkpoint(path: Path, dice: Random) -> None:
 
 
 ATTACKS: Final = (
-    Attack("files", "damaged files of runs, states, checkpoints, presets and imports", case, COUNT, 20, prepare),
+    Attack("files", "damaged files of runs, states, checkpoints, presets and imports", case, 10_000, 20, prepare),
 )

@@ -22,9 +22,6 @@ from can_train.factors.store import FactorStore, next_time
 from can_train.io import records
 from can_train.runs.registry import Registry, RunRecord
 
-CLOCKS: Final = 2_000
-HOSTS: Final = 100
-
 _YEARS_S: Final = 10 * 365.25 * 86_400
 _JUMPS_S: Final = (
     -_YEARS_S, -_YEARS_S, -86_400.0, -3_600.0, -1.0, 0.0, 0.0, 1.0, 3_600.0, 86_400.0, _YEARS_S, _YEARS_S,
@@ -172,6 +169,6 @@ def _write(state: Path, name: str, host: str, seed: float, pipe: Connection) -> 
 
 ATTACKS: Final = (
     Attack("clocks", f"{_OPERATIONS} operations of the factor store; between them the clock jumps, by up to ten years",
-           clocks, CLOCKS, 100, prepare_clock),
-    Attack("hosts", "four processes of two hosts that write into one state folder and are killed", hosts, HOSTS, 5),
+           clocks, 2_000, 100, prepare_clock),
+    Attack("hosts", "four processes of two hosts that write into one state folder and are killed", hosts, 100, 5),
 )  # fmt: skip

@@ -6,7 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -17,11 +17,8 @@ import can_train.cli.main
 import can_train.cli.pipeline
 import can_train.cli.train
 from bench.chaos_cases import Attack
-from bench.chaos_world import HANG_S, KEY, WAIT_S, Answer, World, call, world_at
+from bench.chaos_world import HANG_S, KEY, WAIT_S, WORDS, Answer, World, call, world_at
 from can_train.cli.main import _ARGUMENTS, _COMMANDS, _parser
-
-COUNT: Final = 100_000
-PROCESSES: Final = 2_000
 
 _HOSTILE_SHARE: Final = 0.6  # of the values
 _FULL_SHARE: Final = 0.05  # of the processes; their standard output is a full disk
@@ -45,43 +42,7 @@ HOSTILE: Final = (
     "/proc/1/environ", "/nowhere/at/all", "/" + "d/" * 2_000,
 )  # fmt: skip
 
-_SETS: Final = (
-    "training.lr", "training.epochs", "training.betas", "training.freeze", "training.lr_factors", "training",
-    "training.nothing", "task", "task.hidden", "model", "model.hidden", "model.layers", "dataset", "dataset.window",
-    "dataset.synthetic.seconds", "dataset.columns", "dataset.benign_values", "dataset.path", "mode", "mode.baselines",
-    "factor", "factor.policy", "factor.prior", "factor.target", "memory", "memory.x", "paths", "paths.runs_dir",
-    "paths.tracker", "cluster", "cluster.additional", "cluster.additional.x", "cluster.setup", "cluster.time",
-    "device", "hydra", "hydra.run.dir", "+new", "++new", "~training", "~training.lr", "a.b.c.d", "", ".", "training.",
-    ".lr", "training..lr", "[0]", "training[0]", "training@x", "training@x:y", "_target_", "model._target_",
-)  # fmt: skip
-
-_PLAUSIBLE: Final[Mapping[str, Sequence[str]]] = {
-    "--model": ("gat", "vgae", "dqn", "fusion", "gat,vgae"),
-    "--dataset": ("synthetic", "hcrl_ch", "set_01", "synthetic,hcrl_ch", "tiny.py"),
-    "--mode": ("normal", "curriculum", "autoencoder", "distillation"),
-    "--size": ("student", "teacher"),
-    "--task": ("tiny.py:Tiny", "can", "muon", "tracknet", "seq2seq", "bendr"),
-    "--device": ("cpu", "sim:64MiB", "sim:2GiB", "auto"),
-    "--memory": ("tight", "muon", "tracknet"),
-    "--cluster": ("local", "slurm", "debug"),
-    "--target-gpu": ("h100-80gb", "t4,v100-32gb"),
-    "--target-memory": ("16GiB",),
-    "--time": ("90", "8:00:00"),
-    "--best": ("mcc", "best_validation_loss", "accuracy"),
-    "--export": ("-", "out.json"),
-    "--import": ("out.json", "state/batch_size_factors.json"),
-    "--plot": ("out.svg",),
-    "--replay": ("affine", "momentum"),
-    "--runs-dir": ("runs", "other"),
-    "--state-dir": ("state", "other-state"),
-    "--input": ("tiny.py", "binary"),
-}
 _NUMBERS: Final = ("1", "2", "8", "0.5", "0.001", "64")
-# Commands that take a name are typed most; `demo` takes a minute, and only gets words that it refuses.
-_WEIGHTS: Final[Mapping[str, int]] = {
-    "train": 9, "pipeline": 2, "resubmit": 3, "factors": 22, "runs": 14, "demo": 1, "doctor": 1,
-}  # fmt: skip
-_OTHER_WEIGHT: Final = 7
 _NAMES: Final = ("train", *_COMMANDS, "after-job", "complete-line")
 
 
@@ -101,7 +62,7 @@ def flags_of(command: str) -> tuple[Flag, ...]:
 
 def draw_line(dice: Random, *, dry: bool) -> list[str]:
     """Draws a command line; with `dry`, a line that trains and submits nothing."""
-    weights = [_WEIGHTS.get(name, _OTHER_WEIGHT) for name in _NAMES]
+    weights = [WORDS["weights"].get(name, 7) for name in _NAMES]
     (command,) = dice.choices(_NAMES, weights)
     if command == "complete-line":
         return [command, *(dice.choice((*HOSTILE, *_NAMES, "--mo", "--set")) for _ in range(dice.randrange(4)))]
@@ -137,9 +98,10 @@ def _option(command: str, dice: Random) -> list[str]:
     if not flag.takes_value:
         return [name if dice.random() < 0.9 else f"{name}={dice.choice(HOSTILE)}"]
     if name == "--set":
-        value = f"{dice.choice(_SETS)}{dice.choice(('=', '=', '=', '', '+=', '=='))}{_value(dice, _NUMBERS)}"
+        setting = dice.choice(WORDS["settings"])
+        value = setting + dice.choice(("=", "=", "=", "", "+=", "==")) + _value(dice, _NUMBERS)
     else:
-        value = _value(dice, _PLAUSIBLE.get(name, _NUMBERS))
+        value = _value(dice, WORDS["plausible"].get(name, _NUMBERS))
     if dice.random() < 0.02:
         return [name]
     return [f"{name}={value}"] if dice.random() < 0.4 else [name, value]
@@ -165,7 +127,7 @@ def _waits(words: Sequence[str]) -> bool:
 
 
 def prepare(place: Path) -> None:
-    """Makes a world for the lines of this process, in which nothing is trained or submitted."""
+    """Makes a world for the lines of this process, and keeps it from training and submitting."""
     world_at(place).make()
     for module in (can_train.cli.train, can_train.cli.attempt, can_train.cli.pipeline):
         for name in ("start_runs", "continue_run", "_train_stages", "_submit_stages"):
@@ -223,7 +185,7 @@ def _lost(world: World, words: Sequence[str]) -> str:
 
 
 ATTACKS: Final = (
-    Attack("lines", "random command lines, in a process", in_process, COUNT, 300, prepare),
+    Attack("lines", "random command lines, in a process", in_process, 100_000, 300, prepare),
     Attack("processes", "random command lines, as processes; standard output on a full disk in 1 of 20", as_process,
-           PROCESSES, 4, lambda place: world_at(place).make()),
+           2_000, 4, lambda place: world_at(place).make()),
 )  # fmt: skip

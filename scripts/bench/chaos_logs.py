@@ -28,7 +28,6 @@ from can_train_tasks.can.evaluation.live_input import BusFrames, open_input
 from can_train_tasks.can.settings import CanDatasetSettings
 
 FIXTURES: Final = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "can"
-LOGS: Final = 10_000
 LINES: Final = 100  # of a log
 
 _BINARY_SHARE: Final = 0.02
@@ -157,7 +156,7 @@ def _add_sidecar(log: Path, dice: Random) -> None:
 
 
 def case(number: int, dice: Random, place: Path) -> str:
-    """Reads a mutated log in every way in which can-train reads logs."""
+    """Reads a mutated log in every way that can-train reads logs."""
     folder = place / "logs"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -221,4 +220,4 @@ def _quiet(place: Path) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-ATTACKS: Final = (Attack("logs", f"mutated logs of {LINES} lines each", case, LOGS, 80, _quiet, inputs=LINES),)
+ATTACKS: Final = (Attack("logs", f"mutated logs of {LINES} lines each", case, 10_000, 80, _quiet, inputs=LINES),)

@@ -9,10 +9,11 @@ import os
 import shutil
 import signal
 import stat
+import tomllib
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from bench.chaos_cases import escaped
 from can_train.cli.main import main
@@ -43,6 +44,7 @@ class Tiny(can_train.Task):
         points, labels = batch
         return {"accuracy": ((model(points).argmax(1) == labels).sum(), len(labels))}
 """
+WORDS: Final[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("chaos.toml").read_text(encoding="utf-8"))
 TRAIN: Final = ("--task", "tiny.py:Tiny", "--device", "sim:64MiB")
 KEY: Final = "tiny"
 HANG_S: Final = 20

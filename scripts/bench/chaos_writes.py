@@ -22,8 +22,6 @@ from can_train.factors import observations
 from can_train.factors.observations import Observation, read_records
 from can_train.io.records import parse_document, write_document
 
-COMMANDS: Final = 1_000
-
 _LINE: Final = (*TRAIN, "--micro-batch-size", "8")  # without a search for the largest batch, which writes nothing
 _KILL: Final = "killed"
 _TEAR: Final = "killed inside"
@@ -247,6 +245,6 @@ def command(number: int, dice: Random, place: Path) -> str:
 ATTACKS: Final = (
     Attack("writes", "a training and one of its writes, renames and flushes: killed, failed, full or read-only from "
            "there; then resumed", training, 10**6, 4, prepare),
-    Attack("disk", "commands on a disk that becomes full or read-only", command, COMMANDS, 8,
+    Attack("disk", "commands on a disk that becomes full or read-only", command, 1_000, 8,
            lambda place: world_at(place).make()),
 )  # fmt: skip

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from bench.equivalence_loops import (
+from bench.harness import say, versions_of
+from bench.measure_equivalence import (
     MICRO_BATCH,
     NOT_COUNTED,
     PARTS,
@@ -36,7 +37,6 @@ from bench.equivalence_loops import (
     trained,
     whole,
 )
-from bench.harness import say, versions_of
 
 
 def main(epochs: str) -> dict[str, Any]:

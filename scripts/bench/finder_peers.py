@@ -15,8 +15,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.tuner.tuning import Tuner
 from torch.utils.data import DataLoader, Dataset
 
-from bench.finder_laws import DATA_SET, Case, Law, Search, Trial, measure
 from bench.harness import say, versions_of
+from bench.measure_finder import DATA_SET, Case, Law, Search, Trial, measure
 
 LIGHTNING_START: Final = 2
 LIGHTNING_MAX: Final = 8_192

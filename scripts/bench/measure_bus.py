@@ -26,7 +26,7 @@ SEEDS: Final = (0, 1, 2)
 WINDOW: Final = 100  # frames, as `dataset.window`
 MIN_FRAMES: Final = 10  # fewest frames of an ID that is measured
 LOGGED: Final = {"spread": (0.0002, 0.0068), "same": (0.23, 0.96), "bits": (0.2, 1.9), "static": (0.42, 0.81)}
-"""Range of each figure over four real logs, one of which is not kept."""
+"""Range of each figure over four real logs; one log is not kept."""
 PUBLISHED: Final = (36, 927)
 """Benign frames for each attack frame in the sets of can-train-and-test: fewest and most."""
 HEAD: Final = ("bus", "IDs", "29-bit", "frames/s", "s a drive", "spread", "as before", "bits", "static",

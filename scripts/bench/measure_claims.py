@@ -2,33 +2,162 @@
 algorithm if that is simple.
 """
 
+import io
+import itertools
+import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from statistics import fmean, median
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.claims_originals import (
-    batches_to_oom,
-    described_divisor,
-    doubling_finder,
-    lost_share,
-    mean_or_dash,
-    remainder_weight,
-)
-from bench.claims_runs import Trained, compose, plain, train
 from bench.harness import Benchmark, markdown, render
 from bench.policy_laws import draw_laws, simulate
+from can_train.cli.main import main as can_train
+from can_train.config.compose import RunRequest, resolve
+from can_train.config.resolved import ResolvedRun
 from can_train.factors.policies import AffinePolicy, MomentumPolicy
 from can_train.fit.packing import solve_accumulation
 from can_train.memory.simulated.gpu import SimulatedGpu
 from can_train.reporter import SilentReporter
 from can_train.training.loading import load_task
 from can_train.training.split_gradients import compare_gradients
+
+OUT_OF_MEMORY: Final = 3  # exit status
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The outcome of a training."""
+
+    died: bool  # of out-of-memory
+    steps: int  # done
+    samples_per_second: float  # median; 0 where no step was done
+    parts: tuple[int, ...]  # micro-batches of each step
+    peaks: tuple[int, ...]  # allocated bytes of each step
+    result: Mapping[str, Any]  # result.json; empty where the run died
+
+    @property
+    def outcome(self) -> str:
+        """The outcome as a cell of a table."""
+        return f"dies in step {self.steps + 1:,}" if self.died else f"finishes ({self.steps:,} steps)"
+
+
+def plain(batch: int) -> list[str]:
+    """Returns words that turn the engine off: each batch is computed whole, and an out-of-memory ends the run."""
+    return ["--micro-batch-size", str(batch), "--set", "training.adaptive_micro_batch=false"]
+
+
+def train(folder: Path, words: Sequence[str]) -> Trained:
+    """Trains with a command line's words in a new folder below `folder`; data are cached for all.
+
+    Raises:
+        RuntimeError: It ended with another error than out-of-memory.
+    """
+    runs, printed = folder / f"runs-{next(_numbers)}", io.StringIO()
+    # A state folder of its own: knowledge of a device would help the next run.
+    place = ["--runs-dir", str(runs), "--state-dir", str(runs / "state")]
+    with redirect_stdout(printed), redirect_stderr(printed):
+        status = can_train([*words, *place])
+    if status not in (0, OUT_OF_MEMORY):
+        raise RuntimeError(f"can-train {' '.join(words)}\n{printed.getvalue()}")
+    (run,) = (path.parent for path in runs.glob("*/config.yaml"))
+    lines = [line for line in json_lines(run / "metrics.jsonl") if "train" in line]
+    steps = [line for line in json_lines(run / "steps.jsonl") if "step" in line]
+    return Trained(
+        died=status == OUT_OF_MEMORY,
+        steps=max((line["step"] for line in steps), default=0),
+        samples_per_second=median([line["samples_per_second"] for line in lines] or [0.0]),
+        parts=tuple(line["micro_batches"] for line in steps),
+        peaks=tuple(line["allocated_bytes"] for line in steps),
+        result={} if status else json.loads((run / "result.json").read_text()),
+    )
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Reads a file of JSON lines; returns no lines if it is missing."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def compose(folder: Path, task: str, *sets: str, dataset: str = "synthetic") -> ResolvedRun:
+    """Composes a run of a task with settings, for the CPU; its caches lie in `folder`."""
+    values = {"paths.state_dir": str(folder / "state")}
+    return resolve(RunRequest(task=task, dataset=dataset, device="cpu", sets=sets, values=values))
+
+
+class FinderResult(NamedTuple):
+    """The result of a search for a batch size."""
+
+    size: int
+    trials: int
+
+
+def doubling_finder(fits: Callable[[int], bool], *, upper: int) -> FinderResult:
+    """Doubles from 2 until memory runs out or the data end; returns the last size that fitted, 0 if none did.
+
+    >>> doubling_finder(lambda size: size <= 100, upper=1000)
+    FinderResult(size=64, trials=7)
+    """
+    size, last, trials = 2, 0, 0
+    while size <= upper:
+        trials += 1
+        if not fits(size):
+            break
+        last, size = size, 2 * size
+    return FinderResult(last, trials)
+
+
+def described_divisor(batch: int, largest: int) -> tuple[int, int]:
+    """Returns the size of a part and their number: the largest divisor up to, and by its off-by-one, one above.
+
+    >>> [described_divisor(batch, 64) for batch in (128, 127, 130)]
+    [(64, 2), (1, 127), (65, 2)]
+    """
+    size = next(size for size in range(min(largest + 1, batch), 0, -1) if batch % size == 0)
+    return size, batch // size
+
+
+def remainder_weight(samples: int, loaded: int, accumulated: int) -> float:
+    """Returns the weight of an epoch's last step if each of its micro-batches is divided by their usual number; 1 is
+    right.
+
+    >>> remainder_weight(80, 8, 4)
+    0.5
+    """
+    batches = -(-samples // loaded)
+    return (batches % accumulated or accumulated) / accumulated
+
+
+def batches_to_oom(peaks: NDArray[np.float64], limit: float) -> float:
+    """Returns the mean number of random batches until one needs more than a limit; infinite if no batch does.
+
+    >>> batches_to_oom(np.array([1.0, 2.0, 3.0, 4.0]), 3.5)
+    4.0
+    """
+    share = float((peaks > limit).mean())
+    return 1 / share if share else float("inf")
+
+
+def lost_share(batches: Sequence[tuple[int, bool]]) -> float:
+    """Returns the share of samples in batches that do not fit, from each batch's size and whether it fits.
+
+    >>> lost_share([(30, True), (10, False)])
+    0.25
+    """
+    return sum(size for size, fits in batches if not fits) / sum(size for size, _ in batches)
+
+
+def mean_or_dash(values: Sequence[float], form: str) -> str:
+    """Writes the mean of some values; a dash for no values."""
+    return format(fmean(values), form) if values else "–"
+
 
 BENCHMARK: Final = Benchmark(__name__, packages=("torch", "numpy"), quick="less of everything, in under a minute")
 MIB: Final = 2**20
@@ -85,7 +214,8 @@ def shower_sets(scale: Scale) -> list[str]:
 
 def muon(folder: Path, scale: Scale) -> Fields:
     """Compares the described ways to accumulate: memory, speed and result; outcomes on a small card; batches to OOM."""
-    counts = muon_counts(folder, scale)
+    task = load_task(compose(folder, "muon", *shower_sets(scale)), SilentReporter())
+    counts: NDArray[np.float64] = task.batch_features(task.train_rows)  # [events, features]
     draws = random_batches(len(counts), SHOWERS, scale.draws)
     middle = float(np.median(counts[draws, 0].sum(axis=1)))
     whole = train(folder, [*muon_words(scale, AMPLE, scale.epochs), *plain(SHOWERS)])
@@ -121,14 +251,6 @@ def muon_cells(run: Trained, whole: Trained, speed: float, whole_speed: float) -
     peak, distance = max(run.peaks), run.result["judgement"]["test"]["test"]["model"]["w1_mean"]
     return [f"{peak / MIB:.1f}", f"{peak / max(whole.peaks) - 1:+.0%}", f"{speed:.0f}",
             f"{speed / whole_speed - 1:+.0%}", f"{distance:.6f}"]  # fmt: skip
-
-
-def muon_counts(folder: Path, scale: Scale) -> NDArray[np.float64]:
-    """Returns the features of the training events: [events, features]."""
-    run = compose(folder, "muon", *shower_sets(scale))
-    task = load_task(run, SilentReporter())
-    counts: NDArray[np.float64] = task.batch_features(task.train_rows)
-    return counts
 
 
 def random_batches(events: int, size: int, draws: int) -> NDArray[np.int64]:

@@ -30,7 +30,7 @@ TRAINING: Final = (
 
 SHORT_SHARE: Final = 8  # frames of the long input over the frames of the short input
 GOAL: Final = 50_000
-"""Frames per second of processor time: ten times what a busy bus of 500 kbit/s carries."""
+"""Frames per second of processor time: ten times the traffic of a busy bus of 500 kbit/s."""
 
 
 def main() -> None:

@@ -107,7 +107,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def signs(differences: Sequence[Mapping[str, Any] | None]) -> str:
-    """Counts the seeds in which a difference is above 0, open, or below, by its interval."""
+    """Counts the seeds whose difference is above 0, open, or below, by its interval."""
     bounds = [(each["low"], each["high"]) for each in differences if each and each.get("low") is not None]
     positive, negative = sum(low > 0 for low, _ in bounds), sum(high < 0 for _, high in bounds)
     return f"{positive} above, {len(differences) - positive - negative} open, {negative} below"

@@ -33,7 +33,7 @@ HIDDEN: Final = 0.12
 """The hidden allocation of training, as a share of the capacity."""
 
 STARVED: Final = 0.62
-"""A hidden allocation with which the momentum policy's factor of 0.427 fails and 0.277 fits."""
+"""A hidden allocation: the momentum policy's factor of 0.427 fails beside it, and 0.277 fits."""
 
 BAND: Final = 0.03
 """A peak counts as on target within this distance."""

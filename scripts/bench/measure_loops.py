@@ -1,5 +1,5 @@
 """Compares the gradient of a batch that two ranks share with the gradient of the whole batch: in a loop with
-`DistributedDataParallel` in which each rank cuts its share as its GPU needs, and in the loop of docs/python.md.
+`DistributedDataParallel`, where each rank cuts its share as its GPU needs, and in the loop of docs/python.md.
 """
 
 import tempfile

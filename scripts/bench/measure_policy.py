@@ -62,8 +62,8 @@ STAYS_RUNS: Final = 10
 MOST_OOMS: Final = 0.2
 MOST_GAP: Final = 0.01
 MOST_RUNS: Final = 3
-"""Goals of the affine policy, over all kinds of laws: out-of-memory errors in 40 runs, share of the capacity by which
-its mean peak is below the oracle's at an equal risk, and median runs to the target where it can be reached."""
+"""Goals of the affine policy, over all kinds of laws: out-of-memory errors in 40 runs, distance of its mean peak below
+the oracle's at an equal risk, as a share of the capacity, and median runs to the target where it can be reached."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ POLICIES: Final[Mapping[str, NextFactor]] = {
 class Judged(NamedTuple):
     """A policy on one kind of laws."""
 
-    runs: tuple[float, ...]  # to the target, for laws in which it can be reached; infinite if it was not reached
+    runs: tuple[float, ...]  # to the target, for laws whose target can be reached; infinite if it was not reached
     ooms: float
     peak: float
     gap: float

@@ -35,7 +35,7 @@ BENCHMARK: Final = Benchmark(
 MIB: Final = 2**20
 CAPACITIES: Final = (128 * MIB, 256 * MIB, 512 * MIB)
 SHARES: Final = (0.25, 0.5, 0.9)
-"""Shares of the tuned limit at which peaks are measured."""
+"""Peaks are measured at these shares of the tuned limit."""
 
 HIDDEN: Final = 0.12
 """The hidden allocation of large batches, as a share of the capacity."""
@@ -128,7 +128,7 @@ class Batch(NamedTuple):
         rows: Positions of its samples.
         predicted_bytes: Its peak, as predicted from probes.
         measured_bytes: Its peak.
-        beyond_probes: Its cost over that of the largest probe.
+        beyond_probes: Its cost over the cost of the largest probe.
         probe_s: CPU time of the probes, over the batches that they predict.
     """
 

@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="time limit (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the disturbances (default: %(default)s)")
     options = parser.parse_args()
-    # Each run has one processor, on which several threads would be several times slower.
+    # Each run has one processor, where several threads would be several times slower.
     os.environ["OMP_NUM_THREADS"] = "1"
     start_sandbox()
     with tempfile.TemporaryDirectory(prefix="can-train-soak-") as folder:

@@ -1,5 +1,5 @@
 """Measures the start of can-train: the time to `can-train --help`, to a table of factors, to a plan and to the first
-optimizer step, beside the time in which Python imports PyTorch. The commands take turns, so that other work on the
+optimizer step, beside the time of Python's import of PyTorch. The commands take turns, so that other work on the
 machine affects all of them.
 """
 

@@ -3,6 +3,7 @@ whether trainings survive, by tool.
 """
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -13,10 +14,6 @@ from can_train.report.charts import STYLE, Chart, number_axis, plot_svg
 
 PICTURE: Final = Path(__file__).resolve().parents[2] / "docs" / "comparison.svg"
 
-# Numbers of colours.
-CAN_TRAIN: Final = 1
-OTHER: Final = 0
-
 
 class Block(NamedTuple):
     """Bars from the first table of a section that has them.
@@ -25,7 +22,7 @@ class Block(NamedTuple):
         section: Its name.
         title: Above the bars.
         panels: Titles of the columns of bars, and titles of the table's columns.
-        tools: Rows of the table, and the colours of their bars.
+        tools: Rows of the table, and the numbers of their bars' colours.
     """
 
     section: str
@@ -34,39 +31,16 @@ class Block(NamedTuple):
     tools: Mapping[str, int]
 
 
-BLOCKS: Final = (
-    Block(
-        "survival",
-        "Training on graphs of very different sizes: 10,000 modelled steps",
-        {"Runs that end with an error": "runs that end", "Mean fill of the GPU, %": "fill",
-         "Speed, % of the best": "speed"},
-        {
-            "can-train, as its command line does": CAN_TRAIN,
-            "by hand, an average batch fills 70 %": OTHER,
-            "Lightning, power": OTHER,
-            "Lightning, binsearch": OTHER,
-            "accelerate, around three steps": OTHER,
-            "transformers, `auto_find_batch_size`": OTHER,
-            "torch_geometric, nodes": OTHER,
-            "torch_geometric, edges": OTHER,
-        },
-    ),
-    Block(
-        "finder",
-        "The largest batch that fits: what a search finds, for 284 sizes of memory",
-        {"Share of the GPU's limit": "mean share", "Batches that do not fit": "over the limit",
-         "Trials until it is found": "trials"},
-        {
-            "can-train, with readings": CAN_TRAIN,
-            "can-train, without readings": CAN_TRAIN,
-            "Lightning, power": OTHER,
-            "Lightning, binsearch": OTHER,
-            "Lightning, binsearch, `max_val` raised": OTHER,
-            "accelerate, from 128": OTHER,
-            "accelerate, from 8192": OTHER,
-        },
-    ),
-)  # fmt: skip
+def read_blocks() -> list[Block]:
+    """Reads the blocks from picture.toml."""
+    blocks = tomllib.loads(Path(__file__).with_name("picture.toml").read_text(encoding="utf-8"))
+    colors = {"own": 1, "other": 0}
+    read = []
+    for section, block in blocks.items():
+        tools = {tool: color for kind, color in colors.items() for tool in block[kind]}
+        read.append(Block(section, block["title"], block["panels"], tools))
+    return read
+
 
 # In pixels.
 WIDTH: Final = 900
@@ -81,7 +55,7 @@ BETWEEN: Final = 20
 def picture(results: str) -> str:
     """Returns the text of the SVG file, from the text of RESULTS.md."""
     drawn, top = [], 0
-    for block in BLOCKS:
+    for block in read_blocks():
         drawn.append(f'<g transform="translate(0 {top})">{block_svg(block, section_of(results, block.section))}</g>')
         top += TOP + ROW * len(block.tools) + BOTTOM
     return (

@@ -22,16 +22,16 @@ UNCHANGED_RUNS: Final = 20
 """Runs before a law that changes does so."""
 
 FOREIGN_RUNS: Final = 0.1
-"""Share of runs in which another process holds memory."""
+"""Share of runs with another process that holds memory."""
 
 TARGET: Final = 0.90
 
 ORACLE_DRAWS: Final = 8192
-"""Draws of a run's noise and ceiling from which the oracle takes its risk."""
+"""Draws of a run's noise and ceiling, for the oracle's risk."""
 
 
 ORACLE_FACTORS: Final = 1024
-"""Factors from which the oracle chooses."""
+"""Number of factors that the oracle chooses among."""
 
 
 class NextFactor(Protocol):
@@ -52,17 +52,17 @@ class Law:
         noise: Relative scale of a run's peak around the law; its standard deviation where the noise is normal.
         first: Factor of the first run.
         hidden: Peak that predictions do not include.
-        ceiling: Share of the capacity at which memory runs out; less than 1 if it is fragmented.
+        ceiling: Memory runs out at this share of the capacity; less than 1 if it is fragmented.
         rescued: Whether a run that runs out of memory goes on with half as much.
-        change: Share of the capacity by which every peak shifts after `UNCHANGED_RUNS` runs.
+        change: Shift of every peak after `UNCHANGED_RUNS` runs, as a share of the capacity.
         tails: Degrees of freedom of the noise, which is Student's; infinite for normal noise.
-        drift: Share of the capacity by which every peak shifts from each run to the next.
-        other: Share of the capacity by which the peaks of one of the key's two populations lie above the other's.
-        other_share: Share of runs that belong to it.
+        drift: Shift of every peak from each run to the next, as a share of the capacity.
+        other: Distance between the peaks of the key's two populations, as a share of the capacity.
+        other_share: Share of runs in the upper population.
         foreign: Most that another process holds, unseen, in `FOREIGN_RUNS` of the runs; a share of the capacity.
         batch: Logical batch ÷ tuned limit, if it is cut into equal micro-batches; 0 if the factor is used exactly.
         ceiling_sd: Standard deviation of the ceiling from run to run.
-        overstated: Relative amount by which allocated ÷ reserved of a run that fits is below the ceiling. Segments that
+        overstated: Relative distance of a fitting run's allocated ÷ reserved below the ceiling. Segments that
             expand hold pages that could be released.
     """
 
@@ -89,15 +89,15 @@ class Law:
         return self.base + self.hidden + (1 - self.base) * self.fill * ((1 - self.bend) * used + self.bend * used**2)
 
     def used(self, factor: float) -> float:
-        """Returns what a run uses that may use a factor: the fewest equal parts of the logical batch decide."""
+        """Returns the share that a run with a factor uses: the fewest equal parts of the logical batch decide."""
         return self.batch / math.ceil(self.batch / factor) if self.batch else factor
 
     def shift(self, run: int) -> float:
-        """Returns by how much the peaks of a run, counted from 0, lie above those of the first one."""
+        """Returns the distance of the peaks of a run, counted from 0, above the first run's peaks."""
         return self.drift * run + self.change * (run >= UNCHANGED_RUNS)
 
     def draw(self, runs: int, seed: int) -> "Draws":
-        """Draws what differs from run to run."""
+        """Draws the values that differ from run to run."""
         draw = np.random.default_rng(seed)
         noise = draw.normal(0, self.noise, runs)
         if not math.isinf(self.tails):
@@ -110,7 +110,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Draws:
-    """What differs from run to run: factors of the noise, populations' shifts, ceilings, and foreign memory."""
+    """Values that differ from run to run: factors of the noise, populations' shifts, ceilings, and foreign memory."""
 
     noise: Array
     shift: Array
@@ -119,7 +119,7 @@ class Draws:
 
     @property
     def limits(self) -> Array:
-        """Noise-free peaks above which each run runs out of memory."""
+        """The largest noise-free peak with which each run does not run out of memory."""
         return (self.ceiling - self.foreign) / np.maximum(self.noise, 1e-3) - self.shift
 
 
@@ -139,7 +139,7 @@ def draw_laws(count: int, *, noise: float, bend: float, seed: int = 0) -> list[L
 
 
 def varied(laws: Sequence[Law], *, seed: int = 0, **ranges: tuple[float, float]) -> list[Law]:
-    """Returns the laws with attributes drawn between two values each, and the same for each attribute and seed."""
+    """Returns the laws with attributes drawn between two values each; a seed always draws equal values."""
     draw = np.random.default_rng(seed)
     drawn: list[dict[str, Any]] = [{name: float(draw.uniform(*ends)) for name, ends in ranges.items()} for _ in laws]
     return [replace(law, **values) for law, values in zip(laws, drawn, strict=True)]
@@ -213,8 +213,8 @@ def simulate_all(policy: NextFactor, laws: Sequence[Law], *, runs: int = 60) -> 
 
 @dataclass(frozen=True)
 class Oracle:
-    """Knows the laws: lines, noise, ceilings and changes, but no run's draws. It uses what brings the noise-free peak
-    to the target, or less where more than a share `risk` of the runs would run out of memory.
+    """Knows the laws: lines, noise, ceilings and changes, but no run's draws. Its used share
+    brings the noise-free peak to the target, or less if more than a share `risk` of the runs would run out of memory.
     """
 
     laws: Sequence[Law]
@@ -241,11 +241,11 @@ class Oracle:
         low = int(index)
         limits = self._limits[:, low] + (index - low) * (self._limits[:, low + 1] - self._limits[:, low])
         aims = np.minimum(TARGET, limits[:, None]) - self._shifts
-        found = [
+        chosen = [
             levels[np.maximum(np.searchsorted(levels, own, side="right") - 1, 0)]
             for levels, own in zip(self._levels, aims, strict=True)
         ]
-        return np.array(found) + self._shifts
+        return np.array(chosen) + self._shifts
 
     def ooms(self, peaks: Array) -> float:
         """Returns the out-of-memories of a configuration's runs that are to be expected at those peaks."""
@@ -253,7 +253,7 @@ class Oracle:
         return float(np.sum(failing)) / ORACLE_DRAWS / len(self.laws)
 
     def risk_of(self, ooms: float) -> float:
-        """Returns the risk at which the oracle has as many out-of-memories, or the nearest to them."""
+        """Returns the oracle's risk whose out-of-memories are nearest to a number."""
         low, high = 0.0, 0.3
         for _ in range(20):
             middle = (low + high) / 2

@@ -58,7 +58,7 @@ class Judged:
     rows: int
     models: list[str] = field(default_factory=list)  # of the measured rows, with their batches
     measured: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)  # reserved, and what kernels of cuDNN add to the context
+    after: list[float] = field(default_factory=list)  # reserved, and the contribution of cuDNN's kernels to the context
     ends: list[tuple[float, float]] = field(default_factory=list)  # of the interval
     fake: list[float] = field(default_factory=list)  # FakeTensor's estimates; NaN where there is none
     before: list[tuple[float, float]] = field(default_factory=list)  # predicted from small batches, and measured
@@ -75,7 +75,8 @@ class Judged:
             if len(replayed) >= FEW:
                 context, chosen = float(median(measured[::2] - replayed[::2])), chosen[1::2]
                 contexts.setdefault(card, context)
-        kinds = [_kind(model) for model in self.models] if name.endswith("timm") else []
+        kinds = [next((kind for kind, words in KINDS.items() if re.search(words, model)), "other CNNs")
+                 for model in self.models if name.endswith("timm")]  # fmt: skip
         rows = [self._table_row(name, context, chosen)]
         for kind in dict.fromkeys(kinds):
             of_kind = np.array([index for index in chosen if kinds[index] == kind], dtype=int)
@@ -108,14 +109,10 @@ class Judged:
 
 
 def recorded_on(program: Program, card: Card) -> AllocationTrace:
-    """Records what a program allocates on a card."""
+    """Records the allocations of a program on a card."""
     return record_on_cuda(
         program.model, program.run, generation=card.generation, resident_threads=card.resident_threads
     )
-
-
-def _kind(model: str) -> str:
-    return next((kind for kind, words in KINDS.items() if re.search(words, model)), "other CNNs")
 
 
 def _held_out(pairs: np.ndarray) -> list[str]:
@@ -243,12 +240,10 @@ def judge(rows: Sequence[Row], recorder: Recorder, *, before: bool) -> Judged:
             else:
                 judge_two_sided(row, card, recorder, judged)
         except (NoDefinitionError, CanTrainError) as error:
-            judged.left_out[f"{row['model']} at {row['batch']}"] = _reason(error, row)
+            judged.left_out[f"{row['model']} at {row['batch']}"] = (
+                str(error).splitlines()[0].replace(row["model"], "such a model")
+            )
     return judged
-
-
-def _reason(error: Exception, row: Row) -> str:
-    return str(error).splitlines()[0].replace(row["model"], "such a model")
 
 
 def judge_measured(row: Row, card: Card, trace: AllocationTrace, judged: Judged) -> None:

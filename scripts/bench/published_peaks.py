@@ -21,7 +21,7 @@ Row = Mapping[str, str]
 SAMPLES: Final = 4096  # of the data sets of GPUMemNet's generated networks
 IMAGENET: Final = 1_281_167  # images to train with
 _MOST_FILTERS: Final = 2048  # of GPUMemNet's generated CNNs
-_LEAST_SIDE: Final = 7  # pixels, from which on their residual networks keep an image's size
+_LEAST_SIDE: Final = 7  # pixels; residual networks keep the size of smaller images
 _STEPS: Final = 3
 # Operators that torchvision's library has in C++: a build for another torch does not load, and no model here needs one.
 _OPERATORS: Final = (
@@ -67,7 +67,7 @@ class Program:
         optimizer = self.optimizer(list(self.model.parameters()))
         loaded = self._loaded() if self.by_timm else ()
         if self.looked_at:
-            inputs, labels = (_moved(one) for one in self.batch_of(self.looked_at))
+            inputs, labels = (_moved(part) for part in self.batch_of(self.looked_at))
             self.model(inputs)
         with torch.autocast("cuda", dtype=torch.float16, enabled=self.autocast):
             for step, size in enumerate(self.batches):
@@ -86,8 +86,8 @@ class Program:
         self._forward(self.evaluated)
 
     def _loaded(self) -> Sequence[Tensor]:
-        """Returns what timm's loader holds: the batch that is trained, the next one while it is scaled, which takes a
-        copy, and its images as bytes. No other stream gets this memory.
+        """Returns the tensors that timm's loader holds: the batch that is trained, the next one while it is scaled (a
+        copy), and its images as bytes. No other stream gets this memory.
         """
         images, _ = self.batch_of(self.batches[0])
         return [*(_moved(images) for _ in range(3)), _moved(images.flatten()[: -(-images.numel() // 4)])]
@@ -96,13 +96,13 @@ class Program:
         self.model.eval()
         with torch.no_grad():
             for size in sizes:
-                inputs, _ = (_moved(one) for one in self.batch_of(size))
+                inputs, _ = (_moved(part) for part in self.batch_of(size))
                 self.model(inputs)
         self.model.train()
 
 
 def _moved(value: Any) -> Any:
-    return value.to("cuda") if isinstance(value, Tensor) else {name: one.to("cuda") for name, one in value.items()}
+    return value.to("cuda") if isinstance(value, Tensor) else {name: part.to("cuda") for name, part in value.items()}
 
 
 def program_of(row: Row, batch: int | None = None) -> Program:
@@ -234,7 +234,7 @@ def _convolution(before: int, after: int, stride: int, own: Mapping[str, str]) -
 
 
 class _Residual(nn.Module):
-    """Two convolutions, added to what they were given."""
+    """Two convolutions, added to their input."""
 
     def __init__(self, before: int, after: int, stride: int, own: Mapping[str, str]) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def _sgd(parameters: Any, *, foreach: bool) -> torch.optim.Optimizer:
 
 def _decaying_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Returns SGD as timm's train.py makes it by default: biases and weights of norms do not decay."""
-    kept, decaying = ([one for one in parameters if (one.ndim > 1) == decays] for decays in (False, True))
+    kept, decaying = ([each for each in parameters if (each.ndim > 1) == decays] for decays in (False, True))
     return _sgd([{"params": kept, "weight_decay": 0.0}, {"params": decaying, "weight_decay": 2e-5}], foreach=True)
 
 

@@ -26,9 +26,7 @@ from torch_geometric.loader import DynamicBatchSampler
 from bench.equivalence_peers import quiet_arguments
 from bench.finder_peers import quiet_trainer
 from bench.harness import say, versions_of
-from bench.survival_own import by_plan, by_prediction, by_search
-from bench.survival_steps import simulated
-from bench.survival_tools import fixed, look, of_size, sweep
+from bench.survival_tools import by_plan, by_prediction, by_search, fixed, look, of_size, sweep
 from bench.survival_world import (
     SEED,
     Choice,
@@ -42,6 +40,7 @@ from bench.survival_world import (
     measure,
     replay,
     shuffled,
+    simulated,
 )
 
 TRIAL_STEPS: Final = 3
@@ -53,7 +52,7 @@ MODELLED_GRAPHS: Final = 20_000
 MODELLED_BATCH: Final = 512
 SIMULATED_GRAPHS: Final = 4_000
 SIMULATED_BATCH: Final = 768
-"""Graphs of the data sets, and of the batches that are asked for: three to four times what fits."""
+"""Graphs of the data sets, and of the batches that are asked for: three to four times the largest that fits."""
 
 Tools = Mapping[str, Callable[[Machine], Choice]]
 
@@ -71,18 +70,16 @@ def main(modelled_steps: str, simulated_steps: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         graphs = draw_graphs(MODELLED_GRAPHS, median_nodes=100, most_nodes=12_000)
         outcomes: dict[str, Any] = {
-            "modelled": modelled(graphs, modelled_tools(folder), steps),
+            "modelled": {
+                name: measure(ModelledMachine(graphs), choose, steps)
+                for name, choose in announced(modelled_tools(folder))
+            },
             "swept": sweep(graphs, steps),
         }
         graphs = draw_graphs(SIMULATED_GRAPHS, median_nodes=30, most_nodes=1_000)
         outcomes["simulated"] = on_simulated_gpu(graphs, simulated_tools(folder), int(simulated_steps))
     packages = ("lightning", "accelerate", "transformers", "torch_geometric", "torch")
     return {"versions": versions_of("Python", *packages), **outcomes}
-
-
-def modelled(graphs: Graphs, tools: Tools, steps: int) -> dict[str, Outcome]:
-    """Runs each tool on a machine whose peaks follow the law."""
-    return {name: measure(ModelledMachine(graphs), choose, steps) for name, choose in announced(tools)}
 
 
 def on_simulated_gpu(graphs: Graphs, tools: Tools, steps: int) -> dict[str, Outcome]:

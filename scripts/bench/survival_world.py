@@ -1,12 +1,13 @@
-"""What `scripts/bench/survival` replays: graphs whose sizes have a heavy tail, a machine that computes them, and what a
-run of a tool led to. Modelled here: a memory that grows with nodes and edges, with noise, and a time a pass. Also
-imported in the environment of the other tools.
+"""The graphs, machines and replays of `scripts/bench/survival`: sizes with a heavy tail, a machine whose memory and
+time are modelled, and a small graph network on a simulated GPU, which measures each peak. Also imported in the
+environment of the other tools.
 
-Shapes: G graphs, R rows (the graphs of a pass).
+Shapes: G graphs, R rows (the graphs of a pass), N their nodes, E their edges, H hidden.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Final, NamedTuple, cast
@@ -15,6 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from can_train import simulated_gpu
+from can_train.fit.packing import members
+from can_train.memory.meters import SimulatedMeter
 
 SEED: Final = 0
 TAIL: Final = 1.4
@@ -56,7 +62,7 @@ def shuffled(graphs: Graphs, size: int) -> Iterator[Rows]:
 
 @dataclass
 class Tally:
-    """What a machine has computed."""
+    """The passes that a machine has computed."""
 
     fills: list[float] = field(default_factory=list)  # Peak over capacity of each pass that fitted
     graphs: int = 0  # Graphs of those passes
@@ -76,7 +82,7 @@ class Machine(ABC):
         self.tally = Tally()
 
     def new_tally(self) -> Tally:
-        """Starts counting anew; returns what was counted so far."""
+        """Starts counting anew; returns the counts so far."""
         counted, self.tally = self.tally, Tally()
         return counted
 
@@ -103,12 +109,12 @@ BASE_BYTES: Final = 2**30
 NODE_BYTES: Final = 64 * 2**10
 EDGE_BYTES: Final = 24 * 2**10
 NOISE: Final = 0.02
-"""Standard deviation of what a pass takes above the base, as a share of it."""
+"""Standard deviation of the memory of a pass above the base, as a share of that memory."""
 
 PASS_S: Final = 0.03
 NODE_S: Final = 1e-6
 EDGE_S: Final = 0.3e-6
-"""Modelled time: of a pass, of which the optimizer's step is part, and of each node and edge."""
+"""Modelled time: of a pass with the optimizer's step, and of each node and edge."""
 RELEASE_S: Final = 0.1
 """Modelled time that an out-of-memory costs beside the pass that failed."""
 
@@ -126,7 +132,7 @@ class ModelledMachine(Machine):
         self._chance = np.random.default_rng(SEED + 1)
 
     def loss(self, rows: Rows) -> Tensor:
-        """Raises where the pass does not fit; the loss itself is that of a model of one weight."""
+        """Raises where the pass does not fit; the loss itself comes from a model of one weight."""
         self.compute(rows)
         return cast("Tensor", self.model.weight).sum() * 0
 
@@ -149,21 +155,21 @@ class ModelledMachine(Machine):
 
 
 class Outcome(NamedTuple):
-    """What a tool led to.
+    """The outcome of a tool.
 
     Attributes:
-        size: What the tool chose, in words.
+        size: The choice of the tool, in words.
         keeps_batch: Whether the optimizer sees the batch that was asked for.
         trials: Passes of its search.
-        trial_ooms: Those that ran out of memory.
+        trial_ooms: Passes of its search that ran out of memory.
         search_s: Modelled time of the search.
         ends: How often a run ended with an out-of-memory error.
-        first_end: The step at which that happened first; 0 where it did not.
+        first_end: The step of the first such end; 0 if there was none.
         restarts: How often the tool started the training anew by itself.
         repeated: Steps that were thereby computed for nothing.
         ooms: Out-of-memories in training.
         fill: Mean peak over capacity of the passes.
-        rate: Graphs a modelled second, those of the steps that count; 0 where no time is modelled.
+        rate: Graphs a modelled second, of the steps that count; 0 if no time is modelled.
     """
 
     size: str
@@ -193,7 +199,7 @@ class Replay(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What a tool decided on before the first step."""
+    """The decision of a tool before the first step."""
 
     size: str
     train: Callable[[int], Replay]  # Computes so many steps
@@ -234,3 +240,109 @@ def replay(machine: Machine, batches: Iterator[Rows], steps: int) -> Replay:
         except torch.OutOfMemoryError:
             ends, first_end = ends + 1, first_end or step
     return Replay(ends, first_end)
+
+
+# Real steps
+
+MEMORY: Final = "128MiB"
+FEATURES: Final = 8
+HIDDEN: Final = 32
+LAYERS: Final = 2
+
+
+class Net(nn.Module):
+    """Sends messages along edges, sums them up, and classifies each graph by the sum of its nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(SEED)
+        self.first = nn.Linear(FEATURES, HIDDEN)
+        self.messages = nn.ModuleList(nn.Linear(2 * HIDDEN, HIDDEN) for _ in range(LAYERS))
+        self.classes = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor, ends: Tensor, owner: Tensor, graphs: int) -> Tensor:
+        """Classifies graphs: nodes [N, FEATURES], edges' ends [2, E], each node's graph [N] → [R, 2]."""
+        hidden = torch.relu(self.first(x))
+        for layer in self.messages:
+            message = torch.relu(layer(torch.cat([hidden.index_select(0, end) for end in ends], dim=1)))
+            hidden = hidden + torch.zeros_like(hidden).index_add(0, ends[1], message)
+        logits: Tensor = self.classes(hidden.new_zeros(graphs, HIDDEN).index_add(0, owner, hidden))
+        return logits
+
+
+class SimulatedMachine(Machine):
+    """Computes on a simulated GPU."""
+
+    def __init__(
+        self, graphs: Graphs, meter: SimulatedMeter, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().__init__()
+        self.graphs, self.meter, self.model, self.optimizer = graphs, meter, model, optimizer
+        self.capacity_bytes = meter.capacity_bytes
+        rng = np.random.default_rng(SEED)
+        with meter.host():
+            self._x = torch.from_numpy(rng.standard_normal((int(graphs.nodes.sum()), FEATURES), dtype=np.float32))
+            ends = rng.random((2, int(graphs.edges.sum()))) * np.repeat(graphs.nodes, graphs.edges)
+            self._ends = torch.from_numpy(ends.astype(np.int64))
+        self._node_ptr, self._edge_ptr = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in graphs)
+        self._pending = 0  # Graphs of the pass that is under way
+
+    def loss(self, rows: Rows) -> Tensor:
+        """Begins a pass, whose peak is read once the next one begins."""
+        self.close()
+        self._pending = len(rows)
+        try:
+            return self.bare_loss(rows)
+        except torch.OutOfMemoryError:
+            self.failed()
+            raise
+
+    def new_tally(self) -> Tally:
+        """Ends the pass that is under way before."""
+        self.close()
+        return super().new_tally()
+
+    def bare_loss(self, rows: Rows) -> Tensor:
+        """Computes the sum of the losses of graphs."""
+        nodes, edges = members(self._node_ptr, rows), members(self._edge_ptr, rows)
+        x = self._x[torch.from_numpy(nodes.positions)]
+        shift = torch.from_numpy(np.repeat(nodes.starts, edges.sizes))
+        ends = self._ends[:, torch.from_numpy(edges.positions)] + shift
+        owner = torch.from_numpy(np.repeat(np.arange(len(rows)), nodes.sizes))
+        labels = torch.from_numpy(rows % 2)
+        return F.cross_entropy(self.model(x, ends, owner, len(rows)), labels, reduction="sum")
+
+    def compute(self, rows: Rows) -> float:
+        """Computes forward, backward and the optimizer's step."""
+        try:
+            (self.loss(rows) / len(rows)).backward()
+            self.step()
+        except torch.OutOfMemoryError:
+            self.optimizer.zero_grad()
+            self.failed()
+            raise
+        return self.close()
+
+    def close(self) -> float:
+        """Ends the pass that is under way; returns the peak since the one before."""
+        peak = self.meter.peak_bytes()
+        if self._pending:
+            self.tally.fills.append(peak / self.capacity_bytes)
+            self.tally.graphs += self._pending
+        self._pending = 0
+        self.meter.reset_peak()
+        return peak
+
+    def failed(self) -> None:
+        """Counts the out-of-memory of the pass that is under way, once, and forgets the pass."""
+        self.tally.ooms += bool(self._pending)
+        self._pending = 0
+
+
+@contextmanager
+def simulated(graphs: Graphs) -> Iterator[SimulatedMachine]:
+    """Opens a simulated GPU with a model and an optimizer on it."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with simulated_gpu(MEMORY, model, optimizer) as meter:
+        yield SimulatedMachine(graphs, meter, model, optimizer)

@@ -1,5 +1,5 @@
-"""What scripts/gpu-check measures: a model at a capacity. Plain data, which is also passed to the measuring process and
-written into the results.
+"""The configurations of scripts/gpu-check: a model at a capacity. Plain data, which are also passed to the measuring
+process and written into the results.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ CAPACITIES: Final = tuple(gib * GIB for gib in (8, 16, 24, 40))
 """Bytes that PyTorch's allocator may use of a real GPU."""
 
 QUICK_CAPACITIES: Final = (8 * GIB, 24 * GIB)
-"""The same for `--quick`."""
+"""Capacities with `--quick`."""
 
 MODELS: Final = ("gat", "vgae", "unet", "lstm", "transformer", "critic")
 """Models that `gpu.tasks` can make. Listed here because importing that module imports torch."""

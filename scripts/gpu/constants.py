@@ -24,8 +24,8 @@ def measure_constants(device: torch.device) -> dict[str, Any]:
     Returns:
         `steps`, a dictionary for each step. In bytes: `outside_bytes`, used on the GPU outside this process's allocator
         so far (this includes other processes, so there should be none); `reserved_bytes`, held by the allocator;
-        `transient_bytes`, the step's peak without its input and result; `kept_bytes`, what the step left allocated, for
-        example a workspace.
+        `transient_bytes`, the step's peak without its input and result; `kept_bytes`, memory that the step
+        left allocated, for example a workspace.
     """
     steps = [_step(name, compute, torch.zeros(shape, device=device, dtype=dtype))
              for name, compute, shape, dtype in _libraries(device)]  # fmt: skip

@@ -1,5 +1,5 @@
-"""The command scripts/gpu-check. It writes the results after every measurement, so that a run that is interrupted keeps
-what it measured, and `--resume` measures the rest.
+"""The command scripts/gpu-check. It writes the results after every measurement, so that an interrupted run
+keeps its measurements, and `--resume` measures the rest.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     except CanTrainError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return error.exit_code
-    # In a process of its own: a CUDA context of this one would take memory from what is measured.
+    # In a process of its own: a CUDA context here would take memory from the measurements.
     device = measure({"part": "device", "device": given.device})
     if "error" in device:
         print(f"gpu-check: {device['error']}", file=sys.stderr)
@@ -59,9 +59,11 @@ def main(arguments: Sequence[str]) -> int:
         remember(results)
     measured = results["models"]
     wanted = configurations if "models" in given.parts else ()
-    wanted = [one for one in wanted if "error" in measured.get(one.label, {"error": "not measured yet"})]
+    wanted = [each for each in wanted if "error" in measured.get(each.label, {"error": "not measured yet"})]
     with ThreadPoolExecutor(given.jobs) as pool:
-        labels = {pool.submit(measure, {"part": "models", "configuration": asdict(one)}): one.label for one in wanted}
+        labels = {
+            pool.submit(measure, {"part": "models", "configuration": asdict(each)}): each.label for each in wanted
+        }
         try:
             for done in as_completed(labels):
                 measured[labels[done]] = _printed(labels[done], done.result())
@@ -73,15 +75,15 @@ def main(arguments: Sequence[str]) -> int:
                 child.kill()
             raise
     print(f"gpu-check: wrote {path}.json and {path}.md")
-    found = [results.get("tests", {}), results.get("constants", {}), *results["models"].values()]
-    return int(any("error" in one for one in found))
+    parts = [results.get("tests", {}), results.get("constants", {}), *results["models"].values()]
+    return int(any("error" in part for part in parts))
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu-check",
-        description="Runs the CUDA tests and measures what can-train predicts of memory, on a GPU or a simulated one.",
+        description="Runs the CUDA tests and compares can-train's predictions of memory with measurements.",
     )
     parser.add_argument(
         "--device", default="cuda", help="cuda, cuda:1, or a simulated GPU with small models: sim:256MiB"
@@ -130,14 +132,14 @@ def choose(given: argparse.Namespace) -> list[Configuration]:
 
 def _check_is_gpu(device: str) -> None:
     if resolve_device(device).type != "cuda" and not is_simulated(device):
-        raise DeviceError("What is checked is a GPU", value=device, remedy="Valid: cuda, cuda:1, sim:256MiB")
+        raise DeviceError("The device is no GPU", value=device, remedy="Valid: cuda, cuda:1, sim:256MiB")
 
 
-def _printed(name: str, found: dict[str, Any]) -> dict[str, Any]:
+def _printed(name: str, result: dict[str, Any]) -> dict[str, Any]:
     """Prints whether a measurement succeeded, and returns it."""
-    outcome = next(iter(found["error"].splitlines())) if "error" in found else "done"
+    outcome = next(iter(result["error"].splitlines())) if "error" in result else "done"
     print(f"{name}: {outcome}", flush=True)
-    return found
+    return result
 
 
 def _save(results: Mapping[str, Any], path: Path) -> None:
@@ -160,7 +162,7 @@ def remember(results: Mapping[str, Any]) -> None:
 
 
 def gpu_constants(device: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], *, date: str) -> GpuConstants:
-    """Makes the constants of a card from what the libraries took, one after another, on some day."""
+    """Makes the constants of a card from the memory of the libraries, one after another, on some day."""
     return GpuConstants(
         key=device["key"],
         total_bytes=device["total_bytes"],

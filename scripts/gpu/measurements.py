@@ -25,10 +25,10 @@ PLAN_SHARE: Final = 0.9
 """Share of the tuned limit that a plan uses once the safety factor has been learned."""
 
 SHARES: Final = (0.25, 0.5, PLAN_SHARE)
-"""Shares of the tuned limit at which peaks are measured. A quick run measures only the last."""
+"""Peaks are measured at these shares of the tuned limit. A quick run measures only the last."""
 
 SWEEP: Final = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, PLAN_SHARE, 1.0)
-"""Shares of the tuned limit at which the speed is measured. A quick run measures only the last three."""
+"""The speed is measured at these shares of the tuned limit. A quick run measures only the last three."""
 
 STEP: Final = 0.03
 """Relative step of the search for the true limit. It is small because the limit should be near the tuned one."""
@@ -130,8 +130,8 @@ def draw_rows(trainer: Trainer, explored: Explored, share: float) -> NDArray[np.
 
 def points(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> list[dict[str, Any]]:
     """Measures batches at shares of the tuned limit. Leaves out those that are too near to the probes' size."""
-    found = [_point(trainer, explored, draw_rows(trainer, explored, share)) for share in shares]
-    return [point for point in found if point["beyond_probes"] >= BEYOND_PROBES]
+    measured = [_point(trainer, explored, draw_rows(trainer, explored, share)) for share in shares]
+    return [point for point in measured if point["beyond_probes"] >= BEYOND_PROBES]
 
 
 def _point(trainer: Trainer, explored: Explored, rows: NDArray[np.int64]) -> dict[str, Any]:

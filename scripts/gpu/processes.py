@@ -26,14 +26,14 @@ TAIL_CHARACTERS: Final = 2000
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Runs a job of `gpu.worker` and returns its result.
 
-    If the job or its process fails, the result has the reason under `error`, and what was measured before.
+    If the job or its process fails, the result has the reason under `error`, and the earlier measurements.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         error = run_limited([sys.executable, "-P", "-m", "gpu.worker", json.dumps(job), str(result)])
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    return found | ({"error": error} if error else {}) | {"seconds": round(time.monotonic() - started, 1)}
+        measured: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    return measured | ({"error": error} if error else {}) | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def run_limited(
@@ -69,8 +69,8 @@ def run_cuda_tests(root: Path) -> dict[str, Any]:
                    "--junit-xml", str(report)]  # fmt: skip
         error = run_limited(command, environment=environment)
         cases = read_report(report.read_text(encoding="utf-8")) if report.exists() else []
-    found = {"counts": dict(Counter(case["outcome"] for case in cases)), "cases": cases}
-    return found | {"error": error} if error else found
+    result = {"counts": dict(Counter(case["outcome"] for case in cases)), "cases": cases}
+    return result | {"error": error} if error else result
 
 
 def read_report(xml: str) -> list[dict[str, str]]:

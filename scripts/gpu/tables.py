@@ -1,4 +1,4 @@
-"""Writes the results as Markdown. What could not be measured is listed with its error."""
+"""Writes the results as Markdown. A failed measurement is listed with its error."""
 
 import statistics
 from collections import Counter
@@ -25,24 +25,22 @@ Samples per second in steps of one micro-batch, by its share of the tuned limit.
 of the sweep."""
 CONSTANTS: Final = """\
 Outside: memory used on the GPU outside this process's allocator, so far. At most: the step's peak in the allocator,
-without its input and result. Kept: what the step left allocated."""
+without its input and result. Kept: memory that the step left allocated."""
 
 
 def markdown(results: Mapping[str, Any]) -> str:
     """Returns the document. Parts that have not run are left out."""
-    lines = _heading(results)
+    blocks = _heading(results)
     if "tests" in results:
-        lines += ["", "## CUDA tests", "", *_tests(results["tests"])]
+        blocks += ["## CUDA tests", *_tests(results["tests"])]
     if results["models"]:
         measured = [row for row in results["models"].values() if "points" in row]
-        lines += ["", "## Predicted and measured peaks", "", *_peaks(measured)]
-        lines += ["", "## Finder", "", *_finder(measured)]
-        lines += ["", "## Fragmentation", "", *_fragmentation(measured)]
-        lines += ["", "## Throughput", "", *_throughput(measured, results.get("jobs", 1))]
-        lines += _failures(results["models"])
+        blocks += ["## Predicted and measured peaks", PEAKS, *_peaks(measured), "## Finder", FINDER, _finder(measured)]
+        blocks += ["## Fragmentation", FRAGMENTATION, _fragmentation(measured)]
+        blocks += ["## Throughput", *_throughput(measured, results.get("jobs", 1)), *_failures(results["models"])]
     if "constants" in results:
-        lines += ["", "## Constants", "", *_constants(results["constants"])]
-    return "\n".join(lines) + "\n"
+        blocks += ["## Constants", *_constants(results["constants"])]
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _heading(results: Mapping[str, Any]) -> list[str]:
@@ -50,36 +48,27 @@ def _heading(results: Mapping[str, Any]) -> list[str]:
     drivers = f", driver {device['driver'] or 'unknown'}, CUDA {device['cuda']}, cuDNN {device['cudnn']}"
     packages = f"torch {device['torch']}, torch_geometric {device['torch_geometric']}, Python {device['python']}"
     described = f"{device['total_bytes'] / GIB:.2f} GiB{'' if device['simulated'] else drivers}, {packages}"
-    lines = [f"# gpu-check: {device['name']}", "", f"{described}, can-train {results['commit'] or 'unknown'}."]
-    if device["simulated"]:
-        lines += ["", SIMULATED]
-    return lines
+    blocks = [f"# gpu-check: {device['name']}", f"{described}, can-train {results['commit'] or 'unknown'}."]
+    return [*blocks, SIMULATED] if device["simulated"] else blocks
 
 
-def _tests(found: Row) -> list[str]:
-    counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found["counts"].items())) or "none ran"
-    skipped = Counter(_first_line(case["why"]) for case in found["cases"] if case["outcome"] == "skipped")
-    failed = [case for case in found["cases"] if case["outcome"] not in ("passed", "skipped")]
-    lines = [f"{counts}.", "", *(f"- {number} skipped: {why}" for why, number in skipped.items())]
+def _tests(run: Row) -> list[str]:
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(run["counts"].items())) or "none ran"
+    skipped = Counter(_first_line(case["why"]) for case in run["cases"] if case["outcome"] == "skipped")
+    failed = [case for case in run["cases"] if case["outcome"] not in ("passed", "skipped")]
+    lines = [f"- {number} skipped: {why}" for why, number in skipped.items()]
     lines += [f"- {case['outcome']}: {case['name']}: {_first_line(case['why'])}" for case in failed]
-    return [*lines, *(["", *_quoted(found["error"])] if "error" in found else [])]
+    return [f"{counts}.", "\n".join(lines), *([_quoted(run["error"])] if "error" in run else [])]
 
 
 def _peaks(rows: Sequence[Row]) -> list[str]:
     series = [("no", row, point) for row in rows for point in row["points"]]
     series += [("yes", row, point) for row in rows for point in row.get("compiled_points", [])]
     eager = [point for compiled, _, point in series if compiled == "no" and point["measured_bytes"]]
-    return [
-        PEAKS,
-        "",
-        _summary(eager),
-        "",
-        *_table(
-            ("model", "GiB", "precision", "compiled", "samples", "× probe", "predicted MiB", "measured MiB",
-             "reserved MiB", "error", "corrected", "in interval"),
-            ([*_names(row), compiled, *_peak_cells(point)] for compiled, row, point in series),
-        ),
-    ]  # fmt: skip
+    columns = ("model", "GiB", "precision", "compiled", "samples", "× probe", "predicted MiB", "measured MiB",
+               "reserved MiB", "error", "corrected", "in interval")  # fmt: skip
+    cells = ([*_names(row), compiled, *_peak_cells(point)] for compiled, row, point in series)
+    return [_summary(eager), _table(columns, cells)]
 
 
 def _summary(points: Sequence[Row]) -> str:
@@ -112,19 +101,14 @@ def _side(point: Row) -> str:
     return "too low" if beyond > 0 else "too high"
 
 
-def _finder(rows: Sequence[Row]) -> list[str]:
-    return [
-        FINDER,
-        "",
-        *_table(
-            ("model", "GiB", "precision", "residual", "trials", "OOMs", "trials (evaluation)", "OOMs (evaluation)",
-             "tuned MiB", "true MiB", "fill"),
-            ([*_names(row), f"{row['relative_residual']:.2e}", str(row["trials"]), str(row["ooms"]),
+def _finder(rows: Sequence[Row]) -> str:
+    columns = ("model", "GiB", "precision", "residual", "trials", "OOMs", "trials (evaluation)", "OOMs (evaluation)",
+               "tuned MiB", "true MiB", "fill")  # fmt: skip
+    cells = ([*_names(row), f"{row['relative_residual']:.2e}", str(row["trials"]), str(row["ooms"]),
               str(row["evaluation_trials"]), str(row["evaluation_ooms"]),
               _mib(row["tuned_limit_bytes"]) + (" (capped)" if row["capped"] else ""), *_fill_cells(row)]
-             for row in rows),
-        ),
-    ]  # fmt: skip
+             for row in rows)  # fmt: skip
+    return _table(columns, cells)
 
 
 def _fill_cells(row: Row) -> list[str]:
@@ -132,18 +116,12 @@ def _fill_cells(row: Row) -> list[str]:
     return ["not met", ""] if true is None else [_mib(true), f"{row['tuned_limit_bytes'] / true:.3f}"]
 
 
-def _fragmentation(rows: Sequence[Row]) -> list[str]:
-    known = [row for row in rows if row.get("ceiling_bytes")]
-    points = [(row, point) for row in known for point in row["points"] if point["measured_bytes"]]
-    shown = [(row, point) for row, point in points if point["reserved_bytes"]]
-    return [
-        FRAGMENTATION,
-        "",
-        *_table(
-            ("model", "GiB", "precision", "peak ÷ capacity", "allocated ÷ reserved", "ceiling", "too low by"),
-            ([*_names(row), *_fragmentation_cells(row, point)] for row, point in shown),
-        ),
-    ]
+def _fragmentation(rows: Sequence[Row]) -> str:
+    with_ceiling = [row for row in rows if row.get("ceiling_bytes")]
+    points = [(row, point) for row in with_ceiling for point in row["points"] if point["measured_bytes"]]
+    columns = ("model", "GiB", "precision", "peak ÷ capacity", "allocated ÷ reserved", "ceiling", "too low by")
+    cells = ([*_names(row), *_fragmentation_cells(row, point)] for row, point in points if point["reserved_bytes"])
+    return _table(columns, cells)
 
 
 def _fragmentation_cells(row: Row, point: Row) -> list[str]:
@@ -154,14 +132,10 @@ def _fragmentation_cells(row: Row, point: Row) -> list[str]:
 
 def _throughput(rows: Sequence[Row], jobs: int) -> list[str]:
     swept = [row for row in rows if row.get("speeds")]
-    return [
-        THROUGHPUT + (f" {jobs} configurations were measured at once, so the speeds say nothing." if jobs > 1 else ""),
-        "",
-        *_table(
-            ("model", "GiB", "precision", "share", "samples", "samples/s", "of the best"),
-            ([*_names(row), *cells] for row in swept for cells in _speed_cells(row["speeds"])),
-        ),
-    ]
+    columns = ("model", "GiB", "precision", "share", "samples", "samples/s", "of the best")
+    table = _table(columns, ([*_names(row), *cells] for row in swept for cells in _speed_cells(row["speeds"])))
+    crowd = f" {jobs} configurations were measured at once, so the speeds say nothing." if jobs > 1 else ""
+    return [THROUGHPUT + crowd, table]
 
 
 def _speed_cells(speeds: Sequence[Row]) -> Iterator[list[str]]:
@@ -172,30 +146,20 @@ def _speed_cells(speeds: Sequence[Row]) -> Iterator[list[str]]:
         yield [f"{point['share']:.3f}", str(point["samples"]), *reached]
 
 
-def _constants(found: Row) -> list[str]:
-    if "error" in found:
-        return _quoted(found["error"])
+def _constants(measured: Row) -> list[str]:
+    if "error" in measured:
+        return [_quoted(measured["error"])]
+    columns = ("after", "outside MiB", "reserved MiB", "at most MiB", "kept MiB")
+    names = ("outside_bytes", "reserved_bytes", "transient_bytes", "kept_bytes")
     return [
         CONSTANTS,
-        "",
-        *_table(
-            ("after", "outside MiB", "reserved MiB", "at most MiB", "kept MiB"),
-            ([step["after"], *(_mib(step[f"{name}_bytes"]) for name in ("outside", "reserved", "transient", "kept"))]
-             for step in found["steps"]),
-        ),
-    ]  # fmt: skip
+        _table(columns, ([step["after"], *(_mib(step[name]) for name in names)] for step in measured["steps"])),
+    ]
 
 
 def _failures(rows: Mapping[str, Row]) -> list[str]:
-    failed = {label: row["error"] for label, row in rows.items() if "error" in row}
-    if not failed:
-        return []
-    return [
-        "",
-        "Errors, which left the rest of their rows unmeasured:",
-        "",
-        *(f"- {label}: {_first_line(error)}" for label, error in failed.items()),
-    ]
+    failed = [f"- {label}: {_first_line(row['error'])}" for label, row in rows.items() if "error" in row]
+    return ["Errors, which left the rest of their rows unmeasured:", "\n".join(failed)] if failed else []
 
 
 def _names(row: Row) -> list[str]:
@@ -203,8 +167,8 @@ def _names(row: Row) -> list[str]:
     return [configuration["model"], f"{configuration['capacity_bytes'] / GIB:.4g}", configuration["precision"]]
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [_line(columns), _line(["---"] * len(columns)), *(_line(row) for row in rows)]
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join([_line(columns), _line(["---"] * len(columns)), *map(_line, rows)])
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -215,8 +179,8 @@ def _mib(size: float) -> str:
     return f"{size / MIB:.1f}"
 
 
-def _quoted(text: str) -> list[str]:
-    return ["```text", *text.splitlines(), "```"]
+def _quoted(text: str) -> str:
+    return "\n".join(["```text", *text.splitlines(), "```"])
 
 
 def _first_line(text: str) -> str:

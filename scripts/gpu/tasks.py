@@ -1,5 +1,5 @@
 """The tasks that gpu-check trains: can-train's own on the synthetic bus, and four from other fields on random data.
-These have only what the search for limits and training need of a task; they cannot be evaluated.
+These have only the parts that the search for limits and training use; they cannot be evaluated.
 
 Shapes: R samples of the task or of a batch.
 """
@@ -27,7 +27,7 @@ SEED: Final = 20
 """Seed of the random data."""
 
 Placement = tuple[torch.device, torch.dtype]
-"""Where and in which type to compute."""
+"""Device and type of the computation."""
 
 LossSum = Callable[[nn.Module, NDArray[np.int64], Placement], Tensor]
 """Computes the sum of a model's losses over some rows."""
@@ -40,7 +40,7 @@ class TensorTask:
     Attributes:
         feature: The feature that memory grows with.
         counts: [R] The feature's value for each sample.
-        terms: [R] What each sample adds to the loss's denominator.
+        terms: [R] The share of each sample in the loss's denominator.
         build_model: Makes the model, on the CPU.
         compute: Computes the sum of the losses.
     """

@@ -130,7 +130,7 @@ class Trainer:
         return self._tried(warm_up) is not None
 
     def _tried(self, work: Callable[[], Result]) -> Result | None:
-        """Returns what some steps return, or None if memory runs out."""
+        """Runs some steps; returns their result, or None if memory runs out."""
         try:
             return work()
         except (DoesNotFitError, RuntimeError) as error:
@@ -141,7 +141,7 @@ class Trainer:
         return None
 
     def step(self, rows: NDArray[np.int64], *, parts: int = 1) -> None:
-        """Takes an optimizer step on a logical batch in which the rows occur `parts` times."""
+        """Takes an optimizer step on a logical batch that has the rows `parts` times."""
         self._accumulate(rows, parts)
         self._optimization.step()
 
@@ -155,7 +155,7 @@ class Trainer:
             with self._precision.context(device):
                 return batch.losses(self.model, start, stop)
 
-        # No rescue: an out-of-memory error is what these measurements look for.
+        # No rescue: these measurements look for out-of-memory errors.
         MicroBatcher(
             self.model, meter=self.meter, rules=SplitRules(samples=len(rows)), rescue=RescueSettings(adaptive=False)
         ).run(
@@ -215,7 +215,7 @@ def limited_device(device: str, capacity_bytes: int) -> Iterator[Meter]:
     whole = open_meter(device)
     if capacity_bytes > whole.capacity_bytes:
         raise DeviceError(
-            "A capacity is at most what the device has free",
+            "The capacity exceeds the free memory of the device",
             value=f"{capacity_bytes / MIB:.0f} of {whole.capacity_bytes / MIB:.0f} MiB",
             remedy="Choose others: --capacities",
         )
@@ -246,11 +246,11 @@ class _ProbeWatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def logical_batch(self, rows: NDArray[np.int64], *others: Any) -> LogicalBatch:
+    def logical_batch(self, rows: NDArray[np.int64], *placement: Any) -> LogicalBatch:
         """Records the rows and returns the task's batch."""
         if self._watches:
             self.probes.append(rows)
-        return self._task.logical_batch(rows, *others)
+        return self._task.logical_batch(rows, *placement)
 
     def end(self, _: float) -> None:
         """Stops recording. The explorer calls this before every trial, and the first trial follows the probes."""

@@ -40,7 +40,7 @@ def describe_device(device: str) -> dict[str, Any]:
 
 
 def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Does a job and yields the results so far. Each job imports only what it needs, to start clean."""
+    """Does a job and yields the results so far. Each job imports its modules here, to start clean."""
     if job["part"] == "device":
         yield describe_device(job["device"])
     elif job["part"] == "constants":
@@ -56,13 +56,13 @@ def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Does the job of the command line and writes its results; an exception is written under `error`."""
     path = Path(sys.argv[2])
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
-        for found in run(json.loads(sys.argv[1])):
-            write_json_atomic(path, found)
+        for result in run(json.loads(sys.argv[1])):
+            write_json_atomic(path, result)
     except Exception as error:  # noqa: BLE001 - a measurement that fails must not end the others
         wrong = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        write_json_atomic(path, found | wrong)
+        write_json_atomic(path, result | wrong)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ from typing import Final
 FOLDER_VARIABLE: Final = "SLURM_SANDBOX_DIR"
 PORT_VARIABLE: Final = "SLURM_SANDBOX_PORT"
 DEFAULT_FOLDER: Final = Path("/var/lib/can-train-slurm")
-"""In a folder that only root may write to: the daemons run what is in it. Not in /run, whose files may not be executed,
+"""In a folder that only root may write to: the daemons run its files. Not in /run, whose files may not be executed,
 or in /tmp, where anybody could have made it before."""
 DEFAULT_PORT: Final = 27000
 
 NUM_NODES: Final = 2
 CPUS_PER_NODE: Final = 4
-"""What a node claims to have, whatever the machine has: enough for tests with two tasks per node."""
+"""CPUs that a node claims, on any machine: enough for tests with two tasks per node."""
 
 MEMORY_PER_NODE_MIB: Final = 4000
 GPUS_PER_NODE: Final = 2
@@ -97,7 +97,7 @@ class Cluster:
 
     @property
     def munge_key(self) -> Path:
-        """The secret with which the daemons authenticate each other."""
+        """The secret that authenticates the daemons to each other."""
         return self.folder / "etc" / "munge.key"
 
     @property
@@ -107,7 +107,7 @@ class Cluster:
 
     @property
     def database_socket(self) -> Path:
-        """The socket on which root administers the database."""
+        """The socket where root administers the database."""
         return self.folder / "run" / "database.socket"
 
     def log(self, daemon: str) -> Path:

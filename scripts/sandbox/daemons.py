@@ -98,12 +98,12 @@ def environment(cluster: Cluster) -> dict[str, str]:
 def running(cluster: Cluster) -> dict[str, int]:
     """Returns the process ids of the sandbox's daemons, by name."""
     mark = f"{_MARK}={cluster.folder}".encode()
-    found = {}
+    processes = {}
     for process in Path("/proc").iterdir():
         with suppress(OSError):  # the process has ended meanwhile
             if process.name.isdecimal() and mark in (process / "environ").read_bytes().split(b"\0"):
-                found[_name(process)] = int(process.name)
-    return found
+                processes[_name(process)] = int(process.name)
+    return processes
 
 
 def _name(process: Path) -> str:
@@ -130,11 +130,11 @@ def _own_folder(cluster: Cluster) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises SandboxError for a folder that another user may change: the daemons run what is in it, as root."""
+    """Raises SandboxError for a folder that another user may change: the daemons run its files, as root."""
     for place in (folder, *folder.parents):
         status = place.lstat()
         is_own = place != folder or (stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid())
-        # A sticky bit (/tmp) lets nobody replace what another user owns.
+        # A sticky bit (/tmp) lets nobody replace another user's files.
         is_shielded = place != folder and status.st_mode & stat.S_ISVTX
         if not is_own or status.st_uid not in (0, os.geteuid()):
             raise SandboxError(f"{place} belongs to user {status.st_uid}, or is a link: set {FOLDER_VARIABLE}")

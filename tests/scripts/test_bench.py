@@ -16,7 +16,7 @@ from bench.measure_all import ARGUMENTS, Outcome, benchmarks, run
 from bench.measure_bus import LOGGED, Figures, cells, figures, out_of_range, ratio, tree_finds, windows_of
 from bench.measure_data import prepare_log
 from bench.measure_reasons import COLUMNS, explained
-from bench.picture import BLOCKS, PICTURE, picture, spans
+from bench.picture import PICTURE, picture, read_blocks, spans
 from bench.summary import AbsentError, read_lines, summary
 from can_train_tasks.can.contributions import PROPERTIES
 from can_train_tasks.can.data.graphs import FlatGraphs
@@ -72,10 +72,10 @@ def test_the_picture_has_each_tool_by_name_and_with_its_value() -> None:
     section = """<!-- survival:begin -->
 | tool | runs that end | fill | speed |
 |---|---|---|---|
-""" + "".join(f"| {tool} | 2,{row}00 (step 3) | {row}.5% | 7% |\n" for row, tool in enumerate(BLOCKS[0].tools))
+""" + "".join(f"| {tool} | 2,{row}00 (step 3) | {row}.5% | 7% |\n" for row, tool in enumerate(read_blocks()[0].tools))
     drawn = picture(f"{SECTIONS.replace('<!-- survival:', '<!-- ')}{section}<!-- survival:end -->")
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
-    assert {tool.replace("`", "") for block in BLOCKS for tool in block.tools} <= set(texts)
+    assert {tool.replace("`", "") for block in read_blocks() for tool in block.tools} <= set(texts)
     assert {"2,000", "2,700", "0.5", "7.5", "0.425"} <= set(texts)
 
 

@@ -5,9 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from bench.equivalence_loops import (
+from bench.measure_equivalence import (
+    EXACT,
     LEARNING_RATE,
     NOT_COUNTED,
+    OWN,
     PARTS,
     Errors,
     NextWord,
@@ -18,9 +20,11 @@ from bench.equivalence_loops import (
     divided,
     draw_sentences,
     errors,
+    missed_goals,
+    own_loop,
+    share_text,
     whole,
 )
-from bench.measure_equivalence import EXACT, OWN, missed_goals, own_loop, share_text
 
 SENTENCES = draw_sentences(52)
 """A batch of 32 and one of 20, whose last micro-batch has 4."""

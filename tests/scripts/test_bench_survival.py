@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from bench.measure_survival import BY_COST, OWN, cells, missed_goals, modelled_table
-from bench.survival_own import by_plan, by_prediction, by_search
-from bench.survival_steps import simulated
-from bench.survival_tools import filled, fixed, look, next_fit, of_size, sweep
+from bench.survival_tools import by_plan, by_prediction, by_search, filled, fixed, look, next_fit, of_size, sweep
 from bench.survival_world import (
     BASE_BYTES,
     CAPACITY_BYTES,
@@ -30,6 +28,7 @@ from bench.survival_world import (
     measure,
     replay,
     shuffled,
+    simulated,
 )
 
 GRAPHS = draw_graphs(2_000, median_nodes=100, most_nodes=12_000)

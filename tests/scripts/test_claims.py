@@ -1,23 +1,26 @@
 """The arithmetic of the claims' tables, without the measurements."""
 
 import doctest
-from types import ModuleType
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import claims_originals, measure_claims
-from bench.claims_originals import batches_to_oom, described_divisor, doubling_finder, lost_share, remainder_weight
-from bench.claims_runs import Trained
+from bench import measure_claims
+from bench.measure_claims import (
+    Trained,
+    batches_to_oom,
+    described_divisor,
+    doubling_finder,
+    lost_share,
+    remainder_weight,
+)
 
 MIB = 2**20
 
 
-@pytest.mark.parametrize("module", [claims_originals, measure_claims])
-def test_the_examples_of_the_algorithms_hold(module: ModuleType) -> None:
-    done = doctest.testmod(module)
+def test_the_examples_of_the_algorithms_hold() -> None:
+    done = doctest.testmod(measure_claims)
     assert done.attempted
     assert not done.failed
 

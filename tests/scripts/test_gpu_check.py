@@ -242,7 +242,7 @@ def test_a_run_goes_on_where_an_earlier_one_ended_and_records_what_failed(tmp_pa
     [
         ("cuda", "gpu-check: torch sees no CUDA GPU"),
         ("sim:much", "gpu-check: A simulated GPU is written sim:<size>"),
-        ("cpu", "gpu-check: What is checked is a GPU: cpu"),
+        ("cpu", "gpu-check: The device is no GPU: cpu"),
     ],
 )
 def test_a_device_that_is_not_there_ends_the_run_at_once(
