@@ -14,11 +14,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer as LightningTrainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from bench.finder_peers import quiet_trainer
 from bench.harness import say, versions_of
 from bench.measure_equivalence import (
     MICRO_BATCH,
@@ -89,17 +89,7 @@ class Module(LightningModule):
 
 def lightning_loop(sentences: Sequence[Tensor], folder: str, settings: Settings) -> Trained:
     """Trains with Lightning's Trainer."""
-    trainer = LightningTrainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=settings.epochs,
-        accumulate_grad_batches=PARTS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = quiet_trainer(folder, max_epochs=settings.epochs, accumulate_grad_batches=PARTS)
     module = Module(settings.lr)
     trainer.fit(module, loader(sentences))
     return trained(module.net, module.optimizer)

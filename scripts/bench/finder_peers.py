@@ -87,18 +87,10 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def quiet_trainer(folder: str) -> Trainer:
-    """Makes a trainer of one epoch, which prints nothing and writes into a folder."""
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+def quiet_trainer(folder: str, **options: Any) -> Trainer:
+    """Makes a trainer on the CPU, by default of one epoch, which prints nothing and writes into a folder."""
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **{"max_epochs": 1, **silent, **options})
 
 
 def lightning_search(trial: Trial, case: Case, *, mode: str, max_val: int, folder: str) -> int:

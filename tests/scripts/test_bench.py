@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from bench import measure_all
-from bench.harness import RESULTS
+from bench.harness import RESULTS, template
+from bench.harness import SECTIONS as TEMPLATES
 from bench.measure_all import ARGUMENTS, Outcome, benchmarks, run
 from bench.measure_bus import LOGGED, Figures, cells, figures, out_of_range, ratio, tree_finds, windows_of
 from bench.measure_data import prepare_log
@@ -36,6 +37,13 @@ def test_every_benchmark_has_its_module_and_its_section() -> None:
 
 def between(name: str) -> str:
     return SECTIONS.partition(f"<!-- {name}:begin -->\n")[2].partition(f"\n<!-- {name}:end -->")[0]
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in TEMPLATES.glob("*.md")))
+def test_a_section_has_the_words_of_its_template(name: str) -> None:
+    body = re.split(r"\{[^{}]*\}", template(name)[1])
+    section = between(name.partition("-")[0] if name.startswith("claims-") else name)
+    assert re.search(".*?".join(map(re.escape, body)), section, re.DOTALL)
 
 
 def test_the_summary_and_the_picture_are_what_the_sections_say() -> None:
