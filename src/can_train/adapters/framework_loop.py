@@ -207,7 +207,7 @@ class FrameworkLoop:
         starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
         whole = sum(parts.shares[start] for start in starts)
         if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
-            self._divide_gradients(whole)
+            torch._foreach_div_([one.grad for one in self.model.parameters() if one.grad is not None], whole)
         # On the device: reading it would make the host wait for it.
         loss = torch.stack([parts.losses[start] for start in starts]).sum() / whole
         return StepResult(loss=loss, weights={start: parts.shares[start] / whole for start in starts})
@@ -260,10 +260,6 @@ class FrameworkLoop:
         # Limits of the user's own are in samples, or follow from the same counts.
         is_counted = isinstance(self.settings.limits, DeviceLimits | PeakPrediction)
         return counts if is_counted else len(counts_of(counts)[1])
-
-    def _divide_gradients(self, divisor: float) -> None:
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        torch._foreach_div_(gradients, divisor)
 
     def _tell_dependence(self, dependence: BatchDependence) -> None:
         sentences = dependence.sentences(split=False)

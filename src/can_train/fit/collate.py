@@ -101,7 +101,9 @@ def samples_in(batch: Any) -> int:
         return int(batch.num_graphs)
     sizes = {len(leaf) for leaf in leaves(batch) if leaf.dim()}
     if len(sizes) != 1:
-        found = f"tensors of {', '.join(map(str, sorted(sizes)))}" if sizes else f"no tensor in a {_type(batch)}"
+        found = (
+            f"tensors of {', '.join(map(str, sorted(sizes)))}" if sizes else f"no tensor in a {type(batch).__name__}"
+        )
         raise DataError("The tensors of a batch have a row for each sample", value=found, remedy=_OWN_SELECT)
     return sizes.pop()
 
@@ -135,7 +137,3 @@ def _select(value: Any, rows: Rows, samples: int) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{one.name: _select(getattr(value, one.name), rows, samples) for one in fields(value)})
     return value
-
-
-def _type(value: Any) -> str:
-    return type(value).__name__

@@ -448,8 +448,12 @@ def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPre
 
 def _of_phase(explorer: Explorer, batch: Any) -> PeakPrediction:
     task = explorer.task
-    limits = _of_any_size(explorer.explore(lambda costs: float(costs.each().sum())))
-    phase = limits.training
+    limits = explorer.explore(lambda costs: float(costs.each().sum()))
+    # Of a device that any batch fits.
+    training, evaluation = (
+        replace(result, tuned_limit=math.inf, capped=True) for result in (limits.training, limits.evaluation)
+    )
+    limits, phase = replace(limits, training=training, evaluation=evaluation), training
     if np.ndim(batch) == 0:
         each = BatchCosts.priced(phase.model, task.batch_features(task.train_rows)).each()
         rows = np.resize(task.train_rows[np.argsort(-each, kind="stable")], _size(batch))
@@ -463,12 +467,6 @@ def _of_phase(explorer: Explorer, batch: Any) -> PeakPrediction:
         explains=phase.model.explains,
         limits=limits,
     )
-
-
-def _of_any_size(limits: DeviceLimits) -> DeviceLimits:
-    """Returns the limits of a device that any batch fits."""
-    unlimited = [replace(phase, tuned_limit=math.inf, capped=True) for phase in (limits.training, limits.evaluation)]
-    return replace(limits, training=unlimited[0], evaluation=unlimited[1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,9 +36,11 @@ _LONG_JUMP: Final = 1.5  # A jump to more than this multiple of the size counts 
 # Share of the memory left that a long jump fills: peaks that bend up by up to 30 % then still fit.
 _LONG_JUMP_SHARE: Final = 0.7
 _WORTHWHILE: Final = 0.01  # Relative gain that is worth another trial
-_APART: Final = 1.05  # Smallest ratio of two sizes whose readings give a slope; closer ones give round-off and noise
+_MIN_SIZE_RATIO: Final = (
+    1.05  # Smallest ratio of two sizes whose readings give a slope; closer ones give round-off and noise
+)
 # Smallest slope that is believed, as a share of the slope from zero, where size 0 is known to read 0.
-_GENTLEST: Final = 0.5
+_MIN_SLOPE_SHARE: Final = 0.5
 # A search by halves ends at this relative distance below the smallest failure; half of it is lost on average.
 _CLOSE: Final = 0.07
 # Trials in a row that the size found must fit in: with readings, a second one that differs shows scatter; without, only
@@ -182,18 +184,15 @@ def _confirmed(
         if capacity is not None and peak is not None:
             readings.append(peak)
         makes_room = not fitted
+        differ = bool(readings) and max(readings) * (1 - _STEADY) > min(readings)
         # Readings make room once at most: later sizes must fit as often, or make room by failing.
-        if confirm is None and not scatters and (not fitted or _differ(readings)):
+        if confirm is None and not scatters and (not fitted or differ):
             scatters, needed = True, _CONFIRMED
             makes_room = not fitted or max(readings) > (1 - _ROOM) * (capacity or math.inf)
         if makes_room:
             size = max(int(size * (1 - room)), int(fitted))
             fitted_in_a_row, room, readings = 0, min(2 * room, _MOST_ROOM), []
     return SizeSearch(size=size, trials=progress.trials, ooms=progress.ooms)
-
-
-def _differ(readings: list[float]) -> bool:
-    return bool(readings) and max(readings) * (1 - _STEADY) > min(readings)
 
 
 def _next_size(progress: _Progress, capacity: float | None) -> int:
@@ -226,16 +225,16 @@ def _next_size(progress: _Progress, capacity: float | None) -> int:
 def _jump(progress: _Progress, capacity: float) -> int:
     """Returns the size that the readings lead to; the last reading's where nothing is left to gain."""
     size, peak = progress.readings[-1]
-    gentlest = _GENTLEST * peak / size if progress.from_zero else 0.0
-    predicted = _extrapolate(progress.readings, capacity, gentlest)
+    least_slope = _MIN_SLOPE_SHARE * peak / size if progress.from_zero else 0.0
+    predicted = _extrapolate(progress.readings, capacity, least_slope)
     if predicted - size < max(1.0, _WORTHWHILE * size):
         return size
     if predicted > _LONG_JUMP * size:
-        predicted = _extrapolate(progress.readings, peak + _LONG_JUMP_SHARE * (capacity - peak), gentlest)
+        predicted = _extrapolate(progress.readings, peak + _LONG_JUMP_SHARE * (capacity - peak), least_slope)
     return int(min(predicted, size * _JUMP))
 
 
-def _extrapolate(readings: list[_Reading], peak_bytes: float, gentlest: float) -> float:
+def _extrapolate(readings: list[_Reading], peak_bytes: float, least_slope: float) -> float:
     """Returns the size whose peak, on the curve through the last readings, is `peak_bytes`."""
     size, peak = readings[-1]
     room = peak_bytes - peak
@@ -244,9 +243,9 @@ def _extrapolate(readings: list[_Reading], peak_bytes: float, gentlest: float) -
     # The last reading and up to two before it, each far enough from the next to give a slope.
     apart = readings[-1:]
     for reading in reversed(readings[:-1]):
-        if len(apart) < 3 and reading[0] * _APART <= apart[0][0]:
+        if len(apart) < 3 and reading[0] * _MIN_SIZE_RATIO <= apart[0][0]:
             apart.insert(0, reading)
-    slopes = [max((b[1] - a[1]) / (b[0] - a[0]), gentlest) for a, b in pairwise(apart)]
+    slopes = [max((b[1] - a[1]) / (b[0] - a[0]), least_slope) for a, b in pairwise(apart)]
     # Through the origin: the steepest line that has no negative base, so a safe size rather than the largest.
     safe = max(size * peak_bytes / peak, size + 1.0)
     if not slopes:
