@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,19 +37,19 @@ class Watched(torch.autograd.Function):
     stacks: list[list[str]]
 
     @staticmethod
-    def forward(ctx: object, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]  # one argument of many
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         Watched.stacks.append(functions_on_stack(sys._getframe()))
-        return gradient
+        return gradients[0]
 
 
 class WatchedBatch(LineBatch):
     def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
         losses = super().losses(model, start, stop).items()
-        return {term: (Watched.apply(total), denominator) for term, (total, denominator) in losses}  # type: ignore[no-untyped-call]
+        return {term: (Watched.apply(total), denominator) for term, (total, denominator) in losses}
 
 
 class WatchedTask(LineTask):
@@ -59,7 +60,7 @@ class WatchedTask(LineTask):
 
 
 def watched(loss: Tensor) -> Tensor:
-    found: Tensor = Watched.apply(loss)  # type: ignore[no-untyped-call]
+    found: Tensor = Watched.apply(loss)
     return found
 
 
