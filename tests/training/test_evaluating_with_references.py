@@ -143,7 +143,8 @@ def test_a_teacher_that_is_gone_is_said_and_all_else_is_as_with_it(tmp_path: Pat
     judgement = left.document["judgement"]
     assert "teacher" in judgement["absent"]
     assert any(
-        "Missing from the tables: teacher" in note and f"{tmp_path / 'gone'} is gone" in note for note in left.notes
+        "Missing from the tables: teacher" in note and f"{tmp_path / 'gone'} is gone" in note
+        for note in left.verdict.notes
     )
     del (
         whole["test"]["other.csv"]["references"]["teacher"],

@@ -251,5 +251,5 @@ def test_a_single_sample_cannot_train_and_validate() -> None:
         def datasets(self) -> Mapping[str, Sequence[Any]]:
             return {"train": super().datasets()["train"][:1]}
 
-    with pytest.raises(DataError, match="two samples"):
+    with pytest.raises(DataError, match="at least two samples"):
         _ = Single().train_rows

@@ -55,8 +55,8 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     """Judge a finished run once more: on its own test data, or on other data."""
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     locator = RunLocator(runs_dir, state_dir)
-    known = locator.find(run)
-    if known.folder.result() is None and (status := locator.status(known)).state.live:
+    record = locator.find(run)
+    if record.folder.result() is None and (status := locator.status(record)).state.live:
         raise RunError("The run has not finished", value=str(status.state),
                        remedy=f"Wait for its end: can-train logs {run} -f")  # fmt: skip
     # Hydra and torch: a line that is wrong does not wait for them.
@@ -65,7 +65,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     from can_train.training.evaluate import evaluate as evaluate_run
 
     request = EvaluationRequest(
-        run=known.folder.path,
+        run=record.folder.path,
         dataset=dataset,
         sets=tuple(set_ or ()),
         options=options,
@@ -126,16 +126,16 @@ def _evaluation_settings(words: Sequence[str], valued: Mapping[str, bool], share
     name = words[min(names, key=lambda index: before[index].startswith("--") and before[index] not in valued)]
     locator = RunLocator.of_words(words)
     try:
-        known = locator.find(name)
+        record = locator.find(name)
     except CanTrainError:
         return None  # the command itself raises the error, once its flags are read
-    task = known.config.get("task", "")
+    task = record.config.get("task", "")
     if task in described_tasks():
         return load_object(load_task_settings(task).evaluation)
     # The class of a task of one's own is imported with torch. Flags that every task has do not need it.
     if all(flag in shared for flag in flags if flag.startswith("--")):
         return NoSettings
-    config = locator.trust(trusts_all="--trust-code" in flags).config(known.folder)
+    config = locator.trust(trusts_all="--trust-code" in flags).config(record.folder)
     code_dir = dict(config.get("paths") or {}).get("code_dir", "")
     return load_object(load_task_settings(task, code_dir).evaluation)
 
@@ -143,7 +143,7 @@ def _evaluation_settings(words: Sequence[str], valued: Mapping[str, bool], share
 def _command(kinds: Sequence[Any], settings: Any = None) -> Callable[..., None]:
     """Makes the command with the fields of dataclasses as further options, and passes them on as `settings`."""
     signature = inspect.signature(evaluate, eval_str=True).parameters
-    run, dataset, *others = (parameter for name, parameter in signature.items() if name != "options")
+    run, dataset, *further = (parameter for name, parameter in signature.items() if name != "options")
     options = {parameter.name: parameter for kind in kinds for parameter in _parameters(kind)}
     if taken := options.keys() & signature.keys():
         raise ConfigError("A task redefines an option of every evaluation", value=", ".join(sorted(taken)),
@@ -157,7 +157,7 @@ def _command(kinds: Sequence[Any], settings: Any = None) -> Callable[..., None]:
         given = {name: flags.pop(name) for name in options}
         evaluate(**flags, options=settings(**given) if settings and given else None)
 
-    command.__signature__ = inspect.Signature([run, dataset, *options.values(), *others])  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature([run, dataset, *options.values(), *further])  # type: ignore[attr-defined]
     command.__doc__ = evaluate.__doc__
     return command
 

@@ -188,8 +188,8 @@ def load_class(task: str, code_dir: str) -> type:
         before = (index for index, folder in enumerate(sys.path) if set(_INSTALLED) & set(Path(folder).parts))
         sys.path.insert(next(before, len(sys.path)), code_dir)
     module = _load_file(Path(code_dir, where)) if _is_file(where) else _load_module(where)
-    classes = {key: one for key, one in vars(module).items()
-               if isinstance(one, type) and issubclass(one, base) and one is not base}  # fmt: skip
+    classes = {key: value for key, value in vars(module).items()
+               if isinstance(value, type) and issubclass(value, base) and value is not base}  # fmt: skip
     if name not in classes:
         if hasattr(module, name):
             raise ConfigError(f"{name} of {where} does not derive from can_train.Task",
@@ -232,7 +232,7 @@ def _folder_of(module: str) -> str:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        near = sorted(str(one.name) for one in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        near = sorted(file.name for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
         if near:
             raise unknown_name(f"file in {path.parent}", path.name, near)
         raise ConfigError(

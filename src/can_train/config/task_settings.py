@@ -152,8 +152,8 @@ class TaskSettings:
     @property
     def prerequisites(self) -> list[Prerequisite]:
         """The finished runs that its modes build on, each role once."""
-        found = [one for spec in self.models.values() for needed in spec.prerequisites.values() for one in needed]
-        return list({one.role: one for one in found}.values())
+        by_mode = [needed for spec in self.models.values() for needed in spec.prerequisites.values()]
+        return list({prerequisite.role: prerequisite for needed in by_mode for prerequisite in needed}.values())
 
 
 def load_task_settings(task: str, code_dir: str = "") -> TaskSettings:
@@ -215,10 +215,10 @@ def _check_settings(where: str, cls: Any, needed: tuple[str, ...] = ()) -> None:
     frozen = '@dataclass(frozen=True, kw_only=True), and a default for each field, as in "hidden: int = 32"'
     if not (isinstance(cls, type) and is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ConfigError(f"{where} must be a frozen dataclass", remedy=f"Write {frozen}")
-    for one in fields(cls):
-        if one.default is MISSING and one.default_factory is MISSING:
-            raise ConfigError(f"Every field of {where} must have a default", value=one.name, remedy=f"Write {frozen}")
-    lacking = [name for name in needed if name not in [one.name for one in fields(cls)]]
+    for each in fields(cls):
+        if each.default is MISSING and each.default_factory is MISSING:
+            raise ConfigError(f"Every field of {where} must have a default", value=each.name, remedy=f"Write {frozen}")
+    lacking = [name for name in needed if name not in [each.name for each in fields(cls)]]
     if lacking:
         raise ConfigError(f"{where} must have the fields {' and '.join(needed)}", value=f"{', '.join(lacking)} lacks",
                           remedy=f'Add {lacking[0]}: str = ""')  # fmt: skip

@@ -65,7 +65,7 @@ def evaluator(
     finished: FinishedModel, finished_model: Callable[[str], FinishedModel], data: EvaluationData
 ) -> Evaluation:
     """Prepares data for the evaluation of a finished run."""
-    roles = [one.role for one in finished.run.prerequisites if getattr(finished.run.mode, one.role)]
+    roles = [needed.role for needed in finished.run.prerequisites if getattr(finished.run.mode, needed.role)]
     models = {role: finished_model(role) for role in roles}
     return SampleEvaluation(finished, make_trained_task(finished, models, data), data)
 

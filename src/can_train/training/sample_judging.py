@@ -75,7 +75,7 @@ def part_outcome(losses: Mapping[str, tuple[Any, Any]], metrics: Any, prediction
     Raises:
         DataError: A metric is not (sum, denominator), or predictions are not one for each sample.
     """
-    sums = {_LOSS.format(term): (float(total), float(own)) for term, (total, own) in losses.items()}
+    sums = {_LOSS.format(term): (float(total), float(count)) for term, (total, count) in losses.items()}
     for name, pair in metrics.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise DataError("Task.metrics did not return {name: (sum, denominator)}", value=f"{name}: {pair!r:.60}",
@@ -86,7 +86,7 @@ def part_outcome(losses: Mapping[str, tuple[Any, Any]], metrics: Any, prediction
     if len(predictions) != size:
         raise DataError(f"Task.predict returned {len(predictions)} predictions for {size} samples",
                         remedy="Return one for each sample")  # fmt: skip
-    listed = [one.detach().cpu() if isinstance(one, Tensor) else one for one in predictions]
+    listed = [value.detach().cpu() if isinstance(value, Tensor) else value for value in predictions]
     return PartOutcome(metrics=sums, predictions=listed)
 
 
@@ -94,11 +94,11 @@ def set_scores(task: JudgedTask, rows: NDArray[np.int64], parts: Sequence[PartOu
     """Returns the figures of a set: sums of its parts ÷ denominators, then the measures of its predictions."""
     totals: dict[str, list[float]] = {}
     for part in parts:
-        for name, (total, own) in part.metrics.items():
+        for name, (total, count) in part.metrics.items():
             sums = totals.setdefault(name, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + total, sums[1] + own
-    scores = {name: total / own for name, (total, own) in totals.items() if own}
-    predictions = [one for part in parts for one in part.predictions or ()]
+            sums[0], sums[1] = sums[0] + total, sums[1] + count
+    scores = {name: total / count for name, (total, count) in totals.items() if count}
+    predictions = [value for part in parts for value in part.predictions or ()]
     if predictions:
         measured = task.measured(Samples(task, rows), predictions)
         scores |= {name: float(value) for name, value in measured.items()}
@@ -127,7 +127,7 @@ def tables(judgement: Mapping[str, Any]) -> Sequence[ScoreTable]:
         return [ScoreTable("Scores", ("set", "", *metrics), rows)] if metrics else []
     # A table for each set, which is not wider than its methods are many.
     sets = dict.fromkeys(name for name, *_ in scored)
-    return [_set_table(one, {rival: scores for name, rival, scores in scored if name == one}, metrics) for one in sets]
+    return [_set_table(key, {rival: scores for name, rival, scores in scored if name == key}, metrics) for key in sets]
 
 
 def _set_table(name: str, by_rival: Mapping[str, Mapping[str, float]], metrics: Sequence[str]) -> ScoreTable:

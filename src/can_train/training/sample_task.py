@@ -249,7 +249,7 @@ class Task(BatchTask):
             kept = max(1, round(_HELD_OUT * len(rows[TRAIN])))
             if kept == len(rows[TRAIN]):
                 raise DataError(f"The set 'train' has {kept} sample",
-                                remedy="Give two samples at least: one of them validates")  # fmt: skip
+                                remedy="Give at least two samples: one trains and one validates")  # fmt: skip
             # The same ones for every seed: runs that differ in their seed are compared.
             shuffled = np.random.default_rng(0).permutation(rows[TRAIN])
             rows |= {TRAIN: np.sort(shuffled[kept:]), VALIDATION: np.sort(shuffled[:kept])}
@@ -323,12 +323,12 @@ class Task(BatchTask):
                 with self.asked(f"features of {self.describe(row)}"):
                     counted.append(dict(self.features(sample) if count else _lengths(sample)))
                 stage.advance(1)
-        kinds = {_feature(kind): None for one in counted for kind in one}
-        by_kind = [{_feature(kind): number for kind, number in one.items()} for one in counted]
+        kinds = {_feature(kind): None for counts in counted for kind in counts}
+        by_kind = [{_feature(kind): number for kind, number in counts.items()} for counts in counted]
         samples = Feature("samples")
         features = [*kinds, *([samples] if samples not in kinds else [])]
-        table = [[1.0 if kind == samples and kind not in one else float(one.get(kind, 0.0)) for kind in features]
-                 for one in by_kind]  # fmt: skip
+        table = [[1.0 if kind == samples and kind not in counts else float(counts.get(kind, 0.0)) for kind in features]
+                 for counts in by_kind]  # fmt: skip
         return tuple(features), np.asarray(table)
 
     def _differ_in_length(self, total: int) -> bool:
@@ -463,15 +463,15 @@ class SampleBatch:
         samples, task = self.samples(0, len(self._rows)), self._task
         with task.asked("draw"):
             if generator is not None:
-                found = list(task.draw(samples, generator))
+                drawn = list(task.draw(samples, generator))
             else:
                 # Each by itself: how validation is cut depends on the device.
-                found = [task.draw([sample], torch.Generator().manual_seed(seed))[0]
+                drawn = [task.draw([sample], torch.Generator().manual_seed(seed))[0]
                          for sample, seed in zip(samples, self._seeds, strict=True)]  # fmt: skip
-        if len(found) != len(samples):
-            raise DataError(f"Task.draw returned {len(found)} samples for {len(samples)}",
+        if len(drawn) != len(samples):
+            raise DataError(f"Task.draw returned {len(drawn)} samples for {len(samples)}",
                             remedy="Return a sample for each one, in their order")  # fmt: skip
-        self._samples = dict(enumerate(found))
+        self._samples = dict(enumerate(drawn))
 
 
 @contextmanager
@@ -543,21 +543,21 @@ def _check_sets(task: str, sets: Mapping[str, Sequence[Any]]) -> None:
 def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float]]:
     shape = "{term: (sum, denominator)}, as {'loss': (losses.sum(), len(losses))}"
     if not isinstance(terms, Mapping) or not terms:
-        raise DataError(f"{where} returns {shape}", value=type(terms).__name__)
-    found = {}
+        raise DataError(f"{where} did not return {shape}", value=type(terms).__name__)
+    checked = {}
     for term, pair in terms.items():
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor) or pair[0].ndim:
-            raise DataError(f"{where} returns {shape}: a scalar tensor and a number for each term",
+            raise DataError(f"{where} did not return {shape}: a scalar tensor and a number for each term",
                             value=f"{term!r} is {_shown(pair)}")  # fmt: skip
-        found[str(term)] = (pair[0], float(pair[1]))
-    return found
+        checked[str(term)] = (pair[0], float(pair[1]))
+    return checked
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
-        return f"({', '.join(_shown(one) for one in value)})"
+        return f"({', '.join(_shown(part) for part in value)})"
     return f"{value!r:.60}"
 
 

@@ -58,16 +58,16 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
                 raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
         rule = AlarmRule(threshold=threshold, calibrate_s=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
         locator = RunLocator(runs_dir, state_dir)
-        known = locator.find(run)
+        record = locator.find(run)
         # Hydra and torch: a line that is wrong does not wait for them.
         from can_train_tasks.can.evaluation.live import DetectionRequest, LiveRun
 
-        request = DetectionRequest(run=known.folder.path, source=input_, channel=channel or "", rule=rule,
+        request = DetectionRequest(run=record.folder.path, source=input_, channel=channel or "", rule=rule,
                                    explain=explain, device=device,
                                    trust=locator.trust(trusts_all=trust_code))  # fmt: skip
         live = LiveRun(request)
         try:
-            print_aside(f"Run {known.run_id} watches {'standard input' if input_ == '-' else input_}")
+            print_aside(f"Run {record.run_id} watches {'standard input' if input_ == '-' else input_}")
             try:
                 _print_events(live.events(), as_json=as_json)
             finally:

@@ -337,7 +337,7 @@ class WindowTable:
         """Makes the table of chosen windows.
 
         Returns:
-            [R, C]: mean, standard deviation, minimum and maximum of each node feature, the same of each edge feature,
+            [R, C]: mean, standard deviation, minimum and maximum of each node feature and of each edge feature,
             the number of nodes, the number of edges, the duration in seconds; and the same four of each deviation.
         """
         deviations = self.inputs.num_deviations if self.inputs else 0

@@ -414,8 +414,8 @@ def calibration_notes(
 def calibrated_scale(score: Floats, validation: ScoreScale, *, where: str) -> ScoreScale:
     """Measures where the scores of a log lie by [R] of its beginning, which is taken for benign.
 
-    A beginning is calmer than the drive after it. So the log's scores are taken to spread at least as far as those of
-    validation, and to lie lower only by what the beginning is lower than one such spread.
+    A beginning is calmer than the drive after it. So the log's scores are taken to spread at least as far as the
+    scores of validation. They are lowered only by the distance of the beginning below one such spread.
 
     Raises:
         DataError: There are too few windows.

@@ -13,9 +13,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import polars as pl
@@ -88,6 +91,12 @@ class BusErrors(NamedTuple):
     bus_offs: int  # of these, those that tell that the controller left the bus
     classes: int  # bits of `ERROR_CLASSES`
 
+    @classmethod
+    def of(cls, channel: str, time_s: float | None, kinds: Sequence[int]) -> Self:
+        """Counts error frames; `kinds` are their identifiers, 0 where they have no meaning."""
+        classes = reduce(or_, kinds, 0)
+        return cls(channel, time_s, len(kinds), sum(1 for kind in kinds if kind & BUS_OFF), classes)
+
     def text(self) -> str:
         """Names the classes; empty where the input does not tell them."""
         return ", ".join(name for bit, name in ERROR_CLASSES.items() if self.classes & bit)
@@ -127,8 +136,8 @@ class FrameInput(ABC):
         count = self.malformed.total()
         if not count:
             return ""
-        found = [f"{number:,} × {reason}" for reason, number in self.malformed.most_common(_EXAMPLES) if number]
-        return f"{counted(count, 'line', 'are')} malformed and left out: {', '.join(found)}"
+        reasons = [f"{number:,} × {reason}" for reason, number in self.malformed.most_common(_EXAMPLES) if number]
+        return f"{counted(count, 'line', 'are')} malformed and left out: {', '.join(reasons)}"
 
     def _by_bus(self, frames: Frames, channels: NDArray[Any]) -> Iterator[BusFrames]:
         """Yields [M] frames bus by bus; `channels` [M] names the interface of each.
@@ -339,10 +348,10 @@ class TextInput(FrameInput):
             return
         lines, self._unknown = self._unknown, []
         self._grammar = self._recognise(lines, final=final)
-        if self._grammar is not None:
+        if self._grammar is None:
+            self._unknown = lines
+        else:
             yield from self._parsed(lines, self._grammar)
-            return
-        self._unknown = lines
 
     def _parsed(self, lines: list[str | None], grammar: Grammar) -> Iterator[BusFrames | BusErrors]:
         now_s = time.time()
@@ -366,16 +375,18 @@ class TextInput(FrameInput):
 
     def _errors(self, lines: list[str | None], count: int, grammar: Grammar) -> Iterator[BusErrors]:
         """Yields the `count` error frames among lines, bus by bus as far as the lines tell."""
-        found = [match for line in lines if line and (match := _ERROR_LINE.match(line))]
-        if not grammar.name.startswith("candump") or len(found) != count:
+        matches = [match for line in lines if line and (match := _ERROR_LINE.match(line))]
+        if not grammar.name.startswith("candump") or len(matches) != count:
             yield BusErrors("", None, count, 0, 0)
             return
-        for channel in dict.fromkeys(match["channel"] for match in found):
-            own = [match for match in found if match["channel"] == channel]
-            kinds = [int(match["id"], 16) & MAX_CAN_ID for match in own]
+        for channel in dict.fromkeys(match["channel"] for match in matches):
+            of_bus = [match for match in matches if match["channel"] == channel]
+            time_s = None
             # A difference is no time.
-            time_s = None if self._deltas or grammar.dated else _number(own[0]["time"])
-            yield BusErrors(channel, time_s, len(own), sum(1 for kind in kinds if kind & BUS_OFF), _union(kinds))
+            if not (self._deltas or grammar.dated):
+                with suppress(ValueError):
+                    time_s = float(of_bus[0]["time"])
+            yield BusErrors.of(channel, time_s, [int(match["id"], 16) & MAX_CAN_ID for match in of_bus])
 
     def _recognise(self, lines: Sequence[str | None], *, final: bool) -> Grammar | None:
         """Finds the grammar that reads most of the first lines, if any reads one; None also where more of them are to
@@ -447,18 +458,6 @@ def _base_text(note: BaseNote) -> str:
     return f"{note.fact[0].upper()}{note.fact[1:]}{remedy}"
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _union(kinds: Sequence[int]) -> int:
-    """Joins the bits of identifiers."""
-    return int(np.bitwise_or.reduce(np.array(kinds, np.int64)))
-
-
 def _with_times(lines: Sequence[str | None], since_s: float, now_s: float) -> list[str | None]:
     """Puts times before lines that have none, as if they had arrived evenly since the ones before."""
     times = np.linspace(since_s, now_s, len(lines) + 1)[1:]
@@ -490,8 +489,8 @@ class BusInput(FrameInput):
             if not messages:
                 yield None
                 continue
-            yield from self._frames([one for one in messages if not one.is_error_frame])
-            yield from self._errors([one for one in messages if one.is_error_frame])
+            yield from self._frames([message for message in messages if not message.is_error_frame])
+            yield from self._errors([message for message in messages if message.is_error_frame])
 
     def close(self) -> None:
         """Shuts the bus down."""
@@ -507,25 +506,24 @@ class BusInput(FrameInput):
 
     def _errors(self, messages: Sequence[Any]) -> Iterator[BusErrors]:
         for channel in dict.fromkeys(map(_channel, messages)):
-            own = [one for one in messages if _channel(one) == channel]
-            kinds = [one.arbitration_id if one.dlc == _SOCKETCAN_LENGTH else 0 for one in own]
-            bus_offs = sum(1 for kind in kinds if kind & BUS_OFF)
-            yield from self._counted(BusErrors(channel, own[0].timestamp, len(own), bus_offs, _union(kinds)))
+            of_bus = [message for message in messages if _channel(message) == channel]
+            kinds = [message.arbitration_id if message.dlc == _SOCKETCAN_LENGTH else 0 for message in of_bus]
+            yield from self._counted(BusErrors.of(channel, of_bus[0].timestamp, kinds))
 
     def _frames(self, messages: Sequence[Any]) -> Iterator[BusFrames]:
-        good = [one for one in messages if len(one.data) <= MAX_PAYLOAD_BYTES]
+        good = [message for message in messages if len(message.data) <= MAX_PAYLOAD_BYTES]
         if len(good) < len(messages):
             self.malformed[f"more than {MAX_PAYLOAD_BYTES} bytes"] += len(messages) - len(good)
-        payload = b"".join(bytes(one.data).ljust(MAX_PAYLOAD_BYTES, b"\0") for one in good)
+        payload = b"".join(bytes(message.data).ljust(MAX_PAYLOAD_BYTES, b"\0") for message in good)
         frames = Frames(
-            timestamp=np.array([one.timestamp for one in good], np.float64),
-            can_id=np.array([one.arbitration_id for one in good], np.uint32),
+            timestamp=np.array([message.timestamp for message in good], np.float64),
+            can_id=np.array([message.arbitration_id for message in good], np.uint32),
             # A remote frame asks for data, and has none.
-            length=np.array([0 if one.is_remote_frame else len(one.data) for one in good], np.uint8),
+            length=np.array([0 if message.is_remote_frame else len(message.data) for message in good], np.uint8),
             payload=np.frombuffer(payload, np.uint8).reshape(-1, MAX_PAYLOAD_BYTES),
             label=np.zeros(len(good), np.uint8),
         )
-        yield from self._by_bus(frames, np.array([_channel(one) for one in good], object))
+        yield from self._by_bus(frames, np.array([_channel(message) for message in good], object))
 
 
 def _channel(message: Any) -> str:
