@@ -373,7 +373,7 @@ def calibrate_logs(
         scores[own] = calibration.adapt(score[own])
         judged[own] = flat.first_frame[rows[own]] >= calibration.last_frame + flat.window
         if not judged[own].any():
-            raise DataError(f"{where} hold {counted(calibration.windows, 'window')}, and no window to judge follows",
+            raise DataError(f"{counted(calibration.windows, 'window')} in {where}, and no window to judge follows",
                             remedy="Calibrate on fewer seconds, or leave --calibrate out")  # fmt: skip
         calibrations[source] = calibration
         taken.append(beginning)
@@ -415,13 +415,14 @@ def calibrated_scale(score: Floats, validation: ScoreScale, *, where: str) -> Sc
     """Measures where the scores of a log lie by [R] of its beginning, which is taken for benign.
 
     A beginning is calmer than the drive after it. So the log's scores are taken to spread at least as far as the
-    scores of validation. They are lowered only by the distance of the beginning below one such spread.
+    scores of validation. Their centre is taken to lie above the centre of the beginning, by one such spread at most,
+    but not above the centre of validation.
 
     Raises:
         DataError: There are too few windows.
     """
     if len(score) < LEAST_CALIBRATION_WINDOWS:
-        raise DataError(f"{where} has {counted(len(score), 'window')}: a calibration needs {LEAST_CALIBRATION_WINDOWS}",
+        raise DataError(f"{counted(len(score), 'window')} in {where}: a calibration needs {LEAST_CALIBRATION_WINDOWS}",
                         remedy="Calibrate on more seconds, or leave it out")  # fmt: skip
     # On simulated drives of 60 to 300 s, calibrated on 10 s, believing both ends as they are gave 2.5 times as many
     # false alarms as this, and the same MCC.
