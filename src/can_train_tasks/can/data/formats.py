@@ -491,7 +491,11 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         ConfigError: The log lacks a column that the user named.
         DataError: The log is of no known format, or has no rows.
     """
-    known = variants([*header_grammars(sample, settings), *line_grammars(sample)], sample)
+    of_header = header_grammars(sample, settings)
+    # Rows below a header can be those of a format without one.
+    if not of_header and settings.format == "auto" and (error := _missing_column(sample, settings, path, unknown=True)):
+        raise error
+    known = variants([*of_header, *line_grammars(sample)], sample)
     grammars = [grammar for grammar in known if settings.format in ("auto", grammar.name)]
     if not grammars:
         raise _unrecognised(sample, settings.format, path, first_row(sample))
@@ -565,16 +569,25 @@ def _narrowed(grammar: Grammar, rows: ParsedRows) -> Recognised:
     return Recognised(grammar, narrow, channel)
 
 
-def _missing_column(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> DataError | None:
-    """Makes the error for a CSV file whose header names all needed columns but one; None for any other file."""
+def _missing_column(
+    sample: pl.Series, settings: CanDatasetSettings, path: Path, *, unknown: bool = False
+) -> DataError | None:
+    """Makes the error for a CSV file whose header names all needed columns but one; None for any other file, and with
+    `unknown` for a header all of whose names are recognised.
+    """
     header = _header_of(sample)
     roles = _find_roles(header.names, settings.columns)
     missing = [role for role in _REQUIRED_ROLES if role not in roles]
-    if len(missing) != 1:
+    taken = {column for columns in roles.values() for column in columns}
+    others = [repr(name) for column, name in enumerate(header.names) if name and column not in taken]
+    if len(missing) != 1 or (unknown and not others):
         return None
     has = ", ".join(f"{role} in {header.names[roles[role][0]]!r}" for role in _REQUIRED_ROLES if role in roles)
+    told = f" among {', '.join(map(repr, header.names))}"
+    if others:
+        told = f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} not recognised"
     return DataError(f"A CSV log must have a column for each of {', '.join(_REQUIRED_ROLES)}",
-                     value=f"{path} has {has}, and no {missing[0]} among {', '.join(map(repr, header.names))}",
+                     value=f"{path} has {has}, and no {missing[0]}{told}",
                      remedy=_name_column(header, roles, missing[0], sample))  # fmt: skip
 
 

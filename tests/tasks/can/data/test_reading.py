@@ -326,10 +326,42 @@ def test_a_header_that_lacks_one_column_is_told_which_and_the_setting_that_names
     with pytest.raises(DataError) as caught:
         read(path)
     assert caught.value.value == (
-        f"{path} has timestamp in 'time', data in 'payload', and no id among 'time', 'who', 'payload', 'bus'"
+        f"{path} has timestamp in 'time', data in 'payload', and no id; 'who' is not recognised"
     )
     assert caught.value.remedy == "Name the column: `--set dataset.columns.id=who`"
     assert read(path, CanDatasetSettings(columns=ColumnSettings(id="who"))).frames.can_id[0] == 0x10A
+
+
+@pytest.mark.parametrize(
+    ("header", "told", "setting"),
+    [
+        ("time,can,len,payload", "no id; 'can' is not recognised", "id=can"),
+        ("when,id,len,payload", "no timestamp; 'when' is not recognised", "timestamp=when"),
+        ("time,id,len,content", "no data; 'content' is not recognised", "data=content"),
+    ],
+)
+def test_a_header_with_an_unknown_column_is_refused_where_its_rows_are_those_of_another_format(
+    header: str, told: str, setting: str, tmp_path: Path
+) -> None:
+    rows = [f"{i}.5,12A,8,{bytes(range(8)).hex()}" for i in range(300)]
+    path = write_log(tmp_path / "a.csv", "\n".join([header, *rows]))
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert told in str(caught.value.value)
+    assert caught.value.remedy == f"Name the column: `--set dataset.columns.{setting}`"
+    role, _, name = setting.partition("=")
+    done = read(path, CanDatasetSettings(columns=ColumnSettings(**{role: name})))
+    assert (len(done.frames), done.reader.report.malformed) == (300, 0)
+    done = read(write_log(tmp_path / "b.csv", "\n".join(rows)))
+    assert (done.reader.format, len(done.frames), done.reader.report.malformed) == ("car_hacking", 300, 0)
+
+
+@pytest.mark.parametrize("header", ["time,id,size,payload,label", "time,id,len,payload,verdict"])
+def test_a_length_or_a_label_of_another_name_is_a_column_of_no_role(header: str, tmp_path: Path) -> None:
+    rows = [f"{i}.5,12A,8,{bytes(range(8)).hex()},0" for i in range(300)]
+    done = read(write_log(tmp_path / "a.csv", "\n".join([header, *rows])))
+    assert (done.reader.format, len(done.frames), done.reader.report.malformed) == ("columns", 300, 0)
+    assert done.reader.labelled == header.endswith("label")
 
 
 def test_a_column_that_holds_something_else_is_told_and_the_setting_that_names_another(tmp_path: Path) -> None:
