@@ -372,7 +372,8 @@ def _file_state(path: Path) -> tuple[int, int, int]:
 
 
 def _endless_line(path: Path) -> DataError:
-    return DataError(f"A line of a log is at most {MAX_LINE_BYTES:,} bytes long", value=str(path))
+    return DataError(f"A line of a log is at most {MAX_LINE_BYTES:,} bytes long", value=str(path),
+                     remedy="Write each frame on a line of its own, or give another log")  # fmt: skip
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import DataError
-from can_train_tasks.can.data.log_text import MAX_BLOCK_LINES, WINDOW_BYTES, LogText
+from can_train_tasks.can.data.log_text import MAX_BLOCK_LINES, MAX_LINE_BYTES, WINDOW_BYTES, LogText
 from fakes.tasks_can_writers import COMPRESSORS, Message, candump, write_log
 
 TEXT = candump([Message(1_000_000 + 500 * i, 0x100 + i % 7, bytes([i % 256, 7])) for i in range(2000)])
@@ -194,6 +194,13 @@ def test_an_archive_is_refused_with_the_program_that_unpacks_it(tmp_path: Path) 
         with pytest.raises(DataError, match="must be one file, not an archive") as caught:
             LogText(tmp_path / name)
         assert f"{program} {tmp_path / name}" in caught.value.remedy
+
+
+def test_a_line_of_absurd_length_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(TEXT + "x" * (MAX_LINE_BYTES + 1))
+    with pytest.raises(DataError, match="is at most 1,048,576 bytes long") as caught:
+        lines_of(tmp_path / "log", 1000)
+    assert "Write each frame on a line" in caught.value.remedy
 
 
 def test_zeros_between_the_streams_of_an_xz_file_are_no_text(tmp_path: Path) -> None:
