@@ -375,7 +375,7 @@ def _named(paths: Sequence[str]) -> str:
         return paths[0]
     names = [Path(path).name for path in paths]
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{len(paths)} logs, each by itself ({', '.join(names[:_MAX_NAMED])}{more})"
+    return f"Each of {len(paths)} logs ({', '.join(names[:_MAX_NAMED])}{more})"
 
 
 def _cut_log(flat: FlatGraphs, rows: Ints, shares: Sequence[float]) -> tuple[list[Ints], list[str]]:

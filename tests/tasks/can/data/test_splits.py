@@ -123,7 +123,7 @@ def test_what_is_true_of_several_logs_is_said_once_with_their_number() -> None:
     labels = [1] * 30 + [0] * 70
     logs = [replace(source_file("train", "train_01"), path=f"data/{name}.csv") for name in "abcde"]
     (notice,) = split_rows(graphs(*((log, labels) for log in logs)), 0.2, 0.2)[1]
-    assert notice.startswith("5 logs, each by itself (a.csv, b.csv, c.csv and 2 more): a plain cut of its time")
+    assert notice.startswith("Each of 5 logs (a.csv, b.csv, c.csv and 2 more): a plain cut of its time")
 
 
 def test_phases_do_not_share_frames_where_windows_overlap() -> None:
