@@ -127,6 +127,11 @@ def id_text(can_id: int) -> str:
     return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
 
 
+def named_id(can_id: int, *, decimal: bool) -> str:
+    """Names a CAN ID in a sentence; `decimal` if its log has decimal IDs."""
+    return f"ID {id_text(can_id)}" + (f" (in the log: {can_id})" if decimal else "")
+
+
 _SINGULAR: Final = {"are": "is", "were": "was", "have": "has"}
 
 

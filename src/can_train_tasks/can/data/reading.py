@@ -22,7 +22,7 @@ from can_train.errors import DataError
 from can_train_tasks.can.data.clocks import LogClock
 from can_train_tasks.can.data.formats import NumberTexts, number_texts, recognise, shortened
 from can_train_tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
-from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, counted, too_many_kinds
+from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, counted, named_id, too_many_kinds
 from can_train_tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train_tasks.can.data.recordings import BLOCK_FRAMES, Recording, recording_format
 from can_train_tasks.can.data.sidecars import find_sidecar
@@ -518,7 +518,7 @@ class ReadReport:
         total = count + self.ids[can_id]
         every = f"all {count:,} rows" if count > 1 else "the only row"
         rows = f"{count:,} of {total:,} rows" if count < total else every
-        return f"{rows} of ID {can_id if self.decimal_ids else f'0x{can_id:X}'}"
+        return f"{rows} of {named_id(can_id, decimal=self.decimal_ids)}"
 
     def _named_channels(self) -> str:
         most = self.channels.most_common(_MAX_CHANNELS)

@@ -25,7 +25,16 @@ from can_train_tasks.can.contributions import (
     SILENCE,
 )
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
-from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools, FlatGraphs, Floats, Ints, id_text
+from can_train_tasks.can.data.graphs import (
+    EDGE_FEATURES,
+    NODE_FEATURES,
+    Bools,
+    FlatGraphs,
+    Floats,
+    Ints,
+    id_text,
+    named_id,
+)
 from can_train_tasks.can.evaluation.bursts import Timeline, held_scores
 from can_train_tasks.can.evaluation.options import Hold
 
@@ -105,7 +114,7 @@ class Cause:
 
     def text(self, *, decimal: bool) -> str:
         """Tells the cause; `decimal` if the log has decimal IDs."""
-        name = f"ID {id_text(self.can_id)}" + (f" (in the log: {self.can_id})" if decimal else "")
+        name = named_id(self.can_id, decimal=decimal)
         if not self.known:
             name += ", not in benign training data"
         # Whoever looks the ID up in the log needs to know how many frames to look for, whatever the reason.

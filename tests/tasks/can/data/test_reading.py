@@ -226,14 +226,22 @@ def test_a_remedy_that_leaves_rows_out_names_their_ids_and_labels(tmp_path: Path
         read(path)
     assert caught.value.remedy == (
         "Repair the log, or allow more with `--set dataset.max_malformed=0.29`, which leaves out all 10 rows of ID "
-        "0x101, 1 of 11 rows of ID 0x103, 1 row without a readable ID; the labels of these rows are 5 × 'dos', "
+        "101, 1 of 11 rows of ID 103, 1 row without a readable ID; the labels of these rows are 5 × 'dos', "
         "5 × 'normal'"
     )
     summary = read(path, CanDatasetSettings(max_malformed=0.29)).reader.report.summary()
     assert summary[1] == (
-        "drive.csv: left out are all 10 rows of ID 0x101, 1 of 11 rows of ID 0x103, 1 row without a readable ID; the "
+        "drive.csv: left out are all 10 rows of ID 101, 1 of 11 rows of ID 103, 1 row without a readable ID; the "
         "labels of these rows are 5 × 'dos', 5 × 'normal'"
     )
+
+
+@pytest.mark.parametrize(("decimal", "name"), [(False, "05D"), (True, "05D (in the log: 93)")])
+def test_ids_of_malformed_rows_are_written_as_in_alarms(decimal: bool, name: str, tmp_path: Path) -> None:
+    rows = ["timestamp,id,dlc,data", *[f"{i}.5,{93 if decimal else '5d'},{2 if i else 3},0011" for i in range(50)]]
+    path = write_log(tmp_path / "drive.csv", "\n".join(rows))
+    summary = read(path, CanDatasetSettings(max_malformed=0.1, id_base="dec" if decimal else "hex")).reader.report
+    assert f"drive.csv: left out are 1 of 50 rows of ID {name}" in summary.summary()
 
 
 def test_payloads_that_are_filled_up_are_cut_and_counted(tmp_path: Path) -> None:
