@@ -267,7 +267,8 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
             if not hashed.is_unchanged():  # since it was hashed, which was before it was opened
                 raise changed_log(log.path)
             if builder.frames_seen < dataset.window:
-                raise too_short(f"{log.path} has {builder.frames_seen}, a window {dataset.window}", builder.frames_seen)
+                found = f"{log.path} has {counted(builder.frames_seen, 'frame')}, a window needs {dataset.window}"
+                raise too_short(found, builder.frames_seen, reader.report.left_out())
             source = source_of(log, reader, frames=builder.frames_seen, sha256=hashed.sha256)
             writer.end_log(replace(source, frames_digest=digest.hexdigest()), [*notes, *reader.report.summary()])
             notes = []
@@ -281,8 +282,11 @@ def source_of(log: LogFile, reader: LogReader, *, frames: int, sha256: str) -> S
                       id_base=reader.id_base, byte_base=reader.byte_base)  # fmt: skip
 
 
-def too_short(found: str, frames: int) -> DataError:
-    """Makes the error for logs without a single window, the shortest of `frames` frames."""
+def too_short(found: str, frames: int, left_out: str) -> DataError:
+    """Makes the error for logs without a single window, the shortest of `frames` frames; `left_out` counts rows that
+    were not read, and may be empty.
+    """
+    found += f"; left out: {left_out}" if left_out else ""
     return DataError("A log must hold at least one window of frames", value=found, remedy=_longer_logs(frames))
 
 

@@ -502,6 +502,22 @@ class ReadReport:
         if not self.frames:
             raise DataError("A log must hold frames", value=f"{self.path} holds none that is well-formed")
 
+    def left_out(self) -> str:
+        """Counts the rows that are no frames, by reason, and the frames of interfaces that were not chosen; empty if
+        there are none.
+        """
+        others = self.channels.total() - self.channels[self.chosen_channel] if self.chosen_channel else 0
+        parts = [
+            counted(self.error_frames, "error frame") if self.error_frames else "",
+            counted(self.xl_frames, "CAN XL frame") if self.xl_frames else "",
+            f"{counted(others, 'frame')} not of {self.chosen_channel}" if others else "",
+            f"{counted(self.malformed, 'malformed row')} ({self._reasons()})" if self.malformed else "",
+        ]
+        return ", ".join(filter(None, parts))
+
+    def _reasons(self) -> str:
+        return ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.most_common())
+
     def _lost(self) -> str:
         """Names the CAN IDs and the labels of malformed rows, as far as they can be told; empty if there are none."""
         if not self.malformed:
@@ -554,11 +570,10 @@ class ReadReport:
                 f"label {'is' if unlabelled == 1 else 'are'} benign"
             )
         if self.malformed:
-            reasons = ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.most_common())
             num_rows = self.frames + self.malformed
             are = "is" if self.malformed == 1 else "are"
             rows = f"{self.malformed:,} of {counted(num_rows, 'row')} {are} malformed and left out"
-            sentences.append(f"{name}: {rows}: {reasons}")
+            sentences.append(f"{name}: {rows}: {self._reasons()}")
             sentences.append(f"{name}: left out {are} {self._lost()}")
         if self.backwards:
             sentences.append(f"{name}: {TIME_RUNS_BACKWARDS} at {counted(self.backwards, 'row')}; the order was kept")

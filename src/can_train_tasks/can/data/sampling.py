@@ -90,19 +90,20 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
         writing_graphs(Path(scratch) / "sample", dataset.window) as writer,
         reporter.stage("Reading a sample of the logs", total=len(chosen), unit="logs") as stage,
     ):
-        samples = {}
+        samples, left_out = {}, {}
         # The first lines alone: a dry run takes seconds.
         bases = decide_bases([log.path for log in chosen], dataset, whole=False)
         for log in chosen:
-            samples[log] = _sample_log(bases.settings[log.path], log, len(chosen), writer)
+            samples[log], left_out[log.path.name] = _sample_log(bases.settings[log.path], log, len(chosen), writer)
             stage.advance()
         flat = _copy_to_memory(writer.finish())
     flat = replace(flat, notices=(*bases.notes, *flat.notices))
     for notice in flat.notices:
         reporter.notice(notice)
     if not len(flat):
+        rows = ", ".join(f"{name}: {told}" for name, told in left_out.items() if told)
         found = f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read"
-        raise too_short(found, min(sample.expected_frames for sample in samples.values()))
+        raise too_short(found, min(sample.expected_frames for sample in samples.values()), rows)
     if (flat.label > 0).all():
         # Models learn a vehicle from its benign windows, and fail without one. A window's memory does not depend on its
         # label.
@@ -154,7 +155,7 @@ def _read_ends(path: Path) -> bytes:
         return os.fsencode(path)  # no copy of any other; the reader will raise the error
 
 
-def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer: GraphWriter) -> LogSample:
+def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer: GraphWriter) -> tuple[LogSample, str]:
     reader = LogReader(log.path, dataset, kind=log.kind)
     part_bytes = max(PART_BYTES, round(MIN_PART_WINDOWS * dataset.window * reader.line_bytes))
     num_parts = max(MIN_PARTS, SAMPLE_BYTES // num_logs // part_bytes)
@@ -171,7 +172,7 @@ def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer
             f"time; training refuses the log if more than {dataset.max_malformed:.2%} of all its rows are"
         )
     writer.end_log(source_of(log, reader, frames=sample.expected_frames, sha256=""), notices)
-    return sample
+    return sample, reader.report.left_out()
 
 
 def _train_windows(dataset: CanDatasetSettings, logs: Sequence[LogFile], samples: dict[LogFile, LogSample]) -> int:

@@ -207,3 +207,18 @@ def test_the_real_labelled_log_has_both_classes_in_every_part(tmp_path: Path) ->
     for rows in (split.train, split.validation, split.test[REAL_LOG.name]):
         assert set(data.flat.label[rows]) == {0, 1}
     assert "each phase is cut by itself" in data.notices[-1]
+
+
+def test_a_log_with_too_few_frames_is_refused_with_the_rows_that_were_left_out(tmp_path: Path) -> None:
+    rows = [f"({i / 1000:.6f}) can{i % 2} 12A#{i:04X}" for i in range(30)]
+    rows += ["(1.0) can0 20000080#0000000000000000"] * 45 + ["(1.0) can0 12A#0"]
+    path = tmp_path / "drive.log"
+    path.write_text("\n".join(rows) + "\n")
+    log = LogFile(path=path, role=LOG, group="drive.log", kind="attack")
+    settings = replace(SETTINGS, channel="can0", max_malformed=0.1)
+    with pytest.raises(DataError, match="at least one window") as caught:
+        prepare(settings, [log], tmp_path / "cache", SilentReporter())
+    assert caught.value.value == (
+        f"{path} has 15 frames, a window needs 20; left out: 45 error frames, 15 frames not of can0, "
+        "1 malformed row (1 × the payload is not made of whole hexadecimal bytes)"
+    )
