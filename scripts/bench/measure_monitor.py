@@ -12,7 +12,8 @@ import torch
 from bench.harness import Benchmark, Table, seconds_of
 from bench.steps import engine_step, timed_pairs
 from can_train.config.compose import RunRequest, resolve
-from can_train.memory.meters import INTERVAL, MemoryMonitor, Meter, Resident, open_meter
+from can_train.memory.meters import Meter, Resident, open_meter
+from can_train.memory.monitor import INTERVAL, MemoryMonitor
 from can_train.reporter import SilentReporter
 from can_train.training.loading import load_task
 

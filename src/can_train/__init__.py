@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from can_train.fit.packing import solve_accumulation
     from can_train.fit.prediction import TargetPrediction, predict_peak
     from can_train.fit.search import SizeSearch, find_max_size
-    from can_train.memory.meters import MemoryMonitor, simulated_gpu
+    from can_train.memory.meters import simulated_gpu
+    from can_train.memory.monitor import MemoryMonitor
     from can_train.memory.out_of_memory import is_out_of_memory
     from can_train.task import Feature, Phase
     from can_train.training.dry_run import get_effective_safety_factor
@@ -62,7 +63,8 @@ _HOMES: Final = {
     "fit.packing": ("solve_accumulation",),
     "fit.prediction": ("TargetPrediction", "predict_peak"),
     "fit.search": ("SizeSearch", "find_max_size"),
-    "memory.meters": ("MemoryMonitor", "simulated_gpu"),
+    "memory.meters": ("simulated_gpu",),
+    "memory.monitor": ("MemoryMonitor",),
     "memory.out_of_memory": ("is_out_of_memory",),
     "training.sample_task": ("Task", "TaskContext"),
     "task": ("Feature", "Phase"),

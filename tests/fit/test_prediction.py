@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.prediction import LossOf, TargetPrediction, loaded_kernels, predict_peak, price_trace
 from can_train.memory.catalogue import find_card
-from can_train.memory.cuda_dispatch import AllocationTrace, NoCudaDispatchError, compiled_library
-from can_train.memory.cuda_operators import CUDNN
+from can_train.memory.cuda_dispatch import AllocationTrace
+from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
+from can_train.memory.cuda_workspaces import CUDNN
 from can_train.memory.simulated.allocator import PLAIN
 from can_train.memory.simulated.gpu import LiveStorageTracker
 from can_train.task import Feature

@@ -15,15 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from can_train.memory.cuda_dispatch import (
-    CUBLAS,
-    TENSORS,
-    AllocationTrace,
-    NoCudaDispatchError,
-    compiled_library,
-    record_on_cuda,
-)
-from can_train.memory.cuda_operators import CUDNN
+from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
+from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
+from can_train.memory.cuda_workspaces import CUBLAS, CUDNN, TENSORS
 from can_train.memory.simulated.allocator import MIN_BLOCK_BYTES, PLAIN, CachingAllocator
 
 MIB = 2**20

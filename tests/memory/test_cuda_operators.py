@@ -14,8 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from can_train.memory import cuda_operators
-from can_train.memory.cuda_dispatch import TENSORS, NoCudaDispatchError, compiled_library, record_on_cuda
-from can_train.memory.cuda_operators import AMPERE, CUDA_OPERATORS, CUDNN, Capability, sum_bytes
+from can_train.memory.cuda_dispatch import record_on_cuda
+from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
+from can_train.memory.cuda_operators import CUDA_OPERATORS
+from can_train.memory.cuda_workspaces import AMPERE, CUDNN, TENSORS, Capability, sum_bytes
 from can_train.memory.simulated.allocator import MIN_BLOCK_BYTES, CachingAllocator
 from can_train.memory.simulated.gpu import LiveStorageTracker
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from can_train.memory.cuda_operators import AMPERE
+from can_train.memory.cuda_workspaces import AMPERE
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.memory.simulated.gpu import LiveStorageTracker
 

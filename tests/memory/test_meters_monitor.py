@@ -14,16 +14,8 @@ from torch import nn
 from can_train.config.settings import MonitorSettings
 from can_train.errors import ArgumentError
 from can_train.memory import meters
-from can_train.memory.meters import (
-    LEAST_BYTES,
-    RISES,
-    WINDOW_STEPS,
-    CpuMeter,
-    LeakWatch,
-    MemoryMonitor,
-    Meter,
-    SimulatedMeter,
-)
+from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter
+from can_train.memory.monitor import LEAST_BYTES, RISES, WINDOW_STEPS, LeakWatch, MemoryMonitor
 
 MIB = 2**20
 CPU = CpuMeter()

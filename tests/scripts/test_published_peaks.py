@@ -21,7 +21,7 @@ from bench.prediction_measured import (
 )
 from bench.published_peaks import NoDefinitionError, program_of
 from can_train.memory.catalogue import find_card
-from can_train.memory.cuda_dispatch import NoCudaDispatchError, compiled_library
+from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 
 CONTEXT_MIB = 1429
 """What the driver shows of that card beyond PyTorch's allocator: fitted on half of the table."""

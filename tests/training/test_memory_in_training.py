@@ -16,7 +16,8 @@ from can_train.errors import DoesNotFitError
 from can_train.factors.exchange import run_notes
 from can_train.factors.observations import Observation, read_records
 from can_train.factors.summary import summarize
-from can_train.memory.meters import RISES, WINDOW_STEPS, SimulatedMeter
+from can_train.memory.meters import SimulatedMeter
+from can_train.memory.monitor import RISES, WINDOW_STEPS
 from can_train.task import Feature
 from can_train.training import train as training_loop
 from can_train.training.session import Session

@@ -42,7 +42,8 @@ from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings
 from can_train.memory.catalogue import predicted_room
-from can_train.memory.meters import MemoryMonitor, Meter, meter_of, tensors_of
+from can_train.memory.meters import Meter, meter_of, tensors_of
+from can_train.memory.monitor import MemoryMonitor
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.runs.run_folder import new_run_id
 

@@ -21,7 +21,7 @@ from can_train.errors import ArgumentError, CanTrainError, DoesNotFitError
 from can_train.factors.observations import Outcome
 from can_train.factors.observing import outcome_of
 from can_train.fit.rescue import fatal_out_of_memory
-from can_train.memory.meters import INTERVAL, WARMUP, MemoryMonitor
+from can_train.memory.monitor import INTERVAL, WARMUP, MemoryMonitor
 
 # Two names of Lightning, whose classes are not interchangeable.
 _LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from can_train.fit.micro_batcher import BatchResult, MicroBatcher
     from can_train.fit.optimizer import OptimizerReserve
     from can_train.fit.packing import SplitRules
-    from can_train.memory.meters import MemoryMonitor, Meter
+    from can_train.memory.meters import Meter
+    from can_train.memory.monitor import MemoryMonitor
 
 
 @dataclass(kw_only=True)

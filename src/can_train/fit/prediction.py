@@ -41,14 +41,9 @@ from can_train.memory.catalogue import (
     other_card,
     screen_bytes,
 )
-from can_train.memory.cuda_dispatch import (
-    CUBLAS,
-    TENSORS,
-    AllocationTrace,
-    NoCudaDispatchError,
-    record_on_cuda,
-)
-from can_train.memory.cuda_operators import AMPERE, CUDNN
+from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
+from can_train.memory.cuda_library import NoCudaDispatchError
+from can_train.memory.cuda_workspaces import AMPERE, CUBLAS, CUDNN, TENSORS
 from can_train.memory.meters import CpuMeter, cudnn_notices
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.simulated.allocator import AllocatorSettings, CachingAllocator

@@ -8,21 +8,11 @@ process, which has the model from its parent by `fork` and ends with the recordi
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import hashlib
-import os
-import platform
-import re
-import shutil
 import signal
-import stat
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -48,17 +38,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from can_train.errors import DeviceError
-from can_train.io.ownership import Account, other_writer, places_on_the_way
-from can_train.memory.cuda_operators import (
+from can_train.memory.cuda_library import MAX_QUOTED_CHARACTERS, NoCudaDispatchError, compiled_library
+from can_train.memory.cuda_operators import AttentionCall, composite, recurrent_kernels, register
+from can_train.memory.cuda_workspaces import (
+    CUBLAS,
     CUDNN,
-    AttentionCall,
+    TENSORS,
     Capability,
     capability_of,
-    composite,
+    cublas_bytes,
+    cudnn_bytes,
     flash_backward_bytes,
-    recurrent_kernels,
-    register,
+    is_on_gpu,
     sum_bytes,
 )
 from can_train.memory.simulated.gpu import StorageTracker
@@ -69,26 +60,12 @@ if TYPE_CHECKING:
     from can_train.memory.simulated.allocator import Block, CachingAllocator
 
 A100_THREADS: Final = 108 * 2048
-TENSORS: Final = "tensors"
-CUBLAS: Final = "cuBLAS workspaces"
 CACHE_RELEASED: Final = -1
 """In place of an allocation's number: the cache is given back to the driver (`torch.cuda.empty_cache`)."""
 
-_SOURCE: Final = Path(__file__).with_suffix(".cpp")
-_COMPILERS: Final = ("c++", "g++", "clang++")
-_COMPILER_TIMEOUT_S: Final = 300.0
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
-_TOLD: Final = 200  # characters of an error that are passed on
-_MIB: Final = 2**20
 _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 
-# What cuBLAS keeps for each thread that multiplies matrices: `:4096:2:16:8`, and 32 MiB from Hopper on.
-# Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
-_CUBLAS_BYTES: Final = (4096 * 2 + 16 * 8) * 1024
-_CUBLAS_BYTES_HOPPER: Final = 32 * _MIB
-_FILLED: Final = 4  # channels are filled up to multiples of 16 bytes
-_LEAST_CHANNELS: Final = 8  # colours are too few for tensor cores
-_FILTER_GRADIENT_BYTES: Final = 2 * _MIB  # of cuDNN's workspace for the gradient of filters, beyond its copies
 
 _aten: Final = torch.ops.aten
 _PRODUCTS: Final = frozenset(
@@ -109,10 +86,6 @@ _FUSED_ON_CUDA: Final = [
     for name in ("silu_backward", "mish_backward", "_fused_rms_norm")
     if hasattr(_aten, name)
 ]
-
-
-class NoCudaDispatchError(DeviceError):
-    """CUDA's dispatch cannot be had here, or cannot record a program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,90 +173,6 @@ def record_on_cuda(
     return AllocationTrace(events=events, workspaces=workspaces)
 
 
-def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
-    """Returns the library of cuda_dispatch.cpp, compiled for the installed torch the first time.
-
-    It lies in the user's cache folder, unless another user may change that: whoever can replace the library runs code
-    in this process. Then it is compiled into a private folder, which is removed when the process ends. Two processes
-    may compile it at once: each replaces it as a whole.
-
-    Raises:
-        NoCudaDispatchError: This is another system, PyTorch sees a GPU, there is no compiler, or the library cannot be
-            made.
-    """
-    if sys.platform != "linux" or torch.version.hip:
-        raise NoCudaDispatchError("CUDA's dispatch is recorded on Linux, with a PyTorch for NVIDIA's GPUs or the CPU",
-                                  value=f"{sys.platform}, torch {torch.__version__}")  # fmt: skip
-    if torch.cuda.is_available():
-        # The child must not have the parent's state of a real GPU.
-        raise NoCudaDispatchError("CUDA's dispatch is recorded where PyTorch sees no GPU", value="it sees one",
-                                  remedy="Set CUDA_VISIBLE_DEVICES= for a process that predicts")  # fmt: skip
-    key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
-    name = f"cuda_dispatch-{torch.__version__}-{platform.machine()}-{key}.so"
-    library = _cache_folder(environment) / name
-    if not _is_own(library):
-        _compile(library, environment)
-    return library
-
-
-def _cache_folder(environment: Mapping[str, str]) -> Path:
-    """Returns the folder of compiled libraries, into which nobody else can put one."""
-    base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "can-train"
-    with suppress(OSError):
-        base.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        account, status = Account.current(), folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == account.uid:
-            folder.chmod(0o700)
-        writers = (other_writer(place.lstat(), account, is_passed=True) for place in places_on_the_way(folder))
-        if _is_own(folder) and not any(writers):
-            return folder
-    return _private_folder(tempfile.gettempdir())
-
-
-@cache
-def _private_folder(parent: str) -> Path:
-    folder = tempfile.mkdtemp(prefix="can-train-", dir=parent)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
-
-
-def _is_own(path: Path) -> bool:
-    """Returns whether there is a file or a folder, no link, that belongs to the user and that nobody else may write."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    account = Account.current()
-    is_link = stat.S_ISLNK(status.st_mode)
-    return not is_link and status.st_uid == account.uid and not other_writer(status, account)
-
-
-def _compile(library: Path, environment: Mapping[str, str]) -> None:
-    named = [environment["CXX"]] if environment.get("CXX") else _COMPILERS
-    compiler = next(filter(None, (shutil.which(name, path=environment.get("PATH")) for name in named)), None)
-    if compiler is None:
-        raise NoCudaDispatchError("CUDA's dispatch needs a C++ compiler", value=f"no {' or '.join(named)}",
-                                  remedy="Install g++, or name one in $CXX")  # fmt: skip
-    installed = Path(torch.__file__).parent
-    # torch.utils.cpp_extension would need setuptools, ninja and Python's headers, for a library that needs none.
-    # Torch's packages were built with the older strings of the standard library before 2.7.
-    strings = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", strings, f"-I{installed / 'include'}"]
-    linked = [f"-L{installed / 'lib'}", "-ltorch_cpu", "-lc10"]
-    try:
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
-            command = [compiler, *options, str(_SOURCE), *linked, "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S)
-            made.chmod(0o700)
-            made.replace(library)
-    except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or f"{error}"
-        raise NoCudaDispatchError("The library of CUDA's dispatch must compile", value=told.strip()[:_TOLD]) from error
-
-
 def _answer(
     answers: Connection, library: Path, model: nn.Module, run: Callable[[], object], gpu: tuple[str, int]
 ) -> None:
@@ -300,7 +189,7 @@ def _answer(
             run()
         answers.send((recorder.events, recorder.workspaces))
     except BaseException as error:  # noqa: BLE001 - it is the parent that says so
-        answers.send(f"{type(error).__name__}: {error}"[:_TOLD])
+        answers.send(f"{type(error).__name__}: {error}"[:MAX_QUOTED_CHARACTERS])
 
 
 class _FakeGpu(FakeTensorMode):
@@ -378,7 +267,7 @@ class _Recorder(StorageTracker[int]):
             return values
         if func in _INDEXING:
             args = (args[0], self._positions(args[1]), *args[2:])
-        if func not in _ACROSS_DEVICES and any(_is_on_gpu(tensor) for tensor in tensors):
+        if func not in _ACROSS_DEVICES and any(is_on_gpu(tensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self._move, (args, kwargs))
         args, kwargs = tree_map_only(Tensor, self._without_values, (args, kwargs))
         try:
@@ -432,18 +321,18 @@ class _Recorder(StorageTracker[int]):
                 self._forget_values(changed)
             return
         for made, value in zip(tree_iter(result), tree_iter(values), strict=True):
-            if _is_on_gpu(made) and not value.is_floating_point():
+            if is_on_gpu(made) and not value.is_floating_point():
                 self._values[made] = value
 
     def _forget_values(self, changed: Any) -> None:
         """Forgets the values of a tensor that was written to, and of all that share its memory."""
-        if _is_on_gpu(changed) and not changed.is_floating_point():
+        if is_on_gpu(changed) and not changed.is_floating_point():
             shared = changed.untyped_storage()._cdata
             for tensor in [one for one in self._values if one.untyped_storage()._cdata == shared]:
                 del self._values[tensor]
 
     def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
-        return (tensor.untyped_storage(),) if _is_on_gpu(tensor) and tensor.layout is torch.strided else ()
+        return (tensor.untyped_storage(),) if is_on_gpu(tensor) and tensor.layout is torch.strided else ()
 
     def _allocate(self, size: int) -> int:
         number = len(self.events)
@@ -461,7 +350,7 @@ class _Recorder(StorageTracker[int]):
 
     def _move(self, tensor: Tensor) -> Tensor:
         """Returns a tensor on the GPU, the same one as long as the given one lives; single values stay."""
-        if _is_on_gpu(tensor) or (tensor.dim() == 0 and tensor not in self._on_gpu):
+        if is_on_gpu(tensor) or (tensor.dim() == 0 and tensor not in self._on_gpu):
             return tensor
         if tensor not in self._on_gpu:
             self._on_gpu[tensor] = self._copy_to_gpu(tensor)
@@ -477,7 +366,7 @@ class _Recorder(StorageTracker[int]):
 
     def _move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         # Autograd must see the move: inputs may need gradients.
-        return tree_map_only(Tensor, lambda given: given if _is_on_gpu(given) else given.to("cuda"), (args, kwargs))
+        return tree_map_only(Tensor, lambda given: given if is_on_gpu(given) else given.to("cuda"), (args, kwargs))
 
     def _move_model(self) -> None:
         """Replaces parameters and buffers by fake ones on the GPU; those that modules share stay shared."""
@@ -495,19 +384,19 @@ class _Recorder(StorageTracker[int]):
 
     def _take_workspaces(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Records the memory that CUDA's libraries take for an operation beside its results."""
-        if func in _PRODUCTS and _is_on_gpu(result):
+        if func in _PRODUCTS and is_on_gpu(result):
             # Nodes of a backward pass run in a thread of their own, whose handle has a workspace of its own.
             is_backward = torch._C._current_graph_task_id() != -1
             if is_backward not in self._has_cublas:
                 self._has_cublas.add(is_backward)
-                self.workspaces[self._allocate(_cublas_bytes(self._capability))] = CUBLAS
+                self.workspaces[self._allocate(cublas_bytes(self._capability))] = CUBLAS
         if func is _aten._scaled_dot_product_flash_attention_backward.default:
             self._free(self._allocate(flash_backward_bytes(args[1])))
         for source, dims in _sums(func, args, result):
             if size := sum_bytes(source, dims, resident_threads=self._resident_threads):
                 self._free(self._allocate(size))
         with self.library(CUDNN):
-            for size in _cudnn_bytes(func, args, result):
+            for size in cudnn_bytes(func, args, result):
                 self._free(self._allocate(size))
 
 
@@ -575,47 +464,10 @@ def _is_on_host(device: Any) -> bool:
 
 def _sums(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[Tensor, Sequence[int]]]:
     """Yields what an operation sums, and over which dimensions, apart from sums of all numbers: these take little."""
-    if func in _SUMS and args[1] and _is_on_gpu(result):
+    if func in _SUMS and args[1] and is_on_gpu(result):
         yield args[0], args[1]
-    elif func is _aten.convolution_backward.default and _is_on_gpu(result[2]):
+    elif func is _aten.convolution_backward.default and is_on_gpu(result[2]):
         yield args[0], (0, *range(2, args[0].dim()))
-
-
-def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]:
-    """Yields the workspaces that cuDNN takes for a dense convolution of 3 × 3 in single precision, one after the other.
-
-    Tensor cores compute it in TF32, from images whose channels come last, in fours. PyTorch's come first, so cuDNN
-    copies images and filters: in the forward pass the input, and the output where channels are filled up; for each of
-    the two gradients both images. That the filters are copied twice for the gradient of the input, and that their own
-    gradient takes a little more, is what every second one of the published peaks of generated CNNs agrees with best
-    (scripts/bench/prediction measured): it decides whether one workspace can lie where another one was.
-    """
-    if func is _aten.convolution.default:
-        source, weight, groups, images = args[0], args[1], args[8], [args[0], result]
-    elif func is _aten.convolution_backward.default:
-        source, weight, groups, images = args[1], args[2], args[9], [args[0], args[1]]
-    else:
-        return
-    is_dense = groups == 1 and weight.shape[2:] == (3, 3) and min(weight.shape[:2]) >= _LEAST_CHANNELS
-    if not is_dense or source.dtype is not torch.float32:
-        return
-    filters, of_images = _filled_bytes(weight, 0, 1), [_filled_bytes(image, 1) for image in images]
-    if func is _aten.convolution.default:
-        is_filled_up = any(channels % _FILLED for channels in weight.shape[:2])
-        yield filters + sum(of_images if is_filled_up else of_images[:1])
-        return
-    if _is_on_gpu(result[0]):
-        yield 2 * filters + sum(of_images)
-    if _is_on_gpu(result[1]):
-        yield filters + sum(of_images) + _FILTER_GRADIENT_BYTES
-
-
-def _filled_bytes(tensor: Tensor, *dims: int) -> int:
-    """Returns the bytes of a tensor whose channels, in these dimensions, are filled up."""
-    size = tensor.element_size()
-    for dim, length in enumerate(tensor.shape):
-        size *= -(-length // _FILLED) * _FILLED if dim in dims else length
-    return size
 
 
 def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
@@ -637,13 +489,6 @@ def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
         return cast("Tensor", composite(_aten.scaled_dot_product_attention.default)(*args, **kwargs))
 
 
-def _cublas_bytes(capability: Capability, environment: Mapping[str, str] = os.environ) -> int:
-    """Returns what cuBLAS keeps for a thread: by default, or as the user's variable says, `:4096:8`."""
-    pairs = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    chosen = sum(int(size) * int(count) for size, count in pairs) * 1024
-    return chosen or (_CUBLAS_BYTES if capability < (9, 0) else _CUBLAS_BYTES_HOPPER)
-
-
 @cache
 def _is_composite(func: OpOverload) -> bool:
     """Tells whether an operation is always composed of others on CUDA. Below autograd, and in inference mode, it comes
@@ -655,10 +500,6 @@ def _is_composite(func: OpOverload) -> bool:
         and has_kernel(DispatchKey.CompositeImplicitAutograd)
         and not has_kernel(DispatchKey.CUDA)
     )
-
-
-def _is_on_gpu(value: Any) -> bool:
-    return isinstance(value, FakeTensor) and value.device.type == "cuda"
 
 
 def _is_real(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -6,10 +6,9 @@ Shapes: N batch, H heads, L queries, S keys, E and V width of a head; T steps, I
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,30 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 
-CUDNN: Final = "cuDNN workspaces"
-
-Capability = tuple[int, int]
-"""Compute capability of a GPU."""
-
-AMPERE: Final[Capability] = (8, 0)
-_CAPABILITIES: Final[Mapping[str, Capability]] = {
-    "pascal": (6, 0),
-    "volta": (7, 0),
-    "turing": (7, 5),
-    "ampere": AMPERE,
-    "ada": (8, 9),
-    "hopper": (9, 0),
-}  # the lowest of each generation's cards in the catalogue
-_NEWEST: Final[Capability] = (10, 0)
+from can_train.memory.cuda_workspaces import AMPERE, CUDNN, Capability, flash_backward_bytes
 
 _aten: Final = torch.ops.aten
 _HALF: Final = (torch.float16, torch.bfloat16)
 Kernels = dict[OpOverload, Callable[..., Any]]
-
-
-def capability_of(generation: str) -> Capability:
-    """Returns the compute capability of a generation of the catalogue; the newest one's where it is unknown."""
-    return _CAPABILITIES.get(generation, _NEWEST)
 
 
 class DeviceMode(TorchDispatchMode):
@@ -283,9 +263,6 @@ def _rms_norm(
     return run_fused(kernel, inputs, weight)[0]
 
 
-_FLASH_ROWS: Final = 128  # queries that flash attention's backward kernel works on at once
-_FLASH_WIDTHS: Final = (32, 64)  # what it rounds widths up to: of at most 128, and of wider ones
-_WIDE: Final = 128
 _EFFICIENT_ROWS: Final = 32  # queries that the sums of memory-efficient attention are rounded up to
 
 
@@ -385,101 +362,6 @@ class AttentionCall:
         """Computes attention; the result lies in memory as flash attention's does, like the queries."""
         (attended,) = self.composed(query, key, value)
         return (torch.empty_like(query.transpose(1, 2)).transpose(1, 2).copy_(attended),)
-
-
-def flash_backward_bytes(query: Tensor) -> int:
-    """Returns what the backward kernel of flash attention takes beside the gradients, in single precision.
-
-    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`: `softmax_d` and `dq_accum`.
-    """
-    batch, heads, queries, width = query.shape
-    rows = -(-queries // _FLASH_ROWS) * _FLASH_ROWS
-    unit = _FLASH_WIDTHS[width > _WIDE]
-    return batch * heads * rows * (1 + -(-width // unit) * unit) * torch.float32.itemsize
-
-
-# Numbers of a block of threads in a reduction. Source: aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`.
-_BLOCK_THREADS: Final = 512
-_WARP_THREADS: Final = 32
-_VECTOR: Final = 4  # numbers that a thread loads at once
-_LONG_SUM: Final = 128  # numbers from which a thread loads several of one result
-_FEW_VALUES: Final = 16  # that a thread adds up, where the GPU is not full
-_MANY_VALUES: Final = 256  # from which blocks share a sum
-_INDEXED_BYTES: Final = 2**31 - 1  # larger tensors are halved
-
-
-SUM_BYTES_PER_THREAD: Final = 512
-"""The most that a sum over rows takes for each thread that a GPU runs at once, where it has rows for all of them: an
-H100 takes 132 MiB."""
-
-
-def sum_bytes(source: Tensor, dims: Sequence[int], *, resident_threads: int) -> int:
-    """Returns what a sum over dimensions takes beside its result: the parts that blocks of threads leave in the GPU's
-    memory, where several share a number of the result. The gradient of a bias is such a sum.
-
-    Source: aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`.
-    """
-    reduced, kept = _axes_of_sum(source, dims)
-    num_inputs, num_outputs = (math.prod(size for _, size in axes) for axes in (reduced, kept))
-    if num_inputs <= 1 or not num_outputs:
-        return 0
-    along_inputs = not kept or reduced[0][0] < kept[0][0]
-    width, height, vector = _block_of_sum(reduced, kept, along_inputs)
-    num_threads = width * height
-    values = -(-num_inputs // (width if along_inputs else 1))
-    if values < min(height * _FEW_VALUES, _MANY_VALUES):
-        return 0
-    values = -(-values // height)
-    grid = -(-(num_outputs // vector) // (1 if along_inputs else width))
-    most = resident_threads // num_threads
-    if values < _MANY_VALUES or grid > most:
-        return 0
-    shares = max(min(-(-most // grid), -(-values // _FEW_VALUES)), -(-values // _MANY_VALUES))
-    parts = num_outputs * shares * (1 if along_inputs else width * vector)
-    return parts * max(source.element_size(), torch.float32.itemsize) if shares > 1 else 0
-
-
-def _axes_of_sum(source: Tensor, dims: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns strides and sizes of the axes that are summed over, and of those that stay, smallest strides first;
-    neighbours that can be walked as one are one.
-    """
-    summed = {dim % max(source.dim(), 1) for dim in dims} or set(range(source.dim()))
-    layout = source.stride(), source.shape
-    axes = [[stride, size, dim in summed] for dim, (stride, size) in enumerate(zip(*layout, strict=True))]
-    while source.element_size() * (1 + sum(stride * (size - 1) for stride, size, _ in axes)) > _INDEXED_BYTES:
-        longest = max(axes, key=lambda axis: axis[0] * (axis[1] - 1))
-        longest[1] = -(-longest[1] // 2)
-    merged: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-    for stride, size, is_summed in sorted(axes):
-        own = merged[not is_summed]
-        if own and size != 1 and own[-1][0] * own[-1][1] == stride:
-            own[-1] = (own[-1][0], own[-1][1] * size)
-        elif size != 1:
-            own.append((stride, size))
-    return merged
-
-
-def _block_of_sum(
-    reduced: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]], along_inputs: bool
-) -> tuple[int, int, int]:
-    """Returns the threads of a block along the fastest axis and across it, and the numbers that each loads at once
-    where they belong to different results.
-    """
-    across, along = (
-        math.prod(size for _, size in axes) for axes in ((kept, reduced) if along_inputs else (reduced, kept))
-    )
-    vector = 1
-    if along_inputs and reduced[0][0] == 1 and along >= _LONG_SUM and len(reduced) == 1:
-        along //= _VECTOR
-    elif not along_inputs and kept[0][0] == 1:
-        others = [kept[0][1], *(stride for stride, _ in (*kept[1:], *reduced))]
-        vector = math.gcd(_VECTOR, *others)
-        along //= vector
-    most = _BLOCK_THREADS // vector
-    along, across = (min(1 << (max(count, 1).bit_length() - 1), most) for count in (along, across))
-    width = min(along, _WARP_THREADS)
-    height = min(across, most // width)
-    return min(along, most // height), height, vector
 
 
 def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from can_train.errors import ArgumentError, ConfigError, DeviceError, nearest_first
+from can_train.errors import ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, gpu_key
-from can_train.memory.cuda_operators import SUM_BYTES_PER_THREAD, Capability, capability_of
+from can_train.memory.cuda_workspaces import SUM_BYTES_PER_THREAD, Capability, capability_of
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.simulated.allocator import AllocatorSettings, no_contention
@@ -43,13 +43,7 @@ FOREIGN: Final = "CAN_TRAIN_SIM_FOREIGN"
 # about the same share; in much smaller ones the last page of 20 MiB dominates, as it does on a device of that size.
 FRAGMENTATION_PROBE_BYTES: Final = 256 * 2**20
 _UNLIMITED: Final = 2**50
-INTERVAL: Final = 50  # steps from one measured step to the next: on the CPU, a measured one takes about a fifth longer
-# Steps before the first measured one. What is made lazily, such as the optimizer's state, exists by then.
-WARMUP: Final = 20
 Resident = nn.Module | Optimizer | Iterable[Tensor]  # what has tensors on the device between steps
-WINDOW_STEPS: Final = 50  # steps whose smallest reading counts: those of single steps go up and down with their batches
-RISES: Final = 5  # windows in a row that must each lie above the one before
-LEAST_BYTES: Final = 2**20  # smallest total rise that is reported
 
 
 class Meter(ABC):
@@ -566,139 +560,6 @@ def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_b
     return False
 
 
-class MemoryMonitor:
-    """Measures peaks through a run.
-
-    In a loop of your own:
-
-    >>> model = nn.Linear(256, 1)
-    >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> monitor = MemoryMonitor("cpu", total_steps=4)
-    >>> for _ in range(4):
-    ...     with monitor.step(model, optimizer):
-    ...         model(torch.ones(4096, 256)).mean().backward()
-    ...         optimizer.step()
-    >>> f"{monitor.peak_bytes / 2**20:.1f} MiB"
-    '4.0 MiB'
-
-    On a GPU, everything from the first step on counts. On the CPU, only measured steps do: the first one after the
-    warm-up, and from there one in `interval`.
-
-    Args:
-        device: As in `--device`: `auto`, `cpu`, `cuda[:i]`, `sim:<size>`.
-        meter: Meter of the device, or its name, in place of one that is opened.
-        interval: Steps from one measured step to the next.
-        warmup: Steps before the first measured one.
-        total_steps: Steps to come, where that is known. If they are no more than the warm-up, the last one is measured.
-    """
-
-    def __init__(
-        self,
-        device: str | torch.device = "auto",
-        *,
-        meter: Meter | str | None = None,
-        interval: int = INTERVAL,
-        warmup: int = WARMUP,
-        total_steps: int | None = None,
-    ) -> None:
-        if interval < 1:
-            raise ArgumentError("interval must be at least 1 step", value=f"{interval}")
-        if warmup < 0:
-            raise ArgumentError("warmup must be at least 0 steps", value=f"{warmup}")
-        self.meter = meter_of(meter, str(device))
-        self._interval = interval
-        self._first = warmup if total_steps is None else max(min(warmup, total_steps - 1), 0)
-        self._steps = 0
-        # Whether the meter's peaks are those of training: not before the first step, nor after `pause`.
-        self._counts = False
-        self._peak_bytes = 0
-        self._peak_reserved_bytes = 0
-        self._peak_bytes_after_rescue = 0
-        self._step_peak_bytes = 0
-        self._step_peak_reserved_bytes = 0
-
-    @contextmanager
-    def step(self, *resident: Resident) -> Iterator[bool]:
-        """Opens a training step, measures it where it is due, and yields whether its memory is counted. `resident`
-        models, optimizers and tensors are on the device already; on the CPU, the step's own memory is added to theirs.
-        """
-        measured, begins = self.due, not self._counts
-        counted = measured or self.meter.counts_always
-        self._steps += 1
-        if begins:
-            # What ran before, a probe or another loop, is not part of the training.
-            self.meter.reset_peak()
-            self._counts = True
-        elif self.meter.counts_always:
-            # What ran since the last step, a validation, counts for the run and not for this step.
-            self.read()
-            self.meter.reset_peak()
-        self._step_peak_bytes = self._step_peak_reserved_bytes = 0
-        # A device that counts always needs the resident tensors only now and then, and walking them takes time.
-        walks = counted and (begins or measured)
-        try:
-            with self.meter.measuring(tensors_of(resident)) if walks else self.meter.active():
-                yield counted
-        finally:
-            if counted:
-                self.read()
-
-    def read(self) -> None:
-        """Keeps the largest of the meter's peaks; call it before anything else resets them."""
-        if self._counts:
-            peak, reserved = self.meter.peak_bytes(), self.meter.peak_reserved_bytes()
-            self._peak_bytes_after_rescue = max(self._peak_bytes_after_rescue, peak)
-            self._peak_bytes = max(self._peak_bytes, peak)
-            self._peak_reserved_bytes = max(self._peak_reserved_bytes, reserved)
-            self._step_peak_bytes = max(self._step_peak_bytes, peak)
-            self._step_peak_reserved_bytes = max(self._step_peak_reserved_bytes, reserved)
-
-    def rescued(self) -> None:
-        """Starts `peak_bytes_after_rescue` again: an out-of-memory was undone and its memory released."""
-        self.read()
-        self._peak_bytes_after_rescue = 0
-        if self._counts:
-            self.meter.reset_peak()
-
-    def pause(self) -> None:
-        """Leaves out what runs until the next step; it may reset the meter."""
-        self.read()
-        self._counts = False
-
-    @property
-    def due(self) -> bool:
-        """Whether the next step is a measured one."""
-        return self._steps >= self._first and (self._steps - self._first) % self._interval == 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest allocated bytes so far; 0 before anything was measured."""
-        self.read()
-        return self._peak_bytes
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """Largest reserved bytes so far; 0 where nothing is reserved."""
-        self.read()
-        return self._peak_reserved_bytes
-
-    @property
-    def last_step(self) -> tuple[int, int]:
-        """Largest allocated and reserved bytes since the last step began; 0 where they were not measured."""
-        return self._step_peak_bytes, self._step_peak_reserved_bytes
-
-    @property
-    def peak_bytes_after_rescue(self) -> int:
-        """Largest allocated bytes since the last rescue, or since the first step where there was none."""
-        self.read()
-        return self._peak_bytes_after_rescue
-
-    @property
-    def peak_share(self) -> float | None:
-        """Largest allocated bytes so far ÷ capacity; None before anything was measured."""
-        return self.peak_bytes / self.meter.capacity_bytes if self.peak_bytes else None
-
-
 def tensors_of(resident: Iterable[Resident]) -> Iterator[Tensor]:
     """Yields what models, with their gradients, and optimizers have on the device; a GPU's meter reads none of it."""
     for holder in resident:
@@ -711,29 +572,3 @@ def tensors_of(resident: Iterable[Resident]) -> Iterator[Tensor]:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
         else:
             yield from holder
-
-
-@dataclass
-class LeakWatch:
-    """Watches the floor of the memory in use: the smallest reading of each window of steps."""
-
-    # The floors of the current rise, and the readings of the window that is not full yet.
-    floors: list[int] = field(default_factory=list)
-    current: list[int] = field(default_factory=list)
-    told: bool = False
-
-    def after_step(self, allocated_bytes: int) -> int:
-        """Takes the reading after a step; returns by how many bytes the floor has risen where that first is a leak."""
-        if self.told:
-            return 0
-        self.current.append(allocated_bytes)
-        if len(self.current) < WINDOW_STEPS:
-            return 0
-        floor = min(self.current)
-        self.current.clear()
-        if self.floors and floor <= self.floors[-1]:
-            self.floors.clear()
-        self.floors.append(floor)
-        rise = floor - self.floors[0]
-        self.told = len(self.floors) > RISES and rise >= LEAST_BYTES
-        return rise if self.told else 0

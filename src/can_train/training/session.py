@@ -32,7 +32,8 @@ from can_train.fit.phases import only_trained
 from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, packed_rows, rows_by_epoch, still_fits
 from can_train.fit.rescue import Backoff
 from can_train.io.records import read_text, write_json_atomic
-from can_train.memory.meters import LeakWatch, MemoryMonitor, Meter
+from can_train.memory.meters import Meter
+from can_train.memory.monitor import LeakWatch, MemoryMonitor
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter
 from can_train.runs.attempts import TERMINATED, StopRequests

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from can_train.config.settings import TrainingSettings
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer
-from can_train.memory.cuda_operators import AMPERE
+from can_train.memory.cuda_workspaces import AMPERE
 from can_train.memory.meters import CpuMeter
 from can_train.memory.simulated.gpu import LiveStorageTracker
 from can_train_tasks.seq2seq.task import Seq2seq

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_iter
 
-from can_train.memory.cuda_operators import AMPERE, CUDA_OPERATORS, Capability, DeviceMode
+from can_train.memory.cuda_operators import CUDA_OPERATORS, DeviceMode
+from can_train.memory.cuda_workspaces import AMPERE, Capability
 from can_train.memory.simulated.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator, no_contention, segment_bytes
 
 Allocation = TypeVar("Allocation")
