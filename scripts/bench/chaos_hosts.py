@@ -17,8 +17,8 @@ from shutil import rmtree
 from typing import Any, Final
 
 from bench.chaos_cases import Attack
-from can_train.factors.observations import Device, Observation, read_records, write_record
-from can_train.factors.store import FactorStore, next_time
+from can_train.factors.observations import Device, Observation, next_time, read_records, write_record
+from can_train.factors.store import FactorStore
 from can_train.io import records
 from can_train.runs.registry import Registry, RunRecord
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 from bench.harness import Benchmark, Table, call_apart, run_measured
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import plain_to_yaml
-from can_train.factors.observations import Device, Event, Observation
-from can_train.factors.store import FactorStore, next_time
+from can_train.factors.observations import Device, Event, Observation, next_time
+from can_train.factors.store import FactorStore
 from can_train.io.index import SETTLED_S, index_folder
 from can_train.io.records import SCHEMA, json_text, time_stamp, utc_text
 from can_train.runs.past_runs import PastRuns

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from can_train.errors import ArgumentError, ConfigError, StateError
-from can_train.factors.observations import Event, Imported, Observation, read_records, write_record
+from can_train.factors.observations import Event, Imported, Observation, next_time, read_records, write_record
 from can_train.factors.policies import MomentumPolicy
-from can_train.factors.store import FactorStore, get_safety_factor_db, next_time
+from can_train.factors.store import FactorStore, get_safety_factor_db
 from can_train.factors.summary import FactorSummary, summarize
 from can_train.io.records import SCHEMA, utc_text
 from fakes.samples import A100, KEY, V100, at, observation, out_of_memory, started

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from can_train.factors.observations import Event, Observation, Records, read_records, write_record
-from can_train.factors.store import FactorStore, next_time
+from can_train.factors.observations import Event, Observation, Records, next_time, read_records, write_record
+from can_train.factors.store import FactorStore
 from can_train.factors.summary import read_figures
 from can_train.io.index import Kind, read_folder, write_index
 from can_train.io.records import write_document

@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from can_train.config.resolved import state_folder
 from can_train.config.settings import FactorSettings
 from can_train.errors import DataError, DoesNotFitError, StateError
-from can_train.factors.observations import ALLOCATOR, Observation, Outcome
+from can_train.factors.observations import ALLOCATOR, Observation, Outcome, next_time
 from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
-from can_train.factors.store import FactorStore, next_time, rule_after
+from can_train.factors.store import FactorStore, rule_after
 from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.collate import Rows, leaves, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, PeakPrediction

@@ -8,13 +8,14 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
+from can_train.errors import StateError
 from can_train.fit.factor_rule import RememberedLimits
 from can_train.io.index import INDEX_FROM, Index, Kind, digest, index_folder, read_folder, write_index
 from can_train.io.records import (
@@ -26,6 +27,7 @@ from can_train.io.records import (
     list_names,
     read_documents,
     time_stamp,
+    utc_text,
     write_document,
 )
 from can_train.memory.allocator_settings import settings_expand
@@ -359,3 +361,15 @@ def write_record(state: Path, record: Observation | Started | Event) -> Path:
         path = state / _OBSERVATIONS / name
     write_document(path, record)
     return path
+
+
+def next_time(state: Path) -> str:
+    """Returns the time for a new record: the clock's, or just after the latest record of the folder."""
+    now = datetime.now(UTC)
+    # What comes later must not look earlier: a clock that was set back would put an out-of-memory before the runs that
+    # led to it, and a reset before what it resets.
+    try:
+        latest = read_records(state).latest
+    except StateError:
+        latest = None
+    return utc_text(now if latest is None else max(now, latest + timedelta(microseconds=1)))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from can_train.errors import DoesNotFitError, RankGoneError, StateError
-from can_train.factors.observations import Device, Observation, Outcome, write_record
-from can_train.factors.store import FactorStore, next_time
+from can_train.factors.observations import Device, Observation, Outcome, next_time, write_record
 from can_train.memory.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
+    from can_train.factors.store import FactorStore
     from can_train.fit.cost_model import SearchResult
     from can_train.fit.engine import Engine
     from can_train.fit.factor_rule import RememberedLimits, SafetyFactor

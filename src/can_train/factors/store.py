@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -36,7 +35,7 @@ from can_train.factors.summary import (
     with_settings,
 )
 from can_train.fit.factor_rule import NO_AIM, STATIC, Aim, EarlierSearch, FactorRule, OtherDevice, SafetyFactor
-from can_train.io.records import utc_text, write_json_atomic
+from can_train.io.records import write_json_atomic
 from can_train.memory.allocator_settings import allocator_settings
 from can_train.reporter import Reporter
 
@@ -268,18 +267,6 @@ def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorP
         policy: How observations become the next factor; None means as each configuration's latest run had it.
     """
     return FactorStore(state_folder(None if state_dir is None else Path(state_dir)), policy)
-
-
-def next_time(state: Path) -> str:
-    """Returns the time for a new record: the clock's, or just after the latest record of the folder."""
-    now = datetime.now(UTC)
-    # What comes later must not look earlier: a clock that was set back would put an out-of-memory before the runs that
-    # led to it, and a reset before what it resets.
-    try:
-        latest = read_records(state).latest
-    except StateError:
-        latest = None
-    return utc_text(now if latest is None else max(now, latest + timedelta(microseconds=1)))
 
 
 def _shows_ratio(run: Observation, events: Iterable[Event]) -> bool:

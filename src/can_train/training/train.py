@@ -31,7 +31,7 @@ from can_train.errors import (
     OutOfMemoryDetails,
     StateError,
 )
-from can_train.factors.observations import Observation, Started, write_record
+from can_train.factors.observations import Observation, Started, next_time, write_record
 from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.factors.observing import (
     AttemptRecord,
@@ -41,7 +41,7 @@ from can_train.factors.observing import (
     outcome_of,
     write_observation,
 )
-from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint, next_time, policy_options, store_of
+from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint, policy_options, store_of
 from can_train.fit.cost_model import SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.micro_batcher import (
