@@ -41,7 +41,11 @@ _ODD: Final = (
     "can0", "can" * 200, "Rx", "Tx", "ErrorFrame", "d 8", "l 64",
 )  # fmt: skip
 _ENCODINGS: Final = ("utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "utf-32", "latin-1", "utf-7")
-_PACKERS: Final = ((".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress))
+_PACKERS: Final[Sequence[tuple[str, Callable[[bytes], bytes]]]] = (
+    (".gz", gzip.compress),
+    (".bz2", bz2.compress),
+    (".xz", lzma.compress),
+)
 _ENDINGS: Final = (b"\n", b"\n", b"\n", b"\r\n", b"\r", b"\n\n", b"\x0b", b"\x00", b"")
 
 

@@ -48,8 +48,9 @@ def main() -> None:
                   for name, several in runs.items()}  # fmt: skip
         alarmed = {name: [trained(folder, seed, ("--model", name.lower(), *size)) for seed in options.alarm_seeds]
                    for name in ("GAT", "VGAE")}  # fmt: skip
-        tables = {"table": table(judged), "alarms": alarm_table(alarmed), "real": real_table(folder)}
-    BENCHMARK.finish(options, seeds=len(options.seeds), alarm_seeds=len(options.alarm_seeds), **tables)
+        alarms, real = alarm_table(alarmed), real_table(folder)
+    BENCHMARK.finish(options, seeds=len(options.seeds), alarm_seeds=len(options.alarm_seeds), table=table(judged),
+                     alarms=alarms, real=real)  # fmt: skip
 
 
 def trained(folder: Path, seed: int, words: Sequence[str]) -> Path:

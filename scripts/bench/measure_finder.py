@@ -277,7 +277,8 @@ COLUMNS: Final = (
 def main() -> None:
     """Measures, prints the tables and writes them into RESULTS.md; exit status 1 if can-train misses a goal."""
     options = BENCHMARK.parser().parse_args()
-    peers, versions = {}, None
+    peers: dict[str, Results] = {}
+    versions: Mapping[str, str] | None = None
     if not options.quick:
         answer = run_peers("finder_peers")
         versions = answer["versions"]

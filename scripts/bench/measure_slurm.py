@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -195,8 +196,8 @@ def beyond_imports(cluster: Cluster) -> list[tuple[str, float, float]]:
     times = []
     for name, line in lines.items():
         imports = [sys.executable, "-P", "-c", IMPORTS[name]]
-        whole_s = median_time(lambda line=line: cluster.can_train(*line), REPEATS)
-        imports_s = median_time(lambda imports=imports: subprocess.run(imports, check=True), REPEATS)
+        whole_s = median_time(partial(cluster.can_train, *line), REPEATS)
+        imports_s = median_time(partial(subprocess.run, imports, check=True), REPEATS)
         times.append((name, whole_s, whole_s - imports_s))
     for run in cluster.runs()[:REPEATS]:
         cluster.can_train("cancel", run["run_id"])
