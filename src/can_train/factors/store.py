@@ -18,6 +18,7 @@ from can_train.factors.observations import (
     Observation,
     Records,
     active_events,
+    next_time,
     read_records,
     write_record,
 )
