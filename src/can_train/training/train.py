@@ -728,13 +728,10 @@ def recording_observation(session: Session) -> Iterator[None]:
     """Records the block as an attempt, for later runs to learn from: that it began, how it ended and how much memory it
     took. An out-of-memory leaves the block as `DoesNotFitError`.
     """
-    run, store = session.run, store_of(session.run)
+    store = store_of(session.run)
     # The batcher of a resumed run also counts earlier attempts'.
     ooms_before = session.ooms_rescued
-    attempt = session.ranks.on_rank0(lambda: session.folder.attempts.current)
-    begun = AttemptRecord(run_id=session.folder.run_id, attempt=attempt, rank=session.ranks.rank, key=run.key,
-                          device=device_of(session.meter), start_time=next_time(store.state))  # fmt: skip
-    started = _write_started(session, store, begun)
+    begun, started = _record_begin(session, store)
     outcome: AttemptOutcome = "error"
     try:
         with fatal_out_of_memory(lambda _: _fatal_in_step(session)):
@@ -759,15 +756,17 @@ def recording_observation(session: Session) -> Iterator[None]:
                 started.unlink(missing_ok=True)
 
 
-def _write_started(session: Session, store: FactorStore, begun: AttemptRecord) -> Path | None:
-    """Writes that an attempt has begun; returns the record's file, None where it was not written."""
-    started = Started(**vars(begun), host=this_host(), pid=os.getpid())
+def _record_begin(session: Session, store: FactorStore) -> tuple[AttemptRecord, Path | None]:
+    """Records that an attempt has begun; returns it with the record's file, or None where it was not written."""
+    attempt = session.ranks.on_rank0(lambda: session.folder.attempts.current)
+    begun = AttemptRecord(run_id=session.folder.run_id, attempt=attempt, rank=session.ranks.rank, key=session.run.key,
+                          device=device_of(session.meter), start_time=next_time(store.state))  # fmt: skip
     if session.training.use_adaptive_batch_size_factor:
         try:
-            return write_record(store.state, started)
+            return begun, write_record(store.state, Started(**vars(begun), host=this_host(), pid=os.getpid()))
         except (StateError, ValueError) as error:
             session.reporter.notice(f"This run teaches nothing. {error}")
-    return None
+    return begun, None
 
 
 def _fatal_in_step(session: Session) -> DoesNotFitError:
