@@ -165,7 +165,7 @@ def test_attacks_in_what_is_taken_for_benign_are_counted():
 
 @pytest.mark.parametrize(
     ("size", "said"),
-    [(19, "at least 20 windows: 19 in the first 30 s of a"), (30, "the first 30 s of a hold 30 windows")],
+    [(19, "19 windows in the first 30 s of a: a calibration needs 20"), (30, "30 windows in the first 30 s of a, and")],
 )
 def test_a_log_that_is_too_short_to_calibrate_on_is_refused(size, said):
     with pytest.raises(DataError, match=said):
