@@ -143,7 +143,7 @@ def test_another_detector_is_compared_with_the_model_with_a_threshold_of_its_own
 
 def test_a_detector_beside_the_model_has_finite_scores_too():
     broken = np.full(40, np.nan)
-    with pytest.raises(RunError, match="must be a finite number: 8 of 8 in validation are not"):
+    with pytest.raises(RunError, match="8 of 8 scores in validation are not finite"):
         judged((LABEL > 0).astype(float), references={"rival": broken})
 
 
@@ -185,11 +185,11 @@ def test_windows_without_labels_among_others_are_counted():
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("row", "where"), [(9, "1 of 8 in validation"), (30, "1 of 12 in test_02")])
+@pytest.mark.parametrize(("row", "where"), [(9, "1 of 8 scores in validation"), (30, "1 of 12 scores in test_02")])
 def test_scores_that_are_not_finite_are_refused(broken, row, where):
     score = np.zeros(40)
     score[row] = broken
-    with pytest.raises(RunError, match=f"must be a finite number: {where} are not"):
+    with pytest.raises(RunError, match=f"{where} are not finite"):
         judged(score)
 
 
