@@ -107,13 +107,13 @@ class Gatherer:
 
     def batch_features(self, rows: Ints) -> Floats:
         """Returns `GRAPH_FEATURES` [R, 3]: nodes, edges without self-loops, and 1."""
-        # GATConv replaces self-loops by one per node, so its memory does not grow with those of the data.
+        # GATConv replaces self-loops by one per node, so the self-loops of the data add nothing to its memory.
         features = (self._flat.num_nodes[rows], self._proper_edges[rows], np.ones(len(rows)))
         return np.stack(features, axis=1).astype(np.float64)
 
     @cached_property
     def _proper_edges(self) -> Ints:
-        # [G]. Every window has an edge, so no graph's sum is that of its neighbour (a flaw of reduceat on empty parts).
+        # [G]. Every window has an edge, so no graph gets its neighbour's sum (a flaw of reduceat on empty parts).
         counts = [np.empty(0, dtype=np.int64)]
         for begin in range(0, len(self._flat), _COUNTED_GRAPHS):
             ptr = self._flat.edge_ptr[begin : begin + _COUNTED_GRAPHS + 1]

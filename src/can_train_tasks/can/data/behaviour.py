@@ -1,4 +1,4 @@
-"""How each CAN ID behaves in a window compared with its own past: its timing, and what changes in its payload.
+"""How each CAN ID behaves in a window compared with its own past: its timing, and the changes in its payload.
 
 The last frame of every ID and its behaviour in earlier windows are kept from window to window, for one log.
 
@@ -24,7 +24,7 @@ _LEAST_S: Final = 2.0**-14  # 61 µs: shorter than any frame on a bus of 1 Mbit/
 _MOST_S: Final = 2.0**10  # 17 minutes
 _QUANTUM: Final = 2.0**-16  # of every value, so that sums are exact and do not depend on how a log is cut into blocks
 _TABLE_ROWS: Final = 2**12  # that are filled at a time
-_MAX_IDS: Final = 2**16  # that are remembered; only a bus on which 29-bit IDs are drawn at random has more
+_MAX_IDS: Final = 2**16  # that are remembered; only a bus with random 29-bit IDs has more
 # An ID that a window lacks is absent if it was in this many of the log's earlier windows, and in this share of them.
 _REGULAR_WINDOWS: Final = 10
 _REGULAR_SHARE: Final = 0.1
@@ -33,14 +33,14 @@ _CLIP: Final = np.array([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5])
 
 
 class Changes(NamedTuple):
-    """What each of M frames changed since its ID's frame before it; NaN and -1 in the first frame of an ID."""
+    """The changes of M frames, each from its ID's frame before it; NaN and -1 in the first frame of an ID."""
 
     gap_s: NDArray[np.float32]
     bits: NDArray[np.int8]
 
 
 class Behaviour(NamedTuple):
-    """The behaviour of N nodes, and what their IDs' behaviour was in the log's earlier windows."""
+    """The behaviour of N nodes, and their IDs' behaviour in the log's earlier windows."""
 
     now: NDArray[np.float32]  # [N, B]; but for rate and silence NaN where no frame of the ID has one before it
     past: NDArray[np.float32]  # [N, B] means over the earlier windows; 0 where there are none
@@ -104,7 +104,7 @@ def _nothing(**values: tuple[Any, int]) -> _Remembered:
 
 
 class IdHistory:
-    """What a log has shown of each of its IDs so far."""
+    """The history of each ID in a log so far."""
 
     def __init__(self) -> None:
         self._frames = _nothing(time=(np.float64, 0), payload=(np.int64, 0))
@@ -162,7 +162,7 @@ class IdHistory:
         least = np.maximum(_REGULAR_WINDOWS, _REGULAR_SHARE * (self._num_windows + np.arange(len(nodes.end_s))))
         self._num_windows += len(least)
         regular = self._seen.can_id[self._seen.values["count"] >= least.min(initial=np.inf)]
-        # What is known of each regular ID before the first window and after each one, [G + 1, K].
+        # The history of each regular ID before the first window and after each one, [G + 1, K].
         seen_s = np.full((len(least) + 1, len(regular)), np.nan)
         counts = np.zeros(seen_s.shape, np.int64)
         position, found = before.find(regular)
@@ -196,7 +196,7 @@ class IdHistory:
             carried = np.zeros((*added.shape[:-1], len(first)))
             carried[..., found] = self._windows.values[name][position[found]].T
             whole = np.add.reduceat(added, first, axis=-1) + carried
-            # One running sum over all IDs, which at each one's beginning jumps to what is carried of it.
+            # One running sum over all IDs, which at each ID's beginning jumps to the sum carried over.
             jumping = np.zeros_like(added)
             jumping[..., 1:] = added[..., :-1]
             jumping[..., first] += carried
@@ -265,7 +265,7 @@ def summarise(
     """Returns [N, B] the behaviour of nodes.
 
     Args:
-        changes: Those of all frames, one node's after another's.
+        changes: The frames of all nodes, one node's after another's.
         first: [N] where the frames of each node begin.
         count: [N] how many they are.
         duration_s: [N] seconds from the first to the last frame of each node's window.

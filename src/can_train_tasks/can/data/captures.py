@@ -1,4 +1,4 @@
-"""The frames of binary logs, and those of network captures of CAN interfaces, as tcpdump and Wireshark write them: pcap
+"""The frames of binary logs and of network captures of CAN interfaces, as tcpdump and Wireshark write them: pcap
 and pcapng.
 
 Shapes: M packets or frames, P payload bytes (8, or 64).
@@ -19,7 +19,7 @@ from can_train.errors import DataError
 from can_train_tasks.can.data.grammar import MAX_CAN_ID
 from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Floats, Ints
 
-# What is wrong with a frame, as `Recorded.wrong` has it; 0: nothing.
+# The faults of a frame, by index in `Recorded.wrong`; 0: none.
 WRONG: Final = (
     "",
     "the frame was cut off",
@@ -43,7 +43,7 @@ class Recorded:
     channel: NDArray[Any]  # [M] numbers or names
     wrong: NDArray[Any]  # [M] indices of `WRONG`
     error_frames: int = 0  # that are left out
-    xl_frames: int = 0  # the same of CAN XL frames
+    xl_frames: int = 0  # CAN XL frames that are left out
 
     def select(self, chosen: NDArray[Any]) -> Recorded:
         """Returns the frames that a mask or indices choose; the counts stay."""
@@ -94,7 +94,7 @@ _RESOLUTION: Final = 9
 _OFFSET: Final = 14
 
 # By the number of the link layer: bytes before the frame, and place of the protocol among them (none: always CAN).
-_SOCKETCAN: Final = 227  # has the ID in network byte order; the others in that of the computer that wrote the file
+_SOCKETCAN: Final = 227  # has the ID in network byte order; the others in the writing computer's byte order
 _COOKED: Final = 276  # has the number of the interface in bytes 4 to 8
 _LINKS: Final = {_SOCKETCAN: (0, None), 113: (16, 14), _COOKED: (20, 0)}
 _NO_LINK: Final = -1  # stands for the beginning of a section of pcapng
@@ -174,7 +174,7 @@ def read_capture(stream: Any, path: Path) -> Iterator[Recorded]:
         used = [index for index in sorted(set(packets.link)) if links[index].link_type in _LINKS]
         if used:
             begins, parts = zip(*(_frames(buffer, packets.of(index), links[index]) for index in used), strict=True)
-            # Those of several interfaces are put in the order in which they lie in the file.
+            # Frames of several interfaces are put in the order of the file.
             frames = Recorded.concatenate(parts).select(np.argsort(np.concatenate(begins), kind="stable"))
             num_frames += len(frames.timestamp) + frames.error_frames + frames.xl_frames
             yield frames

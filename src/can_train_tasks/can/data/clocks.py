@@ -37,7 +37,7 @@ _SLOWEST_PERIOD_S: Final = 5.0
 _DOUBTFUL_SHARE: Final = 0.1
 _DIGITS: Final = {"ms": 3, "us": 0, "ns": 0}  # behind the point: microseconds, and whole numbers
 _SLOW_PERIOD_S: Final = 1.0  # from here on, an ID of a few milliseconds is no less likely
-_MIN_FRAMES: Final = 50  # by which a unit is guessed
+_MIN_FRAMES: Final = 50  # needed to guess a unit
 # Seconds since 1970 have ten digits until the year 2286.
 _LARGEST_EPOCH_S: Final = 1e11
 
@@ -64,7 +64,7 @@ def unit_of_name(column: str, stems: tuple[str, ...]) -> str | None:
 
     Args:
         column: The name, such as `Time [ms]`.
-        stems: What such columns are called without a unit.
+        stems: The names of such columns without a unit.
     """
     name = plain_name(column)
     # `times` and `timestamps` may be plurals.
@@ -76,7 +76,7 @@ def unit_of_name(column: str, stems: tuple[str, ...]) -> str | None:
 
 
 def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tuple[str, str]:
-    """Guesses in which unit the times of a log's first frames are.
+    """Guesses the unit of the times of a log's first frames.
 
     Args:
         ticks: [M] times as they were written.
@@ -84,7 +84,7 @@ def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tupl
         decimals: Digits behind the point of most times.
 
     Returns:
-        The unit, and what the user should know about it, as a sentence; empty where seconds are certain.
+        The unit, and a notice about it for the user; empty where seconds are certain.
     """
     period = _median_period(ticks, can_id) if len(ticks) >= _MIN_FRAMES else 0.0
     unit, slowest = "s", _SLOWEST_PERIOD_S

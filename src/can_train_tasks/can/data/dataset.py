@@ -1,4 +1,4 @@
-"""Prepares a CAN data set: the graphs of its logs, from the cache or made anew, and what each of them is for.
+"""Prepares a CAN data set: the graphs of its logs, from the cache or made anew, and their split into parts.
 
 Shapes: G windows of the data set, R of one log or part.
 """
@@ -43,7 +43,7 @@ class DataSample:
 
     train_windows: int  # estimate of the training windows of the whole data set
     every_log: bool  # whether all logs for training were sampled
-    note: str  # what was sampled, as a sentence
+    note: str  # a sentence that describes the sample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +52,7 @@ class CanData:
 
     flat: FlatGraphs  # its graphs, mapped from the cache
     split: Split  # which of them train, validate and test
-    notices: tuple[str, ...]  # what the user should know about the data; the reporter has them already
+    notices: tuple[str, ...]  # notices about the data; the reporter has them already
     sample: DataSample | None = None  # the data set that the graphs are a sample of; None where they are all graphs
 
 
@@ -214,7 +214,7 @@ def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_row
 
 
 def _lost_windows(lost: Mapping[str, int], before: Mapping[str, Ints], after: Mapping[str, Ints]) -> list[str]:
-    """Says how many windows of which test groups were left out."""
+    """Says how many windows of each test group were left out."""
     if not lost:
         return []
     count, total = sum(lost.values()), sum(map(len, before.values()))
@@ -301,7 +301,7 @@ def split_rows(
 ) -> tuple[Split, list[str]]:
     """Splits all windows of `sources`, which are indices of logs, by the roles of these (see `SourceFile`).
 
-    The last `test_share` of a log is for testing, and the last `validation_share` of what remains for validation. Where
+    The last `test_share` of a log is for testing, and the last `validation_share` of the rest for validation. Where
     that leaves a part with one class only although the log has both, every benign and every attack phase of the log is
     cut so. Of several benign logs some are for validation in place of training (see `find_held_out_logs`). Logs that
     are all for testing leave the other parts empty.
@@ -313,7 +313,7 @@ def split_rows(
         DataError: A part would be empty.
     """
     # In time, never at random: windows that overlap or follow one another are nearly equal, and a random split would
-    # test on what was trained on.
+    # test on trained windows.
     train: list[Ints] = []
     validation: list[Ints] = []
     test: dict[str, list[Ints]] = {}
@@ -414,7 +414,7 @@ def find_phase_starts(is_attack: Bools) -> Ints:
 def _cut_phases(flat: FlatGraphs, rows: Ints, starts: Ints, shares: Sequence[float]) -> list[Ints]:
     """Cuts every phase of a log, [R] `rows` with phases that begin at `starts`, chronologically.
 
-    `shares` are those of the time before it that each later part takes: validation's, then test's.
+    Each of `shares`, validation's and then test's, is a share of the time up to the end of its part.
     """
     first = flat.first_frame[rows]
     num_parts = len(shares) + 1

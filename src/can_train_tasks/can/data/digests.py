@@ -1,4 +1,4 @@
-"""Recognises frames that were seen before, in whatever file: windows by a hash, and logs by that of all their frames.
+"""Recognises frames that were seen before, in whatever file: windows by a hash, and logs by a hash of all their frames.
 
 Shapes: M frames, G windows of W frames, R windows that are looked for.
 """
@@ -25,7 +25,7 @@ _ID, _LENGTH, _TIME, _PLACE = (np.uint64((2 * i + 1) * _GOLDEN % 2**64) for i in
 
 
 def windows_of(values: NDArray[Any], window: int, stride: int) -> NDArray[Any]:
-    """Returns a view [G, W] of the windows of values [M], the last of which ends with the last value."""
+    """Returns a view [G, W] of the windows of values [M], where the last window ends with the last value."""
     if window == stride:
         # For a thousand frames the other way takes as long as all arithmetic on the view.
         return values.reshape(-1, window)

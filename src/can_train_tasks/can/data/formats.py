@@ -92,7 +92,7 @@ _NUMBERS: Final = {"id_base": "CAN IDs", "byte_base": "payload bytes"}  # by the
 # Why numbers were read in a base, where neither they nor the training data tell it.
 _WHY: Final = {_DEC: "because none has a letter or a leading zero",
                _HEX: "as CAN IDs are, although none has a letter or a leading zero"}  # fmt: skip
-# Different numbers of two digits or more, none of which has a letter, from which on all of them are decimal: of
+# From so many different numbers of two digits or more without a letter on, all of them are decimal: of
 # hexadecimal numbers, three in eight digits are letters.
 _MANY: Final = 20
 _MAX_STANDARD_ID: Final = 0x7FF
@@ -104,7 +104,7 @@ _LATE_LABEL: Final = '[ "]*(?P<label>[01]|[A-Za-z_][0-9A-Za-z_ -]*?)?[ "]*'
 _LATE_LABEL_OF_BYTES: Final = '[ "]*(?P<label>[A-Za-z_][0-9A-Za-z_ -]{2,}?)?[ "]*'  # shorter ones may be bytes
 
 
-# What the cells of a column look like that holds a frame's time, ID or payload.
+# The look of cells that hold a frame's time, ID or payload.
 _LOOKS: Final = {
     "timestamp": re.compile(f"{NUMBER}|{DATE}|{CLOCK}|[0-9]+,[0-9]+"),
     "id": re.compile("(?:0[xX])?[0-9A-Fa-f]{1,9}[xXhH]?"),
@@ -161,7 +161,7 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
 
 
 def _is_car_hacking(header: _Header) -> bool:
-    """Returns whether columns are those of a Car-Hacking log that pandas wrote, numbered or named, perhaps behind the
+    """Returns whether pandas wrote the columns of a Car-Hacking log, numbered or named, perhaps behind the
     number of the row.
     """
     plain = [plain_name(name) for name in header.names]
@@ -222,7 +222,7 @@ class BaseNote(NamedTuple):
 
     @property
     def other_base(self) -> str:
-        """The base in which they were not read."""
+        """The base that was not used."""
         return _DEC if self.base == _HEX else _HEX
 
     @property
@@ -236,7 +236,7 @@ class BaseNote(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class NumberTexts:
-    """The different texts of the CAN IDs and the payload bytes of CSV logs, by which their bases are decided.
+    """The different texts of the CAN IDs and the payload bytes of CSV logs, which decide their bases.
 
     Attributes:
         header: The line above the rows.
@@ -284,7 +284,7 @@ class NumberTexts:
         )
 
     def decided(self) -> CanDatasetSettings:
-        """Returns the settings with both bases: the user's, else what the texts tell, else as in the training data."""
+        """Returns the settings with both bases: the user's, else the texts', else the training data's."""
         settings = self.settings
         id_base = self.id_base() or _trained_base(settings.id_base) or _DEC
         byte_base = self.byte_base() or self.usual_byte_base()
@@ -339,7 +339,7 @@ class NumberTexts:
         return _HEX if not self.in_columns or (self.id_base() or trained_ids) == _HEX else _DEC
 
     def notes(self) -> list[BaseNote]:
-        """Says which bases are assumed, and which are not those of the training data."""
+        """Says which bases are assumed, and which differ from the training data's."""
         # Numbers of one digit are the same in either base, and a payload without separators is always hexadecimal.
         differ = any(len(text) > 1 for text in self.numbers) and (self.in_columns or self.separated)
         told = {"id_base": self.id_base(), **({"byte_base": self.byte_base()} if differ else {})}
@@ -480,7 +480,7 @@ class Recognised(NamedTuple):
     """How a log is written."""
 
     grammar: Grammar
-    narrow: Grammar | None  # the same for rows of `channel` without a label, which is faster; None where it is not
+    narrow: Grammar | None  # a faster grammar for rows of `channel` without a label; None where it is not
     channel: str  # of all of the first rows
 
 
@@ -492,7 +492,7 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         DataError: The log is of no known format, or has no rows.
     """
     of_header = header_grammars(sample, settings)
-    # Rows below a header can be those of a format without one.
+    # Rows below a header may also be rows of a format without one.
     if not of_header and settings.format == "auto" and (error := _missing_column(sample, settings, path, unknown=True)):
         raise error
     known = variants([*of_header, *line_grammars(sample)], sample)
@@ -544,7 +544,7 @@ def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series
     Args:
         grammar: The grammar.
         wanted: The setting `dataset.time_unit`.
-        rows: What the grammar reads of the first lines.
+        rows: The rows that the grammar reads from the first lines.
         sample: The first lines, null where empty.
     """
     if grammar.dated or (wanted == "auto" and grammar.unit_known):
@@ -572,8 +572,8 @@ def _narrowed(grammar: Grammar, rows: ParsedRows) -> Recognised:
 def _missing_column(
     sample: pl.Series, settings: CanDatasetSettings, path: Path, *, unknown: bool = False
 ) -> DataError | None:
-    """Makes the error for a CSV file whose header names all needed columns but one; None for any other file, and with
-    `unknown` for a header all of whose names are recognised.
+    """Makes the error for a CSV file whose header names all needed columns but one; None for any other file, and
+    with `unknown` where all names of the header are recognised.
     """
     header = _header_of(sample)
     roles = _find_roles(header.names, settings.columns)
@@ -594,7 +594,7 @@ def _missing_column(
 def _wrong_column(
     sample: pl.Series, settings: CanDatasetSettings, path: Path, bad: tuple[int, str, str]
 ) -> DataError | None:
-    """Makes the error for a CSV file of which one column does not hold what its name says, as in the row `bad`."""
+    """Makes the error for a CSV file with a column whose cells contradict its name, as in the row `bad`."""
     position, line, reason = bad
     header = _header_of(sample)
     roles = _find_roles(header.names, settings.columns)

@@ -21,7 +21,7 @@ MAX_TIME_S: Final = 1e11  # the year 5138: a time beyond it is none, and its squ
 MAX_TICKS_PER_SECOND: Final = 10**9
 
 # Building blocks of the patterns, in Rust's dialect of regular expressions (polars).
-NUMBER: Final = "[-+.0-9eE]+"  # wider than a number: the cast to float64 refuses what is none
+NUMBER: Final = "[-+.0-9eE]+"  # wider than a number: the cast to float64 refuses other texts
 CLOCK: Final = "[0-9]{1,3}:[0-9]{1,2}:[0-9]{1,2}(?:[.,:][0-9]{1,9})?"
 _DAY: Final = r"(?:[0-9]{4}[-/.][0-9]{1,2}[-/.][0-9]{1,2}|[0-9]{1,2}\.[0-9]{1,2}\.[0-9]{4})"
 DATE: Final = f"{_DAY}[T ]+{CLOCK}(?:Z|[-+][0-9]{{2}}:?[0-9]{{2}})?"
@@ -87,7 +87,7 @@ class Grammar:
         payload_code: How the payload is written: `hex`, `base64`, or `decimal` numbers.
         cut_to_dlc: Whether other fields that look like bytes may follow the payload.
         padded: Whether bytes behind the DLC fill the payload up: they are cut off, and the rows counted.
-        fd_groups: Groups of which any marks a row whose payload may be that of a CAN FD frame.
+        fd_groups: Groups that mark, each by itself, a row whose payload may be a CAN FD frame's.
         ticks_per_second: Unit of the timestamps.
         unit_known: Whether that is certain, by the format or by the user.
         time_code: How the timestamps are written: `number`, `comma` (a number with a decimal comma), `date` (ISO 8601,
@@ -178,7 +178,7 @@ class ParsedRows:
     # `position`, `line` and `reason`; `id` and `label` where they can be told. Without blank lines, comments, headers.
     malformed: pl.DataFrame
     error_frames: int  # rows that are left out too, and are not malformed
-    xl_frames: int = 0  # the same of CAN XL frames
+    xl_frames: int = 0  # CAN XL frames that are left out
     cut: int = 0  # well-formed rows whose payload was longer than their DLC, and was cut
 
     def select(self, chosen: NDArray[np.bool_]) -> ParsedRows:
@@ -193,7 +193,7 @@ class ParsedRows:
 
 
 def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
-    """Parses lines, of which empty ones are null."""
+    """Parses lines; empty ones are null."""
     rows, num_cut = _columns(lines, grammar), 0
     if grammar.padded and grammar.has("dlc") and (rows["length"] > rows["dlc"]).any():
         rows, num_cut = _cut_to_dlc(_columns(lines, grammar, "digits"), fd=bool(grammar.fd_groups))
@@ -383,7 +383,7 @@ def _rules(grammar: Grammar, *, has_long: bool) -> list[tuple[pl.Expr, str]]:
 
     Args:
         grammar: How the rows are written.
-        has_long: Whether any payload is longer than that of a classical frame.
+        has_long: Whether any payload is longer than a classical frame's.
     """
     timestamp, length = pl.col("timestamp"), pl.col("length")
     rules = [

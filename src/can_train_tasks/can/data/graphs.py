@@ -165,7 +165,7 @@ class FlatGraphs:
     """All windows of a data set."""
 
     node_ptr: Ints  # [G + 1] the nodes of graph g are node_ptr[g]:node_ptr[g + 1]
-    edge_ptr: Ints  # [G + 1] the same for edges
+    edge_ptr: Ints  # [G + 1] the edges of graph g are edge_ptr[g]:edge_ptr[g + 1]
     node_code: NDArray[np.int32]  # [N] index into `ids`
     node_features: NDArray[np.float32]  # [N, 10] columns `NODE_FEATURES`, unscaled
     behaviour: NDArray[np.float32]  # [N, 7] columns `BEHAVIOUR`; NaN where no frame of the ID has one before it
@@ -186,7 +186,7 @@ class FlatGraphs:
     kinds: tuple[str, ...]  # names of the label codes; kinds[0] is "benign"
     sources: tuple[SourceFile, ...]  # the files, in reading order
     window: int  # frames in a window
-    notices: tuple[str, ...] = ()  # what the user should know about the files, as sentences
+    notices: tuple[str, ...] = ()  # sentences about the files for the user
 
     def __len__(self) -> int:
         return len(self.label)
@@ -421,7 +421,7 @@ def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Fl
     """Computes `EDGE_FEATURES` [E, 11] from `times` [G, W]. Means and standard deviations (of the population) are those
     of the time from source to destination frame.
 
-    Positions are those of the edge's source frames, 0 to 1. Regularity is 1 / (1 + std / mean), and 1 where all
+    Positions of the edge's source frames, 0 to 1. Regularity is 1 / (1 + std / mean), and 1 where all
     intervals are 0: those do not vary either. Degrees count distinct edges in and out, so a self-loop counts twice.
     """
     window = times.shape[1]

@@ -60,19 +60,19 @@ def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
 
 
 def find_evaluation_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
-    """Finds the logs of a data set that no training saw: those of a published layout's test folders; otherwise all
-    logs, each a group of its own. Raises what `find_logs` does.
+    """Finds the logs of a data set that no training saw: the logs of a published layout's test folders; otherwise all
+    logs, each a group of its own. Raises as `find_logs` does.
     """
     return [replace(log, role=TEST) for log in _find(dataset, data_root, (TEST,))]
 
 
 def data_files(dataset: CanDatasetSettings, data_root: Path) -> list[Path]:
-    """Lists the files of a data set; none where they are simulated. Raises what `find_logs` does."""
+    """Lists the files of a data set; none where they are simulated. Raises as `find_logs` does."""
     return [] if dataset.is_synthetic else [log.path for log in find_logs(dataset, data_root)]
 
 
 def data_digest(dataset: CanDatasetSettings, data_root: Path, reporter: Reporter) -> str:
-    """Computes the digest of the content of a data set's logs. Raises what `find_logs` does."""
+    """Computes the digest of the content of a data set's logs. Raises as `find_logs` does."""
     logs, _ = drop_duplicates(hash_logs(find_logs(dataset, data_root), reporter))
     return digest_of_logs((one.log.role, one.log.group, one.sha256) for one in logs)
 
@@ -113,7 +113,7 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
     if dataset.name not in NAMED_SETS:
         raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
     data_root = expanded(data_root)
-    # The published folders have a hyphen; an underscore is what one makes by hand from the name.
+    # The published folders have a hyphen; people make an underscore by hand from the name.
     spellings = dict.fromkeys((dataset.name.replace("_", "-"), dataset.name))
     for collection in _COLLECTIONS:
         for spelling in spellings:

@@ -1,4 +1,4 @@
-"""The published formats: those of lines without a header, and CSV files that are recognised by their exact header."""
+"""The published formats: lines without a header, and CSV files with an exact header."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _car_hacking(*, unlabelled_rows: bool) -> Grammar:
 
 
 def _resaved_car_hacking(*, unlabelled_rows: bool) -> Grammar:
-    # As pandas writes what it read of such a log: behind the number of the row, and filled up with empty cells, behind
+    # As pandas writes such a log again: behind the number of the row, and filled up with empty cells, behind
     # the label where the row is short.
     empty = "(?:(?i:nan)?,)*"
     payload = f"(?:,{empty}(?P<data>(?:{BYTE},*)*){empty}(?P<label>[G-Zg-z])?(?:,(?i:nan)?)*)?"
@@ -89,7 +89,7 @@ _CANDUMP_DIRECTION: Final = f"{GAP}(?P<direction>[RT]x?)"
 _CANDUMP_USUALLY_PRINTED: Final = (
     rf"{GAP}\[(?P<dlc>{DIGITS})\](?:(?P<data>(?:[ \t]|{BYTE})+)(?:(?P<remote>remote request){BLANKS}|'[^\r\n]*)?)?"
 )
-# Bit 29 of SocketCAN's identifiers. `-e` writes what it means on lines below.
+# Bit 29 of SocketCAN's identifiers. `-e` explains the frame on lines below.
 _CANDUMP_ERROR: Final = (
     rf"^{BLANKS}\([^)]*\){GAP}[!-~]+{GAP}(?:(?:RX|TX){GAP}[B-]{GAP}[E-]{GAP})?[23][0-9A-Fa-f]{{7}}(?:#|{GAP}\[)"
 )
@@ -207,7 +207,7 @@ def _trc_2(columns: str) -> Grammar:
 
 
 def _are_columns(columns: str) -> bool:
-    """Returns whether columns have what a frame needs, and nothing twice: the line may be damaged."""
+    """Returns whether columns have a frame's time and ID, and nothing twice: the line may be damaged."""
     cells = columns.replace("l", "L").split(",")
     return {"O", "I"} <= {*cells} and len({*cells}) == len(cells)
 
@@ -368,7 +368,7 @@ PUBLISHED_CSV_GRAMMARS: Final = (
 
 
 _MARKED_IDS: Final = r"(?i)(?:^|[^0-9a-z])(?:0x[0-9a-f]+|[0-9a-f]+h|[0-9a-f]+x)(?:[^0-9a-z]|$)"
-# By what the times of a log's rows, that are no plain numbers, are recognised.
+# Patterns of times that are no plain numbers.
 _TIME_MARKS: Final = {
     DATE_CODE: r"[0-9][-/.][0-9]{1,2}[-/.][0-9]{1,4}[T ]+[0-9]{1,2}:[0-9]{1,2}:[0-9]",
     CLOCK_CODE: r"[0-9]{1,3}:[0-9]{1,2}:[0-9]",

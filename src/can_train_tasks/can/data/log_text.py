@@ -22,7 +22,7 @@ from can_train.errors import DataError, MissingDataError
 # Bytes of text read at once. Smaller blocks parse slower; text and parsed columns together take about fifteen times as
 # much memory.
 BLOCK_BYTES: Final = 16 * 2**20
-RECOGNISED_BYTES: Final = 2**20  # beginning of a log by which its format is recognised
+RECOGNISED_BYTES: Final = 2**20  # beginning of a log that tells its format
 # A longer line is no row of any log. Without this bound a file without line ends would be read whole.
 MAX_LINE_BYTES: Final = RECOGNISED_BYTES
 
@@ -37,10 +37,10 @@ _XZ_BYTES: Final = 2**20  # that a decompressor needs beside
 MAX_NESTED: Final = 2  # compressions of one file, each with a window of its own
 # Lines of a block at most. The shortest rows of a log have about 30 bytes, so that only other text has more of them.
 MAX_BLOCK_LINES: Final = 2**19
-_DAMAGE: Final = (EOFError, zlib.error, lzma.LZMAError)  # what reading a damaged file raises, beside OSError
+_DAMAGE: Final = (EOFError, zlib.error, lzma.LZMAError)  # errors of reading a damaged file, beside OSError
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _CONTROL_BYTES: Final = bytes(set(range(32)) - set(b"\t\n\v\f\r"))  # no text has them
-# Share of them from which a file is binary: recorded or compressed numbers have about a tenth, a log that was being
+# Least share of them in a binary file: recorded or compressed numbers have about a tenth, a log that was being
 # written when the power failed has a few.
 _MAX_CONTROL_SHARE: Final = 0.01
 _PEEKED_BYTES: Final = 8  # more than any mark at a file's beginning has
@@ -62,7 +62,7 @@ class TextSample(NamedTuple):
 
 def missing_package(what: str, extra: str) -> DataError:
     """Makes the error for a log that a package is needed for."""
-    return DataError("What reads a log must be installed", value=f"the package for {what} is missing",
+    return DataError("The package that reads a log must be installed", value=f"the package for {what} is missing",
                      remedy=f'Install it: pip install "can-train[{extra}]"')  # fmt: skip
 
 
@@ -116,7 +116,7 @@ class _Utf16AsUtf8(_Converted):
 
 
 class _Frames(_Converted):
-    """Frames of compressed text, one behind the other; those of zstd, and the streams of xz.
+    """Frames of compressed text, one behind the other: frames of zstd, or streams of xz.
 
     A piece of some bytes may hold gigabytes of text, and these decompressors return all of it at once.
     """
@@ -203,7 +203,7 @@ _ARCHIVES: Final = (
 class _Stream(NamedTuple):
     text: Any  # with `read` and `tell`
     raw: IO[bytes]  # the file that it comes from
-    plain: bool  # whether it is the file itself, in which one can seek
+    plain: bool  # whether it is the file itself and can seek
 
 
 class LogText:
@@ -259,7 +259,7 @@ class LogText:
         Args:
             num_parts: How many parts.
             part_bytes: Size of each.
-            reach_bytes: Size of the beginning of a compressed text in which all parts lie: it is read from its start.
+            reach_bytes: Size of a compressed text's beginning, which has all parts: it is read from its start.
 
         Raises:
             DataError: The file is damaged.

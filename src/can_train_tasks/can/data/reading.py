@@ -51,13 +51,13 @@ class LogSample(NamedTuple):
 
 
 class _Block(NamedTuple):
-    first_line: int  # its number, counted from 1; in a binary log that of the frame
+    first_line: int  # its number, counted from 1; in a binary log the frame's number
     lines: Sequence[str] | pl.Series
     rows: ParsedRows
 
 
 class _TextLog:
-    """A log of text, of which `block_bytes` are parsed at once."""
+    """A log of text, parsed in parts of `block_bytes`."""
 
     def __init__(self, path: Path, settings: CanDatasetSettings, block_bytes: int) -> None:
         self._path = path
@@ -95,11 +95,11 @@ class _TextLog:
 
 @dataclass(frozen=True, kw_only=True)
 class DecidedBases:
-    """The bases in which the CSV logs of a data set write CAN IDs and payload bytes.
+    """The bases of CAN IDs and payload bytes in the CSV logs of a data set.
 
     Attributes:
         settings: How each log is read, by its path.
-        notes: What was assumed, as sentences for the user.
+        notes: Sentences for the user about assumed bases.
     """
 
     settings: Mapping[Path, CanDatasetSettings]
@@ -153,7 +153,7 @@ def _first_numbers(path: Path, settings: CanDatasetSettings) -> NumberTexts | No
 
 
 def _all_numbers(path: Path, texts: Mapping[Path, NumberTexts]) -> NumberTexts:
-    """Reads a log until its numbers, together with those of the other logs, tell both bases."""
+    """Reads a log until its numbers and the other logs' tell both bases."""
     written = texts[path]
     others = reduce(NumberTexts.joined, texts.values())
     for _, lines in LogText(path).blocks():
@@ -166,7 +166,7 @@ def _all_numbers(path: Path, texts: Mapping[Path, NumberTexts]) -> NumberTexts:
 class LogReader:
     """One CAN log, streamed; `block_bytes` of text are parsed at once.
 
-    `kind` names the attacks whose label does not. The `report` of what was wrong is complete once `blocks()` is
+    `kind` names the attacks whose label does not. The `report` of faults is complete once `blocks()` is
     exhausted.
 
     Raises:
@@ -243,7 +243,7 @@ class LogReader:
 
     def line_numbers(self, frames: Ints) -> Ints:
         """Returns [R] the numbers, counted from 1, of the lines that hold the log's frames `frames` [R]; of a binary
-        log, those of the frames.
+        log, the numbers of the frames.
         """
         found, seen = np.empty(len(frames), np.int64), 0
         for block in self._chosen_blocks():
@@ -357,7 +357,7 @@ class LabelEncoder:
         if names is not None:
             nameless = self._is_benign(labels) | self._is_benign(names)
             labels = names.zip_with(~nameless, labels)
-        # Sorted, so that codes do not depend on the order in which polars finds the texts.
+        # Sorted, so that codes do not depend on polars' order of the texts.
         texts = labels.unique().sort().to_list()
         # A row without a label is benign whatever the values are that mean it.
         codes = [0 if text is None else max(map(self.code, text.split() if several else [text])) for text in texts]
@@ -415,12 +415,12 @@ class RowProblem(NamedTuple):
 
 @dataclass(kw_only=True)
 class ReadReport:
-    """What a reader met; complete once the log was read to its end."""
+    """Counts of frames and faults; complete once the log was read to its end."""
 
     path: Path
     frames: int = 0  # that were read
     malformed: int = 0  # rows that are no frame and were left out
-    reasons: Counter[str] = field(default_factory=Counter)  # how many of them for which reason
+    reasons: Counter[str] = field(default_factory=Counter)  # malformed rows by reason
     backwards: int = 0  # frames, not left out, whose time lies before their predecessor's by more than clocks jitter
     jitter: int = 0  # frames, not left out, whose time lies before their predecessor's by less than that
     largest_jitter_s: float = 0.0
@@ -446,7 +446,7 @@ class ReadReport:
 
     def add_rows(self, rows: ParsedRows, lines: Sequence[str] | pl.Series, first_line: int, previous_s: float) -> None:
         """Counts one block, whose first line has the number `first_line`, after a frame of time `previous_s`."""
-        # Microseconds are what logs hold; at 10^9 seconds a float64 holds less.
+        # Logs hold microseconds; at 10^9 seconds a float64 holds less.
         step_s = np.round(np.diff(rows.timestamp, prepend=previous_s), 6)
         backwards = rows.position[step_s < -CLOCK_JITTER_S]
         jitter_s = -step_s[(step_s < 0) & (step_s >= -CLOCK_JITTER_S)]
@@ -470,7 +470,7 @@ class ReadReport:
             self.examples.append(RowProblem(first_line + position, reason, shortened(text)))
 
     def check(self, max_malformed: float) -> None:
-        """Refuses a log in which too much is wrong.
+        """Refuses a log with too many faults.
 
         Raises:
             DataError: More rows are bad than allowed, time runs backwards throughout, or there is no frame at all.
@@ -543,7 +543,7 @@ class ReadReport:
         return ", ".join(named) + (f" and {counted(more, 'more interface')}" if more else "")
 
     def summary(self) -> list[str]:
-        """Describes what was wrong, in sentences for the user; empty if nothing was."""
+        """Describes the faults in sentences for the user; empty if there are none."""
         name = self.path.name
         sentences = [*self.base_notes, *(f"{name}: {note}" for note in self.notes)]
         if len(self.channels) > 1:

@@ -196,7 +196,7 @@ class Recording:
             yield from read_capture(stream, self.path)
 
     def _sqlite(self) -> Iterator[Recorded]:
-        # Read only: a database beside which nothing may be written can be read, too.
+        # Read only: a database in a read-only folder can be read, too.
         with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             columns = {row[1] for row in database.execute(f"PRAGMA table_info({_SQLITE_TABLE})")}
@@ -209,7 +209,7 @@ class Recording:
                 wanted = f"{_SQLITE_TABLE} ({', '.join(_SQLITE_COLUMNS)})"
                 raise DataError(f"A database must have python-can's table {wanted}",
                                 value=f"{self.path} has {held}", remedy="Give another log")  # fmt: skip
-            # Columns of SQLite hold values of any type: those of another one become null.
+            # Columns of SQLite hold values of any type: values of another type become null.
             cells = [
                 f"CASE WHEN typeof({name}) IN ({kinds}) THEN {name} END" for name, (kinds, _) in _SQLITE_COLUMNS.items()
             ]

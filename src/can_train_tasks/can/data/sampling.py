@@ -115,7 +115,7 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
         f"a sample of {len(flat):,} windows from {len(chosen)} of {len(logs)} training logs "
         f"({read_mib:.1f} MiB of text; {mib:,.0f} MiB of logs): about {train_windows:,} training windows in all"
     )
-    # A sample shows what windows are like, not which of them train: so all of them do both.
+    # A sample shows the size of windows, not which of them train: so all of them do both.
     rows = np.arange(len(flat))
     split = Split(train=rows, validation=rows, test={})
     sample = DataSample(train_windows=train_windows, every_log=len(chosen) == len(logs), note=note)

@@ -31,7 +31,7 @@ _KIND: Final = re.compile(r"(?P<what>.*?)(?:_attack)?(?:_\d+)?(?P<masquerade>_ma
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """An attack's time and, where they are known, the ID and the digits of what was sent."""
+    """An attack's time and, where they are known, the ID and the digits that were sent."""
 
     begin_s: float
     end_s: float
@@ -42,7 +42,7 @@ class Injection:
     def marks(self, frames: Frames, start_s: float) -> Bools:
         """Returns which frames [M] of a log, whose first frame has the time `start_s`, belong to the attack."""
         begin_s = 0.0 if self.begin_s >= _LEAST_EPOCH_S else start_s
-        # Microseconds are what logs hold.
+        # Logs hold microseconds.
         elapsed: Floats = (frames.timestamp - begin_s).round(6)
         marked: Bools = (elapsed >= self.begin_s) & (elapsed <= self.end_s)
         if self.can_ids:
@@ -62,7 +62,7 @@ class Injection:
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """What a JSON file says of one log."""
+    """The entry of a JSON file about one log."""
 
     path: Path
     entry: Mapping[str, Any]
@@ -71,12 +71,12 @@ class Sidecar:
 
     @property
     def content(self) -> str:
-        """What the labels depend on."""
+        """The text that decides the labels."""
         return json.dumps(self.entry, sort_keys=True)
 
 
 def find_sidecar(log: Path) -> Sidecar | None:
-    """Returns what a JSON file beside a log, or above its folder, says of it; None where none does."""
+    """Returns the entry about a log in a JSON file beside it or above its folder; None where there is none."""
     name = re.sub(r"(?i)\.(?:gz|xz|bz2|zst)$", "", log.name).rpartition(".")[0] or log.name
     folder = log.resolve().parent
     for path in (folder / f"{name}.json", *sorted(folder.glob(_NAMES)), *sorted(folder.parent.glob(_NAMES))):
@@ -121,7 +121,7 @@ def _injections(entry: Mapping[str, Any], name: str) -> Iterator[Injection]:
             return entry.get(f"{field_name}{number}", entry.get(field_name))
 
         for begin_s, end_s in _intervals(value):
-            suspended = what == "suspension"  # then the ID's frames are what is missing
+            suspended = what == "suspension"  # then the ID's frames are missing
             yield Injection(
                 begin_s=begin_s,
                 end_s=end_s,

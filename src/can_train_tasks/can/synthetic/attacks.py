@@ -1,12 +1,12 @@
-"""What attackers make of a drive: which frames are added, removed or replaced, and which of them are labelled.
+"""The changes of attackers to a drive: which frames are added, removed or replaced, and which of them are labelled.
 
 Each attack comes in bursts whose strength is drawn anew, from blatant to barely visible. A frame that the attacker sent
 is an attack. A suppressed message leaves nothing to label; there the frame that became ready next after each missing
 one is labelled, so that the attack windows are those that lack a frame.
 
 Masquerade at a plausible value is hard, and stays so. The victim is silent, and its frames come in its rhythm, with its
-counter and checksum; in version 2 the forged reading is one that the victim could have sent. Only its disagreement with
-what other messages say betrays it, and the first and the last frame, by less than the bus delays others. A detector
+counter and checksum; in version 2 the forged reading is one that the victim could have sent. Only its disagreement
+with other messages betrays it, and the first and the last frame, by less than the bus delays others. A detector
 that finds most of it there has found a flaw of the simulation.
 
 Shapes: M frames.
@@ -35,7 +35,7 @@ _BURST_CYCLE_US: Final = 60 * SECOND_US  # longer drives have a burst in each
 _MIN_BURST_US: Final = SECOND_US // 4  # in drives of a few seconds: a fast message is sent ten times in it
 # Where the last burst of a drive lies: a plain cut that keeps the last fifth for validation leaves one to either part.
 _LAST_BURST: Final = (0.82, 0.97)
-_LAST_LENGTH: Final = 0.5  # of the last burst ÷ that of the others, so that training keeps most attacks
+_LAST_LENGTH: Final = 0.5  # of the last burst ÷ length of an earlier one, so that training keeps most attacks
 # From a bus at four fifths of its capacity down to one frame in most windows.
 _DOS_PERIODS_US: Final = (400, 1_000, 4_000, 15_000, 60_000)
 _FUZZING_PERIODS_US: Final = (800, 3_000, 12_000, 40_000, 120_000)
@@ -55,7 +55,7 @@ _MODERATE_US: Final = 200_000  # longest period of a message sent at a wrong int
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttackContext:
-    """One drive before the attack: what the vehicle wants to send, ordered by time, and when the attacker is active."""
+    """One drive before the attack: the traffic of the vehicle, ordered by time, and when the attacker is active."""
 
     vehicle: Vehicle
     traffic: Traffic
@@ -82,11 +82,11 @@ def attack(kind: str, rng: np.random.Generator, vehicle: Vehicle, traffic: Traff
         kind: A name of `ATTACKS`.
         rng: The attacker's choices.
         vehicle: The vehicle attacked.
-        traffic: What it wants to send, ordered by time.
+        traffic: The traffic that it wants to send, ordered by time.
         duration_us: Length of the drive.
 
     Returns:
-        What is sent instead, ordered by the time it is ready, attack frames labelled.
+        The traffic that is sent instead, ordered by the time it is ready, attack frames labelled.
     """
     bursts = draw_bursts(rng, duration_us)
     while True:
@@ -160,7 +160,7 @@ def _systematise(context: AttackContext, burst: TimeSpan) -> Traffic:
     return _attack_frames(time_us, can_id, length, payload)
 
 
-# The raw values [M] that an attacker claims, from the signal and what the real frames [M, 8] said.
+# The raw values [M] that an attacker claims, from the signal and the real frames [M, 8].
 _Claim = Callable[[np.random.Generator, Signal, NDArray[np.uint8]], Ints]
 
 
@@ -209,7 +209,7 @@ def _change_interval(context: AttackContext, burst: TimeSpan) -> Traffic:
 
 
 def _replay(context: AttackContext, burst: TimeSpan) -> Traffic:
-    """Sends again what some of the vehicle's IDs sent in an earlier time span as long as the burst."""
+    """Sends again the frames of some of the vehicle's IDs in an earlier time span as long as the burst."""
     rng = context.rng
     duration_us = min(burst.end_us - burst.start_us, burst.start_us)
     recorded_us = int((burst.start_us - duration_us) * rng.random())
@@ -273,7 +273,7 @@ def _forge_plausibly(context: AttackContext, message: Message, signal: Signal, r
     before = int(np.searchsorted(own, rows[0]))
     earlier = own[int(rng.integers(max(1, before - len(rows)))) :][: len(rows)]
     claimed = _draw(rng, (np.full_like(real, real[0]), signal.read(context.traffic.payload[earlier]), drifting))
-    # While the vehicle stands, the first two are often what the victim says anyway.
+    # While the vehicle stands, the first two often equal the victim's own values.
     signal.write(forged.payload, drifting if np.array_equal(claimed, real) else claimed)
     return forged
 
@@ -290,7 +290,7 @@ def _drift(rng: np.random.Generator, signal: Signal, real: Ints, time_us: Ints) 
 
 
 def _take_over(context: AttackContext, forge: Callable[[Message, Signal, Ints], Traffic]) -> Traffic:
-    """Replaces a message in each burst by what `forge` makes of it, with the right checksum."""
+    """Replaces a message in each burst by the forgery of `forge`, with the right checksum."""
     replaced = np.zeros(len(context.traffic), np.bool_)
     parts = []
     for burst in context.bursts:
@@ -321,7 +321,7 @@ def _draw(rng: np.random.Generator, choices: Sequence[_T]) -> _T:
 
 _Attack = Callable[[AttackContext], Traffic]
 
-# By the name of its files; can-train-and-test calls spoofed signals by what they claim.
+# By the name of its files; can-train-and-test names spoofed signals after their claims.
 FIRST_ATTACKS: Final[Mapping[str, _Attack]] = {
     "DoS": partial(_inject, _flood),
     "fuzzing": partial(_inject, _fuzz),

@@ -1,8 +1,8 @@
-"""What a vehicle of version 2 sends while it is driven. As in version 1, only arithmetic that is the same on every
+"""The traffic of a vehicle of version 2 while it is driven. As in version 1, only arithmetic that is the same on every
 platform, and uniform draws.
 
-Control units send by clocks of their own, each a little fast or slow, and nearly punctually: what makes a logged period
-scatter is mostly the bus, where frames that are due together wait for one another.
+Control units send by clocks of their own, each a little fast or slow, and nearly punctually: a logged period
+scatters mostly by the bus, where frames that are due together wait for one another.
 
 Shapes: M frames, T ticks of the vehicle's state.
 """
@@ -52,7 +52,7 @@ def drive_vehicle(rng: np.random.Generator, vehicle: Vehicle, duration_us: int) 
 class _Clocks:
     """The clocks of a vehicle's control units in one drive, a value for each unit."""
 
-    start_us: Ints  # a moment at which a unit's schedule began, before the drive
+    start_us: Ints  # a moment of a unit's schedule before the drive
     error: Floats  # by how much a unit's second is too long
     jitters_us: tuple[int, ...]
     duration_us: int

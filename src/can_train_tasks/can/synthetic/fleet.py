@@ -1,5 +1,5 @@
 """The vehicles of version 2: a car with 11-bit IDs, a truck with the 29-bit IDs of SAE J1939, and two cars that have
-both, the last of which training never sees. What they send is drawn so that periods, payloads and bus load are like
+both; training never sees the last one. Their traffic is drawn so that periods, payloads and bus load are like
 those of logged vehicles (`scripts/bench/bus` compares them).
 """
 
@@ -42,7 +42,7 @@ _UNITS: Final = (6, 10)  # fewest and most control units of a vehicle
 _MAX_ADDRESS: Final = 64  # of a control unit, in the last byte of a 29-bit ID
 _ADDRESS_BITS: Final = 8
 _CONTROL_MS: Final = 50  # longest period of a message that controls
-_SCHEDULE_US: Final = 5 * _MS  # a control unit looks this often for what is due
+_SCHEDULE_US: Final = 5 * _MS  # a control unit looks this often for messages that are due
 _SAMPLES_MS: Final = (100, 200, 500, 1000)  # from one sample of a slow reading to the next
 _REPEAT_MS: Final = 50  # a message that is sent on changes only is repeated after this time
 
@@ -59,7 +59,7 @@ _SENT_ON_CHANGE_TOO: Final = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class VehicleKind:
-    """What is common to vehicles of a kind. Shares are of messages."""
+    """The properties common to vehicles of a kind. Shares are of messages."""
 
     periods_ms: Mapping[int, tuple[int, int]]  # fewest and most messages of each period
     target_periods_ms: tuple[int, ...]  # of the messages that carry `TARGETS`, in their order
@@ -188,7 +188,7 @@ def _draw_slots(rng: np.random.Generator, kind: VehicleKind) -> list[tuple[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class _Slot:
-    """What is decided of a message before its payload."""
+    """The properties of a message that are drawn before its payload."""
 
     can_id: int
     period_ms: int
@@ -283,7 +283,7 @@ def _target_signals(rng: np.random.Generator, slot: _Slot) -> tuple[Signal, ...]
 
 
 def _channels(content: str, period_ms: int) -> Sequence[str]:
-    """Lists what may be in a message. In a fast one nothing that attackers are after: that has a message of its own."""
+    """Lists the fields that may be in a message; a fast message has none of the attackers' targets."""
     names = {"flags": STATUS_CHANNELS, "slow": _SLOW, "lively": _LIVELY}[content]
     return [name for name in names if period_ms > _CONTROL_MS or name not in TARGETS]
 

@@ -1,4 +1,4 @@
-"""Frames on their way over the bus, who may send there next, and what a vehicle of version 1 sends while it is driven.
+"""Frames on their way over the bus, who may send there next, and the traffic of a vehicle of version 1.
 
 Only additions, multiplications, divisions and uniform draws occur here, and time is counted in whole microseconds:
 these give the same bytes on every platform, which sines and logarithms do not.
@@ -239,7 +239,7 @@ def _arbitrate(ready_us: Ints, frame_us: Ints, priority: Ints) -> tuple[Ints, In
 
 
 def _priority(can_id: Ints) -> Ints:
-    """Returns what arbitration compares, [M], the lowest first: 11 bits of the ID, whether more follow, and those."""
+    """Returns the keys that arbitration compares, [M], lowest first: 11 bits of the ID, then a flag and 18 more."""
     more_bits = can_id & ((1 << _ID_EXTENSION_BITS) - 1)
     extended = 2 * (can_id - more_bits) + (1 << _ID_EXTENSION_BITS) + more_bits
     return np.where(can_id > MAX_STANDARD_ID, extended, can_id << (_ID_EXTENSION_BITS + 1))

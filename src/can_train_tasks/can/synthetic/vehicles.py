@@ -1,4 +1,4 @@
-"""What a simulated vehicle is: which CAN IDs it sends, how often, and what the bytes of a payload mean. The vehicles of
+"""A simulated vehicle: which CAN IDs it sends, how often, and what the bytes of a payload mean. The vehicles of
 version 1.
 
 Shapes: M frames.

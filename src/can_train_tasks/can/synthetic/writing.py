@@ -28,7 +28,7 @@ from can_train_tasks.can.synthetic.vehicles import MAX_STANDARD_ID, NUM_VEHICLES
 ATTACK_FREE: Final = "attack-free"
 _KNOWN_ATTACKS: Final = ("DoS", "fuzzing", "rpm", "interval")
 _KNOWN_VEHICLES: Final = tuple(range(1, NUM_VEHICLES))
-_EPOCH_US: Final = 1_600_000_000 * SECOND_US  # Unix time at which the first drive begins: constant, for equal bytes
+_EPOCH_US: Final = 1_600_000_000 * SECOND_US  # Unix time of the first drive's beginning: constant, for equal bytes
 _BETWEEN_DRIVES_US: Final = 86_400 * SECOND_US
 _HEADER: Final = b"timestamp,arbitration_id,data_field,attack\n"
 _TIME_DIGITS: Final = 16  # of a Unix time in microseconds: ten before the decimal point, six after it
@@ -37,7 +37,7 @@ _EXTENDED_ID_DIGITS: Final = 8
 
 
 class Generator(NamedTuple):
-    """What makes the drives of a version."""
+    """The parts that make the drives of a version."""
 
     # Change it whenever the same settings give other bytes, so that folders written before are not taken for new ones.
     revision: str
@@ -45,7 +45,7 @@ class Generator(NamedTuple):
     drive: Callable[[np.random.Generator, Vehicle, int], Traffic]  # from the duration in microseconds
     attack: Callable[[str, np.random.Generator, Vehicle, Traffic, int], Traffic]
     unknown_attacks: tuple[str, ...]  # that training does not see
-    test_share: float  # length of a test drive ÷ that of a training drive
+    test_share: float  # length of a test drive ÷ length of a training drive
 
 
 GENERATORS: Final[Mapping[int, Generator]] = {
