@@ -136,7 +136,7 @@ def train_once(run: ResolvedRun, hidden: float) -> float:
             train_new(run, SilentReporter())
         except DoesNotFitError as error:
             print(f"  {error.rule}", file=sys.stderr)
-    return sessions[0].run_plan.factor.aim.share
+    return sessions[0].engine.run_plan.factor.aim.share
 
 
 @contextmanager

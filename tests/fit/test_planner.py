@@ -225,21 +225,21 @@ def test_a_session_draws_the_same_numbers_with_a_search_and_without(tmp_path: Pa
 
 
 def test_the_plan_of_the_first_attempt_is_kept(tmp_path: Path) -> None:
-    first = make_session(line_parts(tmp_path), FACTOR).run_plan
+    first = make_session(line_parts(tmp_path), FACTOR).engine.run_plan
     task = HungryTask()
     again = make_session(line_parts(tmp_path, task), fixed(0.9))
-    assert again.run_plan == first
+    assert again.engine.run_plan == first
     assert task.asked == []
 
 
 def test_on_another_device_the_batch_is_kept_and_cut_anew(tmp_path: Path) -> None:
     parts = line_parts(tmp_path, HungryTask(), batch_size=40)
     parts.meter.capacity_bytes = 1000 * MIB
-    first = make_session(parts, FACTOR).run_plan
+    first = make_session(parts, FACTOR).engine.run_plan
     smaller = line_parts(tmp_path, HungryTask(), batch_size=40)
     smaller.meter.capacity_bytes = 100 * MIB
     assert not still_fits(first, smaller.meter)
-    again = make_session(smaller, FACTOR).run_plan
+    again = make_session(smaller, FACTOR).engine.run_plan
     assert again.plan.logical_batch == first.plan.logical_batch == 40
     assert again.plan.most_parts > first.plan.most_parts == 1
 

@@ -50,8 +50,8 @@ def places(source: Source) -> tuple[set[str], set[str]]:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             name = f"{name}.{node.name}" if name else node.name
         place = f"{source.path} {name}"
-        is_class = isinstance(node, ast.ClassDef) and node.name != "CatchOutOfMemory"
-        if is_class and any("CatchOutOfMemory" in names(base) for base in node.bases):
+        bases = node.bases if isinstance(node, ast.ClassDef) and node.name != "CatchOutOfMemory" else []
+        if any("CatchOutOfMemory" in names(base) for base in bases):
             catches.add(place)
         if isinstance(node, ast.With) and any("CatchOutOfMemory" in names(item.context_expr) for item in node.items):
             catches.add(place)

@@ -156,13 +156,13 @@ def test_preflight_splits_the_batches_of_each_epoch(tmp_path: Path) -> None:
 def test_max_leaves_enough_steps_in_the_smallest_epoch(tmp_path: Path) -> None:
     changed = {"epochs": 4, "min_steps_per_epoch": 3, "find_batch_size": "max", "lr_batch_size": 2}
     parts = line_parts(tmp_path, GrowingTask(), **changed)
-    plan = make_session(parts, HALF).plan
+    plan = make_session(parts, HALF).engine.run_plan.plan
     assert (plan.logical_batch, plan.binding_limit) == (4, "min_steps")
     assert (plan.fewest_steps_per_epoch, plan.steps_per_epoch) == (3, 15)
 
 
 def test_a_batch_that_was_asked_for_is_not_cut_down_to_the_smallest_epoch(tmp_path: Path) -> None:
-    plan = make_session(line_parts(tmp_path, GrowingTask(), **SETTINGS | {"batch_size": 50}), HALF).plan
+    plan = make_session(line_parts(tmp_path, GrowingTask(), **SETTINGS | {"batch_size": 50}), HALF).engine.run_plan.plan
     assert (plan.logical_batch, plan.binding_limit) == (50, "requested")
     assert (plan.fewest_steps_per_epoch, plan.steps_per_epoch) == (1, 2)
 

@@ -60,7 +60,7 @@ def test_a_run_that_stopped_for_want_of_a_better_loss_goes_on_if_that_is_asked_f
 
 
 def test_what_another_device_ran_out_of_memory_at_limits_nothing_here(tmp_path: Path) -> None:
-    batcher = make_session(line_parts(tmp_path, micro_batch_size=8), fixed(0.5)).batcher
+    batcher = make_session(line_parts(tmp_path, micro_batch_size=8), fixed(0.5)).engine.batcher
     state = batcher.state_dict()
     state = {**state, "ooms_rescued": 3, "backoff": {**state["backoff"], "limit": 5.0}}
     for same_device, limit in ((True, 5.0), (False, math.inf)):

@@ -54,9 +54,9 @@ def submit_runs(
     keep(code, state)
     if not as_json:
         for duplicate in plan.duplicate_runs:
-            run_id, state = duplicate.known.run_id, duplicate.state
-            doubt = "" if state.certain else " as far as its files say"
-            does = "has finished" if state.state == FINISHED else f"is {state.state}{doubt}"
+            run_id, before = duplicate.known.run_id, duplicate.state
+            doubt = "" if before.certain else " as far as its files say"
+            does = "has finished" if before.state == FINISHED else f"is {before.state}{doubt}"
             print_text(f"{run_id}  is the same, and {does}")
             print_text(with_command_name(f"  its state: can-train status {run_id}"))
         if plan.duplicate_runs:

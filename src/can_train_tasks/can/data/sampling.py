@@ -116,8 +116,8 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
         f"({read_mib:.1f} MiB of text; {mib:,.0f} MiB of logs): about {train_windows:,} training windows in all"
     )
     # A sample shows the size of windows, not which of them train: so all of them do both.
-    rows = np.arange(len(flat))
-    split = Split(train=rows, validation=rows, test={})
+    windows = np.arange(len(flat))
+    split = Split(train=windows, validation=windows, test={})
     sample = DataSample(train_windows=train_windows, every_log=len(chosen) == len(logs), note=note)
     return CanData(flat=flat, split=split, notices=flat.notices, sample=sample)
 
