@@ -180,7 +180,7 @@ def test_a_file_that_is_no_event_is_set_aside(changed: dict[str, Any], reason: s
 
 def test_a_pin_that_is_no_share_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
     for value in (0.0, 1.1, -1.0, float("nan")):
-        with pytest.raises(ArgumentError, match=r"A factor lies in \(0, 1]"):
+        with pytest.raises(ArgumentError, match=r"The factor is not in \(0, 1]"):
             get_safety_factor_db(tmp_path).pin(KEY, value)
     assert not (tmp_path / "events").exists()
 

@@ -151,7 +151,7 @@ def test_a_fingerprint_is_compared_as_it_is_read_back_and_without_the_version_of
     remember(tmp_path, observation(1, fingerprint=settings(sizes=(1, 2), torch_version="2.6")))
     store = get_safety_factor_db(tmp_path)
     assert store.known(KEY, "v100-16gb", settings(sizes=(1, 2), torch_version="2.7")).factor is not None
-    with pytest.raises(StateError, match="A fingerprint holds what JSON can hold"):
+    with pytest.raises(StateError, match="A fingerprint cannot be written as JSON"):
         store.known(KEY, "v100-16gb", settings(sizes=object()))
 
 

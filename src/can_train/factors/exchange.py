@@ -1,11 +1,11 @@
-"""Factors as a file that other tools and other machines read: the export of what was learned, and the import."""
+"""Export and import of learned factors, as a file that other tools and other machines read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -14,15 +14,13 @@ from can_train.factors.observations import ANY_DEVICE, Imported, Observation
 from can_train.factors.summary import FactorSummary, devices_named
 from can_train.io.records import read_bytes, utc_text
 
-# Parts that a configuration key has at least: data set, model and mode. A part may contain underscores itself.
-_KEY_PARTS: Final = 3
 Entries = dict[str, dict[str, Imported]]  # by configuration key, then by kind of device or `ANY_DEVICE`
 
 
 def make_export(summaries: Sequence[FactorSummary]) -> dict[str, Any]:
-    """Makes the export: per key the figures of the device seen last, and under `devices` those of every device. What
-    has no factor, since it was reset and has not run since, or no run has had one, is left out. The runs that an import
-    brought along are exported again.
+    """Makes the export: per key the figures of the device seen last, and under `devices` the figures of every device.
+    A configuration without a factor (reset and not run since, or never run with one) is left out. Imported runs are
+    exported again.
 
     Args:
         summaries: By key.
@@ -30,12 +28,12 @@ def make_export(summaries: Sequence[FactorSummary]) -> dict[str, Any]:
     export: dict[str, Any] = {}
     with_factor = [summary for summary in summaries if summary.factor is not None]
     for key, group in groupby(with_factor, key=lambda summary: summary.key):
-        of_key = list(group)
-        entries = {summary.device: _export_entry(summary) for summary in of_key}
-        # Figures that the runs of a file do not show stand beside each device alone: earlier tools do not know them.
-        devices = {one.device: {**entries[one.device], "factor_variance": one.factor_variance,
-                                "converged": one.converged} for one in of_key}  # fmt: skip
-        latest = max(of_key, key=lambda summary: summary.last_seen)
+        key_summaries = list(group)
+        entries = {summary.device: _export_entry(summary) for summary in key_summaries}
+        # Earlier tools do not read variance and convergence, so only the entries under `devices` have them.
+        devices = {summary.device: {**entries[summary.device], "factor_variance": summary.factor_variance,
+                                    "converged": summary.converged} for summary in key_summaries}  # fmt: skip
+        latest = max(key_summaries, key=lambda summary: summary.last_seen)
         export[key] = {"config_key": key, **entries[latest.device], "devices": devices}
     return export
 
@@ -61,7 +59,7 @@ def _export_entry(summary: FactorSummary) -> dict[str, Any]:
 
 
 def run_notes(run: Observation) -> str:
-    """Describes what happened in a run; empty for one that ended well by itself."""
+    """Describes the events of a run, such as rescues; empty where there were none."""
     notes = [] if run.outcome in ("ok", "rescued") else [run.outcome.replace("oom", "out of memory")]
     if run.ooms_rescued:
         notes.append(f"{run.ooms_rescued} out-of-memory rescued")
@@ -71,28 +69,28 @@ def run_notes(run: Observation) -> str:
 
 
 def read_import(file: Path, summaries: Sequence[FactorSummary] = ()) -> Entries:
-    """Reads the factors of a file that differ from what this store would export.
+    """Reads the factors of a file that differ from this store's export.
 
     Args:
         file: In one of the shapes of `parse_import`, or several of them.
-        summaries: What the store knows.
+        summaries: The store's summaries.
 
     Raises:
-        DataError: It cannot be read, or something in it could never be used; the message names key and value.
+        DataError: The file cannot be read, or an entry could never be used; the message names key and value.
     """
     try:
-        # What another command writes: /dev/stdin, or `<(...)`.
+        # The output of another command: /dev/stdin, or `<(...)`.
         is_piped = file.parts[:2] == ("/", "dev") and file.is_fifo()
         data = file.read_bytes() if is_piped else read_bytes(file)
         entries = resolve_names(parse_import(msgspec.json.decode(data)), summaries)
     except OSError as error:
-        rule, remedy = "The file to import must be readable", "Name a file that can-train factors --export wrote"
+        rule, remedy = "The file to import cannot be read", "Name a file that can-train factors --export wrote"
         raise DataError(rule, value=f"{file}: {error.strerror or error}", remedy=remedy) from error
     except (ValueError, RecursionError) as error:
         raise DataError(
-            "A file of factors is imported whole or not at all",
+            "The file of factors cannot be imported",
             value=f"{file}: {error}",
-            remedy="Give what can-train factors --export writes, or {key: {device: factor}}, or {key: factor}, "
+            remedy="Give an export of can-train factors --export, or {key: {device: factor}}, or {key: factor}, "
             "factors in (0, 1]",
         ) from error
     present = {key: parse_import({key: value})[key] for key, value in make_export(summaries).items()}
@@ -104,11 +102,11 @@ def read_import(file: Path, summaries: Sequence[FactorSummary] = ()) -> Entries:
 
 
 def parse_import(values: Any) -> Entries:
-    """Reads the shapes of an import: that of `make_export`, the same without `devices`, `{key: {device: factor}}` and
-    `{key: factor}`.
+    """Reads the shapes of an import: an export of `make_export` with or without `devices`, `{key: {device: factor}}`
+    and `{key: factor}`.
 
     Raises:
-        ValueError: Some part has none of them.
+        ValueError: A part has another shape.
     """
     if not isinstance(values, dict) or not values:
         raise ValueError(f"{_shown(values)} is no object of configuration keys with factors")
@@ -150,35 +148,36 @@ def resolve_names(entries: Mapping[str, Mapping[str, Imported]], summaries: Sequ
     """Replaces short names of GPUs (`v100`) by the kinds of device that they stand for, one for each memory size.
 
     Args:
-        entries: As a file names them.
-        summaries: What the store knows; its keys and devices are always understood.
+        entries: By key and device, as a file names them.
+        summaries: The store's summaries; their keys and devices are always understood.
 
     Raises:
-        ValueError: A key or a device is none that a run can have.
+        ValueError: No run can have such a key or such a device.
     """
     keys = {summary.key for summary in summaries}
-    known = {summary.device for summary in summaries} | {ANY_DEVICE}
+    store_devices = {summary.device for summary in summaries} | {ANY_DEVICE}
     for key in entries:
         parts = key.split("_")
-        if key not in keys and (len(parts) < _KEY_PARTS or not all(parts)):
+        # Data set, model and mode at least; a part may contain underscores itself.
+        if key not in keys and (len(parts) < 3 or not all(parts)):
             raise ValueError(f"{key} is not a configuration key ({{dataset}}_{{model}}_{{size}}_{{mode}})")
-    return {key: _resolve_devices(key, devices, known) for key, devices in entries.items()}
+    return {key: _resolve_devices(key, devices, store_devices) for key, devices in entries.items()}
 
 
-def _resolve_devices(key: str, entries: Mapping[str, Imported], known: set[str]) -> dict[str, Imported]:
+def _resolve_devices(key: str, entries: Mapping[str, Imported], store_devices: set[str]) -> dict[str, Imported]:
     devices = {}
     for name in entries:
         try:
-            devices[name] = devices_named(name, known)
+            devices[name] = devices_named(name, store_devices)
         except ConfigError as error:
             raise ValueError(f"{key}, {name}: unknown device ({error.remedy[:1].lower()}{error.remedy[1:]})") from error
     named_by: dict[str, str] = {}
-    # A name for all memory sizes first: one that names a single size then takes its place.
+    # A name for all memory sizes first: a name of a single size then takes its place.
     for name in sorted(entries, key=lambda name: -len(devices[name])):
         for device in devices[name]:
-            other = named_by.get(device)
-            if other is not None and len(devices[other]) == len(devices[name]):
-                raise ValueError(f"{key}: {other} and {name} are both {device}")
+            broader = named_by.get(device)
+            if broader is not None and len(devices[broader]) == len(devices[name]):
+                raise ValueError(f"{key}: {broader} and {name} are both {device}")
             named_by[device] = name
     return {device: entries[name] for device, name in named_by.items()}
 

@@ -1,6 +1,6 @@
-"""The records of a state folder, as immutable JSON files: what an attempt of a run measured (`Started` when it begins,
-`Observation` when it ends), and what a person decided about factors (`Event`). Nobody rewrites them, so nothing is
-locked. What they mean for the next run is decided elsewhere (`can_train.factors.summary`).
+"""The records of a state folder, as immutable JSON files: the measurements of an attempt of a run (`Started` when it
+begins, `Observation` when it ends), and a person's decisions about factors (`Event`). Nobody rewrites them, so nothing
+is locked. `can_train.factors.summary` computes the next run's factor from them.
 """
 
 import os
@@ -37,18 +37,17 @@ _OBSERVATIONS: Final = "observations"
 _EVENTS: Final = "events"
 _STARTED_SUFFIX: Final = f".started{DOCUMENT_SUFFIX}"
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]+")  # characters of a run's id that a portable file name may not have
-# Largest files that are taken for an observation, which has a few thousand bytes, and for an event: an import contains
-# the runs of its file.
+# Larger files are not read. An observation has a few thousand bytes; an import has the runs of its file.
 _MOST_OBSERVATION_BYTES: Final = 2**20
 _MOST_EVENT_BYTES: Final = 2**26
-# Share of the capacity that may go without another process: libraries load kernels outside the allocator when they are
-# first used.
+# Share of the capacity that may be missing although no other process runs: libraries load kernels outside the allocator
+# when they are first used.
 _FOREIGN_SHARE: Final = 0.01
 ALLOCATOR: Final = "allocator"  # the allocator's settings in a fingerprint
 ANY_DEVICE: Final = ""  # stands for every kind of device that has no entry of its own
 Outcome = Literal["ok", "rescued", "oom", "interrupted", "error"]
 Factor = Annotated[float, Meta(gt=0, le=1)]
-# A share of the tuned limit; what ran may exceed the limit. Squares of larger shares lose their meaning in the
+# A share of the tuned limit; a micro-batch may exceed the limit. Squares of larger shares lose their meaning in the
 # regression.
 Share = Annotated[float, Meta(ge=0, le=1e6)]
 
@@ -111,8 +110,8 @@ class Observation:
     used: Share | None  # cost of the largest micro-batch that was run ÷ tuned limit; None without a search
     logical_batch: Count  # samples of one optimizer step
     largest_micro_batch: Count  # samples
-    binding_limit: str  # what decided the logical batch
-    # what the search found, by the names of the phases; empty without a search, or where it ended for lack of time
+    binding_limit: str  # the limit that decided the logical batch
+    # limits that the search found, by the names of the phases; empty without a search, or where it ran out of time
     limits: dict[str, RememberedLimits] = field(default_factory=dict)
     oom_used: Share | None = None  # cost of the smallest micro-batch that ran out of memory ÷ tuned limit
     # The largest micro-batch that ran after the last out-of-memory, and the peak since then; None where none ran.
@@ -136,7 +135,7 @@ class Observation:
 
     @cached_property
     def ended(self) -> datetime:
-        """When it ended; never before it began, though the clock may have been set back in between."""
+        """When the attempt ended; never before it began, though the clock may have been set back in between."""
         return max(datetime.fromisoformat(self.end_time), self.started)
 
     @property
@@ -148,9 +147,9 @@ class Observation:
     def reserved(self) -> float | None:
         """Peak of reserved memory ÷ capacity; None where it says nothing of fragmentation.
 
-        Segments that do not expand are cached until memory runs out: below that, allocated ÷ reserved lies 5 to 30 %
-        of the capacity below the peak at which it does. A page that was begun last is left out: on a device of a few
-        pages it would pass for fragmentation.
+        Segments that do not expand are cached until memory runs out: before that, allocated ÷ reserved is too low by 5
+        to 30 % of the capacity. The page that was begun last is left out: on a device of a few pages it would pass for
+        fragmentation.
         """
         expands = settings_expand(str(self.fingerprint.get(ALLOCATOR)))
         reserved_bytes = (self.peak_reserved_bytes or 0) - LARGE_PAGE_BYTES
@@ -171,12 +170,12 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What an imported file says of one configuration on one kind of device."""
+    """The entry of an imported file for one configuration on one kind of device."""
 
     safety_factor: Factor  # of the next run
     initial_factor_reason: str = ""
     runs: list[dict[str, Any]] = field(default_factory=list)  # exported again, never learned from
-    # Figures of these runs, where the file has them; they follow from the runs, and are no difference.
+    # Figures of these runs, where the file has them. They follow from the runs, so they are not compared.
     factor_variance: float | None = field(default=None, compare=False)
     converged: bool | None = field(default=None, compare=False)
 
@@ -206,7 +205,7 @@ class Event:
         return datetime.fromisoformat(self.time)
 
     def entry_for(self, key: str, device: str, size: str = "") -> Imported | None:
-        """Finds an import's entry: the key's own comes before that of the key without its size."""
+        """Finds an import's entry of the key, or else its entry of the key without the size."""
         for name in (key, without_size(key, size)):
             devices = self.entries.get(name, {})
             if entry := devices.get(device, devices.get(ANY_DEVICE)):
@@ -231,7 +230,7 @@ class ActiveEvents:
 
     pin: Event | None = None
     cutoff: Event | None = None  # the last reset or import: runs that began before it are not learned from
-    imported: Imported | None = None  # what the cutoff says of the configuration, if it is an import
+    imported: Imported | None = None  # the cutoff's entry for the configuration, if it is an import
 
 
 def active_events(events: Iterable[Event], key: str, device: str, size: str = "") -> ActiveEvents:
@@ -263,40 +262,40 @@ _KIND: Final = Kind(Observation, group=lambda run: run.key, latest=lambda run: r
 
 @dataclass(frozen=True)
 class Records:
-    """All records in a state folder: attempts by the time they began, events by theirs."""
+    """All records in a state folder: attempts by the time they began, events by the time they were made."""
 
     unfinished: list[Started]  # without an observation
     events: list[Event]
     set_aside: list[SetAside]  # files that could not be read
     _index: Index[Observation]
-    _others: dict[str, Observation]  # that are not in the index, by the names of their files
+    _not_indexed: dict[str, Observation]  # by the names of their files
 
     @cached_property
     def finished(self) -> list[Observation]:
-        """All observations; those of a hundred thousand attempts take seconds to read, those of a key do not."""
-        return self._sorted(self._index.records(self._index.groups) | self._others)
+        """All observations. To read a hundred thousand takes seconds; `of_keys` reads fewer."""
+        return self._sorted(self._index.records(self._index.groups) | self._not_indexed)
 
     def of_keys(self, keys: Collection[str]) -> list[Observation]:
         """Returns the observations of some configurations."""
-        others = {name: run for name, run in self._others.items() if run.key in keys}
-        return self._sorted(self._index.records(keys) | others)
+        not_indexed = {name: run for name, run in self._not_indexed.items() if run.key in keys}
+        return self._sorted(self._index.records(keys) | not_indexed)
 
     def _sorted(self, runs: dict[str, Observation]) -> list[Observation]:
-        # Those of one moment by their files' names.
+        # Runs that began at one moment are sorted by the names of their files.
         return [run for _, run in sorted(runs.items(), key=lambda item: (item[1].started, item[0]))]
 
     @cached_property
     def keys(self) -> dict[str, int]:
-        """The keys of the configurations with observations, each with a number that changes with these."""
-        found = defaultdict(int, self._index.groups)
-        for name, run in self._others.items():
-            found[run.key] ^= digest([name])
-        return dict(found)
+        """The keys of the configurations with observations, each with a digest of their files' names."""
+        digests = defaultdict(int, self._index.groups)
+        for name, run in self._not_indexed.items():
+            digests[run.key] ^= digest([name])
+        return dict(digests)
 
     @property
     def latest(self) -> datetime | None:
         """The latest moment in any record; None without records."""
-        times = [run.ended for run in self._others.values()] + [started.started for started in self.unfinished]
+        times = [run.ended for run in self._not_indexed.values()] + [started.started for started in self.unfinished]
         times += [event.moment for event in self.events] + [time for time in (self._index.latest,) if time]
         return max(times, default=None)
 
@@ -320,7 +319,7 @@ def read_records(state: Path, *, index_from: int = INDEX_FROM) -> Records:
     decided = [name for name in list_names(events) if name.endswith(DOCUMENT_SUFFIX)]
     aside: list[SetAside] = []
     runs = read_documents(folder, finished, Observation, aside, most_bytes=_MOST_OBSERVATION_BYTES)
-    doubtful = {one.path.name for one in aside}
+    doubtful = {file.path.name for file in aside}
     running = read_documents(folder, unfinished, Started, aside, most_bytes=_MOST_OBSERVATION_BYTES)
     decisions = read_documents(events, decided, Event, aside, most_bytes=_MOST_EVENT_BYTES)
     certain = {name: run for name, run in runs.items() if name not in doubtful}
@@ -332,12 +331,12 @@ def read_records(state: Path, *, index_from: int = INDEX_FROM) -> Records:
         events=sorted(decisions.values(), key=lambda event: event.moment),
         set_aside=aside,
         _index=index,
-        _others=runs,
+        _not_indexed=runs,
     )
 
 
 def repeated_starts(state: Path) -> list[Path]:
-    """Lists the records of attempts that began, and have an observation by now, which says the same."""
+    """Lists the `Started` records that an observation has replaced: it has all their fields."""
     folder = state / _OBSERVATIONS
     names = set(list_names(folder))
     starts = sorted(name for name in names if name.endswith(_STARTED_SUFFIX))

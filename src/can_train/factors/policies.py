@@ -1,5 +1,5 @@
-"""How observations become the next safety factor: a regression of peaks on what runs used, and the policies that use
-it.
+"""How observations become the next safety factor: a regression of peaks on used shares of the tuned limit, and the
+policies that use the regression.
 """
 
 import math
@@ -15,9 +15,9 @@ from typing import Any, Final, Literal, NamedTuple, Self
 _FIT_ROUNDS: Final = 6
 _NORMAL_95: Final = 1.96  # standard deviations to either side that hold 95 % of a normal distribution
 # The prior on a run that uses the whole tuned limit has Student's heavy tails: a tuned limit that the data set ended,
-# not memory, may be far off, and readings must be able to overrule the prior there.
+# not memory, may be far off, and readings must be able to overrule the prior.
 _PRIOR_DEGREES_OF_FREEDOM: Final = 4
-# Slope below which what a run uses does not show in its peak; a divisor of at least this needs no case of its own.
+# At smaller slopes the used share does not show in the peak; a divisor of at least this needs no special case.
 _LEAST_SLOPE: Final = 1e-6
 
 
@@ -45,7 +45,7 @@ class PeakRegression(NamedTuple):
     slope: float
     variances: tuple[float, float, float]  # of base, of slope, and their covariance
     noise: float  # standard deviation of a run's peak around the line
-    noise_runs: float  # degrees of freedom that the noise is known with, at least those of its prior
+    noise_runs: float  # degrees of freedom of the noise, at least as many as its prior has
 
     def peak(self, used: float) -> float:
         """Returns the expected peak of a run that uses a share of the tuned limit."""
@@ -63,8 +63,8 @@ class PeakRegression(NamedTuple):
     def margin(self, used: float, z: float) -> float:
         """Returns how far above the expected peak the next one lies with the risk of `z` normal standard deviations.
 
-        Few runs may all have been alike, and noise has heavier tails than a normal distribution, so that of a noise
-        which was estimated is Student's.
+        Few runs may all have been alike, and noise has heavier tails than a normal distribution, so an estimated noise
+        is given Student's.
         """
         return math.hypot(z * self.uncertainty(used), _student_deviations(z, self.noise_runs) * self.noise)
 
@@ -101,7 +101,7 @@ class RegressionPrior:
         Args:
             readings: In any order.
             start: Line that first says how far above the ceiling an out-of-memory was; None: the prior's.
-            ceiling: Peak at which memory runs out, as a share of the capacity.
+            ceiling: Largest peak that fits, as a share of the capacity.
 
         Source: conjugate Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 3.3); censored
         readings as in a Tobit model; Student's prior by iterative reweighting.
@@ -129,7 +129,7 @@ class RegressionPrior:
             d, e = d + precision * peak, e + precision * peak * used
         determinant = a * c - b * b
         base, slope = (c * d - b * e) / determinant, (a * e - b * d) / determinant
-        # Peaks do not fall with what a run uses. Readings that do scatter around a level line.
+        # Peaks do not fall as the used share rises. Readings that fall scatter around a level line.
         if slope < 0:
             base, slope = max(d / a, 0.0), 0.0
         squares = sum(w * (peak - base - slope * used) ** 2 for used, peak, w, _ in readings if peak is not None)
@@ -145,7 +145,7 @@ class RegressionPrior:
         return PeakRegression(base, slope, variances, noise, noise_runs)
 
 
-DEFAULT_PRIOR: Final = RegressionPrior()  # the prior of a configuration of which nothing is known
+DEFAULT_PRIOR: Final = RegressionPrior()  # the prior of a configuration without a prediction
 
 # --- Changes: a new version of a library may move every peak at once.
 
@@ -184,12 +184,12 @@ def since_change(readings: Sequence[Reading], line: PeakRegression) -> Sequence[
     return readings[start:]
 
 
-# --- The ceiling: the peak at which memory runs out. It is below the capacity where memory is fragmented.
+# --- The ceiling: memory runs out above this peak. It is below the capacity where memory is fragmented.
 #
-# Two things show it: where memory ran out, and, before that, how much the allocator had reserved for a peak that
-# fitted. On a device of exactly what was reserved, that peak would have filled it: allocated ÷ reserved is the ceiling
-# of that run or somewhat below it, since the allocator could have released some of what it cached. Only on a device of
-# few pages of 20 MiB may it be above: the last one does not fit.
+# Out-of-memories show the ceiling, and, before any, the bytes that the allocator had reserved for a peak that fitted.
+# On a device of exactly the reserved bytes, that peak would have filled the device: allocated ÷ reserved is the run's
+# ceiling or somewhat less, since the allocator could have released part of its cache. Only on a device of few pages of
+# 20 MiB may the ratio be above the ceiling: the last page does not fit.
 
 # Ceilings that are tried, as shares of the capacity; of equally likely ones the first wins.
 _CEILINGS: Final = tuple(percent / 100 for percent in range(100, 49, -1))
@@ -197,24 +197,24 @@ _CEILING_STEP: Final = 0.01
 # Log-likelihood (nats) that a ceiling loses per unit of capacity that it lies below the capacity.
 _CEILING_LOG_ODDS: Final = 12.0
 _CEILING_SD: Final = 0.01  # standard deviation of the ceiling from run to run: memory is never fragmented twice alike
-_SURE: Final = 5.0  # of these, below the ceiling, within which a peak that fitted says something of it
+_SURE: Final = 5.0  # peaks that fitted further below the ceiling, in its standard deviations, say nothing of it
 _STRAY_OOMS: Final = 0.005  # share of runs that run out of memory below the ceiling, for reasons that do not come back
 # Share of runs that fit above the ceiling. The smaller, the longer old successes outweigh a ceiling that is new.
 _FITS_ABOVE: Final = 0.2
-# Standard deviations between a run's expected peak and the ceiling up to which noise explains its out-of-memory.
+# Noise explains an out-of-memory whose expected peak is at most this many standard deviations below the ceiling.
 _EXPLAINED_WITHIN: Final = 3.0
 
 
 # Standard deviation of allocated ÷ reserved at a peak around the ceiling, as a share of the capacity. Measured of five
 # models with segments that expand, simulated at 100 MiB to 3 GiB: 0.027, nearly all of it too low.
 _RESERVED_SD: Final = 0.02
-# What is added to it per unit of capacity that the peak was below the capacity. Pages of 20 MiB, of which one more is
-# begun, are a larger share of what a small run reserves.
+# Standard deviation that is added per unit of capacity that the peak was below the capacity. The last page of 20 MiB,
+# partly used, is a larger share of a small run's reserved bytes.
 _RESERVED_SD_BELOW: Final = 0.05
 
 
 class Fit(NamedTuple):
-    """What the runs since the last change show."""
+    """The line and the ceiling, fitted to the runs since the last change."""
 
     line: PeakRegression
     ceiling: float  # as a share of the capacity
@@ -225,13 +225,13 @@ def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> Fit
     """Fits the line to the readings since the last change, and the ceiling.
 
     The ceiling is the capacity unless memory ran out where noise does not explain it, or less was in use than was
-    reserved. Then it is the level that makes the fates of all runs, and what they reserved, most likely: about where
-    memory ran out, but not below what many runs reached. Weights fall with age, so a lone out-of-memory is forgotten
-    after some tens of runs, and several support each other for longer. What was reserved does not change the line.
+    reserved. Then it is the level that makes the outcomes and the reserved bytes of all runs most likely: about where
+    memory ran out, but not below the peaks of many runs. Weights fall with age, so a lone out-of-memory is forgotten
+    after some tens of runs, and several support each other for longer. Reserved bytes do not change the line.
 
     Args:
         readings: Oldest first.
-        prior: What is known of the line before any of them.
+        prior: Prior of the line, before any readings.
     """
     line = prior.fit([reading for reading in readings if reading.peak is not None])
     recent = since_change(readings, line)
@@ -243,7 +243,7 @@ def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> Fit
     if shown is None and not ran_out:
         return Fit(line, 1.0, False)
     ratio, sd = shown or (1.0, math.inf)
-    # Only an out-of-memory puts the ceiling below what was reserved shows.
+    # Only an out-of-memory puts the ceiling below the ratio of the reserved bytes.
     lowest = 1.0 if not measured else 0.0 if ran_out else ratio - _CEILING_STEP
     likelihoods = {level: _log_likelihood(level, recent, line) for level in _CEILINGS if level >= lowest}
     by_fates = max(likelihoods, key=lambda level: likelihoods[level]) if ran_out else 1.0
@@ -261,7 +261,7 @@ def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> Fit
 def _ceiling_of_reserved(readings: Sequence[Reading]) -> tuple[float, float] | None:
     """Returns the ceiling that reserved memory shows, and its standard deviation; None where nothing was reserved.
 
-    More runs do not lower the standard deviation: what makes a configuration's ratio too low does so in all of them.
+    More runs do not lower the standard deviation: a configuration's ratio is too low for the same reason in all runs.
     """
     total = weights = 0.0
     least_sd = math.inf
@@ -280,7 +280,7 @@ def _log_likelihood(ceiling: float, readings: Sequence[Reading], line: PeakRegre
         if peak is None:
             deviations, otherwise = (line.peak(used) - ceiling) / line.spread(used), _STRAY_OOMS
         else:
-            # The capacity itself does not vary: what was measured did fit below it.
+            # The capacity itself does not vary: every measured peak did fit below it.
             deviations, otherwise = (ceiling - peak) / _CEILING_SD if ceiling < 1 else math.inf, _FITS_ABOVE
             if deviations > _SURE:
                 continue
@@ -298,11 +298,11 @@ _MEMORY_HALF_LIVES: Final = 8
 
 @dataclass(frozen=True)
 class FactorPoint:
-    """What one run adds to the history of its configuration."""
+    """The point that one run adds to the history of its configuration."""
 
     used: float  # cost of the largest micro-batch that was run ÷ tuned limit
     peak: float | None  # peak memory ÷ capacity; None for an out-of-memory
-    after_rescue: tuple[float, float] | None = None  # (used, peak) of what ran after a rescued out-of-memory
+    after_rescue: tuple[float, float] | None = None  # (used, peak) after a rescued out-of-memory
     reserved: float | None = None  # peak of reserved memory ÷ capacity; None where it says nothing of fragmentation
 
 
@@ -311,13 +311,13 @@ AimLimit = Literal["target", "noise", "ceiling", "reserved", "maximum"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy concludes from the history."""
+    """The conclusion of a policy from the history."""
 
     factor: float  # of the next run
     aim: float  # expected peak that the policy works towards, ÷ capacity; it may take several runs to get there
-    # Why the aim is no higher: it is the `target`; the next peak is too uncertain (`noise`); memory ran out below the
-    # capacity (`ceiling`), or would because of what is reserved and not in use (`reserved`); or the largest factor
-    # leads no further (`maximum`).
+    # The reason why the aim is no higher: it is the `target`; the next peak is too uncertain (`noise`); memory ran out
+    # below the capacity (`ceiling`), or would, since some is reserved and not in use (`reserved`); or the largest
+    # factor leads no further (`maximum`).
     limited_by: AimLimit
     interval: float  # half-width of the 95 % interval of the factor that leads to the aim
 
@@ -357,7 +357,7 @@ def recent_history(history: Sequence[FactorPoint], half_life: float = HALF_LIFE)
 
 
 def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> list[Reading]:
-    """Returns what the runs that still count have measured, weighted by age; what ran after a rescue is one more."""
+    """Returns the readings of the runs that still count, weighted by age; steps after a rescue give another reading."""
     recent, readings = recent_history(history, half_life), []
     for age, point in zip(range(len(recent) - 1, -1, -1), recent, strict=True):
         weight = 0.5 ** (age / half_life)
@@ -397,7 +397,7 @@ class MomentumPolicy(FactorPolicy):
     0.92 0.4988
     0.96 0.491
 
-    The cut after an out-of-memory is not scaled by the momentum, and what ran after a rescue does not change it:
+    The cut after an out-of-memory is not scaled by the momentum, and steps after a rescue do not change it:
 
     >>> round(policy.next_factor([FactorPoint(used=0.427, peak=None)], first=0.427), 4)
     0.277
@@ -409,14 +409,14 @@ class MomentumPolicy(FactorPolicy):
     >>> policy.next_factor([FactorPoint(used=1.0, peak=0.6)], first=1.0)
     1.0
 
-    A run that used far less than it was allowed does not show what the factor leads to:
+    A run that used far less than it was allowed does not show the factor's peak:
 
     >>> policy.next_factor([FactorPoint(used=0.1, peak=0.3)], first=0.6)
     0.6
     """
 
     momentum: float = 0.3  # share of an adjustment that is applied
-    oom_cut: float = 0.15  # what an out-of-memory takes off the factor
+    oom_cut: float = 0.15  # taken off the factor after an out-of-memory
     learns_from: float = 0.9  # share of the factor that a run must have used to count
 
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
@@ -431,7 +431,7 @@ class MomentumPolicy(FactorPolicy):
         return factor
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
-        """Returns the factor of the next run. The regression only says how well it is known and how far it leads."""
+        """Returns the factor of the next run. The regression gives only its interval and aim."""
         factor = self.next_factor(history, first=first)
         line = fit_with_ceiling(readings_of(history), DEFAULT_PRIOR).line
         needed = self._bounded(line.used_for(self.target))
@@ -440,8 +440,9 @@ class MomentumPolicy(FactorPolicy):
 
 
 _BACK_OFF: Final = 0.99  # ratio of one factor to the next in the search for one whose risk is small enough
-# Standard deviation of a measured peak around what a cost model predicts, as a share of the capacity. Predictions from
-# probes lie within a few thousandths; this is for what no probe sees (another library's tensors, a workspace).
+# Standard deviation of a measured peak around a cost model's prediction, as a share of the capacity. Predictions from
+# probes lie within a few thousandths; this allows for memory that no probe sees (another library's tensors, a
+# workspace).
 _PREDICTED_SD: Final = 0.06
 _OOMS_IN_A_ROW: Final = 20  # out-of-memories in a row whose earlier decisions are compared, each with a fit of its own
 
@@ -449,10 +450,10 @@ _OOMS_IN_A_ROW: Final = 20  # out-of-memories in a row whose earlier decisions a
 @dataclass(frozen=True, kw_only=True)
 class AffinePolicy(FactorPolicy):
     """Fits `peak = base + slope · used` to the history and uses the share whose expected peak is the target,
-    `(target - base) / slope`, or less where the next peak might exceed the ceiling at which memory runs out.
+    `(target - base) / slope`, or less where the next peak might exceed the ceiling, above which memory runs out.
 
-    Under the simulated laws of `scripts/bench/policy`, 1 run in 200 ran out of memory, those included in which the law
-    was still unknown; most often, 1 in 60, where peaks scatter by 8 %.
+    Under the simulated laws of `scripts/bench/policy`, 1 run in 200 ran out of memory, the first runs of a law
+    included; most often, 1 in 60, where peaks scatter by 8 %.
 
     With one run at 62 %, the base is still a guess, so the step stops short of the target:
 
@@ -466,7 +467,7 @@ class AffinePolicy(FactorPolicy):
     >>> policy.next_factor([FactorPoint(used=0.8, peak=None)], first=0.8) < 0.7
     True
 
-    What was measured after a rescue counts like any other run:
+    A measurement after a rescue counts like any other run:
 
     >>> rescued = FactorPoint(used=0.87, peak=None, after_rescue=(0.72, 0.89))
     >>> round(policy.next_factor([rescued], first=0.87), 2)
@@ -488,11 +489,11 @@ class AffinePolicy(FactorPolicy):
 
     half_life: float = HALF_LIFE  # runs
     prior: RegressionPrior = DEFAULT_PRIOR
-    # Normal standard deviations between expected peak and ceiling: a risk of 1 run in 100 where the ceiling is what
-    # limits. Where the target does, and that is most often, the risk is less.
+    # Normal standard deviations between expected peak and ceiling: a risk of 1 run in 100 where the ceiling limits the
+    # factor. Most often the target limits it, and the risk is less.
     z: float = 2.36
-    step_up: float = 2.0  # largest multiple of what was used before
-    oom_share: float = 0.85  # most of what ran out of memory that the next run may use, unless more was seen to fit
+    step_up: float = 2.0  # next used share ÷ largest used share so far, at most
+    oom_share: float = 0.85  # next used share ÷ share that ran out of memory, at most, unless more was seen to fit
 
     def with_prior(self, base: float, full: float) -> Self:
         """Returns the policy with a cost model's predictions as its prior."""
@@ -530,7 +531,7 @@ class AffinePolicy(FactorPolicy):
         highest = max([first, *(reading.used for reading in readings if reading.peak is not None)])
         factor, last = min(safe, self.step_up * highest), history[-1]
         if last.peak is None:
-            # Where the run went on and was measured, half-way back to what failed is not too far.
+            # Where the run went on and was measured, half-way back to the share that failed is not too far.
             halfway = (last.after_rescue[0] + last.used) / 2 if last.after_rescue else 0.0
             factor = min(factor, max(self.oom_share * last.used, halfway))
         return Decision(self._bounded(factor), aim, reason if aim < self.target else "target", line.half_width(safe))
@@ -543,11 +544,11 @@ POLICIES: Final[Mapping[str, type[FactorPolicy]]] = {
 
 
 def make_policy(name: str, options: Mapping[str, Any]) -> FactorPolicy:
-    """Makes the policy of a name in `POLICIES`; options that belong to the other one are ignored.
+    """Makes the policy of a name in `POLICIES`; options of another policy are ignored.
 
     >>> make_policy("momentum", {"target": 0.8, "half_life": 5.0}).target
     0.8
     """
     kind = POLICIES[name]
-    known = {item.name for item in fields(kind)}
-    return kind(**{option: value for option, value in options.items() if option in known})
+    names = {field.name for field in fields(kind)}
+    return kind(**{option: value for option, value in options.items() if option in names})

@@ -1,5 +1,5 @@
-"""The factor store: answers what the next run's factor is from one state folder's observations and events, and records
-what a person decides. It keeps nothing else; the export is remade from those files. `factor_rule` is what a run asks.
+"""The factor store: finds the next run's factor from one state folder's observations and events, and records a person's
+decisions. It stores nothing else; the export is remade from those files. A run calls `factor_rule`.
 """
 
 import json
@@ -57,7 +57,7 @@ class LearnedFactor:
 
 @dataclass(frozen=True)
 class FactorStore:
-    """The learned factors of one state folder. Reading writes nothing; every call sees what others have written.
+    """The learned factors of one state folder. Reading writes nothing; every call reads other processes' new records.
 
     Attributes:
         state: The state folder.
@@ -82,7 +82,7 @@ class FactorStore:
         return summarize(records.finished, records.events, self.policy)
 
     def find(self, key: str | None, device: str | None = None) -> list[FactorSummary]:
-        """Summarizes a configuration on every kind of device; arguments and errors are those of `find_summaries`.
+        """Summarizes a configuration on every kind of device, with the arguments and errors of `find_summaries`.
 
         Raises:
             StateError: The folder cannot be read.
@@ -91,13 +91,13 @@ class FactorStore:
         return self.of_figures(find_summaries(read_figures(self.state, records), key, device), records)
 
     def of_figures(self, figures: Iterable[FactorFigures], records: Records) -> list[FactorSummary]:
-        """Summarizes the configurations and devices that figures are of, with their runs."""
-        found = {(one.key, one.device) for one in figures}
-        summaries = summarize(records.of_keys({key for key, _ in found}), records.events, self.policy)
-        return [summary for summary in summaries if (summary.key, summary.device) in found]
+        """Summarizes the configurations and devices of some figures, with their runs."""
+        names = {(row.key, row.device) for row in figures}
+        summaries = summarize(records.of_keys({key for key, _ in names}), records.events, self.policy)
+        return [summary for summary in summaries if (summary.key, summary.device) in names]
 
     def of_key(self, key: str) -> list[FactorSummary]:
-        """Summarizes a configuration of exactly this key on every kind of device; none where nothing is known of it.
+        """Summarizes a configuration of exactly this key on every kind of device; empty where there is none.
 
         Raises:
             StateError: The folder cannot be read.
@@ -111,11 +111,11 @@ class FactorStore:
 
         Args:
             key: Configuration key `{dataset}_{model}_{size}_{mode}`; without its size where that is unambiguous.
-            device: Kind of device, or a name of several, as v100; None, or of several, means the one seen last.
+            device: Kind of device, or a name of several, as v100; of several, or with None, the device seen last.
 
         Raises:
-            ConfigError: Nothing was learned under that key on that device; the message lists what was. Or it was reset,
-                and no run has begun since.
+            ConfigError: Nothing was learned under that key on that device; the message lists keys or devices. Or the
+                factor was reset, and no run has begun since.
             StateError: The folder cannot be read.
         """
         summary = self._seen_last(key, device)
@@ -129,9 +129,9 @@ class FactorStore:
         return max(find_summaries(self.records(), key, device), key=lambda summary: summary.last_seen)
 
     def get_stats(self, key: str, device: str | None = None) -> dict[str, Any]:
-        """Returns figures of past runs, those of an import included: `num_runs`, `avg_memory_pct`, `max_memory_pct`
-        (shares of the capacity, None before any peak was measured), `factor_variance`, `converged`. Arguments and
-        errors are those of `get_factor`, except that a reset is no error.
+        """Returns figures of past runs, imported runs included: `num_runs`, `avg_memory_pct`, `max_memory_pct` (shares
+        of the capacity, None before any peak was measured), `factor_variance`, `converged`. Takes the arguments and
+        raises the errors of `get_factor`, except that a reset is no error.
         """
         summary = self._seen_last(key, device)
         return {
@@ -145,7 +145,7 @@ class FactorStore:
     def known(
         self, key: str, device: str, fingerprint: Mapping[str, Any] = {}, *, size: str = "", run_id: str = ""
     ) -> LearnedFactor:
-        """Returns what is known before a run of a configuration on a kind of device.
+        """Returns the learned factor and limits for a run of a configuration on a kind of device.
 
         Args:
             key: Configuration key.
@@ -159,10 +159,10 @@ class FactorStore:
         """
         records = read_records(self.state)
         try:
-            # As it is read from an observation: tuples are lists there.
+            # As an observation is read: its tuples have become lists.
             plain = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise StateError("A fingerprint holds what JSON can hold", value=str(error)) from error
+            raise StateError("A fingerprint cannot be written as JSON", value=str(error)) from error
         every = records.of_keys([key])
         runs = with_settings(every, plain)
         here = [run for run in runs if run.device.key == device]
@@ -189,12 +189,12 @@ class FactorStore:
         return self._write_each("reset", device, key=key)
 
     def pin(self, key: str, value: float, device: str | None = None) -> Path:
-        """Fixes the factor, whatever was learned and will be.
+        """Fixes the factor; learned factors have no effect until `unpin`.
 
         Args:
             key: Configuration key; no run need have it.
             value: The factor, in (0, 1].
-            device: Kind of device, or a name of several, as v100; None means all of them.
+            device: Kind of device, or a name of several, as v100; None means all devices.
 
         Raises:
             ConfigError: There is no such device.
@@ -203,7 +203,7 @@ class FactorStore:
         """
         if not 0 < value <= 1:
             remedy = "Give a share of the tuned limit: 0.5 is half of it"
-            raise ArgumentError("A factor lies in (0, 1]", value=f"{value:g}", remedy=remedy)
+            raise ArgumentError("The factor is not in (0, 1]", value=f"{value:g}", remedy=remedy)
         return self._write_each("pin", device, key=key, value=value)
 
     def unpin(self, key: str, device: str | None = None) -> Path:
@@ -238,7 +238,7 @@ class FactorStore:
         """Remakes the export from observations and events.
 
         Raises:
-            StateError: It cannot be written. No reason to stop a training.
+            StateError: The export cannot be written. No reason to stop a training.
         """
         export = make_export(self.records())
         try:
@@ -251,10 +251,10 @@ class FactorStore:
             ) from error
 
     def _write_each(self, kind: Literal["reset", "pin", "unpin"], device: str | None, **fields: Any) -> Path:
-        """Writes an event for each kind of device that a name means; returns the last one's file."""
-        known = () if device is None else {summary.device for summary in self.records()}
-        devices = [None] if device is None else devices_named(device, known)
-        return [self._write(kind, device=one, **fields) for one in devices][-1]
+        """Writes an event for each kind of device that a name means; returns the last event's file."""
+        store_devices = () if device is None else {summary.device for summary in self.records()}
+        devices = [None] if device is None else devices_named(device, store_devices)
+        return [self._write(kind, device=name, **fields) for name in devices][-1]
 
     def _write(self, kind: Literal["reset", "pin", "unpin", "import"], **fields: Any) -> Path:
         return write_record(self.state, Event(kind=kind, time=next_time(self.state), **fields))
@@ -304,27 +304,27 @@ class Replay:
     """One configuration's runs under another policy."""
 
     summary: FactorSummary  # with its runs and the factors that they had
-    factors: tuple[float, ...]  # what the policy would have set before each of the runs
-    next_factor: float | None  # what it would set now; None where there is no run to learn from
+    factors: tuple[float, ...]  # that the policy would have set before each of the runs
+    next_factor: float | None  # that the policy would set now; None where there is no run to learn from
 
 
 def replay_runs(summary: FactorSummary, policy: FactorPolicy) -> Replay:
-    """Computes a policy's factor for every run, from what was known when the run began.
+    """Computes a policy's factor for every run, from the runs that had ended when the run began.
 
-    The runs are those that happened: what the policy's own factors would have led to, nobody measured.
+    The measurements stay as they were: nobody measured how runs with the policy's factors would have ended.
     """
     runs = summary.runs
     if not runs:
         return Replay(summary, (), None)
     first = runs[0].factor
-    before = [[other for other in runs if other.ended <= run.started and other is not run] for run in runs]
-    factors = tuple(policy.next_factor(history_of(known), first=first) for known in before)
+    histories = [history_of([past for past in runs if past.ended <= run.started and past is not run]) for run in runs]
+    factors = tuple(policy.next_factor(history, first=first) for history in histories)
     return Replay(summary, factors, policy.next_factor(history_of(runs), first=first))
 
 
 def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id: str = "") -> FactorRule:
-    """Finds the rule that decides the safety factor of a run. Where the store cannot be read, it is that of a first
-    run, and the reporter gets a notice.
+    """Finds the rule that decides the safety factor of a run. Where the store cannot be read, the rule of a first run
+    is returned, and the reporter gets a notice.
 
     Args:
         run: The resolved run.
@@ -335,12 +335,12 @@ def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id
     try:
         return read_factor_rule(run, device_key, run_id=run_id)
     except StateError as error:
-        reporter.notice(f"What earlier runs taught cannot be read. {error}")
+        reporter.notice(f"Factors of earlier runs cannot be read. {error}")
         return _first_rule(run)
 
 
 def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> FactorRule:
-    """Does what `factor_rule` does, but raises StateError where the store cannot be read."""
+    """Returns the rule of `factor_rule`, but raises StateError where the store cannot be read."""
     if not run.training.use_adaptive_batch_size_factor:
         static = SafetyFactor(run.training.graph_memory_safety_factor, STATIC)
         return FactorRule(decided=static, aim=NO_AIM)
@@ -350,9 +350,9 @@ def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> 
 
 
 def rule_after(known: LearnedFactor, first: FactorRule) -> FactorRule:
-    """Returns the rule of a run's factor from what is known before it; `first` is that of a first run."""
+    """Returns the rule of a run's factor after earlier runs; `first` is the rule of a first run."""
     if known.factor is None:
-        # What another device has measured says more than an experience table.
+        # A measurement on another device says more than an experience table.
         table = None if known.other_device else first.decided
         return replace(first, other_device=known.other_device, decided=table, earlier=known.earlier)
     # An import has no aim of its own, so the target stands until the limits lower it.
@@ -395,7 +395,7 @@ def store_of(run: ResolvedRun) -> FactorStore:
 
 
 def policy_options(run: ResolvedRun) -> dict[str, float]:
-    """Returns the attributes that the settings give the run's policy."""
+    """Returns the policy's options in the run's settings."""
     factor = run.factor
     return {"target": factor.target, "momentum": factor.momentum, "oom_cut": factor.oom_cut, "minimum": factor.min,
             "maximum": factor.max}  # fmt: skip

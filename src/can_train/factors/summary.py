@@ -1,4 +1,4 @@
-"""What is known of each configuration on each kind of device: functions of observations and events."""
+"""Summaries of each configuration on each kind of device: pure functions of observations and events."""
 
 import zlib
 from bisect import bisect_left
@@ -35,7 +35,7 @@ LEARNABLE_OUTCOMES: Final = ("ok", "rescued", "interrupted")
 
 
 def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
-    """Returns what runs add to the history, oldest first.
+    """Returns the points that runs add to the history, oldest first.
 
     An out-of-memory excludes every run that overlaps it in time: those began before its factor was corrected, so their
     success at the old factor must not undo the correction, nor their failure repeat it. Runs without a search, or that
@@ -76,7 +76,7 @@ _CONVERGED_INTERVAL: Final = 0.02  # half-width of the factor's interval ÷ the 
 _IN_BAND_RUNS: Final = 3  # last runs whose peaks must lie in the band
 # Distance of a peak from the aim, ÷ capacity, that is in band: there the momentum rule makes only its small steps.
 _BAND: Final = 0.05
-_LOWERED: Final = 0.01  # distance of the aim from the target, ÷ capacity, from which the reason is given
+_LOWERED: Final = 0.01  # an aim further than this below the target, ÷ capacity, is given with its reason
 # Options of a policy that are taken from observations: those that users set, all of them shares.
 _POLICY_OPTIONS: Final = ("target", "momentum", "oom_cut", "minimum", "maximum")
 _DEFAULT_POLICY: Final = next(iter(POLICIES))
@@ -98,7 +98,7 @@ State = Literal["pinned", "learned", "imported", "first", "reset"]
 
 @dataclass(frozen=True, kw_only=True)
 class FactorFigures:
-    """What a summary says without its runs. Its fields are those of `FactorSummary`, and numbers of runs."""
+    """The figures of a summary without its runs: fields as in `FactorSummary`, and numbers of runs."""
 
     key: str
     device: str
@@ -131,17 +131,15 @@ class FactorFigures:
 
 @dataclass(frozen=True)
 class FactorSummary:
-    """What is known of one configuration on one kind of device, with the settings that were seen last. Peaks are shares
-    of the capacity.
-    """
+    """A configuration on one kind of device, with its last run's settings. Peaks are shares of the capacity."""
 
     key: str  # configuration key
     device: str  # kind of device, or ANY_DEVICE
     fingerprint: Mapping[str, Any]  # the settings that change memory; other settings are summarized apart
     state: State
-    # Of the next run; None where its plan decides: after a reset, or where no run has had one.
+    # Factor of the next run; None where its plan decides: after a reset, or where no run has had a factor.
     factor: float | None
-    learned_factor: float | None  # the same without the pin
+    learned_factor: float | None  # factor that would hold without the pin
     interval: float | None  # half-width of its 95 % interval; None where nothing was learned
     target: float  # peak that the user wants
     aim: float  # peak that the policy works towards, at most the target
@@ -151,15 +149,15 @@ class FactorSummary:
     updated: datetime  # when the last run ended; without runs, when the last event was
     runs: tuple[Observation, ...]  # since the last reset or import, oldest first
     runs_before_reset: tuple[Observation, ...]  # not learned from
-    imported: Imported | None = None  # what a file said of it, which holds until the next reset
+    imported: Imported | None = None  # entry of an imported file, which holds until the next reset
     other_settings: tuple["FactorSummary", ...] = ()  # the same configuration and device, oldest first
 
     @property
     def imported_runs(self) -> tuple[Mapping[str, Any], ...]:
         """The runs that an import brought along, without those that happened here."""
-        own = {(run.run_id, run.end_time) for run in self.all_runs}
+        here = {(run.run_id, run.end_time) for run in self.all_runs}
         runs = self.imported.runs if self.imported else ()
-        return tuple(run for run in runs if (run.get("run_id"), run.get("timestamp")) not in own)
+        return tuple(run for run in runs if (run.get("run_id"), run.get("timestamp")) not in here)
 
     @property
     def all_runs(self) -> tuple[Observation, ...]:
@@ -182,28 +180,27 @@ class FactorSummary:
         values: dict[str, Any] = {
             "runs": len(self.runs),
             "runs_before_reset": len(self.runs_before_reset),
-            "runs_with_other_settings": sum(len(other.all_runs) for other in self.other_settings),
+            "runs_with_other_settings": sum(len(summary.all_runs) for summary in self.other_settings),
             "imported_runs": len(self.imported_runs),
         }
-        return FactorFigures(
-            **{one.name: getattr(self, one.name) for one in fields(FactorFigures) if one.name not in values}, **values
-        )
+        names = [field.name for field in fields(FactorFigures) if field.name not in values]
+        return FactorFigures(**{name: getattr(self, name) for name in names}, **values)
 
     @property
     def num_runs(self) -> int:
-        """Number of runs since the last reset, those of an import included."""
+        """Number of runs since the last reset, imported runs included."""
         return len(self.runs) + len(self.imported_runs)
 
     @property
     def peaks(self) -> tuple[float, ...]:
         """Peaks of the runs that measured one, oldest first."""
-        own = (run.peak for run in self.runs)
-        return tuple(peak for peak in (*self._imported("peak_memory_pct"), *own) if peak is not None)
+        peaks = (*self._imported("peak_memory_pct"), *(run.peak for run in self.runs))
+        return tuple(peak for peak in peaks if peak is not None)
 
     def _imported(self, name: str) -> list[float]:
         # Other programs write files, too.
         values = [run.get(name) for run in self.imported_runs]
-        return [float(one) for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
+        return [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
 
     @property
     def mean_peak(self) -> float | None:
@@ -222,7 +219,7 @@ class FactorSummary:
 
     @property
     def ooms(self) -> int:
-        """Number of runs in which memory ran out."""
+        """Number of runs that ran out of memory."""
         return sum(run.ran_out_of_memory for run in self.runs)
 
     @property
@@ -265,7 +262,7 @@ class FactorSummary:
 
     @property
     def last_seen(self) -> tuple[bool, datetime]:
-        """Sorts summaries by time; those without a run, which only a file or a hand has set, come first."""
+        """Sorts summaries by time; summaries without a run, set by an import or a pin alone, come first."""
         return bool(self.all_runs), self.updated
 
 
@@ -283,7 +280,7 @@ def summarize(
     for observation in observations:
         groups[observation.key, observation.device.key].append(observation)
     for event in events:
-        # These have a factor by the event alone.
+        # A pin and an import give a factor without any run.
         pinned = [(event.key, event.device or ANY_DEVICE)] if event.kind == "pin" and event.key is not None else []
         for name in pinned + [(key, device) for key, devices in event.entries.items() for device in devices]:
             groups.setdefault(name, [])
@@ -304,7 +301,7 @@ def summarize_runs(
     Args:
         name: Configuration key and kind of device.
         all_runs: Its runs, by the time their attempts began; may be empty.
-        active: What a person decided.
+        active: The events in force.
         policy: How runs become the next factor; None means as the latest run had it.
     """
     policy = policy or (policy_of(all_runs[-1]) if all_runs else make_policy(_DEFAULT_POLICY, {}))
@@ -315,9 +312,9 @@ def summarize_runs(
     if imported:
         first: float | None = imported.safety_factor
     else:
-        # Learning starts from the first run in which a factor was in use, else from what one would have been.
-        known = [run.factor for run in runs if run.factor_reason != UNUSED.reason]
-        first = next((run.factor for run in runs if run.tuned_limit is not None), next(iter(known), None))
+        # Learning starts from the first factor that a run applied, else from the first that a run would have applied.
+        decided = [run.factor for run in runs if run.factor_reason != UNUSED.reason]
+        first = next((run.factor for run in runs if run.tuned_limit is not None), next(iter(decided), None))
     # The latest run's predictions are the policy's prior.
     for run in reversed(runs):
         if run.predicted_base_bytes is not None and run.predicted_full_bytes is not None:
@@ -352,7 +349,7 @@ def summarize_runs(
     if (pin := active.pin) is None:
         return summary
     reason = f"pinned at {pin.value:g} by hand on {pin.moment:%Y-%m-%d}"
-    # Where nothing is known but the pin, it is the reason that an export hands on.
+    # Without runs or an import, the export gives the pin as the reason.
     initial_reason = reason if summary.state == "reset" else initial_reason
     return replace(summary, state="pinned", factor=pin.value, initial_reason=initial_reason, reason=reason)
 
@@ -362,28 +359,28 @@ def by_settings(runs: Iterable[Observation]) -> list[list[Observation]]:
     groups: list[tuple[dict[str, Any], list[Observation]]] = []
     for run in runs:
         settings = _separating(run.fingerprint)
-        # From the end, since most runs have the settings of the one before. Settings are dicts, which do not hash.
-        found = next((index for index in range(len(groups) - 1, -1, -1) if groups[index][0] == settings), None)
-        group = (settings, []) if found is None else groups.pop(found)
+        # From the end, since most runs have the settings of the run before. Settings are dicts, which do not hash.
+        same = next((index for index in range(len(groups) - 1, -1, -1) if groups[index][0] == settings), None)
+        group = (settings, []) if same is None else groups.pop(same)
         group[1].append(run)
         groups.append(group)
     return [group for _, group in groups]
 
 
 def with_settings(runs: Iterable[Observation], fingerprint: Mapping[str, Any]) -> list[Observation]:
-    """Returns the runs whose settings that change memory are those of a fingerprint of plain JSON values."""
+    """Returns the runs whose settings that change memory equal a fingerprint of plain JSON values."""
     wanted = _separating(fingerprint)
     return [run for run in runs if _separating(run.fingerprint) == wanted]
 
 
-_Found = TypeVar("_Found", FactorSummary, FactorFigures)
+_Summary = TypeVar("_Summary", FactorSummary, FactorFigures)
 
 
-def find_summaries(summaries: Sequence[_Found], key: str | None, device: str | None = None) -> list[_Found]:
+def find_summaries(summaries: Sequence[_Summary], key: str | None, device: str | None = None) -> list[_Summary]:
     """Finds a configuration on every kind of device.
 
-    A key without its size is understood where one size only was trained. A key whose size has nothing of its own is
-    served by what was imported for the key without its size.
+    A key without its size is understood where one size only was trained. For a key whose size has no summary, an import
+    of the key without its size is returned.
 
     Args:
         summaries: Where to look.
@@ -391,7 +388,7 @@ def find_summaries(summaries: Sequence[_Found], key: str | None, device: str | N
         device: Kind of device, or a name of several (`devices_named`); None means all of them.
 
     Raises:
-        ConfigError: There is none, or there are several sizes; the message lists those there are.
+        ConfigError: There is no such configuration, or it has several sizes; the message lists the keys.
     """
     if not summaries:
         raise ConfigError("Nothing has been learned yet", value=key or "", remedy="Train first: every run teaches")
@@ -399,49 +396,48 @@ def find_summaries(summaries: Sequence[_Found], key: str | None, device: str | N
     if key is not None:
         sizes = {summary.size for summary in summaries if summary.has_runs} | installed_sizes()
         general = {without_size(key, size) for size in sizes} & groups[0] - {key}
-        own = keys_like(summaries, key) if general else full_keys(summaries, key)
-        groups = [own, general]
+        groups = [keys_like(summaries, key) if general else full_keys(summaries, key), general]
     for keys in groups:
-        found = [summary for summary in summaries if summary.key in keys]
-        known = {summary.device for summary in found}
-        wanted = known if device is None else _devices_meant(device, known)
+        candidates = [summary for summary in summaries if summary.key in keys]
+        present = {summary.device for summary in candidates}
+        wanted = present if device is None else _devices_meant(device, present)
         if wanted:
-            return [summary for summary in found if summary.device in wanted]
-        devices |= known
+            return [summary for summary in candidates if summary.device in wanted]
+        devices |= present
     raise unknown_name("device", device or "", devices)
 
 
-def _devices_meant(name: str, known: Collection[str]) -> set[str]:
-    """Returns the devices of a configuration that a name means; none where it is the name of no device."""
+def _devices_meant(name: str, present: Collection[str]) -> set[str]:
+    """Returns the devices of a configuration that a name means; empty where no device has the name."""
     try:
-        named = {*known}.intersection(devices_named(name, known))
+        named = {*present}.intersection(devices_named(name, present))
     except ConfigError:
         return set()
-    return named or {*known} & {ANY_DEVICE}
+    return named or {*present} & {ANY_DEVICE}
 
 
-def devices_named(name: str, known: Collection[str] = ()) -> list[str]:
-    """Returns the kinds of device that a name means: the one of this name, else the GPUs of a short name (`v100`), one
-    for each memory size.
+def devices_named(name: str, accepted: Collection[str] = ()) -> list[str]:
+    """Returns the kinds of device that a name means: the device of this name, else the GPUs of a short name (`v100`),
+    one for each memory size.
 
     Args:
         name: As a person writes it.
-        known: Kinds of device that are understood whatever they are called.
+        accepted: Kinds of device whose names are accepted as they are.
 
     Raises:
-        ConfigError: It is the name of no device; the message lists the nearest.
+        ConfigError: No device has this name; the message lists the nearest names.
     """
-    if name in known:
+    if name in accepted:
         return [name]
     if cards := cards_named(name):
         return [card.key for card in cards]
     if not is_device_key(name):
-        raise unknown_name("device", name, {card.key for card in CARDS} | {*known} - {ANY_DEVICE})
+        raise unknown_name("device", name, {card.key for card in CARDS} | {*accepted} - {ANY_DEVICE})
     return [name]
 
 
 def full_keys(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> set[str]:
-    """Does what `keys_like` does; raises ConfigError, which lists keys, where nobody knows the key or it may mean
+    """Returns the keys of `keys_like`; raises ConfigError, which lists keys, where there is no such key or it may mean
     several sizes.
     """
     keys = keys_like(summaries, key)
@@ -454,26 +450,27 @@ def full_keys(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> s
 
 
 def keys_like(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> set[str]:
-    """Returns the keys that a key may mean: the one of this name, and those that it is without their size. Of a name
-    that is there, several sizes are not meant.
+    """Returns the keys that a key may mean: the key itself, and keys that equal it without their size. A key that has
+    a summary means no key with a size where there are several.
     """
-    sized = {one.key for one in summaries if one.has_runs and without_size(one.key, one.size) == key}
+    with_runs = [summary for summary in summaries if summary.has_runs]
+    sized = {summary.key for summary in with_runs if without_size(summary.key, summary.size) == key}
     if key not in {summary.key for summary in summaries}:
         return sized
     return {key} | (sized if len(sized) == 1 else set())
 
 
 def policy_of(run: Observation, name: str | None = None) -> FactorPolicy:
-    """Returns the policy that a run was set to, with its options; the default one where its name is not known here.
+    """Returns the policy that a run was set to, with its options; the default policy where there is none of its name.
 
     Args:
         run: The run.
-        name: Another policy's name; None means the run's own.
+        name: Another policy's name; None means the run's policy.
     """
     wanted, given = name or str(run.policy.get("name")), run.policy.get("options")
     options = given if isinstance(given, dict) else {}
     floats = {option: share for option in _POLICY_OPTIONS if isinstance(share := options.get(option), float)}
-    # What a hand or another program wrote must not divide by zero. Only a cut may be 0.
+    # Options that a hand or another program wrote must not divide by zero. Only a cut may be 0.
     shares = {k: share for k, share in floats.items() if 0 < share <= 1 or (k == "oom_cut" and share == 0)}
     return make_policy(wanted if wanted in POLICIES else _DEFAULT_POLICY, shares)
 
@@ -492,14 +489,11 @@ def _initial_reason(active: ActiveEvents, runs: Sequence[Observation]) -> str:
     return f"reset on {active.cutoff.moment:%Y-%m-%d}; the next run is a first one" if active.cutoff else ""
 
 
-# The figures of every configuration, which need no run again once they were summarized: they can be deleted at any time
+class _RememberedFigures(msgspec.Struct):
+    """The figures of every configuration, so that its runs need not be read again; may be deleted at any time."""
 
-_FIGURES_FILE: Final = "figures"
-
-
-class _Remembered(msgspec.Struct):
     made_by: str  # the version, and the events in force
-    keys: dict[str, tuple[int, list[FactorFigures]]]  # with the digest of the observations that the figures are of
+    keys: dict[str, tuple[int, list[FactorFigures]]]  # each with the digest of its observations
 
 
 def read_figures(state: Path, records: Records, *, remember_from: int = INDEX_FROM) -> list[FactorFigures]:
@@ -510,19 +504,20 @@ def read_figures(state: Path, records: Records, *, remember_from: int = INDEX_FR
         records: Its records.
         remember_from: Least number of runs whose summary is worth remembering.
     """
-    path, made_by = index_folder(state) / _FIGURES_FILE, _made_by(records)
-    earlier = recall(path, _Remembered)
+    path, made_by = index_folder(state) / "figures", _made_by(records)
+    earlier = recall(path, _RememberedFigures)
     remembered = earlier.keys if earlier is not None and earlier.made_by == made_by else {}
-    known = {key: figures for key, (digest, figures) in remembered.items() if records.keys.get(key) == digest}
-    runs = records.of_keys(records.keys.keys() - known.keys())
-    found: dict[str, list[FactorFigures]] = {}
+    valid = {key: figures for key, (digest, figures) in remembered.items() if records.keys.get(key) == digest}
+    runs = records.of_keys(records.keys.keys() - valid.keys())
+    by_key: dict[str, list[FactorFigures]] = {}
     for summary in summarize(runs, records.events):
-        # Events alone make figures of the keys that they name, also where those of their runs are known.
-        found.setdefault(summary.key, []).append(summary.figures)
-    found |= known
+        # Events alone make figures of the keys that they name; remembered figures, with runs, replace them below.
+        by_key.setdefault(summary.key, []).append(summary.figures)
+    by_key |= valid
     if len(runs) >= remember_from:
-        remember(path, _Remembered(made_by, {key: (digest, found[key]) for key, digest in records.keys.items()}))
-    return [one for key in sorted(found) for one in found[key]]
+        keys = {key: (digest, by_key[key]) for key, digest in records.keys.items()}
+        remember(path, _RememberedFigures(made_by, keys))
+    return [figures for key in sorted(by_key) for figures in by_key[key]]
 
 
 def _made_by(records: Records) -> str:
