@@ -267,7 +267,8 @@ def test_a_replay_shows_what_another_policy_would_have_set(state: Path) -> None:
         ([KEY, "--import", "x"], "takes all of a file"), (["--import", "x", "--device", "d"], "takes all of a file"),
         (["--replay", "affin"], "Unknown policy: 'affin'.\nValid, nearest first: affine"), ([""], "KEY is empty"),
         (["nobody", "--reset", "--yes"], "Unknown configuration key"), (["--device", "v1"], "Unknown device"),
-        (["--export", "/dev/null/x"], "export cannot be written"), (["--import", "/none"], "cannot be read: /none: No such file"),
+        (["--export", "/dev/null/x"], "export cannot be written"),
+        (["--import", "/none"], "cannot be read: /none: No such file"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_an_error_and_changes_nothing(state: Path, arguments: list[str], rule: str) -> None:

@@ -149,6 +149,6 @@ def test_a_simulated_gpu_has_the_settings_and_the_share_of_the_environment(monke
     assert meter.capacity_bytes == 512 * MIB
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:4")
     with pytest.raises(
-        ConfigError, match="max_split_size_mb is a whole number of MiB, at least 20: max_split_size_mb:4"
+        ConfigError, match="max_split_size_mb is not a whole number of MiB, at least 20: max_split_size_mb:4"
     ):
         open_meter("sim:1GiB")

@@ -339,7 +339,7 @@ def test_of_a_card_that_nobody_measured_nothing_is_known_and_nothing_is_written(
             json.dumps({"schema": SCHEMA, **asdict(MEASUREMENT), "date": None}),
             "Expected `str`, got `null` - at `$.date`",
         ),
-        (json.dumps({"schema": SCHEMA, **asdict(MEASUREMENT), "key": "t4-16gb"}), "it is of t4-16gb"),
+        (json.dumps({"schema": SCHEMA, **asdict(MEASUREMENT), "key": "t4-16gb"}), "its key is t4-16gb"),
         (json.dumps({"schema": SCHEMA, **asdict(MEASUREMENT), "workspace_bytes": -1}), "Expected `int` >= 0"),
         (
             json.dumps({"schema": SCHEMA, **asdict(MEASUREMENT), "outside_bytes": 16 * 10**9}),

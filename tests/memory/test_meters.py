@@ -287,7 +287,7 @@ def test_an_unknown_device_lists_the_known_ones_nearest_first(text: str, valid: 
 
 @pytest.mark.parametrize("text", ["sim", "sim:", "sim:huge", "sim:0MiB", "sim:-1GiB", "sim:2", "sim:2GiB:1"])
 def test_a_simulated_gpu_needs_a_size(text: str) -> None:
-    with pytest.raises(DeviceError, match=rf"written sim:<size>: '{text}'\.\n.*sim:2GiB"):
+    with pytest.raises(DeviceError, match=rf"sim:<size>, cannot be read: '{text}'\.\n.*sim:2GiB"):
         resolve_device(text)
 
 

@@ -241,7 +241,7 @@ def test_a_run_goes_on_where_an_earlier_one_ended_and_records_what_failed(tmp_pa
     ("device", "said"),
     [
         ("cuda", "gpu-check: torch sees no CUDA GPU"),
-        ("sim:much", "gpu-check: A simulated GPU is written sim:<size>"),
+        ("sim:much", "gpu-check: The memory of a simulated GPU, sim:<size>, cannot be read"),
         ("cpu", "gpu-check: The device is no GPU: cpu"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The settings of PyTorch's caching allocator that change what it takes of a GPU, as a user's variables give them.
+"""Settings of PyTorch's caching allocator that change how much of a GPU it reserves, from the user's variables.
 
 Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp of torch 2.13.
 """
@@ -12,12 +12,10 @@ from typing import Final, TypeVar
 from can_train.errors import ConfigError
 from can_train.memory.simulated.allocator import INTERVALS, LARGE_PAGE_BYTES, AllocatorSettings
 
-# Variables with a user's allocator settings, in the order in which torch 2.13 looks for them: the first that is set
-# wins, empty or not.
+# Variables with a user's allocator settings, in the order of torch 2.13: the first that is set wins, empty or not.
 SETTINGS_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-OWN_SETTINGS: Final = "expandable_segments:True"  # those of can-train
+OWN_SETTINGS: Final = "expandable_segments:True"  # can-train's settings
 _MIB: Final = 2**20
-_LEAST_PAGE_MIB: Final = 11  # a page holds every allocation that has no segment of its own, up to 10 MiB
 _LARGEST_MIB: Final = 2**40  # beyond any device; larger numbers say the same
 # Settings of host memory, locks and CUDA graphs, which take nothing else of a GPU.
 _ELSEWHERE: Final = re.compile(
@@ -28,7 +26,7 @@ T = TypeVar("T")
 
 def read_allocator_settings(environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
     """Reads the user's settings, or can-train's where there are none; raises ConfigError where PyTorch would, or
-    where a number is not one.
+    where a number cannot be read.
     """
     given = dict(_pairs(allocator_settings(environment), _variable(environment)))
 
@@ -36,24 +34,36 @@ def read_allocator_settings(environment: Mapping[str, str] = os.environ) -> Allo
         if (text := given.pop(key, None)) is None:
             return default
         if (value := read(text)) is None:
-            raise _malformed(f"{key} is {rule}", f"{key}:{text}", _variable(environment))
+            raise _malformed(f"{key} is not {rule}", f"{key}:{text}", _variable(environment))
         return value
 
     def mebibytes(key: str, least: int, default: float) -> float:
         rule = f"a whole number of MiB, at least {least}"
         return take(key, rule, lambda text: _whole(text, least), default / _MIB) * _MIB
 
-    page = int(mebibytes("large_segment_size_mb", _LEAST_PAGE_MIB, LARGE_PAGE_BYTES))
+    # A page holds every allocation that has no segment of its own, up to 10 MiB.
+    page = int(mebibytes("large_segment_size_mb", 11, LARGE_PAGE_BYTES))
     rule = "a power of two, or a list of them by MiB, as [256:1,512:2,>:4]"
     return AllocatorSettings(
-        expandable_segments=take("expandable_segments", "True or False", _truth, default=False),
+        expandable_segments=take(
+            "expandable_segments", "True or False", {"True": True, "False": False}.get, default=False
+        ),
         large_page_bytes=page,
         max_split_bytes=mebibytes("max_split_size_mb", page // _MIB, math.inf),
         max_rounding_bytes=int(mebibytes("max_non_split_rounding_mb", page // _MIB, page)),
         divisions=take("roundup_power2_divisions", rule, _divisions, AllocatorSettings.divisions),
-        collection_threshold=take("garbage_collection_threshold", "between 0 and 1", _share_below_one, 0.0),
-        memory_fraction=take("per_process_memory_fraction", "above 0, and at most 1", _share, 1.0),
-        ignored=tuple(f"{key}:{value}" for key, value in given.items() if _changes_memory(key, value)),
+        collection_threshold=take(
+            "garbage_collection_threshold",
+            "between 0 and 1",
+            lambda text: None if _share(text) == 1 else _share(text),
+            0.0,
+        ),
+        memory_fraction=take("per_process_memory_fraction", "above 0 and at most 1", _share, 1.0),
+        ignored=tuple(
+            f"{key}:{value}"
+            for key, value in given.items()
+            if not _ELSEWHERE.fullmatch(key) and (key, value) != ("backend", "native")
+        ),
     )
 
 
@@ -63,7 +73,7 @@ def allocator_settings(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def settings_expand(settings: str) -> bool:
-    """Tells whether the allocator's segments expand under settings, as an observation has recorded them."""
+    """Whether segments expand under allocator settings that an observation recorded."""
     return re.search(r"\bexpandable_segments\s*:\s*True\b", settings) is not None
 
 
@@ -76,21 +86,13 @@ def _pairs(text: str, variable: str) -> list[tuple[str, str]]:
     for item in re.split(r",(?![^\[]*\])", "".join(text.split())):
         key, _, value = item.partition(":")
         if item and not (key and value):
-            raise _malformed("Allocator settings are written key:value,key:value", item, variable)
+            raise _malformed("An allocator setting is not written key:value", item, variable)
         pairs += [(key, value)] if item else []
     return pairs
 
 
 def _malformed(rule: str, value: str, variable: str) -> ConfigError:
     return ConfigError(rule, value=value, remedy=f"Correct it in ${variable}, or unset {variable}")
-
-
-def _changes_memory(key: str, value: str) -> bool:
-    return not _ELSEWHERE.fullmatch(key) and (key, value) != ("backend", "native")
-
-
-def _truth(text: str) -> bool | None:
-    return {"True": True, "False": False}.get(text)
 
 
 def _whole(text: str, least: int) -> int | None:
@@ -101,22 +103,17 @@ def _share(text: str) -> float | None:
     return float(text) if re.fullmatch(r"\d*\.?\d+|\d+\.", text) and 0 < float(text) <= 1 else None
 
 
-def _share_below_one(text: str) -> float | None:
-    share = _share(text)
-    return None if share == 1 else share
-
-
 def _divisions(text: str) -> tuple[int, ...] | None:
-    """Reads `4`, or a list of sizes in MiB with the divisions from there to the next power of two. Those of the first
-    one hold for smaller sizes, too; those of `>` for all that are larger than the last; others have none.
+    """Reads `4`, or a list of sizes in MiB with the divisions from each size to the next power of two. The first
+    divisions hold for smaller sizes, too, and the divisions of `>` for all sizes larger than the last.
     """
     if (listed := re.fullmatch(r"\[(.*)\]", text)) is None:
-        one = _power_of_two(text)
-        return None if one is None else (one,) * INTERVALS
+        number = _power_of_two(text)
+        return None if number is None else (number,) * INTERVALS
     divisions, last = [0] * INTERVALS, -1
     for item in filter(None, listed[1].split(",")):
-        size, _, number = item.partition(":")
-        value = 0 if number == "0" else _power_of_two(number)
+        size, _, count = item.partition(":")
+        value = 0 if count == "0" else _power_of_two(count)
         start = 0 if size == ">" else _power_of_two(size)
         if value is None or start is None:
             return None

@@ -19,7 +19,7 @@ UNKNOWN: Final = "unknown"  # generation of a GPU that is not in the catalogue
 class Card:
     """One kind of GPU."""
 
-    name: str  # what people call it
+    name: str  # common name
     nominal_gb: int  # the gigabytes on the box
     total_bytes: int  # the least that a driver was seen to show of it
     generation: str  # its architecture, which its overheads follow
@@ -36,9 +36,9 @@ class Card:
 
 # Source of the sizes: the least that PyTorch's out-of-memory messages ("has a total capacity of …") and the start lines
 # of training programs ("CUDA:0 (Tesla T4, 14912MiB)") show in public logs and issues, rounded down; newer drivers keep
-# more for themselves than older ones. Cards with error correction have it on, as they are delivered. Nobody's log was
-# found of the A16 and the Quadros: theirs are the sizes of nvidia-smi, or fifteen sixteenths of what is on the box,
-# less as much as the driver keeps of cards like them.
+# more for themselves than older ones. Cards with error correction have it on, as they are delivered. No log
+# shows the A16 and the Quadros: their sizes are nvidia-smi's, or fifteen sixteenths of the size on the box, less the
+# memory that the driver keeps of similar cards.
 CARDS: Final = (
     Card("P100", 16, 16_280 * MIB, "pascal", 56 * 2048, ("p100",)),
     Card("V100", 16, 16_128 * MIB, "volta", 80 * 2048, ("v100",)),
@@ -57,7 +57,7 @@ CARDS: Final = (
     Card("H100", 80, 80_990 * MIB, "hopper", 132 * 2048, ("h100",)),
     Card("H100", 94, 95_230 * MIB, "hopper", 132 * 2048, ("h100nvl",)),
     Card("H200", 141, 143_070 * MIB, "hopper", 132 * 2048, ("h200", "h200nvl")),
-    # The size in its name is that of the processor beside it.
+    # The size in its name is the processor's memory.
     Card("GH200", 96, 96_760 * MIB, "hopper", 132 * 2048, ("gh200",), also_gb=(120, 480)),
     Card("B200", 180, 182_630 * MIB, "blackwell", 148 * 2048, ("b200",)),
     Card("Quadro RTX 6000", 24, 22_500 * MIB, "turing", 72 * 1024, ("quadrortx6000", "rtx6000"), desktop=True),
@@ -87,9 +87,9 @@ class GpuConstants:
     """One measurement of one kind of GPU."""
 
     key: str
-    total_bytes: Count  # what the driver shows of it
+    total_bytes: Count  # that the driver shows
     outside_bytes: Count  # in use outside the allocator once all libraries are: context, their kernels, driver
-    workspace_bytes: Count  # what the libraries keep inside the allocator
+    workspace_bytes: Count  # that the libraries keep inside the allocator
     date: str  # 2026-01-31
     driver: str  # version; empty where it is not known
     torch: str  # version
@@ -101,14 +101,14 @@ class GpuConstants:
 
 
 # Measurements that come with can-train, by key. There is none yet: every plan for a card that nobody has measured on
-# the same cluster rests on assumed figures, and says so.
+# the same cluster uses assumed figures, and says so.
 MEASURED: Final[Mapping[str, GpuConstants]] = {}
 GIB: Final = 2**30
 ASSUMED: Final = "assumed, on the safe side"  # source of figures that nobody has measured
 
 
-# What a generation of GPUs takes: bytes outside the allocator (the CUDA context and the kernels that PyTorch and its
-# libraries load), and bytes inside it (what cuBLAS and cuBLASLt keep, in the forward and in the backward thread).
+# Overheads of each generation of GPUs: bytes outside the allocator (the CUDA context and the kernels that PyTorch and
+# its libraries load), and bytes inside it (workspaces of cuBLAS and cuBLASLt, in the forward and the backward thread).
 # Sources: PyTorch's issues report 270 to 430 MiB for the context since CUDA 11.7 loads kernels when they are first
 # used. Each library adds its own, so that is rounded up by half and more: an H100 and an H200 showed 527 MiB for the
 # context, and 695 with all libraries (scripts/bench/gpu-check-*.md). PyTorch's source (CublasHandlePool.cpp) gives
@@ -125,8 +125,8 @@ CUBLAS_KERNELS: Final = "cuBLAS"
 CUDNN_KERNELS: Final = "cuBLAS and cuDNN"
 ALL_KERNELS: Final = "cuBLAS, cuDNN and its batch norm"
 
-# Ends of what the context may take. Least: the smallest report above. Most, by what was loaded: what GPUMemNet's MLPs,
-# CNNs and CNNs with batch norm show on an A100, where all kernels of a library were loaded at once.
+# Bounds of the context's size. Least: the smallest report above. Most, by the libraries loaded: sizes that GPUMemNet's
+# MLPs, CNNs and CNNs with batch norm show on an A100, where all kernels of a library were loaded at once.
 _CONTEXT_LEAST_BYTES: Final = 270 * MIB
 _CONTEXT_MOST_BYTES: Final = {CUBLAS_KERNELS: 1429 * MIB, CUDNN_KERNELS: 1679 * MIB, ALL_KERNELS: 1721 * MIB}
 
@@ -135,16 +135,15 @@ _CONTEXT_MOST_BYTES: Final = {CUBLAS_KERNELS: 1429 * MIB, CUDNN_KERNELS: 1679 * 
 _SHARED_SINCE: Final = (2, 11)
 _SHARED_WORKSPACE_BYTES: Final = 64 * MIB  # the most of both threads together
 
-# What a desktop takes of the card that draws it: 459 and 507 MiB of two RTX 4090 without a job, in a public report.
+# Memory of a card that draws a desktop: 459 and 507 MiB of two RTX 4090 without a job, in a public report.
 _SCREEN_BYTES: Final = 512 * MIB
 
 # Share of a capacity that the allocator cannot hand out: gaps between blocks in use, and a last page that must fit
-# whole. It is not subtracted from the capacity, of which peaks are shares, but bounds what is predicted to fit. With
+# whole. It is not subtracted from the capacity, since peaks are shares of the capacity, but from predicted room. With
 # expanding segments, which can-train turns on, the finder left 3.4 % (GAT) and 5.2 % (VGAE) of a simulated GPU of 1
 # GiB; gaps grow little with the batch, so larger GPUs lose a smaller share (and one of 0.5 GiB up to 12 %).
 FRAGMENTATION: Final = 0.05
 _MOST_THREADS: Final = max(card.resident_threads for card in CARDS)
-_NAMED: Final = 3  # cards that a message names
 
 
 @dataclass(frozen=True)
@@ -157,23 +156,23 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class UsableMemory:
-    """What a training can use of a device."""
+    """Memory of a device that a training can use."""
 
     key: str  # kind of device
     name: str
-    total_bytes: int  # what its driver shows
+    total_bytes: int  # that its driver shows
     subtracted: tuple[MemoryUse, ...]  # in this order
     source: str  # where the figures come from: `ASSUMED`, or "measured on …"
     generation: str = UNKNOWN  # its architecture
 
     @property
     def capacity_bytes(self) -> int:
-        """What is left for weights, gradients, optimizer state and batches."""
+        """Memory for weights, gradients, optimizer state and batches."""
         return self.total_bytes - sum(use.num_bytes for use in self.subtracted)
 
 
 def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
-    """Subtracts what a card keeps from training on it with one GPU.
+    """Subtracts the memory that a training on one GPU cannot use from a card's memory.
 
     Workspaces are inside the allocator, so a peak measured on a GPU contains them; one predicted from probes on a CPU
     does not, so they are subtracted here. Where nothing was measured of a card, figures are assumed.
@@ -197,15 +196,15 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
 
 
 def context_bytes(card: Card, kernels: str = ALL_KERNELS) -> tuple[int, int, int]:
-    """Returns what CUDA's context and the libraries' kernels take of a card: at least, as assumed, and at most. What is
-    assumed is enough for all libraries.
+    """Returns the bytes of CUDA's context and the libraries' kernels on a card: least, assumed and most. The assumed
+    bytes are enough for all libraries.
     """
     assumed, _ = _OVERHEADS[card.generation]
     return _CONTEXT_LEAST_BYTES, assumed, max(_CONTEXT_MOST_BYTES[kernels], assumed)
 
 
 def screen_bytes(card: Card) -> int:
-    """Returns what a screen and its programs take of a card that may have one."""
+    """Returns the bytes that a screen and its programs take of a card that may have one."""
     return _SCREEN_BYTES if card.desktop else 0
 
 
@@ -215,22 +214,22 @@ def shares_workspaces(torch_version: str) -> bool:
 
 
 def predicted_room(capacity_bytes: float) -> float:
-    """Returns how much of a capacity is predicted to hold tensors before memory runs out."""
+    """Returns the bytes of a capacity that are predicted to hold tensors before memory runs out."""
     return (1 - FRAGMENTATION) * capacity_bytes
 
 
 def other_card(total_bytes: int) -> Card:
-    """Makes a card of a GPU that the catalogue does not have; it is assumed to take as much as any generation, and to
-    have a screen.
+    """Makes a card of a GPU that the catalogue does not have, with the overheads of the generation with most, and a
+    screen.
     """
     return Card("GPU", max(1, round(total_bytes / GIB)), total_bytes, UNKNOWN, _MOST_THREADS, desktop=True)
 
 
 def cards_that_hold(need_bytes: float) -> str:
-    """Lists the smallest common GPUs that would hold `need_bytes`, as text."""
+    """Names the three smallest common GPUs that would hold `need_bytes`, as text."""
     capacities = sorted((usable(card).capacity_bytes, card.key) for card in CARDS)
     names = [key for capacity_bytes, key in capacities if predicted_room(capacity_bytes) >= need_bytes]
-    return ", ".join(names[:_NAMED]) if names else "no common GPU"
+    return ", ".join(names[:3]) if names else "no common GPU"
 
 
 # Words that stand in names and tell no kind of card: makers, families, plugs.
@@ -244,25 +243,26 @@ _NO_KIND: Final = re.compile(r"nvidia|geforce|tesla|pcie|sxm\d*|hbm\d*e?|\d+gb")
 _REQUEST: Final = re.compile(r"(?:gres[/:])?(?:gpus?[:/])?(?P<name>.*?)(?:[:=]\d+)?(?:\([^)]*\))?")
 _DEVICE_KEY: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*-\d+(gb|[kmgt]ib|b)")
 _GIGABYTE: Final = ("gb", "g", "gib", "")  # how the unit behind a size is spelt
-# What a driver shows of a card's gigabytes, least and most: error correction takes a sixteenth, the driver some more;
-# sizes that are counted in thousands are a little above one.
+# GiB that a driver shows ÷ gigabytes on the box, least and most: error correction takes a sixteenth, the driver some
+# more; sizes that are counted in thousands are a little above 1.
 _SHOWN: Final = (0.87, 1.03)
 
 
 def find_card(text: str, *, by_memory: str = "--target-memory 16GiB") -> Card:
-    """Finds the card of a key, or of what a driver, a scheduler or a person calls it. Raises ConfigError where the
-    catalogue has none of this name, or has it in several memory sizes; `by_memory` is what names a GPU by its memory.
+    """Finds the card of a key, or of a driver's, a scheduler's or a person's name for it. Raises ConfigError where the
+    catalogue has no card of this name, or has it in several memory sizes; `by_memory` is an example, for the message,
+    of a GPU given by its memory.
 
     >>> find_card("gpu:nvidia_h100_80gb_hbm3:4").key, find_card("Tesla V100-SXM2-16GB").key, find_card("rtx3090").key
     ('h100-80gb', 'v100-16gb', 'rtx-3090-24gb')
     """
-    found = cards_named(text)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = " or ".join(card.key for card in found)
+    cards = cards_named(text)
+    if len(cards) == 1:
+        return cards[0]
+    if cards:
+        names = " or ".join(card.key for card in cards)
         raise ConfigError("This name stands for cards of several sizes", value=repr(text), remedy=f"Say {names}")
-    more = f"; or the memory of another one, or of a slice: {by_memory}"
+    more = f"; or the memory of another GPU, or of a slice: {by_memory}"
     unknown = unknown_name("GPU", "-".join(_words(text)), (card.key for card in CARDS), more=more)
     raise ConfigError(unknown.rule, value=repr(text), remedy=unknown.remedy)
 
@@ -287,14 +287,14 @@ def is_device_key(text: str) -> bool:
 def gpu_key(name: str, total_bytes: int) -> str:
     """Makes the key of a kind of GPU: `h100-80gb`.
 
-    The catalogue's key where the driver's name and size are of one of its cards. Else the name with a size: the one in
-    the driver's name where it has one, since what can be used of 80 GB reads 79.1 or 79.6 GiB, by driver, and a
-    learned factor must survive a new driver. A slice of a GPU has its own size last in its name.
+    The catalogue's key where the driver's name and size match one of its cards. Else the name with a size: the size in
+    the driver's name where it has one, since the driver's total of 80 GB is 79.1 or 79.6 GiB, by version, and a learned
+    factor must survive a new driver. A slice of a GPU has its size last in its name.
     """
     (least, most), shown = _SHOWN, total_bytes / GIB
-    found = [card for card in _spelled(name) if least * card.nominal_gb <= shown <= most * card.nominal_gb]
-    if len(found) == 1:
-        return found[0].key
+    cards = [card for card in _spelled(name) if least * card.nominal_gb <= shown <= most * card.nominal_gb]
+    if len(cards) == 1:
+        return cards[0].key
     sizes = re.findall(r"(\d+)gb\b", name.lower())
     words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _NO_KIND.fullmatch(word)]
     return f"{'-'.join(words) or 'gpu'}-{int(sizes[-1]) if sizes else max(1, round(shown))}gb"
@@ -320,9 +320,6 @@ def _spelled(text: str) -> list[Card]:
     ]
 
 
-_FOLDER: Final = "gpus"  # raised when a field's meaning changes; what a newer can-train wrote is not read
-
-
 def write_gpu_constants(state: Path, constants: GpuConstants) -> Path:
     """Writes a measurement in place of an earlier one of this kind of GPU; returns the file, or raises StateError."""
     path = _path(state, constants.key)
@@ -336,8 +333,8 @@ def write_gpu_constants(state: Path, constants: GpuConstants) -> Path:
 
 
 def read_gpu_constants(state: Path, key: str, reporter: Reporter) -> GpuConstants | None:
-    """Finds what was measured of a kind of GPU, `h100-80gb`: by this user, else what comes with can-train; None where
-    nothing was. A file that cannot be read is ignored, with a notice.
+    """Finds the measurement of a kind of GPU, `h100-80gb`: this user's, else can-train's; None where there is none. A
+    file that cannot be read is ignored, with a notice.
     """
     path = _path(state, key)
     try:
@@ -350,13 +347,13 @@ def read_gpu_constants(state: Path, key: str, reporter: Reporter) -> GpuConstant
 
 
 def _path(state: Path, key: str) -> Path:
-    return state / _FOLDER / f"{key}.json"
+    return state / "gpus" / f"{key}.json"
 
 
 def _parse(data: bytes, key: str) -> GpuConstants:
     constants = parse_document(data, GpuConstants)
     if constants.key != key:
-        raise ValueError(f"it is of {constants.key}")
+        raise ValueError(f"its key is {constants.key}")
     if constants.total_bytes <= constants.outside_bytes:
         raise ValueError(f"{constants.outside_bytes} of {constants.total_bytes} bytes are in use outside the allocator")
     return constants

@@ -1,4 +1,4 @@
-"""What PyTorch would allocate on a CUDA GPU, recorded without one.
+"""Recorder of the allocations that PyTorch would make on a CUDA GPU, without the GPU.
 
 PyTorch dispatches operations on fake CUDA tensors, which have shapes and no memory, as it does those on real ones: with
 CUDA's autocast lists, its fused kernels and their byte masks, and the tensors that these keep for the backward pass. It
@@ -78,7 +78,6 @@ _ACROSS_DEVICES: Final = frozenset({_aten.copy_.default, _aten._to_copy.default,
 _INDEXING: Final = frozenset(
     {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 )
-_WHOLE: Final = ("aten::randint", "aten::randperm")  # operations that make whole numbers unless told otherwise
 # Operations with a kernel of CUDA's that a build without CUDA takes apart. No kernel is run on fake tensors, but where
 # one is registered they stay whole.
 _FUSED_ON_CUDA: Final = [
@@ -127,21 +126,21 @@ def record_on_cuda(
     resident_threads: int = A100_THREADS,
     timeout_s: float = _TIMEOUT_S,
 ) -> AllocationTrace:
-    """Records what a program allocates on a CUDA GPU.
+    """Records the allocations of a program on a CUDA GPU.
 
-    The model is on the GPU from the start, and so is what it is called with. Other tensors go there when they first
-    meet a tensor that is. Whole numbers have values on the GPU, too, and may decide shapes; floating-point numbers have
-    none, apart from single ones outside the GPU.
+    The model is on the GPU from the start, and so are its inputs. Other tensors go there when an operation first
+    combines them with a tensor on the GPU. Integers have values on the GPU, too, and may decide shapes; floating-point
+    numbers have none, apart from single numbers outside the GPU.
 
     Args:
         model: A model on any device, `meta` included; nothing of this process changes.
         run: The program, steps of training for example. It runs in a child process.
         generation: The GPU's, as in the catalogue: kernels of attention and sizes of workspaces follow from it.
-        resident_threads: Threads that the GPU runs at once, as in the catalogue: what sums take follows from it.
+        resident_threads: Threads that the GPU runs at once, as in the catalogue: memory of sums follows from it.
         timeout_s: Seconds after which the child process is given up.
 
     Raises:
-        NoCudaDispatchError: No library can be compiled here, or the program does what needs a tensor's values.
+        NoCudaDispatchError: No library can be compiled here, or the program needs the values of a tensor.
     """
     library = compiled_library()
     # Dispatch modes import it when they are first used, which takes a second: here once, and not in every child.
@@ -166,7 +165,7 @@ def record_on_cuda(
         child.join()
     if isinstance(answer, str):
         raise NoCudaDispatchError(
-            "A program is recorded on tensors without values", value=answer,
+            "The program cannot be recorded on tensors without values", value=answer,
             remedy="Let no shape and no branch of the model depend on a tensor's values",
         )  # fmt: skip
     events, workspaces = answer
@@ -209,22 +208,22 @@ class _Recorder(StorageTracker[int]):
         self.workspaces: dict[int, str] = {}
         self._capability = capability_of(generation)
         self._resident_threads = resident_threads
-        # What PyTorch computes on a GPU in place of composite operations.
+        # Kernels that PyTorch runs on a GPU in place of composite operations.
         attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
         self._kernels = attention | recurrent_kernels(None)
         self._span = ""  # library whose memory is made now; empty: tensors
         self._fake = _FakeGpu(allow_non_fake_inputs=True)
-        self._on_gpu = WeakIdKeyDictionary()  # what tensors outside the GPU became there
-        self._values = WeakIdKeyDictionary()  # whole numbers on the GPU, as tensors of the host
-        self._has_cublas: set[bool] = set()  # whether of the thread of the backward pass
+        self._on_gpu = WeakIdKeyDictionary()  # tensors outside the GPU to their copies there
+        self._values = WeakIdKeyDictionary()  # integers on the GPU, to tensors of the host
+        self._has_cublas: set[bool] = set()  # threads with a workspace: the backward pass's (True), the forward's
         self._model = model
-        # Nodes of a backward pass run in two threads, where some tensors are outside the GPU; fake tensors keep what
-        # they are doing in a place that all threads share.
+        # Nodes of a backward pass run in two threads, where some tensors are outside the GPU; all threads share the
+        # state of fake tensors.
         self._one_by_one = RLock()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Puts the model on the GPU, and records what the block allocates there."""
+        """Puts the model on the GPU, and records the allocations of the block."""
         fused = register("CUDA", dict.fromkeys(_FUSED_ON_CUDA, _never_run))
         chosen = register("AutogradCUDA", self._kernels)
         _pretend_cuda(self._capability)
@@ -250,7 +249,7 @@ class _Recorder(StorageTracker[int]):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an operation on real numbers, or on fake tensors, and then records what it allocates."""
+        """Runs an operation on real numbers, or on fake tensors and then records its allocations."""
         with self._one_by_one:
             return self._dispatch(func, args, kwargs or {})
 
@@ -281,7 +280,9 @@ class _Recorder(StorageTracker[int]):
         return result
 
     def _in_parts(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-        """Returns what computes an operation out of others, which are dispatched in its place; None: it stays whole."""
+        """Returns a function that composes an operation of other operations, which are dispatched in its place; None
+        where it stays whole.
+        """
         if _is_composite(func):
             return partial(self._kernels.get(func, func.decompose), *args, **kwargs)
         if func is _aten.masked_select.default:
@@ -293,8 +294,8 @@ class _Recorder(StorageTracker[int]):
     def _compute(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
     ) -> Any | None:
-        """Computes an operation on whole numbers, whose results may decide shapes; None where a value is not known."""
-        if not (all(self._has_value(tensor) for tensor in tensors) if tensors else _makes_whole(func, args, kwargs)):
+        """Computes an operation on integers, whose results may decide shapes; None where a value is missing."""
+        if not (all(self._has_value(tensor) for tensor in tensors) if tensors else _makes_integers(func, args, kwargs)):
             return None
         args, kwargs = tree_map_only(Tensor, lambda tensor: self._values.get(tensor, tensor), (args, kwargs))
         on_host = {"device": torch.device("cpu")} if "device" in kwargs else {}
@@ -302,15 +303,15 @@ class _Recorder(StorageTracker[int]):
             return func(*args, **{**kwargs, **on_host})
 
     def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replaces masks of known values by the positions that they choose, as the kernels of indexing do first."""
-        found: list[Tensor | None] = []
+        """Replaces masks that have values by the positions that they choose, as the kernels of indexing do first."""
+        positions: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool or not self._has_value(index):
-                found.append(index)
+                positions.append(index)
                 continue
             with self._fake, self:
-                found += self._move(index).nonzero().unbind(1)
-        return found
+                positions += self._move(index).nonzero().unbind(1)
+        return positions
 
     def _has_value(self, tensor: Tensor) -> bool:
         return tensor in self._values or not (isinstance(tensor, FakeTensor) or tensor.is_floating_point())
@@ -325,10 +326,10 @@ class _Recorder(StorageTracker[int]):
                 self._values[made] = value
 
     def _forget_values(self, changed: Any) -> None:
-        """Forgets the values of a tensor that was written to, and of all that share its memory."""
+        """Forgets the values of a tensor that was written to, and of all tensors that share its memory."""
         if is_on_gpu(changed) and not changed.is_floating_point():
             shared = changed.untyped_storage()._cdata
-            for tensor in [one for one in self._values if one.untyped_storage()._cdata == shared]:
+            for tensor in [tensor for tensor in self._values if tensor.untyped_storage()._cdata == shared]:
                 del self._values[tensor]
 
     def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
@@ -349,7 +350,7 @@ class _Recorder(StorageTracker[int]):
         self.events.append((CACHE_RELEASED, 0))
 
     def _move(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor on the GPU, the same one as long as the given one lives; single values stay."""
+        """Returns a tensor's copy on the GPU, one for as long as the tensor lives; single values stay on the host."""
         if is_on_gpu(tensor) or (tensor.dim() == 0 and tensor not in self._on_gpu):
             return tensor
         if tensor not in self._on_gpu:
@@ -369,7 +370,7 @@ class _Recorder(StorageTracker[int]):
         return tree_map_only(Tensor, lambda given: given if is_on_gpu(given) else given.to("cuda"), (args, kwargs))
 
     def _move_model(self) -> None:
-        """Replaces parameters and buffers by fake ones on the GPU; those that modules share stay shared."""
+        """Replaces parameters and buffers by fake tensors on the GPU; modules go on sharing shared tensors."""
         for module in self._model.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
@@ -383,7 +384,7 @@ class _Recorder(StorageTracker[int]):
                 module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def _take_workspaces(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Records the memory that CUDA's libraries take for an operation beside its results."""
+        """Records the memory that CUDA's libraries take for an operation in addition to its results."""
         if func in _PRODUCTS and is_on_gpu(result):
             # Nodes of a backward pass run in a thread of their own, whose handle has a workspace of its own.
             is_backward = torch._C._current_graph_task_id() != -1
@@ -406,14 +407,14 @@ def _selected(inputs: Tensor, mask: Tensor) -> Tensor:
 
 
 def _packed(inputs: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Returns the steps of sequences one after the other, and how many sequences have each of them, on the host.
+    """Returns the steps of sequences one after the other, and the number of sequences that have each step, on the host.
 
     Source: aten/src/ATen/native/PackedSequence.cpp, `_pack_padded_sequence`.
     """
     inputs = inputs.transpose(0, 1) if batch_first else inputs
     with unset_fake_temporarily():
         batch_sizes = (lengths.cpu().unsqueeze(1) > torch.arange(int(lengths[0]))).sum(0)
-        sizes, counts = (one.tolist() for one in torch.unique_consecutive(batch_sizes, return_counts=True))
+        sizes, counts = (part.tolist() for part in torch.unique_consecutive(batch_sizes, return_counts=True))
     ends = list(accumulate(counts))
     steps = [
         inputs[end - count : end, :size].contiguous().flatten(0, 1)
@@ -425,7 +426,7 @@ def _packed(inputs: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor,
 def _ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *_options: object
 ) -> tuple[Tensor, Tensor]:
-    """Returns CTC losses of [T, N, C] logarithms, and what is kept for the backward pass.
+    """Returns CTC losses of [T, N, C] logarithms, and the tensor that is saved for the backward pass.
 
     Source: aten/src/ATen/native/cuda/LossCTC.cu, `ctc_loss_gpu_template`.
     """
@@ -435,16 +436,16 @@ def _ctc_loss(
     return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, width)
 
 
-def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
-    """Returns the gradient of the logarithms; another copy of what was kept is needed for it."""
-    kept = others[4]  # behind the targets, the two kinds of lengths and the losses
-    beta = torch.empty_like(kept)
+def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *options: Any) -> Tensor:
+    """Returns the gradient of the logarithms; the kernel takes another tensor as large as the saved one for it."""
+    saved = options[4]  # after the targets, the two kinds of lengths and the losses
+    beta = torch.empty_like(saved)
     result = torch.empty_like(log_probs)
     del beta
     return result
 
 
-# Operations that read whole numbers on the host, and what takes their place.
+# Operations that read integers on the host, and their replacements.
 _FROM_VALUES: Final[Mapping[Any, Callable[..., Any]]] = {
     _aten._pack_padded_sequence.default: _packed,
     # cuDNN's takes targets of 32 bits on the host alone, and MIOpen is AMD's.
@@ -463,7 +464,7 @@ def _is_on_host(device: Any) -> bool:
 
 
 def _sums(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[Tensor, Sequence[int]]]:
-    """Yields what an operation sums, and over which dimensions, apart from sums of all numbers: these take little."""
+    """Yields the tensor and the dimensions of each sum in an operation, but for sums of all numbers."""
     if func in _SUMS and args[1] and is_on_gpu(result):
         yield args[0], args[1]
     elif func is _aten.convolution_backward.default and is_on_gpu(result[2]):
@@ -471,28 +472,28 @@ def _sums(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[Tenso
 
 
 def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
-    """Runs the kernel of attention that CUDA would choose; a build without CUDA knows only what takes it apart."""
+    """Runs the kernel of attention that CUDA would choose; a build without CUDA has only the composite operation."""
     call = AttentionCall.bound(*args, **kwargs)
     backend = call.backend(capability)
     if backend is SDPBackend.FLASH_ATTENTION:
-        found = _aten._scaled_dot_product_flash_attention(
+        attended = _aten._scaled_dot_product_flash_attention(
             *call.padded(), call.dropout_p, call.is_causal, False, scale=call.factor
         )[0]
-        return cast("Tensor", found)[..., : call.query.size(-1)]
+        return cast("Tensor", attended)[..., : call.query.size(-1)]
     if backend is SDPBackend.EFFICIENT_ATTENTION:
-        needs_sums = any(one.requires_grad for one in (call.query, call.key, call.value))
+        needs_sums = any(tensor.requires_grad for tensor in (call.query, call.key, call.value))
         return cast("Tensor", _aten._scaled_dot_product_efficient_attention(
             call.query, call.key, call.value, call.bias(), needs_sums, call.dropout_p, call.is_causal, scale=call.scale
         )[0])  # fmt: skip
-    # With others to choose from, a build with CUDA would ask the driver what card there is.
+    # With another kernel to choose from, a build with CUDA would ask the driver for the card.
     with sdpa_kernel(SDPBackend.MATH):
         return cast("Tensor", composite(_aten.scaled_dot_product_attention.default)(*args, **kwargs))
 
 
 @cache
 def _is_composite(func: OpOverload) -> bool:
-    """Tells whether an operation is always composed of others on CUDA. Below autograd, and in inference mode, it comes
-    whole.
+    """Tells whether an operation is always composed of other operations on CUDA. Below autograd, and in inference mode,
+    it comes whole.
     """
     has_kernel = func.has_kernel_for_dispatch_key
     return (
@@ -503,23 +504,23 @@ def _is_composite(func: OpOverload) -> bool:
 
 
 def _is_real(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether an operation runs for real: on whole numbers or single values of the host, or to make them."""
+    """Tells whether an operation runs for real: on integers or single values of the host, or to make them."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
         return False
     if tensors:
-        return not any(isinstance(one, FakeTensor) or (one.is_floating_point() and one.dim()) for one in tensors)
-    makes_one = bool(args) and isinstance(args[0], list | tuple) and not args[0]
-    return makes_one or _makes_whole(func, args, kwargs)
+        return not any(isinstance(item, FakeTensor) or (item.is_floating_point() and item.dim()) for item in tensors)
+    makes_scalar = bool(args) and isinstance(args[0], list | tuple) and not args[0]
+    return makes_scalar or _makes_integers(func, args, kwargs)
 
 
-def _makes_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether an operation without tensors makes whole numbers."""
+def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tells whether an operation without tensors makes integers."""
     if (dtype := kwargs.get("dtype")) is not None:
         return not dtype.is_floating_point
     if func is _aten.full.default:
         return isinstance(args[1], int)
-    return func._schema.name in _WHOLE or all(isinstance(value, int) for value in args)
+    return func._schema.name in ("aten::randint", "aten::randperm") or all(isinstance(value, int) for value in args)
 
 
 def _fake_like(tensor: Tensor) -> Tensor:

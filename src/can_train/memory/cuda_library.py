@@ -23,7 +23,7 @@ from can_train.io.ownership import Account, other_writer, places_on_the_way
 _SOURCE: Final = Path(__file__).with_name("cuda_dispatch.cpp")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _COMPILER_TIMEOUT_S: Final = 300.0
-MAX_QUOTED_CHARACTERS: Final = 200  # characters of an error that are passed on
+MAX_QUOTED_CHARACTERS: Final = 200  # of an error that is quoted in another
 
 
 class NoCudaDispatchError(DeviceError):
@@ -33,17 +33,19 @@ class NoCudaDispatchError(DeviceError):
 def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
     """Returns the library of cuda_dispatch.cpp, compiled for the installed torch the first time.
 
-    It lies in the user's cache folder, unless another user may change that: whoever can replace the library runs code
-    in this process. Then it is compiled into a private folder, which is removed when the process ends. Two processes
-    may compile it at once: each replaces it as a whole.
+    The library lies in the user's cache folder, unless another user may write there and so run code in this process:
+    then in a private folder, which is removed when the process ends. Two processes may compile it at once: each
+    replaces it as a whole.
 
     Raises:
         NoCudaDispatchError: This is another system, PyTorch sees a GPU, there is no compiler, or the library cannot be
             made.
     """
     if sys.platform != "linux" or torch.version.hip:
-        raise NoCudaDispatchError("CUDA's dispatch is recorded on Linux, with a PyTorch for NVIDIA's GPUs or the CPU",
-                                  value=f"{sys.platform}, torch {torch.__version__}")  # fmt: skip
+        raise NoCudaDispatchError(
+            "CUDA's dispatch can be recorded only on Linux, with a PyTorch for NVIDIA's GPUs or the CPU",
+            value=f"{sys.platform}, torch {torch.__version__}",
+        )
     if torch.cuda.is_available():
         # The child must not have the parent's state of a real GPU.
         raise NoCudaDispatchError("CUDA's dispatch is recorded where PyTorch sees no GPU", value="it sees one",
@@ -51,13 +53,13 @@ def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
     key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
     name = f"cuda_dispatch-{torch.__version__}-{platform.machine()}-{key}.so"
     library = _cache_folder(environment) / name
-    if not _is_own(library):
+    if not _is_private(library):
         _compile(library, environment)
     return library
 
 
 def _cache_folder(environment: Mapping[str, str]) -> Path:
-    """Returns the folder of compiled libraries, into which nobody else can put one."""
+    """Returns a folder for compiled libraries that no other user can write to."""
     base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "can-train"
     with suppress(OSError):
@@ -67,7 +69,7 @@ def _cache_folder(environment: Mapping[str, str]) -> Path:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == account.uid:
             folder.chmod(0o700)
         writers = (other_writer(place.lstat(), account, is_passed=True) for place in places_on_the_way(folder))
-        if _is_own(folder) and not any(writers):
+        if _is_private(folder) and not any(writers):
             return folder
     return _private_folder(tempfile.gettempdir())
 
@@ -79,7 +81,7 @@ def _private_folder(parent: str) -> Path:
     return Path(folder)
 
 
-def _is_own(path: Path) -> bool:
+def _is_private(path: Path) -> bool:
     """Returns whether there is a file or a folder, no link, that belongs to the user and that nobody else may write."""
     try:
         status = path.lstat()
@@ -94,8 +96,8 @@ def _compile(library: Path, environment: Mapping[str, str]) -> None:
     named = [environment["CXX"]] if environment.get("CXX") else _COMPILERS
     compiler = next(filter(None, (shutil.which(name, path=environment.get("PATH")) for name in named)), None)
     if compiler is None:
-        raise NoCudaDispatchError("CUDA's dispatch needs a C++ compiler", value=f"no {' or '.join(named)}",
-                                  remedy="Install g++, or name one in $CXX")  # fmt: skip
+        raise NoCudaDispatchError("There is no C++ compiler for CUDA's dispatch", value=f"no {' or '.join(named)}",
+                                  remedy="Install g++, or name a compiler in $CXX")  # fmt: skip
     installed = Path(torch.__file__).parent
     # torch.utils.cpp_extension would need setuptools, ninja and Python's headers, for a library that needs none.
     # Torch's packages were built with the older strings of the standard library before 2.7.
@@ -110,7 +112,7 @@ def _compile(library: Path, environment: Mapping[str, str]) -> None:
             made.chmod(0o700)
             made.replace(library)
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or f"{error}"
+        output = getattr(error, "stderr", None) or f"{error}"
         raise NoCudaDispatchError(
-            "The library of CUDA's dispatch must compile", value=told.strip()[:MAX_QUOTED_CHARACTERS]
+            "The library of CUDA's dispatch cannot be compiled", value=output.strip()[:MAX_QUOTED_CHARACTERS]
         ) from error

@@ -1,5 +1,6 @@
 """Operators that keep or take other memory on CUDA than on the CPU: dropout, attention, recurrent layers, RMS norm, and
-what autocast computes in single precision. While they are replaced, tensors on the CPU take what CUDA's would.
+operators that autocast computes in single precision. While they are replaced, tensors on the CPU take as much memory as
+CUDA's would.
 
 Shapes: N batch, H heads, L queries, S keys, E and V width of a head; T steps, I inputs.
 """
@@ -34,14 +35,14 @@ Kernels = dict[OpOverload, Callable[..., Any]]
 
 
 class DeviceMode(TorchDispatchMode):
-    """A dispatch mode that counts what tensors take of a device."""
+    """A dispatch mode that counts the memory that tensors take of a device."""
 
     @abstractmethod
     def host(self) -> AbstractContextManager[None]:
         """Opens a span whose new tensors take nothing of the device."""
 
     def library(self, name: str) -> AbstractContextManager[None]:
-        """Opens a span whose new tensors are a library's memory, `CUDNN`; the tensors' own where none is named."""
+        """Opens a span whose new tensors are a library's memory, as `CUDNN`; memory of tensors where none is named."""
         return nullcontext()
 
 
@@ -71,7 +72,7 @@ class CudaOperators:
         self.kernels: Kernels = {}
 
     def open(self, capability: Capability) -> None:
-        """Replaces the operators by those of a GPU."""
+        """Replaces the operators by a GPU's."""
         with self._lock:
             self._num_open += 1
             if self._num_open == 1:
@@ -88,7 +89,7 @@ class CudaOperators:
                     library._destroy()
 
 
-# PyTorch has one table of operators a process, so what replaces them is the process's, too.
+# PyTorch has one table of operators a process, so their replacements are the process's, too.
 CUDA_OPERATORS: Final = CudaOperators()
 
 
@@ -115,20 +116,20 @@ def _cpu_kernels(capability: Capability) -> Kernels:
 
 
 def composite(operator: OpOverload) -> Callable[..., Any]:
-    """Returns what an operator is made of on devices that have no kernel of their own for it."""
+    """Returns the composition of an operator on devices without a kernel of their own for it."""
     return partial(operator._op_dk, DispatchKey.CompositeImplicitAutograd)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedKernel:
-    """A kernel of CUDA's, and the memory that it takes beside its results."""
+    """A kernel of CUDA's, and the memory that it takes in addition to its inputs and results."""
 
     compute: Callable[..., Sequence[Tensor]]  # makes the results from the inputs, outside the device
-    kept_bytes: int = 0  # what it keeps for the backward pass beside inputs and results
+    kept_bytes: int = 0  # saved for the backward pass
     is_repeatable: bool = False  # whether it may be computed again, to be differentiated twice
-    forward_bytes: int = 0  # what it takes while it runs, beside what it keeps
-    backward_bytes: int = 0
-    library: str = ""  # whose memory this is; empty: PyTorch's
+    forward_bytes: int = 0  # workspace while it runs
+    backward_bytes: int = 0  # workspace while its backward kernel runs
+    library: str = ""  # that the memory belongs to; empty: PyTorch
 
 
 class _Fused(torch.autograd.Function):
@@ -136,19 +137,22 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: FusedKernel, needs_gradients: bool, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """Computes the results, copies them to the device, and keeps what the backward pass needs."""
+        """Computes the results, copies them to the device, and saves tensors for the backward pass."""
         with _on_host():
             # Copies: the device's own memory is free as soon as autograd lets go of it.
-            own = [None if one is None else one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+            copies = [
+                None if tensor is None else tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                for tensor in inputs
+            ]
             with torch.set_grad_enabled(needs_gradients):
-                computed = kernel.compute(*own)
-        device = next(one.device for one in inputs if one is not None)
-        results = tuple(one.detach().clone() for one in computed)
+                computed = kernel.compute(*copies)
+        device = next(tensor.device for tensor in inputs if tensor is not None)
+        results = tuple(tensor.detach().clone() for tensor in computed)
         with _everywhere(lambda mode: mode.library(kernel.library)):
             workspace = torch.empty(kernel.forward_bytes, dtype=torch.uint8, device=device)
             kept = torch.empty(kernel.kept_bytes if needs_gradients else 0, dtype=torch.uint8, device=device)
         del workspace
-        ctx.kernel, ctx.graph = kernel, (own, computed)
+        ctx.kernel, ctx.graph = kernel, (copies, computed)
         ctx.save_for_backward(*inputs, *results, kept)
         return results
 
@@ -157,12 +161,12 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Computes the gradients of the inputs."""
         saved = ctx.saved_tensors
-        own, computed = ctx.graph
-        trained = [one for one in own if one is not None and one.requires_grad]
+        copies, computed = ctx.graph
+        trained = [tensor for tensor in copies if tensor is not None and tensor.requires_grad]
         with _on_host():
-            found = iter(_gradients_of(computed, trained, gradients))
-        result = [None if one is None or not one.requires_grad else next(found) for one in own]
-        result = [None if one is None else one.clone() for one in result]
+            input_gradients = iter(_gradients_of(computed, trained, gradients))
+        result = [None if tensor is None or not tensor.requires_grad else next(input_gradients) for tensor in copies]
+        result = [None if gradient is None else gradient.clone() for gradient in result]
         with _everywhere(lambda mode: mode.library(ctx.kernel.library)):
             torch.empty(ctx.kernel.backward_bytes, dtype=torch.uint8, device=saved[-1].device)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -180,29 +184,31 @@ class _FusedTwice(_Fused):
             once: tuple[Any, ...] = _Fused.backward(ctx, *gradients)
             return once
         inputs = ctx.saved_tensors[: len(ctx.graph[0])]
-        trained = [one for one in inputs if one is not None and one.requires_grad]
-        found = iter(torch.autograd.grad(ctx.kernel.compute(*inputs), trained, gradients, create_graph=True))
-        return (None, None, *(None if one is None or not one.requires_grad else next(found) for one in inputs))
+        trained = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+        computed = ctx.kernel.compute(*inputs)
+        input_gradients = iter(torch.autograd.grad(computed, trained, gradients, create_graph=True))
+        needs = [tensor is not None and tensor.requires_grad for tensor in inputs]
+        return (None, None, *(next(input_gradients) if needed else None for needed in needs))
 
 
 def _gradients_of(
     computed: Sequence[Tensor], trained: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
     pairs = [
-        (one, gradient)
-        for one, gradient in zip(computed, gradients, strict=True)
-        if gradient is not None and one.requires_grad
+        (result, gradient)
+        for result, gradient in zip(computed, gradients, strict=True)
+        if gradient is not None and result.requires_grad
     ]
     if not pairs:
         # Computed from shapes alone.
-        return [torch.empty_like(one) for one in trained]
+        return [torch.empty_like(tensor) for tensor in trained]
     results, wanted = zip(*pairs, strict=True)
     return torch.autograd.grad(results, trained, wanted, retain_graph=True, allow_unused=True)
 
 
 def run_fused(kernel: FusedKernel, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Runs a kernel so that its memory counts as CUDA's; returns its results."""
-    needs_gradients = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    needs_gradients = torch.is_grad_enabled() and any(item is not None and item.requires_grad for item in inputs)
     runner = _FusedTwice if kernel.is_repeatable else _Fused
     results: tuple[Tensor, ...] = runner.apply(kernel, needs_gradients, *inputs)  # type: ignore[no-untyped-call]
     return results
@@ -242,7 +248,7 @@ class _WideSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Computes the gradient of the inputs, by what can be differentiated again."""
+        """Computes the gradient of the inputs, by operations that can be differentiated again."""
         (result,) = ctx.saved_tensors
         with _on_host():
             if ctx.operator is _aten.log_softmax.int:
@@ -285,10 +291,6 @@ class AttentionCall:
         names = ("attn_mask", "dropout_p", "is_causal")
         return cls(query=query, key=key, value=value, **dict(zip(names, args, strict=False)), **kwargs)
 
-    @property
-    def _is_half(self) -> bool:
-        return self.query.dtype in _HALF
-
     def backend(self, capability: Capability) -> SDPBackend:
         """Returns the kernel that CUDA chooses on a card.
 
@@ -308,7 +310,7 @@ class AttentionCall:
         is_square = self.query.size(-2) == self.key.size(-2)
         return (
             capability >= AMPERE
-            and self._is_half
+            and self.query.dtype in _HALF
             and self.attn_mask is None
             and width == self.key.size(-1) == self.value.size(-1) <= widest
             and (is_square or not self.is_causal)
@@ -318,7 +320,7 @@ class AttentionCall:
         if self.query.dtype is torch.float64 or (self.query.dtype is torch.bfloat16 and capability < AMPERE):
             return False
         # `minimum_gemm_alignment`: 16 bytes where tensor cores multiply.
-        with_cores = capability >= AMPERE or (capability >= (7, 0) and self._is_half)
+        with_cores = capability >= AMPERE or (capability >= (7, 0) and self.query.dtype in _HALF)
         alignment = 16 // self.query.element_size() if with_cores else 1
         sizes = (self.query.size(-1), self.value.size(-1))
         same_heads = self.query.size(1) == self.key.size(1) == self.value.size(1)
@@ -328,13 +330,13 @@ class AttentionCall:
         """Returns queries, keys and values as flash attention takes them, their widths a multiple of 8."""
         width = self.query.size(-1)
         query, key, value = (
-            F.pad(one, (0, -width % 8)) if width % 8 else one for one in (self.query, self.key, self.value)
+            F.pad(item, (0, -width % 8)) if width % 8 else item for item in (self.query, self.key, self.value)
         )
         return query, key, value
 
     @property
     def factor(self) -> float:
-        """What scores are multiplied by."""
+        """Multiplier of the scores."""
         return float(self.query.size(-1) ** -0.5) if self.scale is None else self.scale
 
     def bias(self) -> Tensor | None:
@@ -385,17 +387,17 @@ def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tens
         return attended
 
 
-# What cuDNN 9.19 was seen to take on an H100 for recurrent layers, in numbers for each step, sample and hidden unit:
-# what each layer keeps, the last one a number less; and what it takes while it runs. Other cards and versions are taken
-# to need the same.
+# Memory of cuDNN 9.19 for recurrent layers as measured on an H100, in numbers for each step, sample and hidden unit:
+# saved by each layer (the last layer saves a number less), and workspace while it runs. Other cards and versions are
+# assumed to need the same.
 _KEPT: Final = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
 _RUNNING: Final = {"lstm": 6, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
 _RUN_BYTES: Final = 8 * 2**20
 
 
 def recurrent_kernels(composed: Callable[[OpOverload], Callable[..., Any]] | None) -> Kernels:
-    """Returns the kernels of recurrent layers and cells; `composed` makes what computes an operator. None: results are
-    tensors without values.
+    """Returns the kernels of recurrent layers and cells; `composed` makes the function that computes an operator. None:
+    results are tensors without values.
     """
     kernels: Kernels = {}
     for name in _KEPT:
@@ -420,17 +422,17 @@ def _recurrent(
     _, layers, dropout, train, bidirectional = options[:5]
     batch_first = not is_packed and options[5]
 
-    def compute(inputs: Tensor, *others: Tensor) -> Sequence[Tensor]:
-        own, parameters = list(others[: len(states)]), list(others[len(states) :])
+    def compute(inputs: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
+        first = list(tensors[: len(states)])
         if composed is None:
-            width = own[0].size(-1) * (1 + bidirectional)
-            return (inputs.new_empty(*inputs.shape[:-1], width), *(torch.empty_like(one) for one in own))
+            width = first[0].size(-1) * (1 + bidirectional)
+            return (inputs.new_empty(*inputs.shape[:-1], width), *(torch.empty_like(state) for state in first))
         # The CPU's library lacks half precision for some of them.
         with torch.autocast("cpu", enabled=False):
-            wide = [one.float() if one.dtype in _HALF else one for one in (inputs, *own, *parameters)]
-            own, parameters = wide[1 : 1 + len(own)], wide[1 + len(own) :]
-            results = composed(operator)(wide[0], *lengths, own if is_lstm else own[0], parameters, *options)
-            return [one.to(inputs.dtype) for one in results]
+            wide = [tensor.float() if tensor.dtype in _HALF else tensor for tensor in (inputs, *tensors)]
+            first, parameters = wide[1 : 1 + len(first)], wide[1 + len(first) :]
+            results = composed(operator)(wide[0], *lengths, first if is_lstm else first[0], parameters, *options)
+            return [result.to(inputs.dtype) for result in results]
 
     each = inputs.shape[:-1].numel() * states[-1].size(-1) * (1 + bidirectional)
     kernel = partial(FusedKernel, compute=compute, library=CUDNN)
@@ -441,7 +443,7 @@ def _recurrent(
     if composed is None:
         # Of any batch, and more than some simulated GPUs have.
         workspace += recurrent_bytes(tensors[1 + len(states) :], layers * (1 + bidirectional))
-    # cuDNN's steps come first, so it is given copies of what has samples first: the input, and the result's gradient.
+    # cuDNN's steps come first, so tensors whose samples come first are copied: the input, and the result's gradient.
     copied = tensors[0].nbytes * batch_first
     return run_fused(
         kernel(
@@ -454,10 +456,10 @@ def _recurrent(
 
 
 def recurrent_bytes(weights: Sequence[Tensor], runs: int) -> int:
-    """Returns what cuDNN takes for a recurrent network besides, whatever its batch: a copy of the weights, and as much
-    as it was seen to take on an H100 for each layer and direction.
+    """Returns the bytes that cuDNN takes for a recurrent network in addition, at any batch: a copy of the weights, and
+    a constant, as measured on an H100, for each of the `runs` (layers times directions).
     """
-    return sum(one.nbytes for one in weights) + runs * _RUN_BYTES
+    return sum(weight.nbytes for weight in weights) + runs * _RUN_BYTES
 
 
 def _cell(
@@ -491,7 +493,7 @@ def _lstm_step(cell: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gru_gates(gates: Tensor, state_gates: Tensor) -> Tensor:
-    """Returns the gates that reset and keep, and both parts of the new state: one of them is reset first."""
+    """Returns the gates that reset and keep, and both parts of the new state, before the second part is reset."""
     width = gates.size(1) // 3
     summed = state_gates[:, : 2 * width] + gates[:, : 2 * width]
     return torch.cat([summed, gates[:, 2 * width :], state_gates[:, 2 * width :]], dim=1)
@@ -505,14 +507,14 @@ def _gru_step(state: Tensor, gates: Tensor) -> Tensor:
 
 def _as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Casts tensors as autocast does for recurrent layers."""
-    device = next(one.device.type for one in tensors if one is not None)
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(None if one is None else one.to(dtype) for one in tensors)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
 
 
-# What CUDA's autocast computes in single precision and the CPU's in half. Source: ATen/autocast_mode.h,
+# Operators that CUDA's autocast computes in single precision and the CPU's in half. Source: ATen/autocast_mode.h,
 # AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE. Of those that only the CPU's computes in single
 # precision, some (padding, pooling in 3-D, Fourier transforms) have no kernel for half.
 _IN_FP32: Final = (
@@ -535,7 +537,6 @@ _IN_WIDEST: Final = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "tensordot", "scatter_add",
 )  # fmt: skip
 _IN_HALF: Final = ("addmv", "addr", "mv", "linalg_multi_dot", "chain_matmul")
-_WITHOUT_AUTOCAST: Final = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
 def _autocast_kernels() -> Kernels:
@@ -549,17 +550,15 @@ def _autocast_kernels() -> Kernels:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(_aten, packet, None), overload or "default", None)
             # Older versions of PyTorch lack some.
-            if operator is not None and not _is_cast_on_cpu(operator):
+            if operator is None:
+                continue
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCPU"):
                 kernels[operator] = partial(_run_autocast, operator, cast)
     return kernels
 
 
-def _is_cast_on_cpu(operator: OpOverload) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCPU"))
-
-
 def _run_autocast(operator: OpOverload, cast: Callable[[Any, Any], tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
+    with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
         args, kwargs = cast(args, kwargs)
         return operator(*args, **kwargs)
 
@@ -569,7 +568,7 @@ def _is_eligible(tensor: Tensor) -> bool:
 
 
 def _cast_to(dtype: torch.dtype, arguments: Any) -> Any:
-    return tree_map_only(Tensor, lambda one: one.to(dtype) if _is_eligible(one) else one, arguments)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if _is_eligible(tensor) else tensor, arguments)
 
 
 def _in_fp32(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -582,8 +581,8 @@ def _in_half(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _into_fp32(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Lets an operator with an argument for it make results of single precision."""
-    chosen = any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values()))
-    return args, kwargs if chosen or not _is_eligible(args[0]) else {**kwargs, "dtype": torch.float32}
+    is_chosen = any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values()))
+    return args, kwargs if is_chosen or not _is_eligible(args[0]) else {**kwargs, "dtype": torch.float32}
 
 
 def _in_widest(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -34,18 +34,17 @@ def capability_of(generation: str) -> Capability:
 
 
 _FLASH_ROWS: Final = 128  # queries that flash attention's backward kernel works on at once
-_FLASH_WIDTHS: Final = (32, 64)  # what it rounds widths up to: of at most 128, and of wider ones
-_WIDE: Final = 128
+_FLASH_WIDTHS: Final = (32, 64)  # it rounds widths up to multiples of 32 (to at most 128), or of 64 (wider)
 
 
 def flash_backward_bytes(query: Tensor) -> int:
-    """Returns what the backward kernel of flash attention takes beside the gradients, in single precision.
+    """Returns the bytes of flash attention's backward kernel, in single precision, in addition to the gradients.
 
     Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`: `softmax_d` and `dq_accum`.
     """
     batch, heads, queries, width = query.shape
     rows = -(-queries // _FLASH_ROWS) * _FLASH_ROWS
-    unit = _FLASH_WIDTHS[width > _WIDE]
+    unit = _FLASH_WIDTHS[width > 128]
     return batch * heads * rows * (1 + -(-width // unit) * unit) * torch.float32.itemsize
 
 
@@ -53,9 +52,9 @@ def flash_backward_bytes(query: Tensor) -> int:
 _BLOCK_THREADS: Final = 512
 _WARP_THREADS: Final = 32
 _VECTOR: Final = 4  # numbers that a thread loads at once
-_LONG_SUM: Final = 128  # numbers from which a thread loads several of one result
+_LONG_SUM: Final = 128  # in sums of at least so many numbers, a thread loads several numbers of one result
 _FEW_VALUES: Final = 16  # that a thread adds up, where the GPU is not full
-_MANY_VALUES: Final = 256  # from which blocks share a sum
+_MANY_VALUES: Final = 256  # at least so many values a thread let blocks share a sum
 _INDEXED_BYTES: Final = 2**31 - 1  # larger tensors are halved
 SUM_BYTES_PER_THREAD: Final = 512
 """The most that a sum over rows takes for each thread that a GPU runs at once, where it has rows for all of them: an
@@ -63,8 +62,8 @@ H100 takes 132 MiB."""
 
 
 def sum_bytes(source: Tensor, dims: Sequence[int], *, resident_threads: int) -> int:
-    """Returns what a sum over dimensions takes beside its result: the parts that blocks of threads leave in the GPU's
-    memory, where several share a number of the result. The gradient of a bias is such a sum.
+    """Returns the bytes of a sum over dimensions in addition to its result: the partial sums that blocks of threads
+    write to the GPU's memory, where several blocks share a number of the result. The gradient of a bias is such a sum.
 
     Source: aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`.
     """
@@ -89,8 +88,8 @@ def sum_bytes(source: Tensor, dims: Sequence[int], *, resident_threads: int) -> 
 
 
 def _axes_of_sum(source: Tensor, dims: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns strides and sizes of the axes that are summed over, and of those that stay, smallest strides first;
-    neighbours that can be walked as one are one.
+    """Returns strides and sizes of the axes that are summed over, and of the axes that stay, smallest strides first;
+    neighbouring axes that are contiguous in memory are merged.
     """
     summed = {dim % max(source.dim(), 1) for dim in dims} or set(range(source.dim()))
     layout = source.stride(), source.shape
@@ -100,11 +99,11 @@ def _axes_of_sum(source: Tensor, dims: Sequence[int]) -> tuple[list[tuple[int, i
         longest[1] = -(-longest[1] // 2)
     merged: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
     for stride, size, is_summed in sorted(axes):
-        own = merged[not is_summed]
-        if own and size != 1 and own[-1][0] * own[-1][1] == stride:
-            own[-1] = (own[-1][0], own[-1][1] * size)
+        kind = merged[not is_summed]
+        if kind and size != 1 and kind[-1][0] * kind[-1][1] == stride:
+            kind[-1] = (kind[-1][0], kind[-1][1] * size)
         elif size != 1:
-            own.append((stride, size))
+            kind.append((stride, size))
     return merged
 
 
@@ -121,8 +120,7 @@ def _block_of_sum(
     if along_inputs and reduced[0][0] == 1 and along >= _LONG_SUM and len(reduced) == 1:
         along //= _VECTOR
     elif not along_inputs and kept[0][0] == 1:
-        others = [kept[0][1], *(stride for stride, _ in (*kept[1:], *reduced))]
-        vector = math.gcd(_VECTOR, *others)
+        vector = math.gcd(_VECTOR, kept[0][1], *(stride for stride, _ in (*kept[1:], *reduced)))
         along //= vector
     most = _BLOCK_THREADS // vector
     along, across = (min(1 << (max(count, 1).bit_length() - 1), most) for count in (along, across))
@@ -133,7 +131,7 @@ def _block_of_sum(
 
 TENSORS: Final = "tensors"
 CUBLAS: Final = "cuBLAS workspaces"
-# What cuBLAS keeps for each thread that multiplies matrices: `:4096:2:16:8`, and 32 MiB from Hopper on.
+# Workspace of cuBLAS for each thread that multiplies matrices: `:4096:2:16:8`, and 32 MiB from Hopper on.
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
 _CUBLAS_BYTES: Final = (4096 * 2 + 16 * 8) * 1024
 _CUBLAS_BYTES_HOPPER: Final = 32 * 2**20
@@ -147,9 +145,9 @@ def cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]:
 
     Tensor cores compute it in TF32, from images whose channels come last, in fours. PyTorch's come first, so cuDNN
     copies images and filters: in the forward pass the input, and the output where channels are filled up; for each of
-    the two gradients both images. That the filters are copied twice for the gradient of the input, and that their own
-    gradient takes a little more, is what every second one of the published peaks of generated CNNs agrees with best
-    (scripts/bench/prediction measured): it decides whether one workspace can lie where another one was.
+    the two gradients both images. Two copies of the filters for the gradient of the input, and a little more for the
+    filters' own gradient, agree best with every second published peak of generated CNNs (scripts/bench/prediction
+    measured): they decide whether a workspace fits where an earlier workspace was.
     """
     if func is _aten.convolution.default:
         source, weight, groups, images = args[0], args[1], args[8], [args[0], result]
@@ -180,7 +178,7 @@ def _filled_bytes(tensor: Tensor, *dims: int) -> int:
 
 
 def cublas_bytes(capability: Capability, environment: Mapping[str, str] = os.environ) -> int:
-    """Returns what cuBLAS keeps for a thread: by default, or as the user's variable says, `:4096:8`."""
+    """Returns the bytes of cuBLAS's workspace for a thread: by default, or as the user's variable says, `:4096:8`."""
     pairs = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     chosen = sum(int(size) * int(count) for size, count in pairs) * 1024
     return chosen or (_CUBLAS_BYTES if capability < (9, 0) else _CUBLAS_BYTES_HOPPER)

@@ -38,7 +38,7 @@ class ControlGroup:
     files: _Files
 
     def available_bytes(self) -> int | None:
-        """Returns what the group may still allocate; None where it has no limit."""
+        """Returns the bytes that the group may still allocate; None where it has no limit."""
         try:
             limit, usage = int(self._read(self.files.limit)), int(self._read(self.files.usage))
         except ValueError:
@@ -66,10 +66,10 @@ def control_groups(membership: Path = Path("/proc/self/cgroup")) -> Iterator[Con
     except OSError:
         lines = []
     for files in _VERSIONS:
-        own = [files.root / path.lstrip("/") for _, controllers, path in lines if controllers == files.controllers]
-        above = [group for group in (own[0], *own[0].parents) if group.is_relative_to(files.root)] if own else []
-        # A container sees its own group as the topmost one, under whatever path the host has given it.
-        for path in above or [files.root]:
+        groups = [files.root / path.lstrip("/") for _, controllers, path in lines if controllers == files.controllers]
+        paths = [path for path in (groups[0], *groups[0].parents) if path.is_relative_to(files.root)] if groups else []
+        # A container sees its own group as the topmost one, under any path that the host has given it.
+        for path in paths or [files.root]:
             yield ControlGroup(path, files)
 
 

@@ -1,6 +1,4 @@
-"""Meters: the capacity of a device, and the peak memory of a span of work on it. The monitor measures with them through
-a training, and notices leaks.
-"""
+"""Meters: the capacity of a device, and the peak memory of a span of work on it."""
 
 import gc
 import os
@@ -28,8 +26,8 @@ from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.simulated.allocator import AllocatorSettings, no_contention
 from can_train.memory.simulated.gpu import LiveStorageTracker, SimulatedGpu
 
-# Most that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not tell
-# whose memory is whose, so what is missing at the start beyond this counts as held by other processes.
+# Most bytes that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not
+# tell whose memory is whose, so bytes beyond this that are missing at the start count as held by other processes.
 _CONTEXT_MOST_BYTES: Final = 2**30
 _FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")  # an example of each form of `--device`
 # SLURM's variables for the GPUs of a job, each with its values for none. "0" in the first two is the GPU with index 0;
@@ -43,27 +41,27 @@ FOREIGN: Final = "CAN_TRAIN_SIM_FOREIGN"
 # about the same share; in much smaller ones the last page of 20 MiB dominates, as it does on a device of that size.
 FRAGMENTATION_PROBE_BYTES: Final = 256 * 2**20
 _UNLIMITED: Final = 2**50
-Resident = nn.Module | Optimizer | Iterable[Tensor]  # what has tensors on the device between steps
+Resident = nn.Module | Optimizer | Iterable[Tensor]  # has tensors on the device between steps
 
 
 class Meter(ABC):
-    """Reads one device. The defaults are those of a device that this process has to itself."""
+    """Reads one device. The defaults are for a device that this process has to itself."""
 
     device: torch.device
     name: str  # the driver's name for it
     key: str  # kind of device in the factor store, `h100-80gb`
     total_bytes: int  # its whole memory
-    capacity_bytes: int  # what PyTorch's allocator may use of it
+    capacity_bytes: int  # that PyTorch's allocator may use
     kernel_bytes: int = 0  # the most that one of its kernels takes beside its results, in batches that fill it
     foreign_bytes_at_start: int = 0  # held by other processes, as far as one can tell; not part of the capacity
     driver: str = ""  # version of the driver; empty where there is none
     counts_always: bool = True  # whether a peak covers everything since the last reset; if not, only measured spans
     is_host: bool = False  # whether its memory is the host's
-    notices: tuple[str, ...] = ()  # what a plan should say of it, as sentences without a full stop
+    notices: tuple[str, ...] = ()  # for a plan to print, as sentences without a full stop
 
     def active(self, resident: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Opens a span in which the device works as it should, such as a whole attempt of a run; `resident` tensors are
-        already on the device. A span inside another one changes nothing.
+        """Opens a span of work on the device, such as a whole attempt of a run; `resident` tensors are already on the
+        device. A span inside another span changes nothing.
         """
         return nullcontext()
 
@@ -92,8 +90,8 @@ class Meter(ABC):
         return 0
 
     def seconds(self) -> float:
-        """Reads a clock once the device has done its work. On the host it is this thread's own time: a busy machine
-        makes a batch slower, which says nothing of the batch.
+        """Reads a clock in seconds once the device has done its work. On the host it is this thread's CPU time, which
+        other processes do not lengthen.
         """
         return time.thread_time()
 
@@ -102,12 +100,12 @@ class Meter(ABC):
         return 0
 
     def available_bytes(self) -> int:
-        """Returns what this process could have in use now: what it has reserved, and what is free."""
+        """Returns the bytes that this process could have in use now: its reserved bytes, and free bytes."""
         return self.capacity_bytes
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Returns what no process holds now; what this process has reserved is held."""
+        """Returns the bytes that no process holds now; this process's reserved bytes are held."""
 
     def foreign_bytes(self) -> int:
         """Returns how much of the capacity has gone to other processes since the start."""
@@ -125,7 +123,7 @@ class CpuMeter(Meter):
 
     counts_always = False
     is_host = True
-    host_bytes = 0  # what measured spans may use where that is not the capacity
+    host_bytes = 0  # that measured spans may use, if not the capacity
 
     def __init__(self, *, cuda: Capability | None = None) -> None:
         self._cuda = cuda
@@ -150,7 +148,7 @@ class CpuMeter(Meter):
             self._peak_bytes = max(self._peak_bytes, tracker.peak_bytes)
 
     def reset_peak(self) -> None:
-        """Forgets the peak; open spans start again from what is live in them."""
+        """Forgets the peak; open spans start again from their live bytes."""
         self._peak_bytes = 0
         for tracker in self._open:
             tracker.reset_peak()
@@ -171,15 +169,15 @@ class CpuMeter(Meter):
 
 
 class AbsentGpuMeter(CpuMeter):
-    """Stands for a GPU of another machine that a plan is made for: its sizes are the GPU's, but what is measured is
-    counted on the CPU, and may use `host_bytes` of the host's memory.
+    """Stands for a GPU of another machine that a plan is made for: its sizes are the GPU's, but measured spans run on
+    the CPU, and may use `host_bytes` of the host's memory.
     """
 
     is_host = False
 
     def __init__(self, target: UsableMemory) -> None:
         super().__init__(cuda=capability_of(target.generation))
-        # A probe that would not fit on the GPU still tells what it costs.
+        # A probe that would not fit on the GPU still gives its cost.
         self.host_bytes = self.capacity_bytes
         self.name = target.name
         self.key = target.key
@@ -188,14 +186,14 @@ class AbsentGpuMeter(CpuMeter):
 
     @contextmanager
     def host(self) -> Iterator[None]:
-        """Leaves what is made inside the block out of measured spans: it would not be on the GPU."""
+        """Leaves new tensors of the block out of measured spans: they would not be on the GPU."""
         with ExitStack() as stack:
             for tracker in self._open:
                 stack.enter_context(tracker.host())
             yield
 
     def free_bytes(self) -> int:
-        """Returns the capacity: nothing is known of other processes there."""
+        """Returns the capacity: the other machine's processes cannot be seen."""
         return self.capacity_bytes
 
 
@@ -244,11 +242,11 @@ class CudaMeter(Meter):
         return int(self._counters().get("num_alloc_retries", 0))
 
     def available_bytes(self) -> int:
-        """Returns what is reserved and what is free, at most the capacity."""
+        """Returns reserved and free bytes together, at most the capacity."""
         return min(self.capacity_bytes, self._obtainable_bytes())
 
     def free_bytes(self) -> int:
-        """Returns what the driver has free."""
+        """Returns the driver's free bytes."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def release(self, *, collect: bool = True) -> None:
@@ -258,9 +256,9 @@ class CudaMeter(Meter):
             gc.collect()
         torch.cuda.empty_cache()
 
-    def _peak(self, what: str) -> int:
+    def _peak(self, counter: str) -> int:
         # Without any allocation there is no counter.
-        return int(self._counters().get(what, {}).get("all", {}).get("peak", 0))
+        return int(self._counters().get(counter, {}).get("all", {}).get("peak", 0))
 
     def _counters(self) -> dict[str, Any]:
         # They are read after every step, and `memory_stats` would flatten and sort all of them.
@@ -268,12 +266,12 @@ class CudaMeter(Meter):
         return counters
 
     def _obtainable_bytes(self) -> int:
-        # What this process has reserved is not free to the driver, but the process can use it.
+        # This process's reserved bytes are not free to the driver, but the process can use them.
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
 
 
 def cudnn_notices() -> tuple[str, ...]:
-    """Returns what a prediction should say of cuDNN's settings, as sentences without a full stop."""
+    """Returns notices on cuDNN's settings for a prediction, as sentences without a full stop."""
     if not torch.backends.cudnn.benchmark:
         return ()
     return ("torch.backends.cudnn.benchmark is on: it tries algorithms whose workspaces no interval contains",)
@@ -285,13 +283,13 @@ def nvidia_driver_version() -> str:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found.group() if found else ""
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return version.group() if version else ""
 
 
 class SimulatedMeter(Meter):
-    """Reads a simulated GPU, `gpu`, of which `contention` returns the bytes that other processes hold; `expandable`
-    stands for settings whose segments expand.
+    """Reads a simulated GPU, `gpu`. `contention` returns the bytes that other processes hold of it; `expandable` stands
+    for settings whose segments expand.
     """
 
     def __init__(
@@ -309,8 +307,8 @@ class SimulatedMeter(Meter):
         if settings is not None:
             self.gpu.allocator.settings = settings
             if settings.ignored:
-                told = ", ".join(settings.ignored)
-                self.notices = (f"The simulated GPU leaves out what these allocator settings do to memory: {told}",)
+                ignored = ", ".join(settings.ignored)
+                self.notices = (f"The simulated GPU ignores these allocator settings: {ignored}",)
         self.capacity_bytes = self.gpu.allocator.available_bytes
         self.foreign_bytes_at_start = total_bytes - self.capacity_bytes
         self.key = f"sim-{exact_size(total_bytes)}"
@@ -318,7 +316,7 @@ class SimulatedMeter(Meter):
 
     @contextmanager
     def active(self, resident: Iterable[Tensor] = ()) -> Iterator[None]:
-        """Puts `resident`, and what is made inside the block, on the simulated GPU."""
+        """Puts `resident`, and new tensors of the block, on the simulated GPU."""
         if self._is_active:
             yield
             return
@@ -331,7 +329,7 @@ class SimulatedMeter(Meter):
             self._is_active = False
 
     def host(self) -> AbstractContextManager[None]:
-        """Leaves what is made inside the block off the simulated GPU, then and later."""
+        """Leaves new tensors of the block off the simulated GPU, then and later."""
         return self.gpu.host()
 
     @contextmanager
@@ -362,11 +360,11 @@ class SimulatedMeter(Meter):
         return self.gpu.allocator.num_alloc_retries
 
     def available_bytes(self) -> int:
-        """Returns what is reserved and what is free."""
+        """Returns reserved and free bytes together."""
         return self.gpu.allocator.available_bytes
 
     def free_bytes(self) -> int:
-        """Returns what neither the allocator nor other processes hold."""
+        """Returns the bytes that neither the allocator nor other processes hold."""
         return self.gpu.allocator.free_bytes
 
     def release(self, *, collect: bool = True) -> None:
@@ -392,26 +390,26 @@ def open_meter(text: str) -> Meter:
     """Opens the meter of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; raises DeviceError where it cannot be used."""
     device = resolve_device(text)
     if is_simulated(text):
-        return _simulated_meter(text)
+        return _open_simulated(text)
     if device.type == "cpu":
         return CpuMeter()
     expand_cuda_segments()
     return CudaMeter(device)
 
 
-def _simulated_meter(text: str) -> SimulatedMeter:
+def _open_simulated(text: str) -> SimulatedMeter:
     settings, contention = read_allocator_settings(), simulated_contention()
     return SimulatedMeter(simulated_bytes(text), settings=settings, contention=contention)
 
 
 def meter_of(meter: Meter | str | None, device: str) -> Meter:
-    """Returns a meter that is given as it is, by name or not at all: then that of a device is opened."""
+    """Returns a given meter as it is; opens the meter of a given name, or else of `device`."""
     return meter if isinstance(meter, Meter) else open_meter(meter or device)
 
 
 @contextmanager
 def simulated_gpu(memory: str, *resident: Resident) -> Iterator[SimulatedMeter]:
-    """Puts what the block makes on a simulated GPU, and raises `torch.OutOfMemoryError` where it does not fit.
+    """Puts new tensors of the block on a simulated GPU, and raises `torch.OutOfMemoryError` where they do not fit.
 
     >>> model = nn.Linear(256, 1)
     >>> with simulated_gpu("64MiB", model) as gpu:
@@ -430,9 +428,7 @@ def simulated_gpu(memory: str, *resident: Resident) -> Iterator[SimulatedMeter]:
     Raises:
         DeviceError: The capacity cannot be read.
     """
-    meter = SimulatedMeter(
-        simulated_bytes(memory), settings=read_allocator_settings(), contention=simulated_contention()
-    )
+    meter = _open_simulated(memory)
     with meter.active(tensors_of(resident)):
         yield meter
 
@@ -472,12 +468,14 @@ def simulated_bytes(text: str) -> int:
         return parse_size(text.removeprefix("sim:"))
     except ConfigError:
         raise DeviceError(
-            "A simulated GPU is written sim:<size>", value=repr(text), remedy="Give it memory: sim:512MiB, sim:2GiB"
+            "The memory of a simulated GPU, sim:<size>, cannot be read",
+            value=repr(text),
+            remedy="Give it memory: sim:512MiB, sim:2GiB",
         ) from None
 
 
 def _promised_gpu(environment: Mapping[str, str]) -> str:
-    """Names what shows that this process was given a GPU; empty where nothing does."""
+    """Returns the evidence that this process was given a GPU, as text; empty where there is none."""
     for name, none in _ALLOCATED:
         if environment.get(name, "") not in none:
             return f"{name}={environment[name]}"
@@ -509,9 +507,9 @@ def expand_cuda_segments(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def simulated_contention(environment: Mapping[str, str] = os.environ) -> Callable[[], int]:
-    """Returns a function that reads, whenever it is called, what other processes hold of the simulated GPU in bytes.
+    """Returns a function that reads, at each call, the bytes of the simulated GPU that other processes hold.
 
-    The variable is a size, or a file with one, whose contents may change while a run trains.
+    The variable is a size, or a file that holds a size, which may change while a run trains.
     """
     path = environment.get(FOREIGN)
     if not path:
@@ -529,14 +527,14 @@ def simulated_contention(environment: Mapping[str, str] = os.environ) -> Callabl
         try:
             return parse_size(text, or_zero=True) if text else 0
         except ConfigError as error:
-            raise DeviceError(f"The file that {FOREIGN} names holds a size", value=f"{path}: {text[:50]!r}",
-                              remedy="Write one into it, as 64MiB") from error  # fmt: skip
+            raise DeviceError(f"The file that ${FOREIGN} names does not hold a size", value=f"{path}: {text[:50]!r}",
+                              remedy="Write a size into it, as 64MiB") from error  # fmt: skip
 
     return contention
 
 
 def _settings_of_a_capacity() -> AllocatorSettings:
-    # A capacity is what is left of a device: the fraction that the process may have is taken already.
+    # A capacity is already limited to the fraction of the device that the process may have.
     return replace(read_allocator_settings(), memory_fraction=1.0)
 
 
@@ -554,14 +552,14 @@ def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_b
         meter = SimulatedMeter(capacity_bytes, settings=_settings_of_a_capacity())
         with meter.measuring(resident):
             run()
-            # The cache that the first run leaves may be in the way of the second one.
+            # The cache that the first run leaves may be in the way of the second run.
             run()
         return True
     return False
 
 
 def tensors_of(resident: Iterable[Resident]) -> Iterator[Tensor]:
-    """Yields what models, with their gradients, and optimizers have on the device; a GPU's meter reads none of it."""
+    """Yields the tensors of models, with their gradients, and of optimizers. A GPU's meter does not read them."""
     for holder in resident:
         if isinstance(holder, nn.Module):
             yield from holder.parameters()

@@ -10,10 +10,10 @@ import torch
 from can_train.errors import ArgumentError
 from can_train.memory.meters import Meter, Resident, meter_of, tensors_of
 
-INTERVAL: Final = 50  # steps from one measured step to the next: on the CPU, a measured one takes about a fifth longer
-# Steps before the first measured one. What is made lazily, such as the optimizer's state, exists by then.
+INTERVAL: Final = 50  # steps from one measured step to the next; on the CPU, a measured step takes a fifth longer
+# Steps before the first measured step. Lazily made tensors, such as the optimizer's state, exist by then.
 WARMUP: Final = 20
-WINDOW_STEPS: Final = 50  # steps whose smallest reading counts: those of single steps go up and down with their batches
+WINDOW_STEPS: Final = 50  # steps whose smallest reading counts: readings of single steps vary with their batches
 RISES: Final = 5  # windows in a row that must each lie above the one before
 LEAST_BYTES: Final = 2**20  # smallest total rise that is reported
 
@@ -33,15 +33,15 @@ class MemoryMonitor:
     >>> f"{monitor.peak_bytes / 2**20:.1f} MiB"
     '4.0 MiB'
 
-    On a GPU, everything from the first step on counts. On the CPU, only measured steps do: the first one after the
-    warm-up, and from there one in `interval`.
+    On a GPU, everything from the first step on counts. On the CPU, only measured steps do: the first step after the
+    warm-up, and every `interval` steps from there.
 
     Args:
         device: As in `--device`: `auto`, `cpu`, `cuda[:i]`, `sim:<size>`.
-        meter: Meter of the device, or its name, in place of one that is opened.
+        meter: Meter of the device, or its name; None opens the meter of `device`.
         interval: Steps from one measured step to the next.
-        warmup: Steps before the first measured one.
-        total_steps: Steps to come, where that is known. If they are no more than the warm-up, the last one is measured.
+        warmup: Steps before the first measured step.
+        total_steps: Steps to come; None where unknown. If they are no more than the warm-up, the last step is measured.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class MemoryMonitor:
         self._interval = interval
         self._first = warmup if total_steps is None else max(min(warmup, total_steps - 1), 0)
         self._steps = 0
-        # Whether the meter's peaks are those of training: not before the first step, nor after `pause`.
+        # Whether the meter's peaks are of training: not before the first step, nor after `pause`.
         self._counts = False
         self._peak_bytes = 0
         self._peak_reserved_bytes = 0
@@ -78,11 +78,11 @@ class MemoryMonitor:
         counted = measured or self.meter.counts_always
         self._steps += 1
         if begins:
-            # What ran before, a probe or another loop, is not part of the training.
+            # Peaks of earlier work, such as a probe or another loop, are not part of the training.
             self.meter.reset_peak()
             self._counts = True
         elif self.meter.counts_always:
-            # What ran since the last step, a validation, counts for the run and not for this step.
+            # A validation since the last step counts for the run and not for this step.
             self.read()
             self.meter.reset_peak()
         self._step_peak_bytes = self._step_peak_reserved_bytes = 0
@@ -96,7 +96,7 @@ class MemoryMonitor:
                 self.read()
 
     def read(self) -> None:
-        """Keeps the largest of the meter's peaks; call it before anything else resets them."""
+        """Adds the meter's peaks to the largest so far; to be called before other code resets the meter."""
         if self._counts:
             peak, reserved = self.meter.peak_bytes(), self.meter.peak_reserved_bytes()
             self._peak_bytes_after_rescue = max(self._peak_bytes_after_rescue, peak)
@@ -113,7 +113,7 @@ class MemoryMonitor:
             self.meter.reset_peak()
 
     def pause(self) -> None:
-        """Leaves out what runs until the next step; it may reset the meter."""
+        """Leaves out all work until the next step; that work may reset the meter."""
         self.read()
         self._counts = False
 
@@ -158,11 +158,11 @@ class LeakWatch:
     # The floors of the current rise, and the readings of the window that is not full yet.
     floors: list[int] = field(default_factory=list)
     current: list[int] = field(default_factory=list)
-    told: bool = False
+    reported: bool = False
 
     def after_step(self, allocated_bytes: int) -> int:
-        """Takes the reading after a step; returns by how many bytes the floor has risen where that first is a leak."""
-        if self.told:
+        """Takes the reading after a step; returns the rise of the floor in bytes when it first shows a leak, else 0."""
+        if self.reported:
             return 0
         self.current.append(allocated_bytes)
         if len(self.current) < WINDOW_STEPS:
@@ -173,5 +173,5 @@ class LeakWatch:
             self.floors.clear()
         self.floors.append(floor)
         rise = floor - self.floors[0]
-        self.told = len(self.floors) > RISES and rise >= LEAST_BYTES
-        return rise if self.told else 0
+        self.reported = len(self.floors) > RISES and rise >= LEAST_BYTES
+        return rise if self.reported else 0

@@ -37,8 +37,8 @@ _PATTERNS: Final = (
 )  # fmt: skip
 
 # Left out, because they name other faults as often: `*_STATUS_NOT_INITIALIZED`, `CUFFT_INTERNAL_ERROR`, `unable to find
-# an engine`, `OUT_OF_RESOURCES` (Triton means the shared memory of one kernel), and the shared memory of a data loader,
-# for which a smaller batch is no remedy.
+# an engine`, `OUT_OF_RESOURCES` (Triton means the shared memory of one kernel), and the shared memory of a data loader:
+# a smaller batch does not help there.
 _OUT_OF_MEMORY: Final = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _PATTERNS), re.MULTILINE)
 
 # The wordings among them that mean the host's memory.
@@ -47,9 +47,10 @@ _HOST: Final = re.compile(
     re.MULTILINE,
 )
 
-# Pause before the first retry of what cannot be split; it doubles with each one. Another process may free memory.
+# Pause before the first retry of a single sample or an optimizer step, which cannot be split; it doubles with each
+# retry. Another process may free memory.
 FIRST_WAIT_S: Final = 0.1
-# What the allocator of CUDA writes of the device's memory, at the moment at which it ran out.
+# The text of CUDA's allocator about the device's memory, as it was when memory ran out.
 _SIZE: Final = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _OBTAINABLE: Final = re.compile(
     rf"of which {_SIZE} is free\..* {_SIZE} is allocated by PyTorch,.* {_SIZE} is reserved by PyTorch but unallocated",
@@ -62,11 +63,11 @@ _LONGEST: Final = 160  # characters that are quoted of a message that does not s
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an error, or one that it was raised from or while handling, is a failed allocation.
+    """Tells whether an error, or an error in its chain of causes and contexts, is a failed allocation.
 
     `torch.OutOfMemoryError` and `MemoryError` are recognised by class; runtime errors of CUDA, HIP, XPU, MPS, cuDNN,
     cuBLAS, cuSPARSE, cuSOLVER, cuFFT, NCCL and the CPU allocator by message, also inside a compiler's wrapper. A
-    `CanTrainError` is never one, whatever caused it: somebody has handled the out-of-memory already.
+    `CanTrainError` never counts, with any cause: somebody has handled the out-of-memory already.
     """
     if isinstance(error, CanTrainError) or not isinstance(error, Exception):
         return False
@@ -86,13 +87,13 @@ def headline(error: BaseException) -> str:
 
 
 def obtainable_bytes(error: BaseException) -> float:
-    """Returns the most that this process could have had when memory ran out, as the error's text says: what it had
-    reserved, and what was free. The text has two decimals; infinite where it does not say it.
+    """Returns the most bytes that this process could have had when memory ran out: its reserved bytes, and the free
+    bytes of the device, as the error's text has them with two decimals. Infinite where the text does not have them.
     """
-    found = next((match for link in _chain(error) if (match := _OBTAINABLE.search(str(link)))), None)
-    if found is None:
+    match = next((match for link in _chain(error) if (match := _OBTAINABLE.search(str(link)))), None)
+    if match is None:
         return math.inf
-    numbers, units = found.groups()[::2], found.groups()[1::2]
+    numbers, units = match.groups()[::2], match.groups()[1::2]
     return sum((float(number) + _HALF_DIGIT) * _UNITS[unit] for number, unit in zip(numbers, units, strict=True))
 
 
@@ -144,7 +145,7 @@ def _is_failed_allocation(error: BaseException) -> bool:
 
 
 def without_others(foreign_bytes: int, otherwise: str) -> str:
-    """Says what to do about missing memory: wait for other processes where they hold some, else `otherwise`."""
+    """Words the remedy for missing memory: wait for other processes where they hold some, else `otherwise`."""
     if foreign_bytes > 0:
         held = f"Other processes hold {foreign_bytes / 2**20:,.1f} MiB (nvidia-smi)"
         return f"{held}: try again without them, or {otherwise}"

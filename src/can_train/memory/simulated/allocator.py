@@ -1,6 +1,6 @@
 """A model of PyTorch's caching allocator for one CUDA device: blocks, pools and segments.
 
-Source: c10/cuda/CUDACachingAllocator.cpp; the constants are those of c10/core/AllocatorConfig.h.
+Source: c10/cuda/CUDACachingAllocator.cpp; the constants are from c10/core/AllocatorConfig.h.
 """
 
 import math
@@ -24,7 +24,7 @@ _LEAST_ROUNDED: Final = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """What the allocator does with sizes, segments and blocks; the defaults are PyTorch's."""
+    """The allocator's rules for sizes, segments and blocks; the defaults are PyTorch's."""
 
     expandable_segments: bool = False
     large_page_bytes: int = LARGE_PAGE_BYTES
@@ -39,7 +39,7 @@ class AllocatorSettings:
     # none are before memory runs out. Without a fraction below 1 it has no effect.
     collection_threshold: float = 0.0
     memory_fraction: float = 1.0  # share of the device that may be reserved
-    ignored: tuple[str, ...] = ()  # other settings, as they are written; they may change what is reserved
+    ignored: tuple[str, ...] = ()  # other settings, as they are written; they may change the reserved bytes
 
     def divisions_of(self, size: int) -> int:
         """Returns the divisions of the power of two that a size in bytes lies above."""
@@ -89,17 +89,17 @@ class Block:
 
         The block itself must be in no pool.
         """
-        for other in (self.previous, self.next):
-            if other is None or other.allocated or other.mapped != self.mapped:
+        for neighbour in (self.previous, self.next):
+            if neighbour is None or neighbour.allocated or neighbour.mapped != self.mapped:
                 continue
-            self.pool.remove(other)
-            self.size += other.size
-            if other is self.previous:
-                self.address, self.previous = other.address, other.previous
+            self.pool.remove(neighbour)
+            self.size += neighbour.size
+            if neighbour is self.previous:
+                self.address, self.previous = neighbour.address, neighbour.previous
                 if self.previous is not None:
                     self.previous.next = self
             else:
-                self.next = other.next
+                self.next = neighbour.next
                 if self.next is not None:
                     self.next.previous = self
 
@@ -108,11 +108,11 @@ class Block:
 class Pool:
     """The unallocated blocks of one class of sizes."""
 
-    page_bytes: int  # unit in which its expandable segment grows
+    page_bytes: int  # its expandable segment grows by this unit
     # Tuples sort without a call of Python for each comparison; no two blocks have an address in common.
     free: list[tuple[int, int, Block]] = field(default_factory=list)  # (size, address, block): the best fit first
     unmapped: list[tuple[int, Block]] = field(default_factory=list)  # (address, block): the lowest is mapped first
-    searches: int = 0  # for a free block, so far: the clock by which blocks age
+    searches: int = 0  # for a free block, so far: the age of a block is counted in searches
 
     def add(self, block: Block) -> None:
         """Adds a block as free or as unmapped."""
@@ -173,8 +173,8 @@ def segment_bytes(size: int, settings: AllocatorSettings = PLAIN) -> int:
 
 
 class CachingAllocator:
-    """Replays allocations as they happen on a device of which `capacity_bytes` can be reserved and other processes hold
-    what `contention` returns; `expandable` stands for settings whose segments expand.
+    """Replays allocations as they happen on a device with `capacity_bytes` to reserve; `contention` returns the bytes
+    that other processes hold, and `expandable` stands for settings whose segments expand.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class CachingAllocator:
 
     @property
     def foreign_bytes(self) -> int:
-        """What other processes hold of the capacity; may be set at any time."""
+        """Bytes of the capacity that other processes hold; may be set at any time."""
         return self._contention()
 
     @foreign_bytes.setter
@@ -224,12 +224,12 @@ class CachingAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """What the device could still give to any process."""
+        """Bytes that the device could still give to any process."""
         return max(0, self.capacity_bytes - self.foreign_bytes - self.reserved_bytes)
 
     @property
     def available_bytes(self) -> int:
-        """What this process could have in use: all that it has reserved, and what is free, at most its fraction."""
+        """Bytes that this process could have in use: its reserved bytes and free bytes, at most its fraction."""
         return min(self.reserved_bytes + self.free_bytes, max(self.allowed_bytes, self.reserved_bytes))
 
     def malloc(self, size: int) -> Block | None:
@@ -283,7 +283,7 @@ class CachingAllocator:
         self.reserved_bytes -= segment.size
 
     def _collect_garbage(self) -> None:
-        """Releases free segments while too much is reserved, those of more than average age first
+        """Releases free segments while too much is reserved, segments of more than average age first
         (`garbage_collect_cached_blocks`).
         """
         settings, pool = self.settings, self._pools[1]
@@ -293,7 +293,7 @@ class CachingAllocator:
         free = [block for *_, block in pool.free if block.is_whole_segment]
         while free and excess > 0:
             mean = sum(pool.searches - block.cached_at for block in free) / len(free)
-            # All of them, even where one would do: else it would be looked for again in the next allocation.
+            # All of them, even where one would be enough: else the next allocation would search again.
             for block in [block for block in free if pool.searches - block.cached_at >= mean]:
                 self._release(block)
                 free.remove(block)
@@ -359,7 +359,7 @@ class CachingAllocator:
         return block
 
     def _expandable_block(self, pool: Pool, size: int) -> Block:
-        """Finds the first free or unmapped block from which on `size` bytes of addresses are unallocated."""
+        """Finds the first free or unmapped block that begins `size` bytes of unallocated addresses."""
         for _, unmapped in pool.unmapped:
             before = unmapped.previous
             start = before if before is not None and not before.allocated else unmapped

@@ -1,4 +1,4 @@
-"""A simulated GPU: tensors live on the CPU, and a model of CUDA's allocator counts what they would take."""
+"""A simulated GPU: tensors live on the CPU, and a model of CUDA's allocator counts the memory that they would take."""
 
 import weakref
 from abc import abstractmethod
@@ -19,7 +19,7 @@ Allocation = TypeVar("Allocation")
 
 
 class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Allocation]):
-    """A storage, its size in bytes, and what was allocated for it; None for memory outside the device."""
+    """A storage, its size in bytes, and its allocation; None for memory outside the device."""
 
     __slots__ = ("allocation", "key", "size")
     key: int
@@ -58,7 +58,7 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
 
     @contextmanager
     def host(self) -> Iterator[None]:
-        """Leaves what operations make inside the block outside the device, until `seed_resident` moves it there."""
+        """Keeps tensors that are made inside the block outside the device, until `seed_resident` moves them there."""
         before, self._outside = self._outside, True
         try:
             yield
@@ -177,7 +177,7 @@ _SPARSE_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = {
 
 def _is_view(func: Any, args: tuple[Any, ...], storage: UntypedStorage) -> bool:
     """Tells whether an operation has returned a view of its first argument, whose storage was not seen before."""
-    # `torch.tensor` returns what it has just made through `lift_fresh`, which is declared a view.
+    # `torch.tensor` returns its new tensor through `lift_fresh`, which is declared a view.
     if not func.is_view or func is torch.ops.aten.lift_fresh.default:
         return False
     # Some operations are declared views and copy where they must (`reshape`), so the storages are compared.
@@ -207,7 +207,7 @@ class LiveStorageTracker(StorageTracker[int]):
         return self._live_bytes
 
     def reset_peak(self) -> None:
-        """Starts the peak again from what is live."""
+        """Starts the peak again from the live bytes."""
         self.peak_bytes = self.live_bytes
 
     def _allocate(self, size: int) -> int:
@@ -227,10 +227,10 @@ class LiveStorageTracker(StorageTracker[int]):
 
 
 class SimulatedGpu(StorageTracker[Block]):
-    """Counts what operations make while it is active as memory of a GPU; may be entered once for a whole run.
+    """Counts tensors that operations make while it is active as memory of a GPU; may be entered once for a whole run.
 
-    What an operation takes inside (a library's workspace, temporaries of a fused kernel) does not show, nor does
-    scratch memory that a CUDA kernel would need and the CPU's does not. Making it raises `torch.OutOfMemoryError` where
+    Memory inside an operation (a library's workspace, temporaries of a fused kernel) does not show, nor does scratch
+    memory that a CUDA kernel would need and the CPU's does not. Making it raises `torch.OutOfMemoryError` where
     `resident`, the tensors that are on it from the start, do not fit.
     """
 
