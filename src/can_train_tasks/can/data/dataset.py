@@ -267,7 +267,7 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
             if not hashed.is_unchanged():  # since it was hashed, which was before it was opened
                 raise changed_log(log.path)
             if builder.frames_seen < dataset.window:
-                found = f"{log.path} has {counted(builder.frames_seen, 'frame')}, a window needs {dataset.window}"
+                found = f"{log.path} has {counted(builder.frames_seen, 'frame')}, a window needs {dataset.window:,}"
                 raise too_short(found, builder.frames_seen, reader.report.left_out())
             source = source_of(log, reader, frames=builder.frames_seen, sha256=hashed.sha256)
             writer.end_log(replace(source, frames_digest=digest.hexdigest()), [*notes, *reader.report.summary()])

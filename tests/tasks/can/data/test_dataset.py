@@ -147,7 +147,7 @@ def test_a_log_with_other_content_has_a_cache_of_its_own(tmp_path: Path) -> None
 
 def test_a_log_shorter_than_a_window_is_refused_and_leaves_nothing_behind(tmp_path: Path) -> None:
     settings = replace(SETTINGS, window=2_000)
-    with pytest.raises(DataError, match=r"has 1010, a window 2000(.|\n)*--set dataset.window"):
+    with pytest.raises(DataError, match=r"has 1,010 frames, a window needs 2,000(.|\n)*--set dataset.window"):
         prepared([log_file(tmp_path / "drive.csv")], tmp_path, settings)
     assert not list((tmp_path / "cache").iterdir())
 
