@@ -93,7 +93,8 @@ def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tupl
             break
         unit, slowest = smaller, slowest * 1000
     if not period:
-        unit = _unit_of_epoch(float(np.median(np.abs(ticks)))) if len(ticks) else "s"
+        typical = float(np.median(np.abs(ticks))) if len(ticks) else 0.0
+        unit = next((name for name, factor in TICKS_PER_SECOND.items() if typical < _LARGEST_EPOCH_S * factor), "ns")
     if unit != "s":
         reason = f"the same ID would come every {period:,.6g} s" if period else "they would be beyond the year 5138"
         return unit, (
@@ -106,10 +107,6 @@ def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tupl
             "use `--set dataset.time_unit=ms`"
         )
     return unit, ""
-
-
-def _unit_of_epoch(ticks: float) -> str:
-    return next((unit for unit, factor in TICKS_PER_SECOND.items() if ticks < _LARGEST_EPOCH_S * factor), "ns")
 
 
 def _median_period(ticks: Floats, can_id: NDArray[np.uint32]) -> float:

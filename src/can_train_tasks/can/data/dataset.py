@@ -32,9 +32,7 @@ LEAST_DRIVES: Final = 3  # benign logs from which one is kept from training as a
 
 _LEAST_WINDOWS: Final = 10  # of a log whose parts for training, validation and test shall each have some
 
-_KEY_LENGTH: Final = 24  # hexadecimal digits of a cache's name: 96 bits, so that two data sets never meet
 _MAX_NAMED: Final = 3  # logs that a notice names
-_PART_NAMES: Final = ("training", "validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +242,8 @@ def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
         "max_malformed": dataset.max_malformed,
         "logs": [(hashed.sha256, hashed.log.role, hashed.log.group, hashed.log.kind) for hashed in logs],
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_KEY_LENGTH]
+    # 24 hexadecimal digits are 96 bits: two data sets never meet.
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path, reporter: Reporter) -> FlatGraphs:
@@ -390,7 +389,8 @@ def _cut_log(flat: FlatGraphs, rows: Ints, shares: Sequence[float]) -> tuple[lis
 
     is_attack = flat.label[rows] > 0
     plain = _cut_phases(flat, rows, np.array([0]), shares)
-    lacking = [name for name, part in zip(_PART_NAMES, plain, strict=False) if not has_both_classes(part)]
+    names = ("training", "validation", "test")
+    lacking = [name for name, part in zip(names, plain, strict=False) if not has_both_classes(part)]
     if not lacking or not has_both_classes(rows):
         return plain, []
     by_phase = _cut_phases(flat, rows, find_phase_starts(is_attack), shares)

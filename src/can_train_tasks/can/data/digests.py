@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 Hashes = NDArray[np.uint64]
 
-_MICROSECONDS: Final = 1e6  # in a second; logs hold no more
 # Odd numbers with evenly mixed bits: SplitMix64's, and multiples of the golden ratio's.
 _MIX: Final = np.uint64(0xBF58_476D_1CE4_E5B9)
 _GOLDEN: Final = 0x9E37_79B9_7F4A_7C15
@@ -103,7 +102,7 @@ def _content(frames: Frames) -> Hashes:
 
 
 def _ticks(seconds: NDArray[np.float64]) -> Hashes:
-    ticks = seconds * _MICROSECONDS
+    ticks = seconds * 1e6  # logs hold microseconds
     return np.rint(ticks, out=ticks).astype(np.int64).view(np.uint64)
 
 

@@ -85,7 +85,6 @@ _CONTENT: Final = {
     "id": f"(?:0[xX])?(?P<id>{HEX})[xXhH]?",
     "data": f"(?:0[xX])?(?P<data>(?:{BYTE}[{_DATA_SEPARATORS}]*)*)",
 }
-_DECIMAL_ID: Final = f"(?P<id>{DIGITS})"
 _HEX, _DEC = "hex", "dec"
 _WORDS: Final = {_HEX: "hexadecimal", _DEC: "decimal"}
 _NUMBERS: Final = {"id_base": "CAN IDs", "byte_base": "payload bytes"}  # by the setting of their base
@@ -95,8 +94,6 @@ _WHY: Final = {_DEC: "because none has a letter or a leading zero",
 # From so many different numbers of two digits or more without a letter on, all of them are decimal: of
 # hexadecimal numbers, three in eight digits are letters.
 _MANY: Final = 20
-_MAX_STANDARD_ID: Final = 0x7FF
-_TOKEN_DIGITS: Final = 4  # of a number that are looked at: more than a byte has
 # Columns of a log that CANedge's converter writes: all numbers of it but lengths and times are hexadecimal.
 _CANEDGE_COLUMNS: Final = {"timestampepoch", "buschannel", "databytes"}
 # A label behind the last column of a header that names none.
@@ -111,9 +108,6 @@ _LOOKS: Final = {
     "data": re.compile(f"(?:0[xX])?(?:{BYTE}[{_DATA_SEPARATORS}]*)*|(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*"),
 }
 _CAR_HACKING_COLUMNS: Final = 3 + MAX_PAYLOAD_BYTES  # time, ID, DLC and bytes; most logs have a label, too
-_MOST: Final = 0.9  # of the times have at most as many digits
-_CHANNEL_GROUP: Final = re.compile(r"\(\?P<channel>[^()]*\)")
-_BUSMASTER_PROTOCOL: Final = r"^[^*]?\*\*\*PROTOCOL ([^*]+)\*"
 _SHOWN_CHARACTERS: Final = 80  # of a malformed row
 
 
@@ -180,7 +174,7 @@ def _columns_grammars(
     """Makes the grammar of a CSV file's rows, and the one that lets rows lack the label where it is the last cell."""
     texts = _texts_of(header, roles, settings).read(sample)
     decided = texts.decided()
-    id_content = _CONTENT["id"] if decided.id_base == _HEX else _DECIMAL_ID
+    id_content = _CONTENT["id"] if decided.id_base == _HEX else f"(?P<id>{DIGITS})"
     decimal_bytes = decided.byte_base == _DEC
     cells = _row_cells(header, roles, id_content, _DECIMAL_DATA if decimal_bytes else _HEX_DATA)
     unit = unit_of_name(header.names[roles["timestamp"][0]], _COLUMN_NAMES["timestamp"])
@@ -265,7 +259,8 @@ class NumberTexts:
         ids = fields["id"].drop_nulls().unique()
         cells = pl.concat([fields[name] for name in fields.columns if name.startswith("data")]).unique().drop_nulls()
         numbers = cells.str.extract_all(r"\b[0-9A-Fa-fxX]+(?:\.0)?\b")
-        texts = numbers.explode().drop_nulls().str.head(_TOKEN_DIGITS).unique().to_list()
+        # Four digits are more than a byte has.
+        texts = numbers.explode().drop_nulls().str.head(4).unique().to_list()
         return replace(
             self,
             ids=self.ids | {*ids.filter(ids.str.contains("^(?:0[xX])?[0-9A-Fa-f]+[xXhH]?$")).to_list()},
@@ -309,7 +304,7 @@ class NumberTexts:
             return _HEX
         several = [text for text in self.ids if len(text) > 1 and text.isdecimal()]
         # As hexadecimal numbers, standard IDs have three digits.
-        small = any(len(text) > 3 and int(text) <= _MAX_STANDARD_ID for text in several)
+        small = any(len(text) > 3 and int(text) <= 0x7FF for text in several)
         many = len(several) >= _MANY and not _trained_base(self.settings.id_base)
         return _DEC if small or many else ""
 
@@ -552,7 +547,7 @@ def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series
     if wanted != "auto":
         return replace(grammar, ticks_per_second=TICKS_PER_SECOND[wanted], unit_known=True)
     times = sample.str.extract_groups(grammar.pattern).struct.field("timestamp").drop_nulls()
-    decimals = times.str.extract(r"\.([0-9]*)").str.len_chars().fill_null(0).quantile(_MOST)
+    decimals = times.str.extract(r"\.([0-9]*)").str.len_chars().fill_null(0).quantile(0.9)
     unit, note = guess_unit(rows.timestamp, rows.can_id, int(decimals or 0))
     assumption = ". ".join(filter(None, (grammar.assumption, note)))
     return replace(grammar, ticks_per_second=TICKS_PER_SECOND[unit], unit_known=True, assumption=assumption)
@@ -564,7 +559,7 @@ def _narrowed(grammar: Grammar, rows: ParsedRows) -> Recognised:
     channel = ""
     if rows.channel is not None and rows.channel.n_unique() == 1 and rows.channel[0] is not None:
         channel = str(rows.channel[0])
-        pattern = _CHANNEL_GROUP.sub(lambda _: re.escape(channel), pattern)
+        pattern = re.sub(r"\(\?P<channel>[^()]*\)", lambda _: re.escape(channel), pattern)
     narrow = replace(grammar, pattern=pattern) if pattern != grammar.pattern else None
     return Recognised(grammar, narrow, channel)
 
@@ -622,7 +617,7 @@ def _name_column(header: _Header, roles: Mapping[str, Sequence[int]], role: str,
 
 def _unrecognised(sample: pl.Series, wanted: str, path: Path, row: tuple[int, str] | tuple[int, str, str]) -> DataError:
     """Makes the error for a log of no known format; `row` is a bad one, with the reason where one is known."""
-    protocol = next(iter(sample.str.extract(_BUSMASTER_PROTOCOL).drop_nulls()), "CAN")
+    protocol = next(iter(sample.str.extract(r"^[^*]?\*\*\*PROTOCOL ([^*]+)\*").drop_nulls()), "CAN")
     if protocol != "CAN":
         return DataError("A BUSMASTER log must be of the protocol CAN", value=f"{path} is of the protocol {protocol}",
                          remedy="Log the bus as CAN, whose rows are whole frames")  # fmt: skip

@@ -89,7 +89,6 @@ MAX_WINDOW: Final = 2**20
 _CHUNK_FRAMES: Final = 2**15
 # Frames that are compared with those before them at a time; where IDs are very many, some are forgotten in between.
 _COMPARED_FRAMES: Final = 2**16
-_NO_CHANGES: Final = Changes(np.empty(0, np.float32), np.empty(0, np.int8))
 _MILLISECONDS: Final = 1000.0  # in a second
 
 
@@ -264,7 +263,7 @@ class GraphBuilder:
 
     def feed(self, frames: Frames) -> Iterator[GraphBlock]:
         """Takes the log's next frames and yields the windows they complete, in order, in blocks of bounded size."""
-        changes = [_NO_CHANGES]
+        changes = [Changes(np.empty(0, np.float32), np.empty(0, np.int8))]
         for begin in range(0, len(frames), _COMPARED_FRAMES):
             part = frames[begin : begin + _COMPARED_FRAMES]
             changes.append(self._history.changes(part.can_id, part.timestamp, part.payload))

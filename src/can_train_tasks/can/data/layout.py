@@ -31,7 +31,6 @@ _COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
 _LOG_NAME: Final = re.compile(
     r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc|pcap|pcapng)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4|db)", re.IGNORECASE
 )
-_SCHEMA_BYTES: Final = 2**16  # of a database, at its beginning, that has the names of its columns
 _DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)  # .txt files beside the logs
 # can-train-and-test: DoS-1, force-neutral-2, fuzzing-train.
 _NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
@@ -160,7 +159,7 @@ def _is_log_database(path: Path) -> bool:
     """Returns whether a database has python-can's table: other programs leave databases in folders, too."""
     try:
         with path.open("rb") as file:
-            return b"arbitration_id" in file.read(_SCHEMA_BYTES)
+            return b"arbitration_id" in file.read(2**16)  # the beginning has the names of the columns
     except OSError:
         return True  # whoever reads it raises the error
 

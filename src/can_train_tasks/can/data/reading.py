@@ -522,19 +522,18 @@ class ReadReport:
         """Names the CAN IDs and the labels of malformed rows, as far as they can be told; empty if there are none."""
         if not self.malformed:
             return ""
-        rows = [self._lost_rows(can_id, count) for can_id, count in _largest(self.lost_ids)]
+        rows = []
+        for can_id, count in _largest(self.lost_ids):
+            total = count + self.ids[can_id]
+            every = f"all {count:,} rows" if count > 1 else "the only row"
+            part = f"{count:,} of {total:,} rows" if count < total else every
+            rows.append(f"{part} of {named_id(can_id, decimal=self.decimal_ids)}")
         if more := len(self.lost_ids) - len(rows):
             rows.append(f"rows of {more:,} other IDs" if more > 1 else "rows of another ID")
         if unknown := self.malformed - self.lost_ids.total():
             rows.append(f"{counted(unknown, 'row')} without a readable ID")
         labels = [f"{count:,} × {label!r}" for label, count in _largest(self.lost_labels) if label]
         return ", ".join(rows) + (f"; the labels of these rows are {', '.join(labels)}" if labels else "")
-
-    def _lost_rows(self, can_id: int, count: int) -> str:
-        total = count + self.ids[can_id]
-        every = f"all {count:,} rows" if count > 1 else "the only row"
-        rows = f"{count:,} of {total:,} rows" if count < total else every
-        return f"{rows} of {named_id(can_id, decimal=self.decimal_ids)}"
 
     def _named_channels(self) -> str:
         most = self.channels.most_common(_MAX_CHANNELS)

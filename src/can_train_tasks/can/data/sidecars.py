@@ -25,7 +25,6 @@ _LEAST_EPOCH_S: Final = 1e8
 _ANY: Final = "X"  # stands for any digit of an ID or a payload
 # `injection_interval`, or several with numbers; a suspended or imitated ECU's.
 _INTERVAL: Final = re.compile(r"(?P<what>injection|suspension|masquerade)_interval(?P<number>_\d+)?")
-_TRAILING_COMMA: Final = re.compile(r",(?=\s*[}\]])")  # CAN-MIRGU's file has some, which JSON has not
 _KIND: Final = re.compile(r"(?P<what>.*?)(?:_attack)?(?:_\d+)?(?P<masquerade>_masquerade)?")
 
 
@@ -103,7 +102,7 @@ def _modified_ns(path: Path) -> int:
 def _content(path: Path, modified_ns: int) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig") if modified_ns else "{}"
-        content = json.loads(_TRAILING_COMMA.sub("", text))
+        content = json.loads(re.sub(r",(?=\s*[}\]])", "", text))  # CAN-MIRGU's file has trailing commas
     except (OSError, ValueError, RecursionError):
         return {}  # of another kind
     return content if isinstance(content, dict) else {}
