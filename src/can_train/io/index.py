@@ -152,7 +152,8 @@ class Index(Generic[_Record]):
                 name.encode()
                 encoded = msgspec.Raw(msgspec.msgpack.encode(record))
                 by_group.setdefault(self.kind.group(record), {})[name] = encoded
-            latest = max(latest, utc_text(self.kind.latest(record)))
+                # Only of a record in the index: the deletion of another record is not noticed.
+                latest = max(latest, utc_text(self.kind.latest(record)))
         for name, added in by_group.items():
             chunk = zlib.compress(msgspec.msgpack.encode(added), _LEVEL)
             group = groups.get(name, _Group())
