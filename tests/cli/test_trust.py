@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from can_train.cli.main import _COMMANDS, main
+from can_train.config.task_loading import command_entries
 from can_train.runs.run_folder import RunFolder
 from fakes.own_tasks import write_task
 
@@ -139,7 +140,7 @@ def an_installed_module(place: Place) -> None:
 
 
 def test_each_command_has_lines_that_are_tried() -> None:
-    assert LINES.keys() == {*_COMMANDS, "train", "after-job", "complete-line"}
+    assert LINES.keys() == {*_COMMANDS, *command_entries(), "train", "after-job", "complete-line"}
 
 
 @pytest.mark.parametrize(

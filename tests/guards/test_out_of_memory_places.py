@@ -36,7 +36,7 @@ LOOKS = {
     "fit/prediction.py _of_model": "lets it pass an except clause for errors of other kinds",
     "fit/rescue.py Rescue.record_foreign_memory": "reads the device at the moment at which memory ran out",
     "memory/out_of_memory.py CatchOutOfMemory.__exit__": "decides what the block catches",
-    "runs/run_folder.py _describe_end": "names the ending of an attempt",
+    "runs/attempts.py _describe_end": "names the ending of an attempt",
     "training/sample_task.py Task.asked": "lets it pass an except clause for errors of other kinds",
     "training/session.py Session._damage": "lets it pass an except clause for errors of other kinds",
 }

@@ -112,10 +112,10 @@ def test_times_of_asc_that_count_from_the_line_before_are_added_up(tmp_path: Pat
 @pytest.mark.parametrize("late", [f"1{'0' * 308}.0", "9" * 400, f"{1e12:.1f}"])
 def test_a_time_beyond_any_clock_moves_none_that_count_from_it(tmp_path: Path, late: str) -> None:
     row = "   {} 1  123  Rx  d 1 00\n"
-    steps = [*["0.250000"] * 50, late, late, *["0.250000"] * 50]
+    steps = [*["0.250000"] * 100, late, late, *["0.250000"] * 100]
     (tmp_path / "log.asc").write_text("base hex  timestamps relative\n" + "".join(map(row.format, steps)))
     reader, frames = read(tmp_path / "log.asc", 70)
-    assert frames.timestamp.tolist() == [0.25 * number for number in range(1, 101)]
+    assert frames.timestamp.tolist() == [0.25 * number for number in range(1, 201)]
     assert reader.report.malformed == 2
 
 
