@@ -22,6 +22,7 @@ import errno
 import importlib
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -273,6 +274,20 @@ def from_os_error(error: OSError) -> StateError | None:
     # A failed rename has two names; the user knows the second.
     path = str(error.filename2 or error.filename or "")[-_LONGEST_PATH:]
     return StateError(rule, value=": ".join(filter(None, (path, error.strerror))), remedy=remedy)
+
+
+def from_import_error(error: ImportError | OSError) -> ConfigError | None:
+    """Makes the error to show where PyTorch cannot be imported; None: the import of another package failed."""
+    places = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    is_missing = isinstance(error, ImportError) and error.name == "torch"
+    # Python takes a package whose import failed out of its modules again.
+    if "torch" in sys.modules or not (
+        is_missing or any(place.parts[-2:] == ("torch", "__init__.py") for place in places)
+    ):
+        return None
+    return ConfigError("PyTorch cannot be imported", value=" ".join(str(error).split()),
+                       remedy="Install a PyTorch that works here, or name a Python that has one: "
+                              "export CAN_TRAIN_PYTHON=/path/to/python")  # fmt: skip
 
 
 def nearest_first(name: str, valid: Iterable[str]) -> list[str]:

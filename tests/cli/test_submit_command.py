@@ -289,6 +289,23 @@ def test_a_dry_run_prints_the_script_where_torch_cannot_be_imported(slurm: Path,
     assert done.stdout.startswith("\nScript that --submit would send:\n\n#!/bin/bash\n")
 
 
+@pytest.mark.parametrize("words", [("--dry-run",), ("--quiet",)])
+def test_a_torch_that_cannot_be_imported_is_an_error_without_a_traceback(
+    tmp_path: Path, repository: Path, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open')\n")
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path / 'broken'}:{repository / 'src'}"}
+    line = ("--model", "gat", "--dataset", "synthetic", "--state-dir", str(tmp_path), *words)
+    done = subprocess.run([sys.executable, "-P", "-m", "can_train", *line], env=variables, capture_output=True,
+                          text=True, check=False, cwd=tmp_path)  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: PyTorch cannot be imported: libcudart.so.12: cannot open.\n"
+        "Install a PyTorch that works here, or name a Python that has one: export CAN_TRAIN_PYTHON=/path/to/python.\n"
+    )
+
+
 def test_a_dry_run_needs_no_slurm(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("sbatch", "scontrol", "srun", "squeue"):
         (slurm / "bin" / command).rename(slurm / f"no-{command}")

@@ -160,7 +160,7 @@ def test_the_latest_time_is_not_that_of_a_deleted_run_that_no_index_can_hold(tmp
     for number, size in enumerate((1, 1, 2**70)):
         write_record(tmp_path, observation(number, run_id=f"run-{number}", fingerprint={"size": size}))
     before = read_records(tmp_path, index_from=1)
-    (tmp_path / "observations" / sorted(path.name for path in (tmp_path / "observations").iterdir())[-1]).unlink()
+    (tmp_path / "observations" / max(path.name for path in (tmp_path / "observations").iterdir())).unlink()
     after = read_records(tmp_path)
     assert (len(before.finished), len(after.finished)) == (3, 2)
     assert after.latest == max(run.ended for run in after.finished)

@@ -24,6 +24,7 @@ from can_train.errors import (
     ConfigError,
     UntrustedCodeError,
     command_name,
+    from_import_error,
     from_os_error,
     nearest_first,
     printable,
@@ -120,8 +121,8 @@ def main(arguments: Sequence[str]) -> int:
         # The reader of the output has gone (`| head`): nobody is left to tell.
         _discard_output()
         return _BROKEN_PIPE
-    except OSError as error:
-        correctable = from_os_error(error)
+    except (ImportError, OSError) as error:
+        correctable = from_import_error(error) or (from_os_error(error) if isinstance(error, OSError) else None)
         if debug or correctable is None:
             raise
         return _print_error(correctable, as_json="--json" in arguments)
