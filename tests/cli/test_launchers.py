@@ -61,5 +61,5 @@ def test_mpirun_trains_one_run_and_refuses_lines_that_differ(tmp_path: Path) -> 
     refused = launched(tmp_path, (MPIRUN, "-n", "2", *farm))
     assert refused.returncode == 2, refused.stderr
     assert refused.stderr.count("error: ") == 1
-    assert "with the same settings: training.seed is 0, 1." in refused.stderr
+    assert "have different settings, so they cannot train one run: training.seed is 0, 1." in refused.stderr
     assert len(results(tmp_path)) == 1
