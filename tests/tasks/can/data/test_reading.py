@@ -241,7 +241,7 @@ def test_ids_of_malformed_rows_are_written_as_in_alarms(decimal: bool, name: str
     rows = ["timestamp,id,dlc,data", *[f"{i}.5,{93 if decimal else '5d'},{2 if i else 3},0011" for i in range(50)]]
     path = write_log(tmp_path / "drive.csv", "\n".join(rows))
     summary = read(path, CanDatasetSettings(max_malformed=0.1, id_base="dec" if decimal else "hex")).reader.report
-    assert f"drive.csv: left out are 1 of 50 rows of ID {name}" in summary.summary()
+    assert f"drive.csv: left out is 1 of 50 rows of ID {name}" in summary.summary()
 
 
 def test_payloads_that_are_filled_up_are_cut_and_counted(tmp_path: Path) -> None:
