@@ -76,7 +76,9 @@ def test_a_fixed_micro_batch_that_dies_there_was_warned_of(
     assert "ran out" not in warned
 
 
-@pytest.mark.parametrize(("size", "message"), [("4MiB", "must fit beside"), ("12MiB", "must fit on the device")])
+@pytest.mark.parametrize(
+    ("size", "message"), [("4MiB", "Memory ran out outside of the micro-batches"), ("12MiB", "must fit on the device")]
+)
 def test_a_model_that_does_not_fit_is_said_in_words(
     tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str], size: str, message: str
 ) -> None:
