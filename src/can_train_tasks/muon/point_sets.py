@@ -1,8 +1,10 @@
-"""Events with any number of muons, batches of them that hold no padding, and the networks: a generator that draws first
-how many muons an event has and then the muons, and a critic of sets.
+"""Events with any number of muons, batches without padding, and the two networks, a generator and a critic.
 
-Shapes: B events; of all events of a batch together M real muons, G generated ones, P pairs of a real and a generated
-muon; V variables of a muon, C conditions, Z and L random numbers of a muon and of an event, H width.
+The generator draws first the number of muons of an event and then the muons. The critic scores sets of muons.
+
+Shapes: B events of a batch. Over all events of a batch: M real muons, G generated muons, P pairs of a real and a
+generated muon, N muons of either kind. V variables of a muon, C conditions, Z random numbers of a muon, L random
+numbers of an event, H width.
 """
 
 import math
@@ -16,22 +18,22 @@ from torch import Tensor, nn
 from can_train_tasks.muon.settings import MuonGanSettings
 
 CONDITIONS: Final = 4
-"""log10(E / PeV), cos θ, log10 A, depth / 1000 g/cm²."""
-_SLOPE: Final = 0.2  # Of leaky ReLU for negative inputs
-# Range of the spread of log n that the generator may assume: no event is exact, none a thousand times too large.
+"""Number of conditions C: log10(E / PeV), cos θ, log10 A, depth / 1000 g/cm²."""
+_SLOPE: Final = 0.2  # Slope of leaky ReLU for negative inputs
+# Allowed spread of ln n: above 0, since no multiplicity is exact, and low enough that none is 1000 times too large.
 _SPREADS: Final = (0.02, 2.0)
-_FIRST_LOG_SPREAD: Final = -1.5  # Spread with which training starts: e^-1.5, a fifth
+_FIRST_LOG_SPREAD: Final = -1.5  # Training starts with a spread of ln n of e^-1.5 = 0.22
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drawn:
-    """What is drawn for an event in one step.
+    """Random numbers of an event in one step.
 
     Attributes:
-        noise: [bound, Z] of its generated muons.
-        shower_noise: [L] that its generated muons share.
-        multiplicity_noise: of its number of generated muons.
-        alpha: in [0, 1], share of the real muons in the mixture on which the critic's gradient is penalized.
+        noise: [bound, Z] random numbers of each generated muon.
+        shower_noise: [L] random numbers that the event's generated muons share.
+        multiplicity_noise: Random number behind the number of generated muons.
+        alpha: Share of the real muons, in [0, 1], in the mixture whose critic gradient is penalised.
     """
 
     noise: Tensor
@@ -46,9 +48,9 @@ class MuonEvent:
 
     Attributes:
         conditions: [C].
-        muons: [n, V] real ones, normalised.
-        bound: Most muons that the generator may give it.
-        drawn: What this step has drawn for it.
+        muons: [n, V] normalised real muons.
+        bound: Most muons that the generator may give the event.
+        drawn: Random numbers of this step; None before they are drawn.
     """
 
     conditions: Tensor
@@ -59,19 +61,22 @@ class MuonEvent:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MuonBatch:
-    """Events one after another.
+    """The muons of several events in succession, without padding.
 
     Attributes:
         conditions: [B, C].
-        counts: [B] real muons.
+        counts: [B] number of real muons.
         bounds: [B] most generated muons.
-        real: [M, V] and real_event: [M] the event of each.
-        noise: [G, Z], and noise_event: [G] the event of each; slot: [G] its number in its event, from 0.
+        real: [M, V] real muons.
+        real_event: [M] event of each real muon.
+        noise: [G, Z] random numbers of each generated muon.
+        noise_event: [G] event of each generated muon.
+        slot: [G] number of each generated muon in its event, from 0.
         shower_noise: [B, L].
         multiplicity_noise: [B].
         alpha: [B].
-        pair_real, pair_generated: [P] positions of paired muons: the first ones of an event, as many as it has of
-            both, the k-th real with the k-th generated one.
+        pair_real, pair_generated: [P] positions of paired muons in `real` and in the generated muons. The k-th real
+            muon of an event is paired with its k-th generated muon, as far as the event has both.
     """
 
     conditions: Tensor
@@ -90,7 +95,7 @@ class MuonBatch:
 
 
 def collate_events(events: Sequence[MuonEvent]) -> MuonBatch:
-    """Puts events, for which a step has drawn, one after another."""
+    """Joins events into a batch; the random numbers of each event must be drawn."""
     drawn = [event.drawn for event in events if event.drawn is not None]
     counts = torch.tensor([len(event.muons) for event in events])
     bounds = torch.tensor([event.bound for event in events])
@@ -110,15 +115,15 @@ def collate_events(events: Sequence[MuonEvent]) -> MuonBatch:
 
 
 def _numbered(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the event of each of its muons, and the number of each in its event."""
+    """Returns the event of each muon, and the muon's number in that event, from 0."""
     event = torch.repeat_interleave(counts)
     return event, torch.arange(len(event)) - (counts.cumsum(0) - counts)[event]
 
 
 def mean_by_event(values: Tensor, event: Tensor, counts: Tensor) -> Tensor:
-    """Averages lines [N, H] over the events [N] that they belong to, in 32 bits at least.
+    """Averages lines [N, H] over the events `event` [N] that they belong to, in at least 32 bits.
 
-    A line of event B, of which there is none, is not counted: counts [B] is what the sums are divided by.
+    Events are numbered from 0 to B - 1; a line with event number B is left out. The sums are divided by `counts` [B].
     """
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     sums = values.new_zeros(len(counts) + 1, values.shape[1]).index_add(0, event, values)
@@ -126,11 +131,11 @@ def mean_by_event(values: Tensor, event: Tensor, counts: Tensor) -> Tensor:
 
 
 class PerMuon(nn.Module):
-    """Multilayer perceptron of each muon, whose first layer also adds what is known of its event.
+    """Multilayer perceptron for each muon; its first layer also adds the inputs of the muon's event.
 
     Args:
-        inputs: Width of a muon.
-        known: Width of what is known of its event.
+        inputs: Width of a muon's inputs.
+        known: Width of an event's inputs.
         settings: Width H and number of layers.
     """
 
@@ -141,7 +146,7 @@ class PerMuon(nn.Module):
         self.more = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(settings.layers - 1))
 
     def forward(self, muons: Tensor, known: Tensor, event: Tensor) -> Tensor:
-        """Computes [N, H] from muons [N, inputs], events [B, known] and the event [N] of each muon."""
+        """Computes [N, H] from muons [N, inputs], events [B, known] and the event number [N] of each muon."""
         hidden = nn.functional.leaky_relu(self.muon(muons) + self.event(known).index_select(0, event), _SLOPE)
         for layer in self.more:
             hidden = nn.functional.leaky_relu(layer(hidden), _SLOPE)
@@ -149,11 +154,12 @@ class PerMuon(nn.Module):
 
 
 class Multiplicity(nn.Module):
-    r"""How many muons an event has: :math:`\ln n \sim N(\mu(c), \sigma(c)^2)`.
+    r"""Distribution of the number n of muons of an event: :math:`\ln n \sim N(\mu(c), \sigma(c)^2)`.
 
     Args:
-        expectation: [1 + C] of a straight line through ln n of the training events, to which the network adds.
-        settings: Its width.
+        expectation: [1 + C] coefficients of the straight line through ln n of the training events; the network adds
+            a correction to the line.
+        settings: Width of the network.
     """
 
     expectation: Tensor
@@ -167,26 +173,27 @@ class Multiplicity(nn.Module):
             self.output.bias.copy_(torch.tensor([0.0, _FIRST_LOG_SPREAD]))
 
     def line(self, conditions: Tensor) -> Tensor:
-        """Computes [B] what the straight line expects of ln n, from conditions [B, C]."""
+        """Computes the straight line's ln n [B] for conditions [B, C]."""
         line: Tensor = self.expectation[0] + (conditions * self.expectation[1:]).sum(1)
         return line
 
     def forward(self, conditions: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes mean and spread of ln n, [B] each, from conditions [B, C]."""
+        """Computes mean and standard deviation of ln n, [B] each, for conditions [B, C]."""
         # In full precision: half precision rounds a thousand muons to a different number in each part of a batch.
         with torch.autocast(conditions.device.type, enabled=False):
             found: Tensor = self.output(torch.tanh(self.hidden(conditions)))
             return self.line(conditions) + found[:, 0], found[:, 1].exp().clamp(*_SPREADS)
 
     def negative_log_likelihood(self, conditions: Tensor, counts: Tensor) -> Tensor:
-        """Computes [B] how unlikely real numbers of muons [B] are, without the constant."""
+        """Computes the negative log-likelihood [B] of `counts` [B] real muons, without its constant."""
         mean, spread = self(conditions)
         unlikely: Tensor = 0.5 * ((counts.to(mean.dtype).log() - mean) / spread).square() + spread.log()
         return unlikely
 
     def distance(self, conditions: Tensor, counts: Tensor) -> Tensor:
-        """Computes [B] how far the distribution of ln n is from real numbers of muons [B]: the continuous ranked
-        probability score, which one surprising event does not decide as it decides the likelihood.
+        """Computes the continuous ranked probability score [B] of the distribution of ln n, for `counts` [B] real muons.
+
+        One surprising event can dominate a mean of likelihoods, but not a mean of these scores.
 
         Source: Gneiting and Raftery, "Strictly Proper Scoring Rules", 2007.
         """
@@ -197,21 +204,23 @@ class Multiplicity(nn.Module):
         return score
 
     def draw(self, conditions: Tensor, noise: Tensor, bounds: Tensor) -> Tensor:
-        """Returns [B] whole numbers of muons, at least 1 and at most `bounds`, from normal random numbers [B]."""
+        """Returns numbers of muons [B], from 1 to `bounds` [B], for normal random numbers `noise` [B]."""
         mean, spread = self(conditions)
-        # Bounded before it becomes a whole number, which cannot hold infinity; what is not a number becomes 1.
+        # The bound comes before the conversion to whole numbers, which cannot hold infinity; NaN becomes 1.
         logarithm = torch.minimum(mean + spread * noise, bounds.to(mean.dtype).log())
         return logarithm.exp().nan_to_num(nan=1.0).round().long().clamp(min=1).minimum(bounds)
 
 
 class MuonGenerator(nn.Module):
-    """Draws how many muons an event has, then the muons.
+    """Draws the number of muons of an event, then the muons.
+
+    An untrained generator draws muons from a normal distribution with the moments `mean` and `deviation`.
 
     Args:
-        expectation: [1 + C], as `Multiplicity` has it.
-        mean: [V] of the training muons.
-        deviation: [V] of them. An untrained generator draws from a normal distribution with these moments.
-        settings: Its size.
+        expectation: [1 + C] coefficients of the line in `Multiplicity`.
+        mean: [V] mean of the training muons.
+        deviation: [V] standard deviation of the training muons.
+        settings: Size of the networks.
     """
 
     mean: Tensor
@@ -222,13 +231,13 @@ class MuonGenerator(nn.Module):
         self.register_buffer("mean", mean)
         self.register_buffer("deviation", deviation)
         self.multiplicity = Multiplicity(expectation, settings)
-        # Beside the conditions an event's muons know how many they are, more or fewer than expected.
+        # A muon's inputs: its random numbers; its event's conditions, surplus of muons over the line, random numbers.
         self.each = PerMuon(settings.noise, CONDITIONS + 1 + settings.shower_noise, settings)
         self.output = nn.Linear(settings.hidden, len(mean))
         nn.init.zeros_(self.output.bias)
 
     def forward(self, batch: MuonBatch) -> tuple[Tensor, Tensor]:
-        """Generates muons [G, V], as many as the bounds allow, and [B] how many of each event's count."""
+        """Generates muons [G, V], `bounds` for each event, and numbers [B]: only the first muons up to it count."""
         with torch.no_grad():
             counts = self.multiplicity.draw(batch.conditions, batch.multiplicity_noise, batch.bounds)
             surplus = counts.to(batch.conditions.dtype).log() - self.multiplicity.line(batch.conditions)
@@ -238,11 +247,11 @@ class MuonGenerator(nn.Module):
 
 
 class SetCritic(nn.Module):
-    r"""Scores a set of muons, whatever their order: :math:`\rho(\mathrm{mean}_k \phi(x_k, c), c)`.
+    r"""Scores a set of muons: :math:`\rho(\mathrm{mean}_k \phi(x_k, c), c)`. The order of the muons does not matter.
 
     Args:
         variables: Width V of a muon.
-        settings: Its size.
+        settings: Size of the network.
     """
 
     def __init__(self, variables: int, settings: MuonGanSettings) -> None:
@@ -252,15 +261,15 @@ class SetCritic(nn.Module):
         self.output = nn.Linear(settings.hidden, 1)
 
     def forward(self, muons: Tensor, event: Tensor, counts: Tensor, conditions: Tensor) -> Tensor:
-        """Computes [B] scores of sets with `counts` [B] muons.
+        """Computes the scores [B] of sets of muons.
 
         Args:
             muons: [N, V].
-            event: [N] each one's event; B: it belongs to none.
-            counts: [B].
+            event: [N] event of each muon; B: the muon belongs to no event.
+            counts: [B] muons of each event.
             conditions: [B, C].
         """
-        # A muon of no event is computed as one of the first: in the sums it has a line of its own.
+        # A muon of no event gets the conditions of event 0; `mean_by_event` then leaves it out.
         hidden = self.each(muons, conditions, event.where(event < len(counts), 0))
         pooled = mean_by_event(hidden, event, counts)
         hidden = self.event(torch.cat([pooled.to(conditions.dtype), conditions], dim=1))
@@ -276,17 +285,17 @@ class MuonGan(nn.Module):
         self.generator, self.critic = generator, critic
 
     def score(self, batch: MuonBatch, generated: Tensor, counts: Tensor) -> Tensor:
-        """Computes the critic's scores [B] of generated muons [G, V], of which the first `counts` [B] count."""
+        """Computes the critic's scores [B] for the first `counts` [B] generated muons [G, V] of each event."""
         event = kept_event(batch.noise_event, batch.slot, counts)
         score: Tensor = self.critic(generated, event, counts, batch.conditions)
         return score
 
     def gradient_norm(self, batch: MuonBatch, generated: Tensor, counts: Tensor) -> Tensor:
-        r"""Computes [B] norms of the critic's gradient between the real and the generated set of each event.
+        r"""Computes the norm [B] of the critic's gradient between the real and the generated set of each event.
 
-        The sets are cut to the muons that both have, m, which are paired in their order and mixed with the event's α.
-        The distance between two sets is :math:`\sqrt{\frac1m \sum_k |x_k - y_k|^2}`, which does not grow with m; the
-        norm that belongs to it is :math:`\sqrt{m \sum_k |\nabla_k|^2}`.
+        Both sets are cut to the size m of the smaller set, paired in order, and mixed with the event's α. The distance
+        between two sets is :math:`\sqrt{\frac1m \sum_k |x_k - y_k|^2}`, which does not grow with m; the norm that
+        belongs to this distance is :math:`\sqrt{m \sum_k |\nabla_k|^2}`.
         """
         event = batch.noise_event[batch.pair_generated]
         alpha = batch.alpha[event][:, None]
@@ -295,15 +304,15 @@ class MuonGan(nn.Module):
         pairs = torch.minimum(counts, batch.counts)
         kept = kept_event(event, batch.slot[batch.pair_generated], pairs)
         scores = self.critic(mixed, kept, pairs, batch.conditions)
-        # Times m: half precision has no numbers as small as the gradient of a mean over thousands.
+        # Multiplied by m: half precision has no numbers as small as the gradient of a mean over thousands of muons.
         (gradient,) = torch.autograd.grad(scores, mixed, pairs.to(scores.dtype), create_graph=True)
         squares = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).square().sum(1, keepdim=True)
         squared = mean_by_event(squares, kept, pairs).squeeze(1)
-        # A norm has no gradient at 0.
+        # The smallest number keeps the root away from 0, where it has no gradient.
         norm: Tensor = (squared + torch.finfo(torch.float32).tiny ** 0.5).sqrt()
         return norm
 
 
 def kept_event(event: Tensor, slot: Tensor, counts: Tensor) -> Tensor:
-    """Returns the event of each muon, and B for one whose number in its event is not below counts [B]."""
+    """Returns the event of each muon; B for a muon whose number in its event, `slot`, is not below `counts` [B]."""
     return event.where(slot < counts[event], len(counts))

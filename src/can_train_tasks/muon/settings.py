@@ -1,4 +1,4 @@
-"""Settings of the muon task: its data sets, its generator and critic, and how they are trained."""
+"""Settings of the muon task: its data sets, its generator and critic, and their training."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -10,7 +10,7 @@ from can_train.errors import ConfigError, unknown_name
 POSITIONS: Final = ("x", "y")
 VARIABLES: Final = (*POSITIONS, "energy", "time")
 FORMATS: Final = ("parquet", "hdf5")
-_SEA_LEVEL_G_CM2: Final = 1036.0  # Atmosphere above sea level
+_SEA_LEVEL_G_CM2: Final = 1036.0  # Depth of the atmosphere above sea level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class SyntheticShowerSettings:
     showers: int = 600
     """Showers in all files."""
     files: int = 4
-    """Files that they are written to."""
+    """Files that the showers are written to."""
     format: str = "parquet"
     """Format of the files: parquet or hdf5."""
     muons_per_pev: float = 100.0
@@ -51,16 +51,16 @@ class ShowerDatasetSettings:
     path: str = ""
     """File, or folder of files: parquet, HDF5 or CSV."""
     variables: list[str] = field(default_factory=lambda: list(VARIABLES))
-    """What is learned of each muon: x and y, and of energy and time what the files have."""
+    """Variables of each muon that the model learns: x and y, then energy and time if the files have them."""
     depth_g_cm2: float = _SEA_LEVEL_G_CM2
-    """Atmosphere above the observer, for files that do not say it."""
+    """Depth of the atmosphere above the observer in g/cm², for files that do not give it."""
     parts: int = 0
-    """Events that each shower is cut into, by dealing out its muons at random; 0: one, but enough to train on where
-    the data have few showers."""
+    """Events that each shower is cut into, by dealing out its muons at random; 0: 1, but enough to train on where the
+    data have few showers."""
     validation_share: float = 0.1
     """Share of the showers (of the events, where there are few showers) that is kept for validation."""
     test_share: float = 0.2
-    """Share of them that is kept for testing."""
+    """Share of the showers (of the events, where there are few showers) that is kept for testing."""
     synthetic: SyntheticShowerSettings = field(default_factory=SyntheticShowerSettings)
     """Size and seed of the simulated showers; used by `synthetic` only."""
 
@@ -89,29 +89,29 @@ class MuonGanSettings:
     hidden: int = 64
     """Width of both networks."""
     layers: int = 2
-    """Hidden layers that treat each muon by itself, in both networks."""
+    """Hidden layers that process each muon separately, in both networks."""
     noise: int = 8
     """Random numbers that a generated muon is made of."""
     shower_noise: int = 4
-    """Random numbers that all muons of an event share: how one shower differs from another."""
+    """Random numbers that all muons of an event share: they make showers with equal conditions differ."""
     bound: float = 1.5
-    """Most muons that an event is given, in units of what its conditions let expect (plus three standard deviations of
-    a Poisson distribution). A batch takes memory for the bound, whatever the generator does."""
+    """Most muons that an event is given, as a multiple of the number expected from its conditions (plus three standard
+    deviations of a Poisson distribution). A batch takes memory for this bound, even if fewer muons are generated."""
     max_generated: int = 100_000
-    """Most muons that an event is given, whatever its conditions."""
+    """Most muons that an event is given under any conditions."""
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "shower_noise"):
             check_range(f"model.{name}", getattr(self, name), low=1)
         check_range("model.noise", self.noise, low=len(VARIABLES))
         check_range("model.bound", self.bound, low=1.0, high=100.0)
-        # A distribution of generated muons takes two of them to compare.
+        # The energy distance of an event needs at least two generated muons.
         check_range("model.max_generated", self.max_generated, low=2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonSettings:
-    """How generator and critic are trained against each other."""
+    """Training of generator and critic against each other."""
 
     critic_steps: int = 3
     """Steps of the critic for each step of the generator."""
@@ -127,8 +127,8 @@ TASK = TaskSettings(
     task_class="can_train_tasks.muon.task:MuonTask",
     settings=MuonSettings,
     dataset=ShowerDatasetSettings,
-    # Adam without momentum, which would carry the critic on towards where the generator was.
-    # A level learning rate, as in the WGAN-GP paper: critic and generator have no minimum to settle in.
+    # Adam without momentum: momentum would move the critic on towards the generator's earlier output.
+    # A constant learning rate, as in the WGAN-GP paper: critic and generator have no common minimum to settle in.
     training={"optimizer": "adam", "lr": 1e-4, "betas": [0.0, 0.9], "weight_decay": 0.0, "scheduler": "constant",
               "warmup_share": 0.0, "epochs": 100, "lr_batch_size": 32},
     aliases={"gradient_accumulation_steps": "accumulation_splits"},

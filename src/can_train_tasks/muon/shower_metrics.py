@@ -1,6 +1,6 @@
-"""How far generated showers are from real ones, and the simple methods that a generator is compared with.
+"""Distances between generated and real showers, and the baselines for a generator.
 
-Shapes: E events; N muons of all of them together, V variables, K directions.
+Shapes: E events; N muons of all events together, V variables, K directions.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from torch import Tensor
 from can_train_tasks.muon.point_sets import MuonEvent
 
 Floats = NDArray[np.float64]
-_DIRECTIONS: Final = 8  # Along which sets are compared: the axes, and random ones
-_SEED: Final = 0  # Of directions and baselines: the same in every run, so that runs are compared
+_DIRECTIONS: Final = 8  # Directions along which sets are compared: the axes, then random directions
+_SEED: Final = 0  # Seed of directions and baselines: equal in all runs, so that runs can be compared
 
 
 def sliced_energy_distance(real: Tensor, real_counts: Tensor, made: Tensor, made_counts: Tensor) -> Tensor:
-    r"""Computes [E] distances between the real and the generated muons of each event, averaged over directions.
+    r"""Computes the energy distance [E] between the real and the generated muons of each event.
 
-    Along each direction it is :math:`2 E|X-Y| - E|X-X'| - E|Y-Y'|`. Of samples, X and X' are different ones: the
-    estimate is then right on average however few they are, where the Wasserstein distance of few samples prefers
+    The result is the mean over directions. The distance along a direction is :math:`2 E|X-Y| - E|X-X'| - E|Y-Y'|`, where X and X' are different samples. The
+    estimate is therefore unbiased even with few samples, whereas the Wasserstein distance of few samples prefers
     generators that spread too little.
 
     Args:
-        real: [N, V], event after event.
-        real_counts: [E] at least 1; the event's own distance is 0 for one.
-        made: [N', V], event after event.
-        made_counts: [E] at least 2.
+        real: [N, V] real muons, event after event.
+        real_counts: [E] numbers of real muons, at least 1; with 1, the term E|X-X'| is 0.
+        made: [N', V] generated muons, event after event.
+        made_counts: [E] numbers of generated muons, at least 2.
 
     Source: Székely and Rizzo, "Energy statistics", 2013.
     """
@@ -56,21 +56,21 @@ def _events_of(counts: Tensor) -> Tensor:
 
 
 def _merge(x: Tensor, x_counts: Tensor, y: Tensor, y_counts: Tensor) -> Tensor:
-    """Returns the lines of both, event after event."""
+    """Joins the lines of x and y, event after event."""
     event = torch.cat([_events_of(x_counts), _events_of(y_counts)])
     return torch.cat([x, y]).index_select(0, torch.sort(event, stable=True).indices)
 
 
 def _pair_sums(values: Tensor, counts: Tensor) -> Tensor:
-    """Computes [E, K] sums of |a - b| over all pairs of lines of an event, in O(N log N)."""
+    """Computes the sums [E, K] of |a - b| over all pairs of lines of an event, in O(N log N)."""
     event = _events_of(counts)[:, None].expand_as(values)
     by_value = torch.sort(values, dim=0).indices
-    # Sorting by the event keeps the order of values within each.
+    # The stable sort by event keeps the order of values within each event.
     order = by_value.gather(0, torch.sort(event.gather(0, by_value), dim=0, stable=True).indices)
     ordered, starts = values.gather(0, order), counts.cumsum(0) - counts
     event = event[:, 0]
     rank = torch.arange(len(values), device=values.device) - starts[event]
-    # The k-th smallest of n is the larger one in k pairs and the smaller one in n - 1 - k.
+    # The k-th smallest of n values (k from 0) is the larger value of k pairs and the smaller value of n - 1 - k pairs.
     weights = (2 * rank - counts[event] + 1).to(values.dtype)[:, None]
     return values.new_zeros(len(counts), values.shape[1]).index_add(0, event, weights * ordered)
 
@@ -78,18 +78,19 @@ def _pair_sums(values: Tensor, counts: Tensor) -> Tensor:
 def wasserstein_distances(
     real: Sequence[Floats], made: Sequence[Floats], names: Sequence[str], units: Sequence[float]
 ) -> dict[str, float]:
-    """Computes Wasserstein distances between all real and all generated muons of a set, a variable at a time.
+    """Computes the Wasserstein distance between all real and all generated muons of a set, for each variable.
 
     Args:
-        real: Of each event [n, V].
-        made: Of each event [n', V].
-        names: V of them, as the result has them.
-        units: V: what one of the normalised variable is.
+        real: [n, V] normalised real muons of each event.
+        made: [n', V] normalised generated muons of each event.
+        names: V names of the variables in the result.
+        units: V factors that turn normalised variables into their units.
 
     Returns:
-        By name the distance in the variable's unit, and those of `w1_radius_m` and of `w1_multiplicity`, the events'
-        numbers of muons; `w1_mean`: the mean over variables and multiplicity, each in standard deviations of the real
-        ones; `multiplicity_error`: the mean difference of ln n, event by event.
+        Distances by name: of each variable, in its unit; `w1_radius_m`, of the distance from the core in m;
+        `w1_multiplicity`, of the number of muons of an event; `w1_mean`, the mean over variables and multiplicity,
+        each divided by the standard deviation of the real values; `multiplicity_error`, the mean over events of the
+        absolute difference of ln n.
     """
     x, y = np.concatenate(real), np.concatenate(made)
     columns = {name: (x[:, k] * unit, y[:, k] * unit) for k, (name, unit) in enumerate(zip(names, units, strict=True))}
@@ -104,22 +105,23 @@ def wasserstein_distances(
 
 
 def nearest_events(samples: Sequence[MuonEvent], training: Sequence[MuonEvent]) -> list[Floats]:
-    """Resamples: returns for each sample the muons of one of the training events with the nearest conditions."""
+    """Returns for each sample the muons of a random training event among those with the nearest conditions."""
     rng = np.random.default_rng(_SEED)
     known = np.stack([event.conditions.double().numpy() for event in training])
     scale = np.where(known.std(axis=0) > 0, known.std(axis=0), 1.0)
     found = []
     for sample in samples:
         away = (np.abs(known - sample.conditions.double().numpy()) / scale).sum(axis=1)
-        # Events of one shower have the same conditions.
+        # Several training events may be equally near: the events of one shower have equal conditions.
         nearest = rng.choice(np.flatnonzero(away <= away.min()))
         found.append(training[int(nearest)].muons.double().numpy())
     return found
 
 
 def normal_events(samples: Sequence[MuonEvent], training: Sequence[MuonEvent]) -> list[Floats]:
-    """Draws events whose muons, and the logarithm of whose multiplicity, are normal with the training data's moments,
-    whatever the conditions.
+    """Draws for each sample an event from normal distributions of its muons and of the logarithm of its multiplicity.
+
+    The distributions have the moments of the training data; the sample's conditions are not used.
     """
     rng = np.random.default_rng(_SEED)
     muons = np.concatenate([event.muons.double().numpy() for event in training])

@@ -1,5 +1,6 @@
-"""Air showers as files hold them: parquet, CSV and HDF5 with one line a muon, and the HDF5 of CORSIKA's ground
-particles. What is read is checked; an error names the file and the line.
+"""Reads air showers from files.
+
+A file is parquet, CSV or HDF5 with one line for each muon, or the HDF5 of CORSIKA's ground particles. Every value that is read is checked; an error names the file and the line.
 
 Shapes: M muons, S showers.
 """
@@ -25,10 +26,10 @@ EVENT, PARTICLE = "event", "muon_id"
 VARIABLE_COLUMNS: Final = {"x": "x_m", "y": "y_m", "energy": "muon_E_GeV", "time": "t_ns"}
 """Column of each variable of a muon."""
 MUON_TABLE: Final = "muons"
-"""Dataset of an HDF5 file that has one line a muon."""
+"""HDF5 dataset that has one line for each muon."""
 MUON_IDS: Final = (5, 6)
-"""CORSIKA's numbers of μ+ and μ−."""
-_GROUND_TABLE: Final = "groundparticles"  # Dataset of CORSIKA's particles as HiSPARC's tools store them
+"""CORSIKA's particle numbers of μ+ and μ−."""
+_GROUND_TABLE: Final = "groundparticles"  # HDF5 dataset of CORSIKA's particles, as HiSPARC's tools write it
 _SHOWER_COLUMNS: Final = (EVENT, PRIMARY, ENERGY, ZENITH)
 _OPTIONAL: Final = (DEPTH, PARTICLE)
 _MUON_MASS_EV: Final = 105.6583755e6
@@ -39,15 +40,15 @@ _FIRST_NUCLEUS_ID: Final = 200  # CORSIKA numbers a nucleus 100 · A + Z
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Showers:
-    """Showers with their muons, those of a shower in succession.
+    """Showers and their muons; the muons of a shower are in succession.
 
     Attributes:
-        energy_gev: [S] of the primary particle.
-        zenith_rad: [S] of its direction.
-        mass: [S] its number of nucleons.
-        depth_g_cm2: [S] atmosphere above the observer.
-        counts: [S] muons.
-        muons: [M] by variable, in the units of the files: m, GeV, and ns since the shower's first muon.
+        energy_gev: [S] energy of the primary particle.
+        zenith_rad: [S] zenith angle of the primary's direction.
+        mass: [S] number of nucleons of the primary.
+        depth_g_cm2: [S] depth of the atmosphere above the observer.
+        counts: [S] number of muons.
+        muons: [M] values of each variable: x and y in m, energy in GeV, time in ns since the shower's first muon.
     """
 
     energy_gev: Floats
@@ -62,10 +63,10 @@ class Showers:
 
 
 def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
-    """Lists the files of a data set, sorted; none where they are simulated.
+    """Lists the files of a data set, sorted; the list is empty for simulated showers.
 
     Raises:
-        MissingDataError: There is no such file or folder, or no file of showers in it.
+        MissingDataError: The file or folder does not exist, or holds no showers in a known format.
     """
     if dataset.is_synthetic:
         return []
@@ -90,10 +91,10 @@ def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
 
 
 def read_showers(files: Sequence[Path], dataset: ShowerDatasetSettings) -> Showers:
-    """Reads showers; the events of each file are its own.
+    """Reads showers. Event numbers count within a file: equal numbers in two files are two showers.
 
     Raises:
-        DataError: A file cannot be read or breaks a rule; names file and line.
+        DataError: A file cannot be read or breaks a rule; the message names file and line.
     """
     read = [_showers_of(_read(path), dataset) for path in files]
     joined = {name: np.concatenate([getattr(one, name) for one in read])
@@ -103,7 +104,7 @@ def read_showers(files: Sequence[Path], dataset: ShowerDatasetSettings) -> Showe
 
 
 def showers_of_columns(columns: Columns, dataset: ShowerDatasetSettings) -> Showers:
-    """Makes showers of columns in memory, one line a muon, checked like those of a file."""
+    """Makes showers from columns in memory, one line for each muon, with the checks for files."""
     lines = np.arange(1, len(columns[EVENT]) + 1)
     return _showers_of(_Table(path=Path(dataset.name), columns=columns, lines=lines), dataset)
 
@@ -115,17 +116,17 @@ class _Table:
     path: Path
     columns: Columns
     lines: NDArray[np.int64]  # Number of each line in the file
-    line: str = "row"  # What a line is called
+    line: str = "row"  # Word for a line in messages
 
     def check(self, holds: NDArray[np.bool_], name: str, rule: str) -> None:
-        """Raises DataError, which names the first line that breaks a rule."""
+        """Raises DataError for the first line where `holds` is False."""
         if not holds.all():
             row = int(np.argmin(holds))
             where, found = f"{self.path}, {self.line} {self.lines[row]}", self.columns[name][row]
             raise DataError(f"{where}: {name} {rule}", value=f"{found:.12g}", remedy="Correct the line or leave it out")
 
     def only(self, kept: NDArray[np.bool_]) -> "_Table":
-        """Returns the table with some of its lines."""
+        """Returns the table with the lines where `kept` is True."""
         columns = {name: values[kept] for name, values in self.columns.items()}
         return replace(self, columns=columns, lines=self.lines[kept])
 
@@ -136,7 +137,7 @@ def _read(path: Path) -> _Table:
     except DataError:
         raise
     except OSError as error:
-        # h5py raises it for damaged files, too.
+        # h5py raises OSError for damaged files, too.
         raise DataError(f"{path} must be readable", value=_short(error), remedy="Check the file") from error
     except Exception as error:
         if not type(error).__module__.startswith("polars"):
@@ -161,13 +162,13 @@ def _read_parquet(path: Path) -> _Table:
     frame = polars.read_parquet(path)
     lists = [name for name, kind in frame.schema.items() if isinstance(kind, polars.List | polars.Array)]
     if lists:
-        # One line a shower, with its muons in lists.
+        # The file has one line for each shower, with its muons in lists.
         frame = frame.explode(lists).drop_nulls(lists)
     return _table_of(frame, path, "row", first=1)
 
 
 def _table_of(frame: Any, path: Path, line: str, first: int) -> _Table:
-    """Makes a table of the columns that are known; raises DataError for what is no number."""
+    """Makes a table from the columns that showers use; raises DataError for a cell that is not a number."""
     import polars
 
     columns = {}
@@ -227,7 +228,7 @@ def _ground_particles(file: Any, path: Path) -> Columns:
 
 
 def _header_number(header: bytes, name: str, path: Path) -> float:
-    """Finds a number in the pickled header of a shower without unpickling it: unpickling runs what a file says."""
+    """Finds a number in the pickled header of a shower by its text: unpickling would run code from the file."""
     found = re.search(rb"S'%s'\np\d+\n[FI]([-+.\deE]+)\n" % name.encode(), header)
     if found is None:
         raise DataError(f"{path}: the attribute 'event_header' must give the primary's {name}", value="not found",
@@ -238,7 +239,7 @@ def _header_number(header: bytes, name: str, path: Path) -> float:
 READERS: Final[Mapping[str, Callable[[Path], _Table]]] = {
     ".parquet": _read_parquet, ".csv": _read_csv, ".h5": _read_hdf5, ".hdf5": _read_hdf5,
 }  # fmt: skip
-"""Reader of each kind of file, by the end of its name."""
+"""Readers by the suffix of a file's name."""
 
 
 def _known(names: Sequence[str]) -> list[str]:
@@ -266,7 +267,7 @@ def _showers_of(table: _Table, dataset: ShowerDatasetSettings) -> Showers:
 
 
 def _complete(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
-    """Returns the table with the columns that may be left out; raises DataError without those that may not."""
+    """Fills in the optional columns that a table lacks; raises DataError if it lacks a required column."""
     needed = [*_SHOWER_COLUMNS, *(VARIABLE_COLUMNS[name] for name in dataset.variables)]
     missing = [name for name in needed if name not in table.columns]
     if missing:
@@ -281,7 +282,7 @@ def _complete(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
 
 
 def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
-    """Returns the muons of a table of particles, after checking them."""
+    """Returns the muons of a table of particles; raises DataError for a value that breaks a rule."""
     table = table.only(np.isin(table.columns[PARTICLE], MUON_IDS))
     if not len(table.lines):
         raise DataError(f"{table.path} must hold muons, which are the particles {MUON_IDS[0]} and {MUON_IDS[1]}",
@@ -299,6 +300,6 @@ def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
 
 
 def _mass(primary_id: Floats) -> Floats:
-    """Returns the number of nucleons; 0 of what is no nucleus."""
+    """Returns the number of nucleons; 0 for a particle that is no nucleus."""
     nucleus = np.where(primary_id >= _FIRST_NUCLEUS_ID, primary_id // 100, 0.0)
     return np.where(np.isin(primary_id, _NUCLEON_IDS), 1.0, nucleus)

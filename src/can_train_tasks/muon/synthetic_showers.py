@@ -1,5 +1,6 @@
-"""The simulated showers behind `--dataset synthetic`, and their files, which the reader of real showers reads back. The
-numbers depend on the settings only.
+"""The simulated showers behind `--dataset synthetic`, and their files, which the reader of real showers reads back.
+
+The numbers depend on the settings only.
 
 Shapes: S showers, M muons.
 """
@@ -32,37 +33,37 @@ from can_train_tasks.muon.showers import (
     Floats,
 )
 
-# Raise it whenever the same settings give other numbers, so that folders written before are not taken for new ones.
+# Raise it whenever the same settings give other numbers, so that folders of an earlier version are not used.
 GENERATOR_VERSION: Final = 1
 
-_PRIMARIES: Final = (14, 402, 1407, 2814, 5626)  # Protons, helium, nitrogen, silicon, iron in CORSIKA's numbers
+_PRIMARIES: Final = (14, 402, 1407, 2814, 5626)  # CORSIKA's numbers of proton, helium, nitrogen, silicon, iron
 _PROTON: Final = 14
-_DEPTHS_G_CM2: Final = (700.0, 1036.0)  # Of observers in the mountains and at sea level
-_MAX_ZENITH_RAD: Final = np.pi / 3  # Beyond, the ground is far from the shower's plane
+_DEPTHS_G_CM2: Final = (700.0, 1036.0)  # Depths of observers in the mountains and at sea level
+_MAX_ZENITH_RAD: Final = np.pi / 3  # At larger angles the ground differs too much from the shower's plane
 _SEA_LEVEL_G_CM2: Final = 1036.0
 _PEV_GEV: Final = 1e6
-# Muons grow as A^0.1 · E^0.9: each nucleon makes a shower of its own, of E/A.
+# The number of muons grows as A^0.1 · E^0.9: each of A nucleons makes a shower of energy E/A.
 _MASS_EXPONENT: Final = 0.1
 _ENERGY_EXPONENT: Final = 0.9
 _ATTENUATION_G_CM2: Final = 1500.0  # Slant depth over which 1 - 1/e of the muons decay or stop
-_SPREAD: Final = 0.16  # Of the logarithm of a proton shower's muons; that of A nucleons averages out
-_SPREAD_FREEDOM: Final = 5  # Degrees of freedom of Student's t: now and then a shower has far more
+_SPREAD: Final = 0.16  # Spread of ln n of a proton shower; the showers of A nucleons average to a smaller spread
+_SPREAD_FREEDOM: Final = 5  # Degrees of freedom of Student's t: a few showers have far more muons than the mean
 _MAX_SPREADS: Final = 6.0
 # Greisen's lateral distribution of muons, as r ~ r0 · Beta'(a, b): dN/dr ∝ r^0.25 (1 + r/r0)^-4.75
 _LATERAL: Final = (1.25, 3.5)
 _LATERAL_M: Final = 1100.0  # r0 at sea level: half of the muons are within 300 m of the core
 _MAX_RADIUS_M: Final = 10_000.0
-_CORE_ENERGY_GEV: Final = 20.0  # Near the core; it falls by a power of the distance
+_CORE_ENERGY_GEV: Final = 20.0  # Typical energy of a muon near the core; it falls by a power of the distance
 _MIN_ENERGY_GEV: Final = 0.3  # CORSIKA's usual cut
-_DELAY_NS: Final = 35.0  # Of the shower's front at 300 m from the core, behind that at the core
-_ARRIVAL_NS: Final = 160_000.0  # After the first interaction
+_DELAY_NS: Final = 35.0  # Delay of the shower's front at 300 m from the core, compared with the core
+_ARRIVAL_NS: Final = 160_000.0  # Time from the first interaction to the front's arrival at the core
 
 
 def synthetic_files(cache: Path, settings: SyntheticShowerSettings, reporter: Reporter) -> list[Path]:
-    """Returns the files of the simulated data set below `cache`; simulates and writes them if they are not there.
+    """Returns the files of the simulated data set under `cache`; simulates and writes them if they are missing.
 
     Raises:
-        StateError: They cannot be written.
+        StateError: The files cannot be written.
     """
     identity = json.dumps([GENERATOR_VERSION, asdict(settings)])
     folder = cache / f"showers-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
@@ -75,7 +76,7 @@ def write_synthetic(folder: Path, settings: SyntheticShowerSettings, reporter: R
     """Simulates the data set and writes it. The folder appears complete or not at all.
 
     Raises:
-        StateError: It cannot be written.
+        StateError: The folder cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ def write_synthetic(folder: Path, settings: SyntheticShowerSettings, reporter: R
             try:
                 staged.rename(folder)
             except OSError:
-                # Two runs may have started on the same settings. Their files are the same: the first to finish stays.
+                # Another run may have written the folder from the same settings; the files are equal, so it stays.
                 if not folder.is_dir():
                     raise
     except OSError as error:
@@ -98,12 +99,12 @@ def write_synthetic(folder: Path, settings: SyntheticShowerSettings, reporter: R
 
 
 def simulate_showers(settings: SyntheticShowerSettings, number: int, showers: int) -> Columns:
-    """Simulates the showers of one file; returns its columns, one line a muon."""
+    """Simulates `showers` showers of the file `number`; returns its columns, one line for each muon."""
     rng = np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(number,)))
     primary = rng.choice(_PRIMARIES, showers).astype(np.float64)
     mass = np.where(primary == _PROTON, 1.0, primary // 100)
     energy = np.exp(rng.uniform(np.log(settings.min_energy_gev), np.log(settings.max_energy_gev), showers))
-    # As many as pass a horizontal plane from each direction: uniform in sin².
+    # An isotropic flux through a horizontal plane is uniform in sin² of the zenith angle.
     zenith = np.arcsin(np.sqrt(rng.uniform(0.0, np.sin(_MAX_ZENITH_RAD) ** 2, showers)))
     depth = rng.uniform(*_DEPTHS_G_CM2, showers)
     slant = depth / np.cos(zenith)
@@ -121,8 +122,8 @@ def _muons(rng: np.random.Generator, slant: Floats, zenith: Floats) -> Columns:
 
     Args:
         rng: Source of randomness.
-        slant: [M] atmosphere that each one's shower has passed, g/cm².
-        zenith: [M] of the shower.
+        slant: [M] slant depth of the shower, in g/cm².
+        zenith: [M] zenith angle of the shower, in rad.
     """
     share = rng.beta(*_LATERAL, len(slant))
     # Showers that began higher above the ground are wider.
@@ -141,7 +142,7 @@ def _muons(rng: np.random.Generator, slant: Floats, zenith: Floats) -> Columns:
 
 
 def showers_in_file(settings: SyntheticShowerSettings, number: int) -> int:
-    """Returns how many of the showers a file has: all files alike, but for one shower."""
+    """Returns the number of showers in a file: showers ÷ files, and one more in the first files if there is a rest."""
     whole, more = divmod(settings.showers, settings.files)
     return whole + (number < more)
 
@@ -153,20 +154,20 @@ def _write(folder: Path, number: int, settings: SyntheticShowerSettings) -> None
         write_parquet(path, columns)
     else:
         write_hdf5(path, columns)
-    # Before the rename: after a power failure a complete folder must not hold empty files.
+    # Flushed before the folder's rename: after a power failure a complete folder must not hold empty files.
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def write_parquet(path: Path, columns: Columns) -> None:
-    """Writes one line a muon as parquet."""
+    """Writes a parquet file with one line for each muon."""
     import polars
 
     polars.DataFrame(_typed(columns)).write_parquet(path)
 
 
 def write_hdf5(path: Path, columns: Columns) -> None:
-    """Writes one line a muon as a table of HDF5."""
+    """Writes an HDF5 table with one line for each muon."""
     import h5py
 
     typed = _typed(columns)

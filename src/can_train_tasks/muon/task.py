@@ -1,6 +1,6 @@
 """The muon task: a conditional WGAN-GP that generates the muons of air showers.
 
-Shapes: B events, V variables of a muon; the rest as in `point_sets`.
+Shapes: B events, V variables of a muon, C conditions, n or M muons, S showers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,28 +38,29 @@ from can_train_tasks.muon.showers import Showers, read_showers, shower_files, sh
 from can_train_tasks.muon.synthetic_showers import showers_in_file, simulate_showers, synthetic_files
 
 _PEV_GEV: Final = 1e6
-_KM_G_CM2: Final = 1000.0  # Unit of depth
-_POSITION_M: Final = 500.0  # Unit of x and y
-_DELAY_NS: Final = 1.0  # Added to a delay before its logarithm is taken: the first muon's is 0
+_KM_G_CM2: Final = 1000.0  # Unit of normalised depth
+_POSITION_M: Final = 500.0  # Unit of normalised x and y
+_DELAY_NS: Final = 1.0  # Added to a delay before its logarithm: the first muon's delay is 0
 _UNITS: Final = {"x": _POSITION_M, "y": _POSITION_M, "energy": 1.0, "time": 1.0}
 _METRICS: Final = {"x": "w1_x_m", "y": "w1_y_m", "energy": "w1_log10_energy", "time": "w1_log10_delay"}
-# Showers below which single events, which may be parts of one shower, are kept for testing instead of whole showers.
+# With fewer showers than this, sets consist of events, even parts of one shower, instead of whole showers.
 _FEW_SHOWERS: Final = 10
-_EVENTS: Final = 128  # That few showers are cut into
+_EVENTS: Final = 128  # Events, in total, that few showers are cut into
 _SAMPLED: Final = 200  # Simulated showers that a plan looks at
-_RIDGE: Final = 1e-6  # Of the line through ln n: conditions that never vary have no slope
-_CUT_SEED: Final = 0  # Of the cut into events and sets, the same for every seed: runs that differ in it are compared
-_POISSON_SPREADS: Final = 3.0  # Standard deviations above the bound, for events of few muons
+_RIDGE: Final = 1e-6  # Penalty of the line through ln n: conditions that never vary get no slope
+# Seed of the cut into events and sets. It does not follow the run's seed, so that runs with other seeds are comparable.
+_CUT_SEED: Final = 0
+_POISSON_SPREADS: Final = 3.0  # Standard deviations added to an event's bound, for events of few muons
 _CRITIC, _GENERATOR = "critic", "generator"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Moments:
-    """What the training events say of all of them."""
+    """Moments of the training events: the scale of the generator's muons, and the expected multiplicity."""
 
-    expectation: NDArray[np.float64]  # [1 + C] line through ln n
-    mean: NDArray[np.float64]  # [V] of the muons
-    deviation: NDArray[np.float64]  # [V]
+    expectation: NDArray[np.float64]  # [1 + C] coefficients of the line through ln n
+    mean: NDArray[np.float64]  # [V] mean of the muons
+    deviation: NDArray[np.float64]  # [V] standard deviation of the muons
 
 
 class MuonTask(Task):
@@ -75,7 +76,7 @@ class MuonTask(Task):
 
     @classmethod
     def files(cls, dataset: Any, data_root: Path) -> Sequence[Path]:
-        """Lists the files of a data set; none where it is simulated."""
+        """Lists the files of a data set; the list is empty for simulated showers."""
         return shower_files(dataset, data_root)
 
     def datasets(self) -> Mapping[str, Sequence[MuonEvent]]:
@@ -86,7 +87,7 @@ class MuonTask(Task):
         return self._sets_of(read_showers(files, self.dataset))
 
     def sample_datasets(self) -> Mapping[str, Sequence[MuonEvent]]:
-        """Returns the same; of simulated showers the first ones of the first file, which is not written."""
+        """Returns the events of each set; simulated showers are only the first of file 0, and no file is written."""
         settings = self.dataset.synthetic
         if not self.dataset.is_synthetic:
             return self.datasets()
@@ -102,7 +103,7 @@ class MuonTask(Task):
         rng = np.random.default_rng(_CUT_SEED)
         muons = _normalised_muons(showers, self.dataset.variables)
         starts = np.cumsum(showers.counts) - showers.counts
-        # Muons are dealt out at random: each part is the same shower, thinner.
+        # Muons are dealt out at random: each part is a thinned copy of the shower.
         part_of = rng.integers(0, parts, len(muons)) if parts > 1 else np.zeros(len(muons), np.int64)
         conditions = torch.from_numpy(_conditions(showers)).float()
         events, owners = [], []
@@ -119,7 +120,7 @@ class MuonTask(Task):
     def _split(
         self, events: list[tuple[Tensor, Tensor]], owners: NDArray[np.int64], rng: np.random.Generator
     ) -> Mapping[str, Sequence[MuonEvent]]:
-        """Splits events into sets; those with the same owner stay together."""
+        """Splits events into sets; events with the same owner stay together."""
         groups = int(owners.max()) + 1
         kept = [max(1, round(share * groups)) for share in (self.dataset.validation_share, self.dataset.test_share)]
         if groups - sum(kept) < 1:
@@ -145,7 +146,7 @@ class MuonTask(Task):
         return MuonEvent(conditions=conditions, muons=muons, bound=max(2, min(bound, model.max_generated)))
 
     def notices(self) -> Sequence[str]:
-        """Returns sentences that are printed with the plan."""
+        """Returns the notices of every task, and how showers are cut into events."""
         _ = self.sets
         return (*super().notices(), *([self._cut] if self._cut else []))
 
@@ -165,12 +166,12 @@ class MuonTask(Task):
         )
 
     def features(self, sample: MuonEvent) -> Mapping[str | Feature, float]:
-        """Counts real muons with those that may be generated, the latter alone, and the pairs of both."""
+        """Counts all muons (real muons and the bound of generated muons), the bound, and the pairs of both kinds."""
         real, bound = len(sample.muons), sample.bound
         return {"muons": real + bound, "generated muons": bound, "pairs": min(real, bound)}
 
     def draw(self, samples: Sequence[MuonEvent], generator: torch.Generator) -> Sequence[MuonEvent]:
-        """Draws, for each event, the random numbers of as many muons as it may be given, and its α."""
+        """Draws the random numbers of each event: for as many muons as its bound, for the event itself, and its α."""
         model, bounds = self.model_settings, [sample.bound for sample in samples]
         noise = torch.randn(sum(bounds), model.noise, generator=generator).split(bounds)
         of_events = torch.randn(len(samples), model.shower_noise + 1, generator=generator)
@@ -180,11 +181,11 @@ class MuonTask(Task):
                 for sample, own, shared, alpha in zip(samples, noise, of_events, alphas, strict=True)]  # fmt: skip
 
     def collate(self, samples: Sequence[MuonEvent]) -> MuonBatch:
-        """Puts events one after another."""
+        """Joins events into a batch without padding."""
         return collate_events(samples)
 
     def critic_loss(self, model: Any, batch: MuonBatch) -> Losses:
-        """Computes the critic's loss: generated against real sets, and the penalty of its gradient between them."""
+        """Computes the critic's loss: score of generated minus score of real sets, and the gradient penalty."""
         with torch.no_grad():
             generated, counts = model.generator(batch)
         real = model.critic(batch.real, batch.real_event, batch.counts, batch.conditions)
@@ -193,8 +194,9 @@ class MuonTask(Task):
         return {"critic": (difference.sum(), len(batch.counts)), "penalty": (penalty.sum(), len(batch.counts))}
 
     def generator_loss(self, model: Any, batch: MuonBatch) -> Losses:
-        """Computes the generator's loss: the critic's score of its sets, and the likelihood of the real multiplicities,
-        since whole numbers have no gradient.
+        """Computes the generator's loss: the critic's score of its sets, and the likelihood of the real multiplicities.
+
+        The likelihood is needed because a multiplicity is a whole number, which has no gradient.
         """
         generated, counts = model.generator(batch)
         score = model.score(batch, generated, counts)
@@ -206,15 +208,15 @@ class MuonTask(Task):
         return self.generator_loss(model, batch)
 
     def validation_loss(self, model: Any, batch: MuonBatch) -> Losses:
-        """Computes how far generated events are from real ones, which the losses of critic and generator do not say."""
-        # All muons that may be generated: there are at least two, and they have the same distribution.
+        """Computes the distance between generated and real events; the losses of the phases do not measure it."""
+        # All generated muons up to the bound are compared: at least two, and all from one distribution.
         generated, _ = model.generator(batch)
         distance = sliced_energy_distance(batch.real, batch.counts, generated, batch.bounds)
         of_counts = model.generator.multiplicity.distance(batch.conditions, batch.counts)
         return {"distance": (distance.sum(), len(batch.counts)), "multiplicity": (of_counts.sum(), len(batch.counts))}
 
     def predict(self, model: Any, batch: MuonBatch) -> Sequence[Tensor]:
-        """Generates the muons of each event: [n, V]."""
+        """Generates the normalised muons [n, V] of each event."""
         generated, counts = model.generator(batch)
         return [own[:count] for own, count in
                 zip(generated.split(batch.bounds.tolist()), counts.tolist(), strict=True)]  # fmt: skip
@@ -224,7 +226,7 @@ class MuonTask(Task):
         return self._distances(samples, [one.double().numpy() for one in predictions])
 
     def baselines(self, samples: Sequence[MuonEvent]) -> Mapping[str, Mapping[str, float]]:
-        """Computes the distances of two methods that learn nothing."""
+        """Computes the distances of two methods without a network."""
         training = [self.sample(int(row)) for row in self.train_rows]
         methods = {"nearest training event": nearest_events, "normal distribution": normal_events}
         return {name: self._distances(samples, method(samples, training)) for name, method in methods.items()}

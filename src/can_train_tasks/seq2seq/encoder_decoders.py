@@ -1,8 +1,10 @@
-"""The models: an attentive LSTM and a transformer. Both read a source, and tell the logits of each next symbol of a
-target of which they have seen the symbols before it. And the search that writes targets with them.
+"""The two models, an attentive LSTM and a transformer, and the beam search that writes targets with them.
 
-Shapes: N pairs, S symbols of the longest source, T of the longest target; B hypotheses of each target, L symbols
-written so far; V symbols of the vocabulary; E width of the embeddings, H hidden units.
+A model reads a source. For each position of the target it computes the logits of the next symbol from the symbols
+before that position.
+
+Shapes: N pairs, S symbols of the longest source, T symbols of the longest target; B hypotheses for each target,
+L symbols written so far; V symbols of the vocabulary; E width of the embeddings, H hidden units.
 """
 
 from abc import ABC, abstractmethod
@@ -14,15 +16,15 @@ from torch import Tensor, nn
 from can_train_tasks.seq2seq.pair_tables import END, PAD, START
 from can_train_tasks.seq2seq.settings import LstmSettings, TransformerSettings
 
-_LONGEST_WAVE: Final = 10_000.0  # of the positions' sines, in units of 2π: that of Vaswani et al. 2017
+_LONGEST_WAVE: Final = 10_000.0  # wavelength of the slowest position sine, in units of 2π, as in Vaswani et al. 2017
 
 
 class Encoded(NamedTuple):
-    """A source that has been read."""
+    """The encoder's output for a batch of sources."""
 
-    memory: Tensor  # [N, S, …] what the decoder attends to
-    mean: Tensor  # [N, …] of what was read
-    padded: Tensor  # [N, S] where a source has ended
+    memory: Tensor  # [N, S, …] encoded symbols, which the decoder attends to
+    mean: Tensor  # [N, …] mean of the encoder's output over a source
+    padded: Tensor  # [N, S] whether the position is padding after the source's end
 
 
 class Seq2seqModel(nn.Module, ABC):
@@ -38,15 +40,15 @@ class Seq2seqModel(nn.Module, ABC):
 
     @abstractmethod
     def begin(self, encoded: Encoded, width: int) -> Any:
-        """Returns the state of a decoder that has written nothing of `width` hypotheses for each source."""
+        """Returns the decoder's state before the first symbol, with `width` hypotheses for each source."""
 
     @abstractmethod
     def step(self, encoded: Encoded, state: Any, last: Tensor) -> tuple[Tensor, Any]:
-        """Returns the logits [N, B, V] of the symbols after `last` [N, B], and the next state."""
+        """Returns the logits [N, B, V] of the symbols that follow `last` [N, B], and the next state."""
 
     @abstractmethod
     def chosen(self, state: Any, beams: Tensor) -> Any:
-        """Returns the state in which hypothesis b of source n is what `beams` [N, B] was of it."""
+        """Reorders hypotheses: hypothesis b of source n gets the state of hypothesis `beams`[n, b], for [N, B]."""
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Returns [N, T, V]: after each symbol of targets [N, T], the logits of the next one."""
@@ -54,23 +56,23 @@ class Seq2seqModel(nn.Module, ABC):
 
 
 def reversed_sources(values: Tensor, lengths: Tensor) -> Tensor:
-    """Reverses each of padded sequences [N, S, …] within its length [N]; what follows stays."""
+    """Reverses each padded sequence [N, S, …] within its length [N]; the padding keeps its place."""
     steps = torch.arange(values.shape[1], device=values.device)
     turned = torch.where(steps < lengths[:, None], lengths[:, None] - 1 - steps, steps)
     return values.gather(1, turned[..., None].expand_as(values))
 
 
 def mean_of(values: Tensor, padded: Tensor) -> Tensor:
-    """Returns [N, …], the means of sequences [N, S, …] without their padding [N, S]."""
+    """Returns the means [N, …] of sequences [N, S, …] over the symbols that are not `padded` [N, S]."""
     shares = (~padded).to(values.dtype) / (~padded).sum(dim=1, keepdim=True)
     return torch.bmm(shares[:, None], values).squeeze(1)
 
 
 class BidirectionalLstm(nn.Module):
-    """One layer that reads padded sequences in both directions.
+    """One LSTM layer that reads padded sequences in both directions.
 
-    The backward direction reads each sequence from its own last symbol, so that padding never reaches a state. Unlike
-    PyTorch's packed sequences this takes the same kernels, and the same memory, as any padded batch.
+    The backward direction starts at each sequence's last symbol, so that padding never reaches a state. PyTorch's
+    packed sequences do this too, but with other kernels, whose memory differs from a padded batch's memory.
     """
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -79,20 +81,20 @@ class BidirectionalLstm(nn.Module):
         self.back = nn.LSTM(width, hidden, batch_first=True)
 
     def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Reads [N, S, width] of lengths [N]; returns [N, S, 2H]."""
+        """Reads sequences [N, S, width] with lengths [N]; returns [N, S, 2H]."""
         back, _ = self.back(reversed_sources(values, lengths))
         return torch.cat([self.ahead(values)[0], reversed_sources(back, lengths)], dim=-1)
 
 
 class AttentiveLstm(Seq2seqModel):
-    """An LSTM encoder and decoder with attention: each step of the decoder attends to the source with what it has
-    written so far, and reads what it found beside its last symbol.
+    """An LSTM encoder and decoder with attention.
 
-    What is found and what is compared with are the same H numbers for each symbol. With separate ones, of 2H, gradients
-    of all symbols would be added up beside the decoder's activations in every step of a backward pass, and decide its
-    peak where sources are longer than targets.
+    Each decoder step attends to the source with its hidden state, and reads the attended context together with the last
+    symbol. One vector of H numbers for each source symbol serves as both key and value of the attention. With separate
+    values of 2H numbers, every step of a backward pass would add up the gradients of all symbols while the decoder's
+    activations are in memory; that sum would set the peak of memory where sources are longer than targets.
 
-    Source: Bahdanau et al. 2015, with Luong et al.'s (2015) product as the score.
+    Source: Bahdanau et al. 2015, with the product of Luong et al. 2015 as the score.
     """
 
     def __init__(self, settings: LstmSettings, symbols: int) -> None:
@@ -127,7 +129,7 @@ class AttentiveLstm(Seq2seqModel):
         return self._logits(torch.cat(found, dim=1))
 
     def begin(self, encoded: Encoded, width: int) -> tuple[Tensor, Tensor]:
-        """Returns hidden and cell state, each [N, B, H], from the mean of the source."""
+        """Returns the hidden state and the cell state, each [N, B, H], computed from the mean of the source."""
         hidden, cell = self.first(encoded.mean)[:, None].expand(-1, width, -1).chunk(2, dim=-1)
         return torch.tanh(hidden), cell.contiguous()
 
@@ -137,14 +139,14 @@ class AttentiveLstm(Seq2seqModel):
         return self._logits(joined), state
 
     def chosen(self, state: Any, beams: Tensor) -> Any:
-        """Returns the state of other hypotheses."""
+        """Reorders the hypotheses of the hidden state and the cell state, [N, B, H] each."""
         hidden, cell = (part.gather(1, beams[..., None].expand(-1, -1, part.shape[-1])) for part in state)
         return hidden, cell
 
     def _advance(
         self, encoded: Encoded, state: tuple[Tensor, Tensor], embedded: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Reads embedded symbols [N, B, E]; returns [N, B, 2H] what the logits are made of, and the next state."""
+        """Reads embedded symbols [N, B, E]; returns hidden state and context joined, [N, B, 2H], and the next state."""
         hidden, cell = state
         scores = torch.bmm(hidden, encoded.memory.transpose(1, 2)) * hidden.shape[-1] ** -0.5
         weights = scores.masked_fill(encoded.padded[:, None], -torch.inf).softmax(dim=-1)
@@ -163,7 +165,9 @@ class AttentiveLstm(Seq2seqModel):
 class Transformer(Seq2seqModel):
     """An encoder-decoder transformer.
 
-    Source: Vaswani et al. 2017, normalised before each sublayer (Xiong et al. 2020), which trains without a warm-up.
+    It normalises before each sublayer and therefore trains without a warm-up.
+
+    Source: Vaswani et al. 2017; Xiong et al. 2020 for the normalisation.
     """
 
     def __init__(self, settings: TransformerSettings, symbols: int) -> None:
@@ -173,7 +177,7 @@ class Transformer(Seq2seqModel):
         self.dropout = nn.Dropout(settings.dropout)
         common: dict[str, Any] = {"dim_feedforward": settings.hidden, "dropout": settings.dropout, "batch_first": True,
                   "norm_first": True}  # fmt: skip
-        # Nested tensors save no memory that grows with a batch, and hide it from who counts it.
+        # Nested tensors save no memory that grows with the batch, and the memory model cannot count their memory.
         self.encoder = nn.TransformerEncoder(
             nn.TransformerEncoderLayer(width, settings.heads, **common), settings.layers, nn.LayerNorm(width),
             enable_nested_tensor=False,
@@ -196,7 +200,7 @@ class Transformer(Seq2seqModel):
     def decode(self, encoded: Encoded, target: Tensor) -> Tensor:
         """Returns [N, T, V] logits."""
         length = target.shape[1]
-        # Padding follows all symbols of a target, so that hiding later symbols hides it too.
+        # Padding follows all symbols of a target, so the mask for later symbols hides padding too.
         later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
         found = self.decoder(self._embedded(target), encoded.memory, tgt_mask=later, tgt_is_causal=True,
                              memory_key_padding_mask=encoded.padded)  # fmt: skip
@@ -204,7 +208,7 @@ class Transformer(Seq2seqModel):
         return logits
 
     def begin(self, encoded: Encoded, width: int) -> Tensor:
-        """Returns [N, B, 0]: the symbols that are written."""
+        """Returns [N, B, 0]: the state is the written symbols, and there are none yet."""
         return encoded.padded.new_zeros((len(encoded.memory), width, 0), dtype=torch.int64)
 
     def step(self, encoded: Encoded, state: Any, last: Tensor) -> tuple[Tensor, Any]:
@@ -216,7 +220,7 @@ class Transformer(Seq2seqModel):
         return logits.unflatten(0, written.shape[:2]), written
 
     def chosen(self, state: Any, beams: Tensor) -> Any:
-        """Returns the symbols of other hypotheses."""
+        """Reorders the hypotheses of the written symbols [N, B, L]."""
         return state.gather(1, beams[..., None].expand_as(state))
 
     def _embedded(self, symbols: Tensor) -> Tensor:
@@ -226,7 +230,7 @@ class Transformer(Seq2seqModel):
 
 
 def positions(length: int, width: int, like: nn.Module) -> Tensor:
-    """Returns [length, width] sines and cosines of positions, in the number format of a module's weights."""
+    """Returns [length, width] sines and cosines of positions, in the dtype and on the device of `like`'s weights."""
     weight = next(like.parameters())
     rates = _LONGEST_WAVE ** -torch.arange(0, 1, 2 / width, device=weight.device, dtype=weight.dtype)
     angles = torch.arange(length, device=weight.device, dtype=weight.dtype)[:, None] * rates
@@ -234,22 +238,25 @@ def positions(length: int, width: int, like: nn.Module) -> Tensor:
 
 
 def write(model: Seq2seqModel, source: Tensor, *, width: int, longest: int) -> Tensor:
-    """Returns [N, L]: the best target that a beam search finds for each of padded sources [N, S], up to `END`.
+    """Writes a target for each source by beam search.
 
-    Hypotheses are compared by the logarithm of their probability, divided in the end by their length: otherwise the
-    shortest would win. With one hypothesis the search is greedy.
+    Hypotheses are compared by the logarithm of their probability. At the end it is divided by their length: otherwise
+    the shortest hypothesis would win. With one hypothesis the search is greedy.
 
     Args:
         model: In evaluation mode.
-        source: Padded sources.
-        width: Hypotheses that are kept of each target.
+        source: [N, S] padded sources.
+        width: Hypotheses that are kept for each target.
         longest: Symbols after which a target ends at the latest.
+
+    Returns:
+        [N, L]: the best hypothesis of each source, up to `END`, then padding.
     """
     encoded = model.encode(source)
     count, device = len(source), source.device
     state = model.begin(encoded, width)
     written = torch.full((count, width, 1), START, device=device)
-    # At first all hypotheses are alike: only the first one counts.
+    # At first all hypotheses of a source are equal: only hypothesis 0 counts, or the beam would hold copies.
     scores = torch.full((count, width), -torch.inf, device=device)
     scores[:, 0] = 0.0
     for _ in range(longest):
@@ -267,12 +274,14 @@ def write(model: Seq2seqModel, source: Tensor, *, width: int, longest: int) -> T
 
 
 def _continued(scores: Tensor, logits: Tensor, ended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Chooses the best continuations of hypotheses with scores [N, B]; returns their scores, which hypothesis each
-    continues and with which symbol, all [N, B].
+    """Chooses the B best continuations of a source's hypotheses.
+
+    Returns:
+        [N, B] each: the score of a continuation, the hypothesis that it continues, and the symbol that it adds.
     """
     gains = logits.to(scores.dtype).log_softmax(dim=-1)
     gains[..., [PAD, START]] = -torch.inf
-    # One that has ended is continued by padding alone, which costs nothing.
+    # A hypothesis that has ended is continued by padding alone, which leaves its score as it is.
     only_padding = torch.full_like(gains[0, 0], -torch.inf)
     only_padding[PAD] = 0.0
     gains = torch.where(ended[..., None], only_padding, gains)

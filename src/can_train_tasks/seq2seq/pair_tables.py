@@ -1,5 +1,6 @@
-"""Finds and reads tables of pairs, without torch: tab-separated values, one pair a line, columns by number; and numbers
-their symbols.
+"""Finds and reads tables of pairs, and numbers their symbols. This module does without torch.
+
+A table is a file of tab-separated values with one pair on each line. Columns are named by their number.
 """
 
 import hashlib
@@ -16,13 +17,13 @@ from can_train_tasks.seq2seq.settings import Seq2seqDatasetSettings
 
 Symbols = tuple[str, ...]
 TRAIN, DEV, TEST = "train", "dev", "test"
-# Numbers of the symbols that are a model's own.
+# Numbers of the symbols that no table contains.
 PAD, START, END, UNKNOWN = range(4)
 _OWN: Final = ("<pad>", "<start>", "<end>", "<unknown>")
-# What stands for `train` in the names of the tables beside a training table.
+# Words that replace `train` in the file names of the development and the test table.
 _BESIDE: Final = {DEV: ("dev", "valid", "validation", "val"), TEST: ("test",)}
-_WORDS: Final = {"space": " "}  # separators that a command line would lose
-_FEATURES_COLUMN: Final = 3  # where features stand by custom, in inflection tables
+_WORDS: Final = {"space": " "}  # names of separators that a command line would lose
+_FEATURES_COLUMN: Final = 3  # usual column of the features in inflection tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +45,17 @@ class Tables:
 
     @property
     def by_name(self) -> dict[str, Path]:
-        """The tables that there are, the training table first."""
+        """The tables that exist, the training table first."""
         found = {TRAIN: self.train, DEV: self.dev, TEST: self.test}
         return {name: path for name, path in found.items() if path}
 
 
 def find_tables(dataset: Seq2seqDatasetSettings, data_root: Path) -> Tables:
-    """Finds the files of a data set that is not synthetic; raises MissingDataError where one is absent."""
+    """Finds the files of a data set that is not synthetic.
+
+    Raises:
+        MissingDataError: A table that the settings name, or the training table, does not exist.
+    """
     train = _training_table(Path(dataset.path) if dataset.path else data_root / dataset.name)
     given = {name: Path(path) for name, path in ((DEV, dataset.dev), (TEST, dataset.test)) if path}
     for name, path in given.items():
@@ -81,23 +86,31 @@ def _beside(train: Path, name: str) -> Path | None:
 
 
 def data_files(dataset: Seq2seqDatasetSettings, data_root: Path) -> list[Path]:
-    """Lists the files of a data set; none where they are generated. Raises what `find_tables` does."""
+    """Lists the files of a data set; the list is empty where the data are synthetic.
+
+    Raises:
+        MissingDataError: As in `find_tables`.
+    """
     return [] if dataset.is_synthetic else list(find_tables(dataset, data_root).by_name.values())
 
 
 def data_digest(dataset: Seq2seqDatasetSettings, data_root: Path, reporter: Reporter) -> str:
-    """Computes the digest of the content of a data set's files. Raises what `find_tables` does."""
+    """Computes the digest of the contents of a data set's files.
+
+    Raises:
+        MissingDataError: As in `find_tables`.
+    """
     return digest_of(find_tables(dataset, data_root))
 
 
 def digest_of(tables: Tables) -> str:
-    """Computes the digest of the content of tables, wherever they are."""
+    """Computes the digest of the contents of tables; their paths do not enter."""
     hashes = [f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in tables.by_name.items()]
     return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
 def with_features_column(dataset: Seq2seqDatasetSettings, train: Path) -> Seq2seqDatasetSettings:
-    """Decides by the first line of the training table whether there are features, where that is left open."""
+    """Sets `features_col` by the first line of the training table, where the settings leave it open (-1)."""
     if dataset.features_col >= 0:
         return dataset
     first = next((line for line in _lines(train) if line), "")
@@ -107,10 +120,11 @@ def with_features_column(dataset: Seq2seqDatasetSettings, train: Path) -> Seq2se
 
 
 def read_table(path: Path, dataset: Seq2seqDatasetSettings) -> list[Pair]:
-    """Reads the pairs of a table; empty lines are passed over.
+    """Reads the pairs of a table; empty lines are skipped.
 
     Raises:
-        DataError: A line lacks a column, or has nothing in it; the message names file and line.
+        DataError: The table is empty, is not UTF-8 or cannot be read; or a line lacks a column, or its source or
+            target is empty. The message names file and line.
     """
     pairs = [_pair(line, f"{path}:{number}", dataset) for number, line in enumerate(_lines(path), start=1) if line]
     if not pairs:
@@ -120,7 +134,7 @@ def read_table(path: Path, dataset: Seq2seqDatasetSettings) -> list[Pair]:
 
 def _lines(path: Path) -> Sequence[str]:
     try:
-        # Only line breaks end a line: the next-line character, say, may be a symbol.
+        # Not splitlines(), which also splits at characters that may be symbols, such as U+0085.
         return re.split(r"\r?\n", path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
@@ -151,14 +165,15 @@ def _split(cell: str, separator: str) -> Symbols:
 
 
 def joined(symbols: Sequence[str], separator: str) -> str:
-    """Writes symbols as they stand in a table."""
+    """Joins symbols into the text of a table's cell."""
     return _WORDS.get(separator, separator).join(symbols)
 
 
 class Vocabulary:
-    """Numbers symbols; those of sources and targets share theirs, since many texts are partly copied.
+    """Numbers symbols and features.
 
-    Features have numbers of their own: one may be written like a symbol.
+    A symbol has the same number in sources and targets, since many targets copy a part of their source. Features have
+    separate numbers: a feature may be spelled like a symbol.
     """
 
     def __init__(self, symbols: Sequence[str], features: Sequence[str]) -> None:
@@ -168,7 +183,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> "Vocabulary":
-        """Numbers the symbols and the features of some pairs."""
+        """Numbers the symbols and the features of pairs."""
         symbols = sorted(set(chain.from_iterable((*pair.source, *pair.target) for pair in pairs)))
         return cls(symbols, sorted(set(chain.from_iterable(pair.features for pair in pairs))))
 
@@ -180,21 +195,21 @@ class Vocabulary:
         return len(self._symbols) + len(self._features)
 
     def source(self, pair: Pair) -> list[int]:
-        """Returns what a model reads: the features, the symbols of the source and its end."""
+        """Returns the numbers that a model reads: the features, the symbols of the source, and the end."""
         features = [self._features.get(feature, UNKNOWN) for feature in pair.features]
         return [*features, *self._numbered(pair.source), END]
 
     def target(self, pair: Pair) -> list[int]:
-        """Returns what a model is to write: the symbols of the target and its end."""
+        """Returns the numbers that a model should write: the symbols of the target, and the end."""
         return [*self._numbered(pair.target), END]
 
     def unknown(self, pairs: Iterable[Pair]) -> set[str]:
-        """Returns the symbols of some pairs that are not in the training pairs."""
+        """Returns the symbols of pairs that the vocabulary lacks."""
         seen = chain.from_iterable((*pair.source, *pair.target) for pair in pairs)
         return {symbol for symbol in seen if symbol not in self._numbers}
 
     def written(self, numbers: Iterable[int]) -> Symbols:
-        """Returns the symbols before the end; those that are none of a text are left away."""
+        """Returns the symbols before the end; padding, start, unknown symbols and features are left out."""
         found = []
         for number in numbers:
             if number == END:

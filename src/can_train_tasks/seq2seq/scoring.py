@@ -1,4 +1,4 @@
-"""Compares predicted targets with true ones, and the simple methods that a model's score stands beside."""
+"""Scores predicted targets against true targets; and the suffix rules, a baseline for a model's score."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ EXACT_MATCH, ERROR_RATE = "exact_match", "character_error_rate"
 
 
 def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
-    """Counts the insertions, deletions and substitutions that make one sequence of the other.
+    """Counts the insertions, deletions and substitutions that turn one sequence into the other.
 
     >>> edit_distance("kitten", "sitting")
     3
@@ -28,9 +28,7 @@ def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def score(pairs: Sequence[Pair], written: Sequence[Symbols]) -> dict[str, float]:
-    """Returns the share of targets that are written exactly, and the edits that the others need, for each symbol of the
-    true targets.
-    """
+    """Returns the share of targets that are written exactly, and the edits ÷ the symbols of the true targets."""
     exact = sum(pair.target == one for pair, one in zip(pairs, written, strict=True))
     edits = sum(edit_distance(one, pair.target) for pair, one in zip(pairs, written, strict=True))
     symbols = sum(len(pair.target) for pair in pairs)
@@ -38,20 +36,20 @@ def score(pairs: Sequence[Pair], written: Sequence[Symbols]) -> dict[str, float]
 
 
 class SuffixRule(NamedTuple):
-    """What is taken from the end of a source, and what is added."""
+    """Turns a source into a target: takes the symbols `taken` from its end and adds the symbols `added`."""
 
     taken: Symbols
     added: Symbols
 
     @classmethod
     def of(cls, pair: Pair) -> "SuffixRule":
-        """Returns the rule that makes the target of the source and takes least."""
+        """Returns the rule that turns the source into the target and takes the fewest symbols."""
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(pair.source, pair.target, strict=False))
         kept = sum(1 for _ in alike)
         return cls(pair.source[kept:], pair.target[kept:])
 
     def applies(self, source: Symbols) -> bool:
-        """Tells whether a source ends with what the rule takes."""
+        """Tells whether a source ends with the symbols that the rule takes."""
         return source[len(source) - len(self.taken) :] == self.taken
 
     def apply(self, source: Symbols) -> Symbols:
@@ -60,16 +58,16 @@ class SuffixRule(NamedTuple):
 
 
 class SuffixRules:
-    """Makes targets by the rule that was most frequent among training pairs with the same features."""
+    """Writes targets by the rule that is most frequent among the training pairs with the same features."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         rules: Mapping[Symbols, Counter[SuffixRule]] = defaultdict(Counter)
         for pair in pairs:
-            # Features are a set, whose order says nothing.
+            # The order of features has no meaning.
             rules[tuple(sorted(pair.features))][SuffixRule.of(pair)] += 1
         self._rules = {features: [rule for rule, _ in counted.most_common()] for features, counted in rules.items()}
 
     def write(self, pair: Pair) -> Symbols:
-        """Returns the target of a source; the source itself where no rule applies."""
+        """Returns the target that the most frequent applicable rule makes; the source itself where no rule applies."""
         rules = self._rules.get(tuple(sorted(pair.features)), [])
         return next((rule.apply(pair.source) for rule in rules if rule.applies(pair.source)), pair.source)

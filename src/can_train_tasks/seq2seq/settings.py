@@ -39,14 +39,14 @@ class Seq2seqDatasetSettings:
     target_col: int = 2
     """Column of the target."""
     features_col: int = -1
-    """Column of the features, which are read beside the source; 0: there are none; -1: the third one, where the
-    training table has three."""
+    """Column of the features, which are read before the source; 0: there are none; -1: column 3, where the training
+    table has three columns."""
     source_sep: str = ""
-    """What separates the symbols of a source: text, or the word space; empty: every character is a symbol."""
+    """Separator between the symbols of a source: text, or the word space; empty: every character is a symbol."""
     target_sep: str = ""
-    """What separates the symbols of a target."""
+    """Separator between the symbols of a target."""
     features_sep: str = ";"
-    """What separates features."""
+    """Separator between features."""
     synthetic: LanguageSettings = field(default_factory=LanguageSettings)
     """Size and seed of the made-up language; used by `synthetic` only."""
 
@@ -60,7 +60,7 @@ class Seq2seqDatasetSettings:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the tables are written by the generator."""
+        """Whether the tables come from the generator of the made-up language."""
         return self.name.startswith("synthetic") and not self.path
 
 
@@ -69,7 +69,7 @@ class DecodingSettings:
     """How a trained model writes targets."""
 
     beam_width: int = 1
-    """Hypotheses that are kept of each target while it is written; 1: the likeliest symbol is taken (greedy)."""
+    """Hypotheses that are kept for each target while it is written; 1: the likeliest symbol is taken (greedy)."""
     label_smoothing: float = 0.0
     """Share of the probability that training gives to symbols that are not the target's."""
 
@@ -117,7 +117,7 @@ class TransformerSettings:
             check_range(f"model.{name}", getattr(self, name), low=1)
         check_range("model.dropout", self.dropout, low=0.0, high=0.99)
         if self.embedding % (2 * self.heads):
-            # Positions are written as pairs of sine and cosine, and heads share the width out.
+            # Positions are pairs of sine and cosine, and the heads divide the width between them.
             raise ConfigError("model.embedding is a multiple of twice model.heads",
                               value=f"embedding {self.embedding}, heads {self.heads}")  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""A made-up language: lemmas, features and inflected forms by rules like those of Turkish, written as the tables that
-the reader of real ones reads. The bytes depend on the settings only.
+"""A made-up language: lemmas, features and inflected forms by rules that resemble Turkish.
 
-A form is the lemma with up to three suffixes (plural, possessor, case). Vowels of suffixes agree with the last vowel
-before them (front or back), a hard last consonant softens before a vowel, and a buffer separates two vowels.
+The language is written as tables, which the reader of real tables reads. The bytes depend on the settings only.
+
+A form is the lemma with up to three suffixes (plural, possessor, case). The vowels of a suffix agree with the last
+vowel before it (front or back), a hard last consonant softens before a vowel, and a buffer separates two vowels.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from can_train.io.records import write_text_atomic
 from can_train_tasks.seq2seq.pair_tables import DEV, TEST, TRAIN, Tables
 from can_train_tasks.seq2seq.settings import LanguageSettings
 
-# Raise it whenever the same settings give other bytes, so that tables written before are not taken for new ones.
+# Raise it whenever the same settings give other bytes, so that tables of an earlier version are not used.
 GENERATOR_VERSION: Final = 1
 
 _BACK, _FRONT = "aou", "eiü"
@@ -24,7 +25,7 @@ _VOWELS: Final = _BACK + _FRONT
 _CONSONANTS: Final = "bdgklmnprstvyz"
 _SOFTENED: Final = {"k": "g", "p": "b", "t": "d"}
 _BUFFER: Final = "y"
-# Suffixes by feature; A stands for a or e, whichever agrees.
+# Suffixes by feature; A stands for the vowel a or e that agrees.
 _NUMBERS: Final = {"SG": "", "PL": "lAr"}
 _POSSESSORS: Final = {"": "", "PSS1S": "Am", "PSS2S": "An", "PSS1P": "AmAz"}
 _CASES: Final = {"NOM": "", "ACC": "A", "LOC": "dA", "ABL": "dAn", "GEN": "An"}
@@ -33,15 +34,15 @@ _MOST_SYLLABLES: Final = 4
 
 
 def synthetic_tables(cache: Path, settings: LanguageSettings) -> Tables:
-    """Returns the tables of the language below `cache`; writes them if they are not there.
+    """Returns the tables of the language in a folder under `cache`; writes them if they are missing.
 
     Raises:
-        StateError: They cannot be written.
+        StateError: The tables cannot be written.
     """
     identity = f"{GENERATOR_VERSION}:{settings.seed}:{settings.words}"
     folder = cache / f"seq2seq-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     paths = {name: folder / f"synthetic.{name}.tsv" for name in (TEST, DEV, TRAIN)}
-    # Written last: where it is, the others are.
+    # The training table is written last: where it exists, all tables exist.
     if not paths[TRAIN].is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def write_language(settings: LanguageSettings) -> dict[str, str]:
     held_out = max(settings.words // _HELD_OUT, 1)
     rng = np.random.default_rng([settings.seed, GENERATOR_VERSION])
     lines: dict[str, None] = {}
-    # No pair occurs twice, so none that is tested was trained on.
+    # No pair occurs twice, so no test pair is also a training pair.
     while len(lines) < settings.words + 2 * held_out:
         lines[_line(rng)] = None
     texts = ["".join(part) for part in np.split(np.array(list(lines), dtype=object), [held_out, 2 * held_out])]
@@ -92,7 +93,7 @@ def _add(form: str, suffix: str) -> str:
 
 def _line(rng: np.random.Generator) -> str:
     vowels = list(_BACK if rng.random() < 0.5 else _FRONT)
-    # Short words are the commonest, as in real languages, and a few are long.
+    # Most words are short and a few are long, as in real languages.
     syllables = min(int(rng.geometric(0.5)) + 1, _MOST_SYLLABLES)
     lemma = "".join(rng.choice(list(_CONSONANTS)) + rng.choice(vowels) for _ in range(syllables))
     lemma += rng.choice(list(_CONSONANTS)) if rng.random() < 0.6 else ""

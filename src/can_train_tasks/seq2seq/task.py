@@ -1,6 +1,7 @@
 """The seq2seq task: pairs of symbol sequences, padded anew for each micro-batch.
 
-Shapes: N pairs of a batch, S symbols of its longest source, T of its longest target, V symbols of the vocabulary.
+Shapes: N pairs in a batch, S symbols of its longest source, T symbols of its longest target, V symbols of the
+vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,11 @@ from can_train_tasks.seq2seq.synthetic import synthetic_tables
 
 _TERM: Final = "cross_entropy"
 _SETS: Final = {pair_tables.TRAIN: TRAIN, pair_tables.DEV: VALIDATION, pair_tables.TEST: TEST}
-# Symbols that a written target may have beyond the longest one of the training pairs.
+# Symbols that a written target may have beyond the longest target of the training pairs.
 _SPARE: Final = 5
 
-# Memory grows with padded symbols. The decoder attends from every symbol of the longest target to every one of the
-# longest source, which may be of different pairs.
+# Memory grows with padded symbols. The decoder attends from every symbol of the longest target to every symbol of the
+# longest source; the two may belong to different pairs.
 _SOURCE, _TARGET = Feature("source symbols", padding=1), Feature("target symbols", padding=1)
 _CROSS: Final = Feature("source × target", padding=1, factors=(_SOURCE.name, _TARGET.name))
 _SOURCE_SQUARED, _TARGET_SQUARED = Feature("source symbols", padding=2), Feature("target symbols", padding=2)
@@ -38,20 +39,20 @@ _SOURCE_SQUARED, _TARGET_SQUARED = Feature("source symbols", padding=2), Feature
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A pair, and its symbols as numbers."""
+    """A pair and the numbers of its symbols."""
 
     pair: Pair
-    source: Tensor  # [S] features, symbols and end
-    target: Tensor  # [T] symbols and end
+    source: Tensor  # [S] features, symbols and end of the source
+    target: Tensor  # [T] symbols and end of the target
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Pairs, padded to the longest of them."""
+    """Pairs, padded to the longest source and the longest target."""
 
     source: Tensor  # [N, S]
-    before: Tensor  # [N, T] the start, and the symbols of the target
-    target: Tensor  # [N, T] the symbols of the target, and the end
+    before: Tensor  # [N, T] the start, then the symbols of the target: the decoder's input
+    target: Tensor  # [N, T] the symbols of the target, then the end: the decoder's true output
 
 
 class Seq2seq(Task):
@@ -62,18 +63,18 @@ class Seq2seq(Task):
     models = {name: spec.settings for name, spec in TASK.models.items()}  # noqa: RUF012 - as declared by the base class
 
     def datasets(self) -> Mapping[str, Sequence[Sample]]:
-        """Reads the tables; symbols are numbered by the training pairs alone."""
+        """Reads the tables; the vocabulary holds the symbols of the training pairs only."""
         return {_SETS[name]: [self._sample(pair) for pair in pairs] for name, pairs in self._pairs.items()}
 
     def model(self) -> nn.Module:
-        """Makes the model."""
+        """Makes the network that `--model` names."""
         symbols = len(self.vocabulary)
         if self.context.model_name == "transformer":
             return Transformer(self.model_settings, symbols)
         return AttentiveLstm(self.model_settings, symbols)
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Pads samples to the longest source and the longest target of them."""
+        """Pads sources to the longest source, and targets to the longest target."""
         before = [torch.cat([sample.target.new_tensor([START]), sample.target[:-1]]) for sample in samples]
         sequences = ([sample.source for sample in samples], before, [sample.target for sample in samples])
         source, shifted, target = (pad_sequence(one, batch_first=True, padding_value=PAD) for one in sequences)
@@ -84,7 +85,7 @@ class Seq2seq(Task):
         return {_TERM: self._cross_entropy(model, batch, smoothing=self.settings.label_smoothing)}
 
     def validation_loss(self, model: nn.Module, batch: Batch) -> Losses:
-        """Computes the same without label smoothing."""
+        """Computes the cross-entropy without label smoothing."""
         return {_TERM: self._cross_entropy(model, batch, smoothing=0.0)}
 
     def denominators(self, samples: Sequence[Sample]) -> Mapping[str, float]:
@@ -92,7 +93,7 @@ class Seq2seq(Task):
         return {_TERM: float(sum(len(sample.target) for sample in samples))}
 
     def features(self, sample: Sample) -> Mapping[str | Feature, float]:
-        """Counts symbols, and pairs of symbols between which attention is computed."""
+        """Counts the symbols, and the pairs of symbols that attention compares."""
         source, target = float(len(sample.source)), float(len(sample.target))
         counted: dict[str | Feature, float] = {_SOURCE: source, _TARGET: target, _CROSS: source * target}
         if self.context.model_name == "transformer":
@@ -100,7 +101,7 @@ class Seq2seq(Task):
         return counted
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Symbols]:
-        """Writes the targets of a batch."""
+        """Writes the targets of a batch by beam search."""
         assert isinstance(model, Seq2seqModel)
         found = write(model, batch.source, width=self.settings.beam_width, longest=self._longest)
         return [self.vocabulary.written(one) for one in found.tolist()]
@@ -118,7 +119,7 @@ class Seq2seq(Task):
         }
 
     def notices(self) -> Sequence[str]:
-        """Says what of the data no model can know, and how sets were made."""
+        """Names the symbols that the training data lack, and tells how the sets were made."""
         unknown = {name: self.vocabulary.unknown(pairs) for name, pairs in self._pairs.items()}
         told = [f"{len(symbols)} symbols of {name} are not in the training data: {' '.join(sorted(symbols)[:10])}"
                 for name, symbols in unknown.items() if symbols]  # fmt: skip
@@ -140,7 +141,7 @@ class Seq2seq(Task):
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The symbols of the training pairs; of those that the model was trained on, where others are judged."""
+        """The symbols that the model was trained on: from the run's state if there is one, else the training pairs."""
         known = self.context.state
         return Vocabulary(known["symbols"], known["features"]) if known else Vocabulary.of(self._train)
 
