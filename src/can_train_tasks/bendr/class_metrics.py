@@ -1,4 +1,4 @@
-"""Metrics of classifiers, and the simple methods that a result stands beside.
+"""Metrics of classifiers, and the baselines for a classifier's result.
 
 Shapes: W windows, K classes, C channels, L samples of a window, F features.
 """
@@ -15,9 +15,9 @@ from can_train_tasks.bendr.recording_windows import Windows
 
 # Delta, theta, alpha, beta and gamma, in Hz.
 BANDS: Final = ((1.0, 4.0), (4.0, 8.0), (8.0, 13.0), (13.0, 30.0), (30.0, 45.0))
-_LEAST_POWER: Final = 1e-6  # added before the logarithm: a flat channel has none
-_PENALTY: Final = 1.0  # on squared weights of standardised features ÷ 2, as scikit-learn's C=1
-# Training windows that a baseline learns from, spread evenly: more change little, and are all read from disk.
+_LEAST_POWER: Final = 1e-6  # added before the logarithm: a flat channel has no power
+_PENALTY: Final = 1.0  # factor of half the squared weights of standardised features; 1 is scikit-learn's C=1
+# Training windows that a baseline learns from, spread evenly: more windows change little, and each is read from disk.
 _MOST_WINDOWS: Final = 5000
 
 Floats = NDArray[np.float64]
@@ -25,15 +25,15 @@ Ints = NDArray[np.int64]
 
 
 def classification_metrics(truth: Ints, probabilities: Floats) -> dict[str, float]:
-    """Computes metrics that a model which always answers the same cannot get right.
+    """Computes metrics that show no merit in a model that always answers one class.
 
     Args:
-        truth: [W] classes.
+        truth: [W] true classes.
         probabilities: [W, K].
 
     Returns:
-        Balanced accuracy (mean recall of the classes that occur), Matthews' correlation coefficient, and with two
-        classes that both occur the area under the ROC curve.
+        `balanced_accuracy` (mean recall of the classes that occur), `mcc` (Matthews' correlation coefficient), and
+        `auroc` (area under the ROC curve) where there are two classes and both occur.
     """
     classes = probabilities.shape[1]
     table = np.zeros((classes, classes))
@@ -45,13 +45,13 @@ def classification_metrics(truth: Ints, probabilities: Floats) -> dict[str, floa
 
 
 def balanced_accuracy(table: Floats) -> float:
-    """Computes the mean recall of the classes that occur from [K, K] counts of (truth, answer)."""
+    """Computes the mean recall of the classes that occur, from [K, K] counts of (truth, answer)."""
     occur = table.sum(axis=1)
     return float((np.diag(table)[occur > 0] / occur[occur > 0]).mean())
 
 
 def matthews(table: Floats) -> float:
-    """Computes Matthews' correlation coefficient from [K, K] counts; 0 where truth or answers never vary.
+    """Computes Matthews' correlation coefficient from [K, K] counts of (truth, answer); 0 where either never varies.
 
     Source: Gorodkin, "Comparing two K-category assignments by a K-category correlation coefficient", 2004.
     """
@@ -62,14 +62,14 @@ def matthews(table: Floats) -> float:
 
 
 def area_under_roc(positive: NDArray[np.bool_], score: Floats) -> float:
-    """Computes the share of (positive, negative) pairs that a score puts in order; equal scores count half."""
+    """Computes the share of (positive, negative) pairs whose positive scores higher; equal scores count half."""
     positives, negatives = int(positive.sum()), int((~positive).sum())
     ranks = rankdata(score)[positive].sum()
     return float((ranks - positives * (positives + 1) / 2) / (positives * negatives))
 
 
 def baselines(train: Windows, tests: Sequence[Mapping[str, Any]], classes: int, hz: float) -> dict[str, Any]:
-    """Computes the metrics of always answering the most frequent class, and of logistic regression on band powers."""
+    """Computes the metrics of two baselines: the most frequent class, and logistic regression on band powers."""
     chosen = np.unique(np.linspace(0, len(train) - 1, min(len(train), _MOST_WINDOWS)).astype(int))
     features, targets = _table([train[int(one)] for one in chosen], hz)
     inputs, truth = _table(tests, hz)
@@ -90,7 +90,7 @@ def _table(samples: Sequence[Mapping[str, Any]], hz: float) -> tuple[Floats, Int
 
 
 def band_powers(signal: Floats, hz: float) -> Floats:
-    """Computes [C · bands] logarithms of the mean power of a [C, L] window in each band."""
+    """Computes the logarithm of a window's mean power in each channel and band: [C · bands] from [C, L]."""
     length = signal.shape[1]
     power = np.abs(np.fft.rfft(signal * np.hanning(length), axis=1)) ** 2 / length
     frequency = np.fft.rfftfreq(length, 1 / hz)
@@ -100,7 +100,7 @@ def band_powers(signal: Floats, hz: float) -> Floats:
 
 
 def fit_logistic(features: Floats, targets: Ints, classes: int) -> Floats:
-    """Fits [F + 1, K] weights of a multinomial logistic regression, the last row without a penalty."""
+    """Fits the weights [F + 1, K] of a multinomial logistic regression; the last row, the offsets, has no penalty."""
     inputs = np.column_stack([features, np.ones(len(features))])
     shape, wanted = (inputs.shape[1], classes), np.eye(classes)[targets]
 
@@ -117,7 +117,7 @@ def fit_logistic(features: Floats, targets: Ints, classes: int) -> Floats:
 
 
 def logistic(features: Floats, weights: Floats) -> Floats:
-    """Computes [W, K] probabilities."""
+    """Computes probabilities [W, K] from features [W, F] and weights [F + 1, K]."""
     logits = features @ weights[:-1] + weights[-1]
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     probabilities: Floats = powers / powers.sum(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""A network like BENDR: strided convolutions encode a recording, a transformer makes each step aware of the others.
+"""A network like BENDR: strided convolutions encode a window into steps, a transformer relates the steps.
 
 Source: Kostas, Aroca-Ouellette, Rudzicz, "BENDR", 2021; contrastive learning as in wav2vec 2.0.
 
@@ -14,12 +14,12 @@ from torch.nn import functional
 from can_train_tasks.bendr.settings import BendrSettings
 
 _POSITION_GROUPS: Final = (
-    16  # of the convolution for positions, as in wav2vec 2.0; fewer where the width is no multiple
+    16  # groups of the convolution for positions, as in wav2vec 2.0; fewer where the width is no multiple
 )
 
 
 class TransformerBlock(nn.Module):
-    """A transformer layer that normalises first."""
+    """A transformer layer that normalises before attention and before the feed-forward map."""
 
     def __init__(self, settings: BendrSettings) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TransformerBlock(nn.Module):
 
 
 class Contextualizer(nn.Module):
-    """Makes each step of an encoded sequence aware of the others; positions are relative, by a convolution."""
+    """A transformer over the steps of an encoded sequence. A convolution encodes relative positions."""
 
     def __init__(self, settings: BendrSettings) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Contextualizer(nn.Module):
         self.after = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width))
 
     def forward(self, encoded: Tensor, masked: Tensor | None = None) -> Tensor:
-        """Maps [n, S, H] to [n, S, H]; [n, S] masked steps are replaced before, so that they are guessed."""
+        """Maps [n, S, H] to [n, S, H]; steps that `masked` [n, S] marks are first replaced by a learned vector."""
         steps = self.before(encoded)
         if masked is not None:
             steps = torch.where(masked[..., None], self.mask.to(steps.dtype), steps)
@@ -68,14 +68,14 @@ class Contextualizer(nn.Module):
 
 
 class BendrNetwork(nn.Module):
-    """Encoder, contextualizer, and with `classes` a linear classifier of their mean over the window."""
+    """Encoder and contextualizer; with `classes` also a linear classifier of their outputs' means over the window."""
 
     def __init__(self, settings: BendrSettings, channels: int, classes: int = 0) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for number, stride in enumerate(settings.strides):
             layers += [
-                # ceil(L / stride) steps, as `BendrSettings.steps` counts.
+                # The output has ceil(L / stride) steps, as `BendrSettings.steps` counts.
                 nn.Conv1d(settings.hidden if number else channels, settings.hidden, 2 * stride - 1, stride, stride - 1),
                 nn.Dropout(settings.dropout),
                 nn.GroupNorm(settings.groups, settings.hidden),
@@ -98,20 +98,20 @@ class BendrNetwork(nn.Module):
         return logits
 
     def contrast(self, signal: Tensor, masked: Tensor, negatives: Tensor, temperature: float) -> Tensor:
-        """Compares what is guessed for each step with what was there, and with other steps of the same sequence.
+        """Compares the contextualizer's output at each step with the encoded step, and with other encoded steps.
 
         Args:
             signal: [n, C, L].
             masked: [n, S] whether a step is hidden from the contextualizer.
-            negatives: [n, S, K] other steps that each step is compared with.
-            temperature: What cosine similarities are divided by.
+            negatives: [n, S, K] positions of the other steps that each step is compared with.
+            temperature: Divisor of the cosine similarities.
 
         Returns:
             [n, S, 1 + K] logits, the true step first.
         """
         encoded = self.encode(signal)
         guessed = functional.normalize(self.contextualizer(encoded, masked), dim=-1)
-        # Between all pairs of steps: a gather of vectors would take K times the memory of the sequence.
+        # Similarities of all pairs of steps: gathering the negatives' vectors would take K times the sequence's memory.
         similar = guessed @ functional.normalize(encoded, dim=-1).transpose(1, 2) / temperature
         steps = torch.arange(similar.shape[1], device=similar.device).expand(similar.shape[:2])
         return similar.gather(2, torch.cat([steps[..., None], negatives], dim=2))

@@ -1,7 +1,7 @@
-"""Cuts recordings into windows for training, validation and test, and makes what a model sees of them.
+"""Cuts recordings into windows for training, validation and test, and normalises the windows.
 
-A recording is split by time, with a gap between the sets, because neighbouring windows are alike. What a model sees of
-a window depends on the window and on the training windows of its recording, on nothing else.
+A recording is split by time, with a gap between the sets, because neighbouring windows are alike. A normalised window
+depends only on the window and on the training windows of its recording.
 
 Shapes: T samples of a recording, C channels, W windows, L samples of a window.
 """
@@ -19,28 +19,28 @@ from can_train_tasks.bendr.recordings import UNLABELLED, Recording
 from can_train_tasks.bendr.settings import RecordingSettings
 
 SETS: Final = ("train", "validation", "test")
-# Training windows of a recording that tell its scale: quartiles of more differ in the third digit only.
+# Training windows that a recording's scale is computed from: more windows change only the third digit of the quartiles.
 _SCALE_WINDOWS: Final = 256
 _IQR_OF_NORMAL: Final = 1.349  # interquartile range of a normal distribution ÷ its standard deviation
 _COUNTED: Final = 4096  # windows whose labels are counted at a time
 
 
 def stretches(samples: int, dataset: RecordingSettings) -> Iterator[tuple[str, int, int]]:
-    """Yields the sets' stretches of a recording of some length, in time order, as (set, start, stop)."""
+    """Yields (set, first sample, sample after the last) of each stretch of a recording, in time order."""
     gap = dataset.samples(dataset.gap_s)
     train = 1.0 - dataset.validation_share - dataset.test_share
     ends = np.cumsum([0.0, train, dataset.validation_share, dataset.test_share]) / dataset.cycles
     for cycle in range(dataset.cycles):
         bounds = np.round((cycle / dataset.cycles + ends) * samples).astype(int)
         for name, start, stop in zip(SETS, bounds[:-1], bounds[1:], strict=True):
-            # The gap comes off the end of each stretch but the last: another one follows.
+            # The gap is taken from the end of each stretch that another stretch follows.
             stop = int(stop) if stop == samples else int(stop) - gap
             if stop > start:
                 yield name, int(start), stop
 
 
 def window_starts(start: int, stop: int, length: int, stride: int) -> NDArray[np.int64]:
-    """Returns where the whole windows of a stretch start; what remains at its end is in none."""
+    """Returns the first samples of the whole windows of a stretch; the rest at its end is in no window."""
     return np.arange(start, stop - length + 1, stride, dtype=np.int64)
 
 
@@ -50,12 +50,12 @@ class Windows(Sequence[Mapping[str, Any]]):
 
     Attributes:
         recordings: All recordings.
-        scales: Of each, [C] robust standard deviation of its training windows.
-        of: [W] which recording each is of.
-        starts: [W] its first sample.
-        labels: [W] position of its class among the classes; `UNLABELLED` where there are no labels.
+        scales: Robust standard deviation [C] of the training windows of each recording.
+        of: [W] position of the window's recording in `recordings`.
+        starts: [W] first sample of the window.
+        labels: [W] position of the window's class among the classes; `UNLABELLED` where there are no labels.
         length: L.
-        clip: Largest value.
+        clip: Largest absolute value of a normalised window.
     """
 
     recordings: Sequence[Recording]
@@ -79,7 +79,7 @@ class Windows(Sequence[Mapping[str, Any]]):
 
 
 def centred(recording: Recording, start: int, length: int) -> NDArray[np.float64]:
-    """Reads a window, [L, C]; each channel's median in it is subtracted, since amplifiers drift."""
+    """Reads a window [L, C] and subtracts each channel's median, since amplifiers drift."""
     window = np.asarray(recording.signal[start : start + length], dtype=np.float64)
     centre: NDArray[np.float64] = np.median(window, axis=0)
     return window - centre
@@ -89,7 +89,7 @@ def cut(recordings: Sequence[Recording], dataset: RecordingSettings) -> dict[str
     """Cuts recordings into the windows of each set.
 
     Raises:
-        DataError: A set would have none.
+        DataError: A set would have no windows.
     """
     length, stride = dataset.samples(dataset.window_s), max(1, dataset.samples(dataset.stride_s))
     classes = sorted({label for one in recordings for label in one.classes})
@@ -115,7 +115,7 @@ def cut(recordings: Sequence[Recording], dataset: RecordingSettings) -> dict[str
 
 
 def _scale(recording: Recording, parts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.float64]:
-    """Returns [C] robust standard deviations of some training windows, spread evenly; 1 where a channel is flat."""
+    """Returns the robust standard deviations [C] of evenly spread training windows; 1 where a channel is flat."""
     starts = np.concatenate([np.zeros(0, np.int64), *parts])
     if not len(starts):
         return np.ones(len(recording.channels))
@@ -129,7 +129,7 @@ def _scale(recording: Recording, parts: Sequence[NDArray[np.int64]], length: int
 def _majority(
     recording: Recording, starts: NDArray[np.int64], length: int, classes: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Returns, for each window, the position among the classes of the one that most of its samples have."""
+    """Returns, for each window, the position in `classes` of the class that most of its samples have."""
     if not recording.classes:
         return np.full(len(starts), UNLABELLED, dtype=np.int64)
     found = []

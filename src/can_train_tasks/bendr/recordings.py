@@ -1,5 +1,7 @@
-"""Recordings: CSV files with a header and a row for each sample. Each is read once, block by block, into arrays on
-disk; after that only the windows that are trained on are in memory, however many recordings there are.
+"""Reads recordings: CSV files with a header and a row for each sample.
+
+A file is read once, block by block, into arrays on disk. After that, memory holds only the windows that are trained on,
+for any number of recordings.
 
 Shapes: T samples of a recording, C channels.
 """
@@ -20,21 +22,21 @@ from can_train.io.arrays import ArrayWriter, FolderDamageError, StoredArray, dis
 from can_train.reporter import Reporter
 from can_train_tasks.bendr.settings import RecordingSettings
 
-# Raise it whenever the same file gives other arrays, so that folders made before are not taken for new ones.
+# Raise it whenever the same file gives other arrays, so that folders of an earlier version are not used.
 _READER_VERSION: Final = 1
 
 UNLABELLED: Final = -1
-_BLOCK_LINES: Final = 8192  # read at a time: a few MiB of text
-_HASHED_BYTES: Final = 2**20  # read at a time
+_BLOCK_LINES: Final = 8192  # lines read at a time: a few MiB of text
+_HASHED_BYTES: Final = 2**20  # bytes hashed at a time
 _SEPARATORS: Final = (",", ";", "\t")
 _LABEL_NAMES: Final = ("label", "labels", "class", "target", "y", "state", "stage", "eye_detection", "eyedetection")
 _TIME_NAMES: Final = ("", "time", "time_s", "timestamp", "t", "index", "sample")
 _MOST_CLASSES: Final = 100  # a column with more values is a signal
-_SAMPLED_FILES: Final = 4  # of which the beginnings are read for a plan
+_SAMPLED_FILES: Final = 4  # a plan reads the beginnings of this many files
 
 
 class SampleRows(Protocol):
-    """Samples of a recording, read when they are asked for: an array, or one on disk."""
+    """Samples of a recording, read by slice: an array in memory or on disk."""
 
     def __len__(self) -> int: ...
 
@@ -47,10 +49,10 @@ class Recording:
 
     Attributes:
         path: The file.
-        channels: Names of its channels.
+        channels: C names.
         signal: [T, C] float32, in the file's unit.
         labels: [T] int8; `UNLABELLED` where the file has no labels.
-        classes: The labels that occur, ascending.
+        classes: Labels that occur, ascending; empty where the file has no labels.
         sha256: Digest of the file; empty where only its beginning was read.
     """
 
@@ -63,10 +65,10 @@ class Recording:
 
 
 def find_recordings(dataset: RecordingSettings, data_root: Path) -> list[Path]:
-    """Lists the files of a data set, sorted; none where it is simulated.
+    """Lists the files of a data set, sorted; the list is empty for simulated recordings.
 
     Raises:
-        MissingDataError: There are none.
+        MissingDataError: The path does not exist, or the folder holds no CSV file.
     """
     if dataset.is_synthetic:
         return []
@@ -81,22 +83,22 @@ def find_recordings(dataset: RecordingSettings, data_root: Path) -> list[Path]:
 
 
 def data_digest(dataset: RecordingSettings, data_root: Path, reporter: Reporter) -> str:
-    """Computes the digest of a data set's files; empty where it is simulated: the settings say all of it."""
+    """Computes the digest of a data set's files; empty for simulated recordings, which the settings fully describe."""
     return digest_of([_sha256(path) for path in find_recordings(dataset, data_root)])
 
 
 def digest_of(hashes: Sequence[str]) -> str:
-    """Returns one digest for those of the files; empty without any."""
+    """Joins the digests of files into one digest; empty without files."""
     return hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else ""
 
 
 def open_recordings(
     dataset: RecordingSettings, files: Sequence[Path], cache: Path, reporter: Reporter
 ) -> list[Recording]:
-    """Opens recordings; those that are not in the cache yet are read into it, each into a folder of its own.
+    """Opens recordings. A recording that the cache lacks is first read into a folder of the cache.
 
     Raises:
-        DataError: A file cannot be read as a recording, or has other channels than the first.
+        DataError: A file cannot be read as a recording, or its channels differ from the first file's channels.
         StateError: The cache cannot be written.
     """
     recordings = []
@@ -112,7 +114,7 @@ def read_beginnings(dataset: RecordingSettings, files: Sequence[Path], samples: 
     """Reads the beginnings of a few recordings into memory.
 
     Returns:
-        The recordings, and the estimated samples of all recordings ÷ those that were read.
+        The recordings, and the ratio of all samples (estimated) to the samples that were read.
 
     Raises:
         DataError: As in `open_recordings`.
@@ -194,7 +196,7 @@ class _Reader:
         return name or next((one for one in self._names if one.lower() in _LABEL_NAMES), None)
 
     def blocks(self, most: int | None = None) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int8]]]:
-        """Yields [B, C] samples and [B] labels; about `most` of them in all, None: all."""
+        """Yields blocks of B samples, as values [B, C] and labels [B]; stops after about `most` samples, if given."""
         line, columns = 2, [self._names.index(name) for name in self.channels]
         if self._label is not None:
             columns.append(self._names.index(self._label))
@@ -254,7 +256,8 @@ def _classes(labels: NDArray[np.int8]) -> tuple[int, ...]:
 
 
 def _opened(path: Path) -> Any:
-    # A byte order mark would become part of the first name, and bytes that are no text are found in their row.
+    # utf-8-sig: a byte order mark would become part of the first column's name. replace: bytes that are no text reach
+    # the check of their row, whose error names the line.
     return path.open(encoding="utf-8-sig", errors="replace", newline="")
 
 

@@ -10,7 +10,7 @@ from can_train.errors import ConfigError
 PRETRAIN: Final = "pretrain"
 CLASSIFY: Final = "classify"
 PRETRAINED: Final = "pretrained"
-"""Role of the run that `classify` starts from."""
+"""Role of the pretrained run whose weights `classify` starts with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class SimulatedRecordings:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingSettings:
-    """Recordings as CSV files, one a file, and how they become windows."""
+    """Recordings as CSV files, one recording in each file, and their cut into windows."""
 
     name: str = "synthetic"
     """Name in keys and run ids."""
@@ -44,26 +44,26 @@ class RecordingSettings:
     published: str = ""
     """File or folder under the data root; empty: `name`."""
     sampling_hz: float = 128.0
-    """Samples of a second, of all recordings."""
+    """Samples per second, in all recordings."""
     label: str = ""
-    """Column that says in whole numbers which class a sample is of; empty: recognised by its name (label, class, …)."""
+    """Column with the class of each sample, a whole number; empty: recognised by its name (label, class, …)."""
     channels: list[str] = field(default_factory=list)
-    """Columns that are channels; empty: all but the label's and those that count time."""
+    """Columns that are channels; empty: all columns except the label and columns that count time."""
     window_s: float = 2.0
     """Seconds in a window."""
     stride_s: float = 0.0
-    """Seconds from one window's start to the next one's; 0: the window's length, so that windows do not overlap."""
+    """Seconds from the start of a window to the start of the next; 0: the window's length, without overlap."""
     cycles: int = 1
-    """Parts that a recording is cut into, each of which has a stretch for training, one for validation, one for test;
-    more of them where classes come in long runs."""
+    """Parts that a recording is cut into; each part has a stretch for training, validation and test. Several parts help
+    where a class lasts long in the recording."""
     gap_s: float = 1.0
-    """Seconds left out between two stretches, so that neighbours in time are not in different sets."""
+    """Seconds left out between two stretches, so that neighbouring windows are not in different sets."""
     validation_share: float = 0.2
     """Share of the time that is kept for validation."""
     test_share: float = 0.2
     """Share of the time that is kept for testing."""
     clip: float = 6.0
-    """Largest value that models see, in robust standard deviations: artefacts are cut off there."""
+    """Largest value that models see, in robust standard deviations; artefacts are clipped to it."""
     synthetic: SimulatedRecordings = field(default_factory=SimulatedRecordings)
     """Size and seed of the simulated recordings; used by `synthetic` only."""
 
@@ -86,14 +86,15 @@ class RecordingSettings:
         return self.name.startswith("synthetic") and not self.path
 
     def samples(self, seconds: float) -> int:
-        """Returns how many samples of a recording a duration has."""
+        """Returns the number of samples in a duration."""
         return round(seconds * self.sampling_hz)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BendrSettings:
-    """Convolutional encoder and transformer. BENDR as published: hidden 512, strides [3,2,2,2,2,2], layers 8, heads 8,
-    feedforward 3076.
+    """Convolutional encoder and transformer.
+
+    BENDR as published: hidden 512, strides [3,2,2,2,2,2], layers 8, heads 8, feedforward 3076.
     """
 
     hidden: int = 64
@@ -109,7 +110,7 @@ class BendrSettings:
     groups: int = 8
     """Groups of channels that are normalised together."""
     position_kernel: int = 25
-    """Steps that the convolution for positions sees; odd."""
+    """Steps that the convolution for positions covers; odd."""
     dropout: float = 0.1
     """Dropout in encoder and transformer."""
 
@@ -128,7 +129,7 @@ class BendrSettings:
             raise ConfigError("model.position_kernel must be odd", value=str(self.position_kernel))
 
     def steps(self, samples: int) -> int:
-        """Returns how many steps a window of so many samples is encoded into."""
+        """Returns the number of steps that the encoder makes from a window of `samples` samples."""
         for stride in self.strides:
             samples = -(-samples // stride)
         return samples
@@ -136,7 +137,7 @@ class BendrSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainSettings:
-    """Contrastive: a masked step is to be told from others of the same sequence."""
+    """Contrastive pretraining: the model recognises a masked step among other steps of its sequence."""
 
     name: str = PRETRAIN
     mask_rate: float = 0.065
@@ -144,9 +145,9 @@ class PretrainSettings:
     mask_span: int = 10
     """Steps in a masked span; spans may overlap."""
     negatives: int = 20
-    """Other steps of the same sequence that a masked one is to be told from."""
+    """Other steps of its sequence among which a masked step is recognised."""
     temperature: float = 0.1
-    """What similarities are divided by."""
+    """Divisor of the cosine similarities."""
 
     def __post_init__(self) -> None:
         check_range("mode.mask_rate", self.mask_rate, above=0.0, high=1.0)
@@ -157,7 +158,7 @@ class PretrainSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifySettings:
-    """Supervised: the class that most samples of a window have."""
+    """Supervised classification: the class that most samples of a window have."""
 
     name: str = CLASSIFY
     pretrained: str = ""
@@ -181,7 +182,7 @@ TASK = TaskSettings(
         "betas": [0.9, 0.98],
     },
     dataset=RecordingSettings,
-    # Windows may be longer in pretraining, and data more: only what a sample means must be the same.
+    # Pretraining may use more data and longer windows: only the meaning of a sample must be equal.
     inputs=("sampling_hz", "channels"),
     inherited=(
         *("sampling_hz", "label", "channels", "window_s", "stride_s", "cycles", "gap_s"),

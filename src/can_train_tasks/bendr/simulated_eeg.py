@@ -1,5 +1,7 @@
-"""Simulated recordings, in the format of real ones: people open and close their eyes, and the alpha rhythm at the back
-of the head shows it, under noise, drift, blinks and the jumps of a loose electrode. The bytes depend on the settings.
+"""Simulated recordings, in the format of real recordings.
+
+People open and close their eyes, and the alpha rhythm at the back of the head shows it, under noise, drift, blinks and
+the jumps of a loose electrode. The bytes depend on the settings only.
 
 Shapes: T samples, C channels, from the front of the head to its back.
 """
@@ -16,15 +18,15 @@ from numpy.typing import NDArray
 from can_train.errors import StateError
 from can_train_tasks.bendr.settings import RecordingSettings
 
-# Raise it whenever the same settings give other bytes, so that folders written before are not taken for new ones.
+# Raise it whenever the same settings give other bytes, so that folders of an earlier version are not used.
 GENERATOR_VERSION: Final = 1
 
-_OPEN_S: Final = (2.0, 8.0)  # shortest and longest time between two changes
-_ALPHA_HZ: Final = (8.5, 11.5)  # of a person
-_ALPHA_UV: Final = 12.0  # with eyes closed, at the back
+_OPEN_S: Final = (2.0, 8.0)  # shortest and longest time between opening and closing the eyes
+_ALPHA_HZ: Final = (8.5, 11.5)  # range of people's mean alpha frequency
+_ALPHA_UV: Final = 12.0  # alpha amplitude with eyes closed, at the back of the head
 _NOISE_UV: Final = 10.0
-_OFFSET_UV: Final = 4200.0  # of the amplifier, as Emotiv's
-_BLINKS_HZ: Final = 0.3  # with eyes open
+_OFFSET_UV: Final = 4200.0  # offset of the amplifier, as in Emotiv's recordings
+_BLINKS_HZ: Final = 0.3  # blinks per second with eyes open
 _BLINK_UV: Final = 90.0
 _BLINK_S: Final = 0.3
 _JUMPS_HZ: Final = 0.02
@@ -34,10 +36,10 @@ Floats = NDArray[np.float64]
 
 
 def synthetic_folder(cache: Path, dataset: RecordingSettings) -> Path:
-    """Returns the folder of simulated recordings below `cache`; writes it if it is not there.
+    """Returns the folder of simulated recordings in `cache`; writes it if it is missing.
 
     Raises:
-        StateError: It cannot be written.
+        StateError: The folder cannot be written.
     """
     identity = f"{GENERATOR_VERSION}:{dataset.sampling_hz!r}:{sorted(asdict(dataset.synthetic).items())}"
     folder = cache / f"synthetic-eeg-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
@@ -53,7 +55,7 @@ def synthetic_folder(cache: Path, dataset: RecordingSettings) -> Path:
             try:
                 unfinished.rename(folder)
             except OSError:
-                # Another process wrote the same bytes meanwhile.
+                # Another process has written the folder meanwhile, with the same bytes.
                 if not folder.is_dir():
                     raise
     except OSError as error:
@@ -64,7 +66,7 @@ def synthetic_folder(cache: Path, dataset: RecordingSettings) -> Path:
 
 
 def write_recording(path: Path, dataset: RecordingSettings, number: int) -> None:
-    """Simulates one person and writes the recording."""
+    """Simulates person `number` and writes the recording."""
     signal, closed = simulate(dataset, number)
     header = ",".join([f"E{channel + 1}" for channel in range(signal.shape[1])] + ["label"])
     np.savetxt(path, np.column_stack([signal, closed]), delimiter=",", header=header, comments="",
@@ -72,7 +74,7 @@ def write_recording(path: Path, dataset: RecordingSettings, number: int) -> None
 
 
 def simulate(dataset: RecordingSettings, number: int) -> tuple[Floats, NDArray[np.bool_]]:
-    """Simulates [T, C] microvolts, and [T] whether the eyes are closed."""
+    """Simulates the signal [T, C] in microvolts, and whether the eyes are closed [T]."""
     settings, hz = dataset.synthetic, dataset.sampling_hz
     rng = np.random.default_rng([settings.seed, number])
     samples = max(1, dataset.samples(settings.seconds))
@@ -97,7 +99,7 @@ def _closed(rng: np.random.Generator, samples: int, hz: float) -> NDArray[np.boo
 
 
 def _noise(rng: np.random.Generator, samples: int, channels: int) -> Floats:
-    """Makes [T, C] noise whose power falls with the frequency, which drifts slowly as well."""
+    """Makes noise [T, C] whose power falls as 1/frequency, so that it also drifts slowly."""
     spectrum = np.fft.rfft(rng.normal(size=(samples, channels)), axis=0)
     spectrum /= np.sqrt(np.maximum(np.arange(len(spectrum)), 1.0))[:, None]
     noise = np.fft.irfft(spectrum, n=samples, axis=0)

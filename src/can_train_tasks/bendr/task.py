@@ -1,4 +1,4 @@
-"""Long time series, such as EEG: contrastive pretraining without labels, then classification.
+"""The EEG task: contrastive pretraining on long time series without labels, then classification of windows.
 
 Shapes: n windows, C channels, L samples, S steps of the encoded sequence, K negatives.
 """
@@ -31,22 +31,22 @@ from can_train_tasks.bendr.simulated_eeg import synthetic_folder, write_recordin
 
 _CONTRAST: Final = "contrast"
 _CLASS: Final = "class"
-_SAMPLED_WINDOWS: Final = 64  # of each recording that is read for a plan, at least
+_SAMPLED_WINDOWS: Final = 64  # least number of windows that a plan reads from a recording
 
 
 class Bendr(Task):
-    """Learns what follows from what in recordings, or which class their windows have."""
+    """Learns to recognise masked steps of recordings (pretraining), or the class of a window (classification)."""
 
     def datasets(self) -> Mapping[str, Windows]:
-        """Returns the windows of each set; recordings are read into the cache first."""
+        """Reads the recordings into the cache, and returns the windows of each set."""
         files = self._files(self.context.cache)
         recordings = open_recordings(self.dataset, files, self.context.cache, self.context.reporter)
         return self._checked(cut(recordings, self.dataset))
 
     def sample_datasets(self) -> Mapping[str, Windows]:
-        """Returns windows of the beginnings of a few recordings, which are read into memory."""
+        """Reads the beginnings of a few recordings into memory, and returns their windows."""
         dataset = self.dataset
-        # Room for every set's share of a cycle, each with its gap.
+        # Long enough that every set gets a window and a gap in each cycle.
         seconds = max(_SAMPLED_WINDOWS * dataset.stride_s, 10 * dataset.cycles * (dataset.window_s + dataset.gap_s))
         with tempfile.TemporaryDirectory() as folder:
             files = find_recordings(dataset, self.context.data_root)
@@ -90,7 +90,7 @@ class Bendr(Task):
         return windows
 
     def model(self) -> nn.Module:
-        """Makes the model; a classifier has the weights of the pretrained run, if there is one, but for its head."""
+        """Makes the model; a classifier takes all weights but the head's from the pretrained run, if there is one."""
         channels = len(self._train.recordings[0].channels)
         if self.mode.name == PRETRAIN:
             return BendrNetwork(self.model_settings, channels)
@@ -100,7 +100,7 @@ class Bendr(Task):
         return network
 
     def draw(self, samples: Sequence[Any], generator: torch.Generator) -> Sequence[Any]:
-        """Draws, in pretraining, the masked steps of each window and the steps that each step is told from."""
+        """Draws, in pretraining, the masked steps of each window and the negatives of each step."""
         if self.mode.name != PRETRAIN:
             return samples
         steps = self.model_settings.steps(self._train.length)
@@ -109,17 +109,17 @@ class Bendr(Task):
                 for sample in samples]  # fmt: skip
 
     def denominators(self, samples: Sequence[Any]) -> Mapping[str, float]:
-        """Returns the masked steps of windows, or their number."""
+        """Counts the masked steps in pretraining, and the windows in classification."""
         if self.mode.name == PRETRAIN:
             return {_CONTRAST: float(sum(int(sample["masked"].sum()) for sample in samples))}
         return {_CLASS: float(len(samples))}
 
     def loss(self, model: nn.Module, batch: Any) -> Losses:
-        """Computes the cross entropy of the true step among the others, over masked steps; or that of classes."""
+        """Computes the cross-entropy: of the true step against its negatives at masked steps, or of the classes."""
         if self.mode.name == PRETRAIN:
             masked = batch["masked"]
             logits = self._contrast(model, batch)
-            # Multiplied rather than selected: how much is selected varies with the draw, and memory with it.
+            # Multiplied by the mask, not indexed with it: a varying number of masked steps would vary the memory.
             each = functional.cross_entropy(logits.transpose(1, 2), torch.zeros_like(masked, dtype=torch.long),
                                             reduction="none")  # fmt: skip
             return {_CONTRAST: ((each * masked).sum(), masked.sum())}
@@ -131,16 +131,16 @@ class Bendr(Task):
         return model.contrast(batch["signal"], batch["masked"], batch["negatives"], self.mode.temperature)
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[float | Tensor, float | Tensor]]:
-        """Computes, in pretraining, how often the true step is found among the others."""
+        """Computes, in pretraining, the share of masked steps where the true step beats all negatives."""
         if self.mode.name != PRETRAIN:
             return {}
         logits, masked = self._contrast(model, batch), batch["masked"]
-        # Strictly: a model for which all steps are alike has found nothing.
+        # Strictly greater: a model that gives all steps the same logit has recognised nothing.
         found = (logits[..., 0] > logits[..., 1:].amax(-1)) & masked
         return {"contrastive_accuracy": (found.sum(), masked.sum())}
 
     def predict(self, model: nn.Module, batch: Any) -> Tensor | None:
-        """Computes, in classification, [n, classes] probabilities."""
+        """Computes, in classification, the probabilities [n, classes]."""
         return None if self.mode.name == PRETRAIN else model(batch["signal"]).float().softmax(dim=1)
 
     def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
@@ -151,13 +151,13 @@ class Bendr(Task):
         )
 
     def baselines(self, samples: Sequence[Any]) -> Mapping[str, Mapping[str, float]]:
-        """Computes what chance finds; or what the most frequent class and the power of the bands tell."""
+        """Returns the accuracy of chance in pretraining, the metrics of two simple classifiers in classification."""
         if self.mode.name == PRETRAIN:
             return {"chance": {"contrastive_accuracy": 1 / (1 + self.mode.negatives)}}
         return class_metrics.baselines(self._train, samples, self._classes, self.dataset.sampling_hz)
 
     def notices(self) -> Sequence[str]:
-        """Returns what became of the recordings, and how many windows are of which class."""
+        """Returns, in classification, the number of windows of each class in each set."""
         if self.mode.name == PRETRAIN:
             return ()
         counts = [f"{name} {np.bincount(windows.labels, minlength=self._classes).tolist()}"
@@ -165,7 +165,7 @@ class Bendr(Task):
         return (f"Windows of each class: {', '.join(counts)}",)
 
     def describe(self, row: int) -> str:
-        """Names a window by its file and time."""
+        """Names a window by its file and its start in seconds."""
         for windows in self.sets.values():
             if row < len(windows):
                 assert isinstance(windows, Windows)
@@ -175,7 +175,7 @@ class Bendr(Task):
         return super().describe(row)
 
     def data_digest(self) -> str:
-        """Returns the digest of the files; empty where they are simulated."""
+        """Returns the digest of the files; empty for simulated recordings."""
         return "" if self.dataset.is_synthetic else digest_of([one.sha256 for one in self._train.recordings])
 
     @classmethod
@@ -185,7 +185,7 @@ class Bendr(Task):
 
 
 def draw_mask(steps: int, rate: float, span: int, generator: torch.Generator) -> Tensor:
-    """Draws [S] which steps are masked: `rate` · S spans (at least one), which may overlap, inside the sequence."""
+    """Draws the mask [S]: `rate` · S spans (at least one) of `span` steps inside the sequence; spans may overlap."""
     starts = torch.randperm(steps - span + 1, generator=generator)[: max(1, round(rate * steps))]
     masked = torch.zeros(steps, dtype=torch.bool)
     masked[(starts[:, None] + torch.arange(span)).flatten()] = True
@@ -193,7 +193,7 @@ def draw_mask(steps: int, rate: float, span: int, generator: torch.Generator) ->
 
 
 def draw_negatives(steps: int, number: int, generator: torch.Generator) -> Tensor:
-    """Draws [S, K] other steps of the sequence for each step, with replacement."""
+    """Draws for each step K = `number` other steps of the sequence, with replacement: [S, K]."""
     return (torch.arange(steps)[:, None] + torch.randint(1, steps, (steps, number), generator=generator)) % steps
 
 
@@ -209,7 +209,11 @@ def _check_labels(recordings: Sequence[Recording]) -> None:
 
 
 def _take_over(network: BendrNetwork, pretrained: Any) -> None:
-    """Loads the weights of a pretrained run."""
+    """Loads the weights of a pretrained run, except the head.
+
+    Raises:
+        ConfigError: A weight is absent from the network or has another shape.
+    """
     own = network.state_dict()
     weights = {name: value for name, value in pretrained.weights.items() if not name.startswith("head.")}
     different = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]

@@ -191,7 +191,7 @@ class Multiplicity(nn.Module):
         return unlikely
 
     def distance(self, conditions: Tensor, counts: Tensor) -> Tensor:
-        """Computes the continuous ranked probability score [B] of the distribution of ln n, for `counts` [B] real muons.
+        """Computes the continuous ranked probability score [B] of ln n's distribution, for `counts` [B] real muons.
 
         One surprising event can dominate a mean of likelihoods, but not a mean of these scores.
 

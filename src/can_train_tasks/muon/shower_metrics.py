@@ -22,9 +22,9 @@ _SEED: Final = 0  # Seed of directions and baselines: equal in all runs, so that
 def sliced_energy_distance(real: Tensor, real_counts: Tensor, made: Tensor, made_counts: Tensor) -> Tensor:
     r"""Computes the energy distance [E] between the real and the generated muons of each event.
 
-    The result is the mean over directions. The distance along a direction is :math:`2 E|X-Y| - E|X-X'| - E|Y-Y'|`, where X and X' are different samples. The
-    estimate is therefore unbiased even with few samples, whereas the Wasserstein distance of few samples prefers
-    generators that spread too little.
+    The result is the mean over directions. The distance along a direction is :math:`2 E|X-Y| - E|X-X'| - E|Y-Y'|`,
+    where X and X' are different samples. The estimate is therefore unbiased even with few samples, whereas the
+    Wasserstein distance of few samples prefers generators that spread too little.
 
     Args:
         real: [N, V] real muons, event after event.

@@ -1,6 +1,7 @@
 """Reads air showers from files.
 
-A file is parquet, CSV or HDF5 with one line for each muon, or the HDF5 of CORSIKA's ground particles. Every value that is read is checked; an error names the file and the line.
+A file is parquet, CSV or HDF5 with one line for each muon, or the HDF5 of CORSIKA's ground particles. Every value that
+is read is checked; an error names the file and the line.
 
 Shapes: M muons, S showers.
 """

@@ -1,7 +1,8 @@
-"""Clips of video with the ball's position in each picture: the label files of two layouts, the pictures beside them,
-and which clips train, validate and test.
+"""Reads clips of video with the ball's position in each picture, and splits them into training, validation and test.
 
-Shapes: T pictures of a clip; H, W height and width to which pictures are resized.
+A label file has one of two layouts: `TrackNet`, or `rally` with one CSV file for each rally.
+
+Shapes: T pictures of a clip; H, W height and width of resized pictures.
 """
 
 import csv
@@ -24,22 +25,22 @@ from can_train.reporter import Reporter
 from can_train_tasks.tracknet.settings import TrackNetDatasetSettings
 
 FRAMES_OF_INPUT: Final = 3
-"""Pictures that the network sees: the one whose ball it looks for, after the two before it."""
+"""Pictures in one input of the network: the two pictures before, then the picture that is searched for the ball."""
 
 ABSENT, EASY, HARD, OCCLUDED = range(4)
 """Values of `visibility`: not in the picture, visible, visible with difficulty (blurred), behind something."""
 
-# Columns: of the picture, of the visibility, of x and of y; in small letters.
+# Names of the four columns, in lower case: picture, visibility, x, y.
 _COLUMNS: Final = {
     "TrackNet": ("file name", "visibility", "x-coordinate", "y-coordinate"),
     "rally": ("frame", "visibility", "x", "y"),
 }
 _LABEL_FILES: Final = ("game*/Clip*/Label.csv", "Clip*/Label.csv", "Label.csv", "*.csv")
 _SUFFIXES: Final = (".png", ".jpg", ".jpeg")
-_FEWEST_PARTS: Final = 3  # of what is split into training, validation and test
-_PICTURES_KEPT: Final = 64  # of those that are read without a cache, for a plan
+_FEWEST_PARTS: Final = 3  # fewest games or clips that can be split: training, validation and test take one each
+_PICTURES_KEPT: Final = 64  # pictures kept in memory when they are read without a cache, for a plan
 
-# Raise it whenever the same picture would be prepared otherwise.
+# Raise it whenever the prepared bytes of a picture change, so that folders of an earlier version are not used.
 _CACHE_VERSION: Final = 1
 
 Picture = NDArray[np.uint8]
@@ -51,10 +52,10 @@ class Pictures(Protocol):
     """The T pictures of a clip."""
 
     def read(self, position: int, width: int, height: int) -> Picture:
-        """Returns a picture resized to [height, width, 3]."""
+        """Returns picture `position`, resized to [height, width, 3]."""
 
     def identity(self) -> Iterator[str]:
-        """Yields what tells these pictures from others."""
+        """Yields texts that together identify the pictures, for the name of their cache folder."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,12 +63,13 @@ class Clip:
     """Consecutive pictures of one camera.
 
     Attributes:
-        name: Of the clip in its data set.
-        group: Clips of one group are alike (a game), and belong to one set.
-        size: Width and height of the pictures to which the coordinates belong.
-        visibility: [T].
-        x, y: [T] position of the ball in pixels, 0 where there is none.
+        name: Name of the clip in its data set.
+        group: Name of the clip's game. The clips of a game are alike and belong to one set.
+        size: Width and height in pixels of the labelled pictures, which `x` and `y` refer to.
+        visibility: [T] `ABSENT`, `EASY`, `HARD` or `OCCLUDED`.
+        x, y: [T] position of the ball in pixels, 0 where the ball has no position.
         starts: [T] first picture of the unbroken sequence that a picture belongs to.
+        pictures: The T pictures.
     """
 
     name: str
@@ -85,7 +87,7 @@ class Clip:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Labels:
-    """The rows of one label file: [T] each; `lines` are those of the file."""
+    """The rows of one label file: arrays [T]. `lines` has the number of each row's line in the file."""
 
     numbers: NDArray[np.int64]
     visibility: NDArray[np.int64]
@@ -95,7 +97,7 @@ class Labels:
     layout: str = "TrackNet"
 
     def clip(self, *, name: str, group: str, size: tuple[int, int], pictures: Pictures) -> Clip:
-        """Makes the clip of these labels."""
+        """Makes a clip with these labels."""
         breaks = np.flatnonzero(np.diff(self.numbers, prepend=self.numbers[0] - 1) != 1)
         starts = np.zeros(len(self.numbers), np.int64)
         starts[breaks] = breaks
@@ -105,12 +107,12 @@ class Labels:
 
 @dataclass(frozen=True, eq=False)
 class FilePictures:
-    """Pictures in files of their own."""
+    """Pictures of a clip, each in a file."""
 
     paths: Sequence[Path]
 
     def read(self, position: int, width: int, height: int) -> Picture:
-        """Returns a picture resized to [height, width, 3].
+        """Returns picture `position`, resized to [height, width, 3].
 
         Raises:
             DataError: The file is not a picture.
@@ -118,7 +120,7 @@ class FilePictures:
         Image, path = _pillow(), self.paths[position]
         try:
             with Image.open(path) as image:
-                # A JPEG file is decoded at a half or a quarter of its size, where that is enough.
+                # Where half or a quarter of its size is enough, a JPEG file is decoded at that size.
                 image.draft("RGB", (2 * width, 2 * height))
                 small = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
         except (OSError, ValueError, SyntaxError) as error:
@@ -135,7 +137,7 @@ class FilePictures:
         return size
 
     def identity(self) -> Iterator[str]:
-        """Yields paths, sizes and times of the files."""
+        """Yields path, size in bytes and modification time of each file."""
         for path in self.paths:
             status = path.stat()
             yield f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
@@ -155,10 +157,10 @@ def _no_picture(path: Path, error: Exception) -> DataError:
 
 
 def label_files(path: Path) -> list[Path]:
-    """Lists the label files of a data set in the order of their names, numbers in them by value.
+    """Lists the label files of a data set in the order of their names; numbers in names are ordered by value.
 
     Raises:
-        MissingDataError: There are none.
+        MissingDataError: The path holds no label files.
     """
     if is_file(path):
         return [path]
@@ -179,7 +181,7 @@ def read_labels(path: Path) -> Labels:
     """Reads a label file of either layout.
 
     Raises:
-        DataError: A row does not fit the layout; names file and line.
+        DataError: A row does not fit the layout; the message names file and line.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -209,7 +211,7 @@ def _layout(path: Path, header: Sequence[str]) -> tuple[str, list[int]]:
 
 
 def _parsed(path: Path, line: int, cells: Sequence[str]) -> tuple[int, int, float, float]:
-    """Returns number of the picture, visibility, x and y of one row."""
+    """Returns picture number, visibility, x and y of one row."""
     picture, visibility, *position = (cell.strip() for cell in cells)
     number = Path(picture).stem
     if not re.fullmatch(r"\d{1,9}", number, re.ASCII):
@@ -222,7 +224,7 @@ def _parsed(path: Path, line: int, cells: Sequence[str]) -> tuple[int, int, floa
         x, y = map(float, position)
     except ValueError:
         x = y = math.nan
-    # One that is hidden need not be given a position.
+    # A hidden ball may lack a position.
     if int(visibility) == OCCLUDED and position == ["", ""]:
         x = y = 0.0
     if not (math.isfinite(x) and math.isfinite(y)):
@@ -237,11 +239,11 @@ def _malformed(path: Path, line: int, rule: str, value: str, *, remedy: str = "C
 def read_clips(
     dataset: TrackNetDatasetSettings, render: Callable[[str, Labels, tuple[int, int]], Pictures]
 ) -> list[Clip]:
-    """Reads the clips of a data set of files; their pictures are not read yet.
+    """Reads the labels of the clips of a data set of files; the pictures are not read yet.
 
     Args:
-        dataset: Its settings.
-        render: `render(name, labels, size)` makes the pictures of a clip that has none.
+        dataset: Settings of the data set.
+        render: `render(name, labels, size)` makes the pictures of a clip without picture files.
 
     Raises:
         MissingDataError: There are no label files, or pictures are missing.
@@ -266,11 +268,15 @@ def read_clips(
 
 
 RENDERED_SIZE: Final = (1280, 720)
-"""Size in pixels of the broadcasts that published label files without pictures belong to."""
+"""Width and height in pixels of the broadcasts behind published label files without pictures."""
 
 
 def _picture_folder(path: Path, layout: str, dataset: TrackNetDatasetSettings) -> Path | None:
-    """Finds the folder of a label file's pictures; None where they are to be rendered."""
+    """Finds the folder of a label file's pictures; None where the pictures should be rendered.
+
+    Raises:
+        MissingDataError: There is no such folder, and the settings do not ask for rendered pictures.
+    """
     if layout == "TrackNet":
         return path.parent
     stems = (path.stem, path.stem.removesuffix("_ball"))
@@ -302,7 +308,7 @@ def _paths(path: Path, labels: Labels, folder: Path) -> list[Path]:
 def _check_inside(path: Path, labels: Labels, size: tuple[int, int]) -> None:
     width, height = size
     outside = (labels.x < 0) | (labels.y < 0) | (labels.x > width) | (labels.y > height)
-    # Where something hides it, its position is a guess that nothing uses.
+    # The position of a hidden ball is a guess that nothing uses, so it may lie outside.
     for row in np.flatnonzero(outside & np.isin(labels.visibility, (EASY, HARD)))[:1]:
         raise _malformed(path, int(labels.lines[row]), f"A visible ball is inside its picture of {width} × {height}",
                          f"{labels.x[row]:g},{labels.y[row]:g}",
@@ -313,11 +319,14 @@ def _check_inside(path: Path, labels: Labels, size: tuple[int, int]) -> None:
 def split_clips(
     clips: Sequence[Clip], *, validation: float, test: float
 ) -> Mapping[str, Sequence[tuple[Clip, int, int]]]:
-    """Divides clips into training, validation and test: parts of clips, from one picture to before another.
+    """Divides clips into training, validation and test.
 
-    Games stay whole; where there are fewer than three, clips do; and where there are fewer than three of those, each is
-    cut by time, without the pictures in which inputs of two sets would overlap. Pictures that follow each other are
-    nearly the same, so a random choice among them would test what was trained.
+    Games stay whole. With fewer than three games, clips stay whole. With fewer than three clips, each clip is cut by
+    time, without the pictures where inputs of two sets would overlap. Successive pictures are nearly equal, so with a
+    random choice among pictures the test set would repeat the training set.
+
+    Returns:
+        For each set its parts of clips: (clip, first picture, picture after the last).
     """
     groups = list(dict.fromkeys(clip.group for clip in clips))
     units = [[clip for clip in clips if clip.group == group] for group in groups]
@@ -343,13 +352,15 @@ def _by_time(clip: Clip, validation: float, test: float) -> dict[str, tuple[Clip
 
 @dataclass(eq=False)
 class FrameReader:
-    """Reads resized pictures. They are prepared once, in files that are mapped into memory, so that the memory of the
-    host does not grow with the number of clips.
+    """Reads resized pictures.
+
+    The pictures are prepared once, in files that are mapped into memory, so that the memory of the host does not grow
+    with the number of clips.
 
     Args:
-        width: To which they are resized.
-        height: The same.
-        cache: Folder of prepared data; None: every picture is decoded when it is asked for.
+        width: Width of resized pictures, in pixels.
+        height: Height of resized pictures, in pixels.
+        cache: Folder of prepared data; None: every picture is decoded when it is read.
     """
 
     width: int
@@ -359,11 +370,11 @@ class FrameReader:
     _decoded: Callable[[Clip, int], Picture] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Three inputs after each other share pictures.
+        # Each picture is part of three successive inputs, so decoded pictures are kept.
         self._decoded = lru_cache(_PICTURES_KEPT)(self._decode)
 
     def prepare(self, clips: Sequence[Clip], reporter: Reporter) -> None:
-        """Prepares the pictures of clips that were not prepared before.
+        """Prepares the pictures of clips, unless the cache has them already.
 
         Raises:
             DataError: A picture cannot be read.
@@ -376,7 +387,10 @@ class FrameReader:
                 stage.advance(len(clip))
 
     def read(self, clip: Clip, position: int) -> NDArray[np.uint8]:
-        """Returns the input of a picture, [3, H, W, 3]: the two before it, or the first one of the clip, and itself."""
+        """Returns the input for picture `position`, [3, H, W, 3]: the two pictures before it, then the picture.
+
+        At the start of an unbroken sequence, its first picture takes the place of the missing pictures.
+        """
         earliest = clip.starts[position]
         positions = [max(position - back, int(earliest)) for back in reversed(range(FRAMES_OF_INPUT))]
         if clip in self._prepared:

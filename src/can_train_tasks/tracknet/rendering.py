@@ -1,9 +1,11 @@
-"""Generated video of a ball: a textured court, players that move, bright things that are not the ball, and noise. It is
-drawn from the positions of a label file, or from simulated ones, of which it also writes TrackNet's folders.
+"""Draws video of a ball: a textured court, moving players, bright distractors that are not the ball, and noise.
 
-Every picture is a function of its scene and its number: it can be drawn by itself, at any size, and always the same.
+The ball's positions come from a label file or are simulated. Simulated clips can be written as TrackNet's folders.
 
-Shapes: T pictures of a clip; H, W height and width of a picture; D distractors.
+Every picture is a function of its scene and its number: it can be drawn alone and at any size, with equal bytes each
+time.
+
+Shapes: T pictures of a clip; H, W height and width of a picture; D distractors; P poles.
 """
 
 import hashlib
@@ -24,32 +26,32 @@ from can_train.reporter import Reporter
 from can_train_tasks.tracknet.clips import ABSENT, EASY, HARD, OCCLUDED, Clip, Floats, Labels, Picture
 from can_train_tasks.tracknet.settings import SyntheticVideoSettings
 
-# Raise it whenever the same scene gives another picture, so that files written before are not taken for new ones.
+# Raise it whenever the same scene gives another picture, so that files of an earlier version are not used.
 GENERATOR_VERSION: Final = 1
 
 DISTRACTORS: Final = 4
-"""Moving things that are not the ball, in a clip that is drawn from a label file."""
+"""Number of distractors in a clip that is drawn from a label file."""
 
 # Lengths are shares of the picture's width. A shuttlecock in a broadcast is 0.6 to 1 % of its width.
 _BALL: Final = 0.005
 _PLAYERS: Final = 2
 _PLAYER: Final = 0.022
-_GLINT: Final = (0.003, 0.014)  # Of a distractor: from smaller than the ball to larger, as shoes and rackets are
-_SPEED: Final = (0.002, 0.02)  # Of a distractor, per picture
-_POLE: Final = (0.015, 0.03)  # Half-width of what hides the ball in simulated clips
-_OCTAVES: Final = (6, 17, 47)  # Cells across, of the background's texture
-_TEXTURE: Final = (26.0, 14.0, 9.0)  # Their strength, in grey levels of 256
+_GLINT: Final = (0.003, 0.014)  # Radius of a distractor: smaller or larger than the ball, like shoes and rackets
+_SPEED: Final = (0.002, 0.02)  # Way of a distractor from picture to picture
+_POLE: Final = (0.015, 0.03)  # Half-width of a pole, which hides the ball in simulated clips
+_OCTAVES: Final = (6, 17, 47)  # Cells of the background's texture across the picture
+_TEXTURE: Final = (26.0, 14.0, 9.0)  # Strength of each octave of the texture, in grey levels of 256
 _NOISE: Final = 4.0  # Standard deviation of a sensor's noise, in grey levels
-_FLICKER: Final = 0.02  # Standard deviation of the light
+_FLICKER: Final = 0.02  # Standard deviation of the brightness from picture to picture, relative
 _BALL_COLOR: Final = np.array((250.0, 250.0, 225.0), np.float32)
-_GLINT_COLOR: Final = np.array((200.0, 200.0, 190.0), np.float32)  # Of what is as small as the ball: darker
-_BLUR_STEPS: Final = 5  # Positions at which a moving ball is drawn, along the way of half a picture's time
-_REACH: Final = 3.0  # Standard deviations from its centre to which a spot is drawn
+_GLINT_COLOR: Final = np.array((200.0, 200.0, 190.0), np.float32)  # Small distractors are darker than the ball
+_BLUR_STEPS: Final = 5  # Positions where a moving ball is drawn, along its way in half of a picture's time
+_REACH: Final = 3.0  # A spot is drawn up to this many standard deviations from its centre
 _SMALLEST: Final = 0.6  # Pixels; a smaller spot would fall between pixels
 
 _FLIGHT: Final = (14, 30)  # Pictures between two strokes of a simulated ball
-_BLURRED: Final = 0.04  # Share of the width that a ball moves in one picture, from which it is hard to see
-_COMPRESSION: Final = 1  # Of PNG files: the noise does not compress, and higher levels take several times as long
+_BLURRED: Final = 0.04  # Share of the width; a ball that moves farther from picture to picture is hard to see
+_COMPRESSION: Final = 1  # PNG level: higher levels take several times as long, and noise does not compress
 
 
 def _rng(*key: int) -> np.random.Generator:
@@ -61,12 +63,13 @@ class RenderedPictures:
     """The pictures of a clip, drawn when they are read.
 
     Attributes:
-        seed: Of the players, the distractors and the noise.
+        seed: Seed of the players, the distractors and the noise.
         court: Seed of the background, which clips of one game share.
-        size: Width and height that the coordinates belong to.
+        size: Width and height in pixels of the labelled pictures, which `x` and `y` refer to.
         visible: [T] whether the ball is drawn.
-        x, y: [T] its position.
-        poles: [P, 2] centre and half-width of what stands before the ball, as shares of the width.
+        x, y: [T] position of the ball.
+        poles: [P, 2] centre and half-width of each pole, as shares of the width. Poles stand in front of the ball.
+        distractors: Number D.
     """
 
     seed: int
@@ -79,12 +82,12 @@ class RenderedPictures:
     distractors: int = DISTRACTORS
 
     def identity(self) -> Iterator[str]:
-        """Yields what tells these pictures from others."""
+        """Yields texts that together identify the pictures, for the name of their cache folder."""
         drawn = zlib.crc32(b"".join(one.tobytes() for one in (self.visible, self.x, self.y, self.poles)))
         yield f"rendered {GENERATOR_VERSION} {self.seed} {self.court} {self.size} {self.distractors} {drawn}"
 
     def read(self, position: int, width: int, height: int) -> Picture:
-        """Draws a picture [height, width, 3]."""
+        """Draws picture `position` as [height, width, 3]."""
         noise = _rng(self.seed, 1, position)
         image = self._background(width, height) * np.float32(1 + _FLICKER * noise.standard_normal())
         for (x, y), radius in zip(self._players(position), np.full(_PLAYERS, _PLAYER), strict=True):
@@ -120,7 +123,7 @@ class RenderedPictures:
         return middle + reach * np.sin(pace * position + phase)
 
     def _glints(self, position: int) -> Floats:
-        """Returns [D, 3] position and radius of the distractors: each crosses the picture again and again."""
+        """Returns x, y and radius of the distractors [D, 3]; a distractor that leaves the picture enters it again."""
         rng = _rng(self.seed, 4)
         start, angle = rng.uniform(0, 1, (self.distractors, 2)), rng.uniform(0, 2 * np.pi, self.distractors)
         speed, radius = (rng.uniform(*span, self.distractors) for span in (_SPEED, _GLINT))
@@ -134,10 +137,10 @@ class RenderedPictures:
             before = position
         radius = max(_BALL * width, _SMALLEST)
         for share in np.linspace(-0.25, 0.25, _BLUR_STEPS):
-            # Blurred by motion around its labelled position, over half of a picture's time.
+            # The ball is blurred by motion around its labelled position, over half of a picture's time.
             x = self.x[position] + share * (self.x[position] - self.x[before])
             y = self.y[position] + share * (self.y[position] - self.y[before])
-            # Positions count from the first pixel's centre.
+            # Position 0 is the centre of the first pixel.
             centre = ((x + 0.5) * width / self.size[0], (y + 0.5) * height / self.size[1])
             _spot(image, centre, (radius, radius), _BALL_COLOR)
 
@@ -145,7 +148,7 @@ class RenderedPictures:
 def _spot(
     image: NDArray[np.float32], centre: tuple[float, float], radii: tuple[float, float], color: NDArray[np.float32]
 ) -> None:
-    """Draws a soft ellipse around a point, in pixels from the picture's upper left corner."""
+    """Draws a soft ellipse into `image`; `centre` is in pixels from the upper left corner of the picture."""
     spans = []
     for middle, radius, length in zip(centre, radii, image.shape[1::-1], strict=True):
         low, high = int(middle - _REACH * radius), int(middle + _REACH * radius) + 2
@@ -187,12 +190,12 @@ def _stretched(grid: NDArray[np.float32], width: int, height: int) -> NDArray[np
 
 
 def render_missing(name: str, labels: Labels, size: tuple[int, int]) -> RenderedPictures:
-    """Makes pictures for a label file that has none: the ball is where the file says, all else follows from its name.
+    """Makes pictures for a label file without pictures. The file gives the ball's positions, `name` seeds the rest.
 
     Args:
-        name: Of the clip.
+        name: Name of the clip.
         labels: [T] rows of the file.
-        size: Width and height that the coordinates belong to.
+        size: Width and height in pixels of the labelled pictures, which the labels refer to.
     """
     seed = zlib.crc32(name.encode())
     visible = np.isin(labels.visibility, (EASY, HARD))
@@ -201,7 +204,7 @@ def render_missing(name: str, labels: Labels, size: tuple[int, int]) -> Rendered
 
 
 def simulate_clip(settings: SyntheticVideoSettings, game: int, clip: int) -> Clip:
-    """Simulates a rally: arcs between strokes, above the picture at times and behind poles; and its pictures."""
+    """Simulates a rally and its pictures: the ball flies in arcs between strokes, at times outside or behind poles."""
     rng = _rng(settings.seed, 6, game, clip)
     x, y = _arcs(rng, settings.frames)
     poles = np.column_stack([rng.uniform(0.2, 0.8, 2), rng.uniform(*_POLE, 2)])
@@ -211,12 +214,12 @@ def simulate_clip(settings: SyntheticVideoSettings, game: int, clip: int) -> Cli
     absent = (y < 0) | (y >= 1) | (x < 0) | (x >= 1)
     visibility[absent] = ABSENT
     size = (settings.width, settings.height)
-    # To whole pixels, as people label them; where it is absent, no position is written.
+    # Positions are whole pixels, as in labels made by people; an absent ball has position 0.
     pixels = [np.where(absent, 0.0, np.minimum(np.floor(share * length), length - 1))
               for share, length in zip((x, y), size, strict=True)]  # fmt: skip
     labels = Labels(numbers=np.arange(settings.frames), visibility=visibility, x=pixels[0], y=pixels[1],
                     lines=np.arange(settings.frames) + 2)  # fmt: skip
-    # Behind a pole it is drawn, and the pole over it.
+    # A ball behind a pole is drawn, and the pole is drawn over it.
     seed, court = (int(_rng(settings.seed, 7, game, part).integers(2**31)) for part in (clip + 1, 0))
     pictures = RenderedPictures(seed=seed, court=court, size=size, visible=visibility != ABSENT, x=labels.x, y=labels.y,
                                 poles=poles, distractors=settings.distractors)  # fmt: skip
@@ -224,7 +227,7 @@ def simulate_clip(settings: SyntheticVideoSettings, game: int, clip: int) -> Cli
 
 
 def _arcs(rng: np.random.Generator, frames: int) -> tuple[Floats, Floats]:
-    """Returns [T] positions as shares of width and height: parabolas from one side to the other."""
+    """Returns x and y, [T] each, as shares of width and height: parabolas from one side to the other."""
     x: list[float] = []
     y: list[float] = []
     side = rng.integers(2)
@@ -240,15 +243,15 @@ def _arcs(rng: np.random.Generator, frames: int) -> tuple[Floats, Floats]:
 
 
 def simulated_clips(settings: SyntheticVideoSettings) -> list[Clip]:
-    """Simulates the clips of all games; their pictures are drawn when they are read."""
+    """Simulates the clips of all games; a picture is drawn when it is read."""
     return [simulate_clip(settings, game, clip) for game in range(settings.games) for clip in range(settings.clips)]
 
 
 def synthetic_folder(cache: Path, settings: SyntheticVideoSettings, reporter: Reporter) -> Path:
-    """Returns the folder of the synthetic data set below `cache`; simulates and writes it if it is not there.
+    """Returns the folder of the synthetic data set in `cache`; simulates and writes it if it is missing.
 
     Raises:
-        StateError: It cannot be written.
+        StateError: The folder cannot be written.
     """
     identity = hashlib.sha256(f"{GENERATOR_VERSION} {sorted(asdict(settings).items())}".encode())
     folder = cache / f"synthetic-games-{identity.hexdigest()[:12]}"
@@ -258,11 +261,12 @@ def synthetic_folder(cache: Path, settings: SyntheticVideoSettings, reporter: Re
 
 
 def write_games(folder: Path, clips: list[Clip], reporter: Reporter) -> None:
-    """Writes clips as TrackNet has them, `game1/Clip1/Label.csv` and 0000.png, 0001.png, … beside it. The folder
-    appears complete or not at all.
+    """Writes clips in TrackNet's layout: `game1/Clip1/` with Label.csv, 0000.png, 0001.png, …
+
+    The folder appears complete or not at all.
 
     Raises:
-        StateError: It cannot be written.
+        StateError: The folder cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -277,7 +281,7 @@ def write_games(folder: Path, clips: list[Clip], reporter: Reporter) -> None:
             try:
                 staged.rename(folder)
             except OSError:
-                # Two runs may have started on the same settings. Their files are the same: the first one's stay.
+                # Another run may have written the folder from the same settings; the files are equal, so it stays.
                 if not folder.is_dir():
                     raise
     except OSError as error:
@@ -292,13 +296,14 @@ def _write_clip(folder: Path, clip: Clip) -> None:
     for position, visibility in enumerate(clip.visibility.tolist()):
         at = f"{clip.x[position]:.0f},{clip.y[position]:.0f},0" if visibility != ABSENT else ",,"
         lines.append(f"{position:04d}.png,{visibility},{at}")
-        # Not flushed one by one, which would take ten times as long: a file that a power failure emptied is named.
+        # Not flushed file by file, which would take ten times as long. A file that a power failure has emptied fails
+        # when it is read, with an error that names it.
         (folder / f"{position:04d}.png").write_bytes(png_bytes(clip.pictures.read(position, width, height)))
     (folder / "Label.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def png_bytes(picture: Picture) -> bytes:
-    """Writes a picture [H, W, 3] as a PNG file's content."""
+    """Encodes a picture [H, W, 3] as PNG."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Settings of ball tracking: its data sets, its network, and how heatmaps are made, learned and judged."""
+"""Settings of ball tracking: its data sets, its network, its heatmaps and their loss and metrics."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,15 +15,15 @@ class SyntheticVideoSettings:
     seed: int = 0
     """Seed of backgrounds, ball and distractors."""
     games: int = 5
-    """Games, each with a background of its own; the last one is tested."""
+    """Games, each with another background; the last game is the test set."""
     clips: int = 2
     """Clips of each game."""
     frames: int = 40
     """Frames of each clip; time and disk grow linearly with them."""
     width: int = 320
-    """Width of the pictures in pixels; their height is 9/16 of it."""
+    """Width of the pictures in pixels; the height is 9/16 of the width."""
     distractors: int = 4
-    """Moving things in each clip that are not the ball."""
+    """Moving objects in each clip that are not the ball."""
 
     def __post_init__(self) -> None:
         check_range("dataset.synthetic.seed", self.seed, low=0)
@@ -41,29 +41,31 @@ class SyntheticVideoSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackNetDatasetSettings:
-    """One data set of video clips with a ball, and how its pictures are read."""
+    """One data set of video clips with a ball, and the reading of its pictures."""
 
     name: str = "synthetic"
     """Name in keys and run ids."""
     path: str = ""
     """A folder of game*/Clip*/Label.csv, a CSV file of Frame,Visibility,X,Y, or a folder of these."""
     frames: str = ""
-    """Folder of the folders of pictures that belong to CSV files; empty: they lie beside the files."""
+    """Folder that holds the picture folder of each CSV file; empty: picture folders lie beside the CSV files."""
     render_missing_frames: bool = False
-    """Draw generated pictures for a CSV file that has none, from where its ball is."""
+    """Draw generated pictures for a CSV file without pictures, with the ball at its labelled positions."""
     label_width: int = 0
-    """Width of the pictures to which the coordinates belong; 0: that of the pictures, 1280 where they are generated."""
+    """Width in pixels of the labelled pictures, which coordinates refer to; 0: width of the picture files, or 1280 for
+    generated pictures."""
     label_height: int = 0
-    """Height of the pictures to which the coordinates belong; 0: that of the pictures, 720 where they are generated."""
+    """Height in pixels of the labelled pictures, which coordinates refer to; 0: height of the picture files, or 720 for
+    generated pictures."""
     width: int = 256
-    """Width to which pictures are resized, and of the heatmap."""
+    """Width of resized pictures and of the heatmap, in pixels."""
     height: int = 144
-    """Height to which pictures are resized, and of the heatmap."""
+    """Height of resized pictures and of the heatmap, in pixels."""
     validation_share: float = 0.2
-    """Share of the games that is kept for validation: of the clips where games are fewer than three, and of the time
-    where clips are."""
+    """Share of the games that is kept for validation; of the clips if there are fewer than three games; of each clip's
+    time if there are fewer than three clips."""
     test_share: float = 0.2
-    """The same for testing: the last ones."""
+    """Share that is kept for testing, counted like `validation_share`: the last games, clips or pictures."""
     synthetic: SyntheticVideoSettings = field(default_factory=SyntheticVideoSettings)
     """Size and seed of the simulated games; used by `synthetic` only."""
 
@@ -92,7 +94,7 @@ class UNetSettings:
     width: int = 32
     """Channels of the first level; each level below has twice as many."""
     levels: int = 4
-    """Levels; each halves width and height of the one above."""
+    """Levels; each level has half the width and height of the level above."""
     groups: int = 8
     """Most groups of a group normalisation."""
 
@@ -104,31 +106,33 @@ class UNetSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackNetSettings:
-    """How heatmaps are made, learned and judged."""
+    """Target heatmaps, their loss, and the metrics of reported balls."""
 
     sigma: float = 2.0
-    """Standard deviation of the ball in the heatmap, in its pixels."""
+    """Standard deviation of the ball in the heatmap, in pixels of the heatmap."""
     ball_weight: float = 10.0
-    """Weight of a pixel at the ball's centre; one far away has 1."""
+    """Weight of a pixel at the ball's centre; a pixel far away has weight 1."""
     focal_gamma: float = 2.0
-    """Power of the difference between heatmap and target by which pixels that are nearly right weigh less; 0: none."""
+    """Power of the difference between heatmap and target, a factor of the loss; nearly right pixels weigh less; 0: no
+    such factor."""
     learn_absent: bool = False
-    """Learn from pictures without a ball too, whose heatmap is empty; off, only visible balls have a loss."""
+    """Learn also from pictures without a ball, with an empty heatmap; off, only pictures with a visible ball have a
+    loss."""
     threshold: float = 0.5
-    """Height of the heatmap's peak from which a ball is reported."""
+    """Least height of the heatmap's peak for a ball to be reported."""
     tolerance_px: float = 4.0
-    """Distance up to which a reported ball is right, in pixels of a picture 256 wide and 144 high."""
+    """Largest distance of a right reported ball from the true ball, in pixels of a picture 256 wide and 144 high."""
     preview_dir: str = ""
-    """Folder into which pictures with the true and the reported ball are written when a model is judged; empty: none
-    are."""
+    """Folder for pictures with the true and the reported ball, written when a model is judged; empty: no pictures are
+    written."""
     previews: int = 6
-    """Pictures that are written of each set."""
+    """Pictures that are written for each set."""
 
     def __post_init__(self) -> None:
         check_range("task.sigma", self.sigma, above=0.0)
         check_range("task.ball_weight", self.ball_weight, low=1.0)
         if self.focal_gamma:
-            # Below 1 its derivative is infinite where a pixel is right.
+            # Below 1 the loss's derivative is infinite where a pixel is right.
             check_range("task.focal_gamma", self.focal_gamma, low=1.0)
         check_range("task.threshold", self.threshold, above=0.0, high=1.0)
         check_range("task.tolerance_px", self.tolerance_px, above=0.0)
@@ -145,7 +149,7 @@ TRAINING: Final = {
     "freeze": ["backbone"],
     "thaw_epoch": 10,
 }
-"""Training settings of TrackNet, where they differ from those of all tasks."""
+"""Training settings of TrackNet that differ from the defaults of all tasks."""
 
 TASK = TaskSettings(
     task_class="can_train_tasks.tracknet.task:TrackNetTask",

@@ -1,8 +1,8 @@
-"""Ball tracking: where the ball is in each picture of a video, as the peak of a heatmap.
+"""Ball tracking: finds the position of the ball in each picture of a video, as the peak of a heatmap.
 
 Shapes: B samples of a batch; R samples of a set; H, W height and width of the heatmap; D height and width of the
-neighbourhood of a peak. Positions are in pixels from the first one's centre: of the heatmap, unless another size is
-named.
+neighbourhood of a peak. Positions are in pixels of the heatmap, unless another size is named; the centre of the first
+pixel is 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +30,10 @@ from can_train_tasks.tracknet.unet import make_unet
 
 TERM: Final = "heatmap"
 
-_TOLERANCE_WIDTH: Final = 256  # Of the picture that `tolerance_px` belongs to
-_REFINED: Final = 2  # Pixels around a peak whose heights refine its position
-# Grey levels of 256, averaged over 3 × 3 pixels, by which a picture must differ from the one before for its largest
-# change to be called a ball: four standard deviations of what noise leaves.
+_TOLERANCE_WIDTH: Final = 256  # Width in pixels of the picture that `tolerance_px` refers to
+_REFINED: Final = 2  # Pixels on each side of a peak whose heights refine its position
+# Least change between two pictures that the baseline reports as a ball, in grey levels of 256, averaged over 3 × 3
+# pixels: four standard deviations of the noise that this mean leaves.
 _MOTION: Final = 12.0
 _MARK: Final = 4  # Half the side of a mark in a preview, in pixels
 _TRUE, _REPORTED = (0, 255, 0), (255, 0, 0)  # Colours of the marks
@@ -41,45 +41,45 @@ _TRUE, _REPORTED = (0, 255, 0), (255, 0, 0)  # Colours of the marks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moment:
-    """One picture of a clip, whose ball is looked for. The pixels are read when a batch is made of it."""
+    """One picture of a clip, whose ball the task looks for. `collate` reads the pixels."""
 
     clip: Clip
-    position: int  # in the clip
+    position: int  # number of the picture in the clip, from 0
     size: tuple[int, int]  # width and height of the heatmap
 
     @property
     def visibility(self) -> int:
-        """As in the label file."""
+        """Visibility in the label file: `ABSENT`, `EASY`, `HARD` or `OCCLUDED`."""
         return int(self.clip.visibility[self.position])
 
     @property
     def is_visible(self) -> bool:
-        """Whether the ball can be seen; other pictures teach nothing."""
+        """Whether the ball can be seen."""
         return self.visibility in (EASY, HARD)
 
     @property
     def ball(self) -> tuple[float, float]:
-        """Position of the ball in the heatmap."""
+        """Position (x, y) of the ball in pixels of the heatmap."""
         x, y = self.clip.x[self.position], self.clip.y[self.position]
         (width, height), (of_width, of_height) = self.size, self.clip.size
         return (x + 0.5) * width / of_width - 0.5, (y + 0.5) * height / of_height - 0.5
 
     @property
     def label_px(self) -> Floats:
-        """[2] pixels of the labelled picture that a pixel of the heatmap measures, across and down."""
+        """Width and height [2] of a heatmap pixel, in pixels of the labelled picture."""
         return np.divide(self.clip.size, self.size, dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """What a method says of R pictures: positions [R, 2], and whether it reports a ball [R]."""
+    """Detections in R pictures: positions [R, 2], and whether a ball is reported [R]."""
 
     positions: Floats
     reported: NDArray[np.bool_]
 
 
 class TrackNetTask(Task):
-    """Learns heatmaps of the ball from three pictures each."""
+    """Learns a heatmap of the ball from a picture and the two pictures before it."""
 
     Settings = TrackNetSettings
     DatasetSettings = TrackNetDatasetSettings
@@ -100,7 +100,7 @@ class TrackNetTask(Task):
         return self._moments(clips)
 
     def sample_datasets(self) -> Mapping[str, Sequence[Moment]]:
-        """Reads the labels; pictures are read, or drawn, when they are needed."""
+        """Reads the labels; pictures are read or drawn later, when a batch needs them."""
         simulated = self.dataset.is_synthetic
         clips = (
             simulated_clips(self.dataset.synthetic) if simulated else reading.read_clips(self.dataset, render_missing)
@@ -109,7 +109,7 @@ class TrackNetTask(Task):
 
     @cached_property
     def frames(self) -> FrameReader:
-        """Reads pictures at the heatmap's size."""
+        """Reader of pictures at the heatmap's size."""
         return FrameReader(self.dataset.width, self.dataset.height)
 
     def _moments(self, clips: Sequence[Clip]) -> dict[str, list[Moment]]:
@@ -128,7 +128,7 @@ class TrackNetTask(Task):
 
     @classmethod
     def files(cls, dataset: TrackNetDatasetSettings, data_root: Path) -> Sequence[Path]:
-        """Lists the folder of labels, and that of pictures where it is another."""
+        """Lists the path of the labels, and the folder of the pictures if the settings name it."""
         return [Path(path) for path in (dataset.path, dataset.frames) if path]
 
     def describe(self, row: int) -> str:
@@ -137,7 +137,7 @@ class TrackNetTask(Task):
         return f"picture {moment.position} of {moment.clip.name}"
 
     def notices(self) -> Sequence[str]:
-        """Returns how many training pictures teach nothing, and whether pictures are generated."""
+        """Returns the number of training pictures that have a loss, and whether pictures are generated."""
         training = self.sets[TRAIN]
         counted = sum(map(self._is_counted, training))
         found = [
@@ -152,47 +152,51 @@ class TrackNetTask(Task):
         return make_unet(self.model_settings, self.dataset)
 
     def features(self, sample: Moment) -> Mapping[str | Feature, float]:
-        """All pictures have one size, so memory grows with their number."""
+        """Counts samples only: all pictures have one size."""
         return {"samples": 1.0}
 
     def collate(self, samples: Sequence[Moment]) -> dict[str, Tensor]:
-        """Reads the pictures: bytes [B, H, W, 9], which become numbers on the device, and the balls' positions."""
+        """Reads the pictures as bytes [B, H, W, 9], which `heatmaps` turns into floats on the device.
+
+        The batch also has the balls' positions [B, 2], whether each ball is visible [B], and whether each picture has a
+        loss [B].
+        """
         pictures = np.stack([np.concatenate(self.frames.read(one.clip, one.position), axis=-1) for one in samples])
         balls = torch.tensor([one.ball for one in samples], dtype=torch.float64)
         seen, counted = (torch.tensor([of(one) for one in samples]) for of in (_is_visible, self._is_counted))
         return {"pictures": torch.from_numpy(pictures), "balls": balls, "seen": seen, "counted": counted}
 
     def _is_counted(self, one: Moment) -> bool:
-        # A ball that is hidden may still be reported: its picture says neither yes nor no.
+        # A picture with a hidden ball has no loss: to report the ball is neither right nor wrong.
         return one.is_visible or (self.settings.learn_absent and one.visibility == ABSENT)
 
     def heatmaps(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Computes the logits [B, H, W] of a batch."""
-        # Channels stay last in memory, by which convolutions are twice as fast on a CPU.
+        # The channels-last memory layout makes convolutions twice as fast on a CPU.
         channels = batch["pictures"].permute(0, 3, 1, 2).to(batch["balls"].dtype)
         logits: Tensor = model(channels.div_(255))
-        # Heights near 0 and 1 have no digits left in half precision.
+        # Not in half precision, which has no digits left for heights near 0 and 1.
         return logits.to(batch["balls"].dtype)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Losses:
-        """Sums the loss of the pixels in pictures that teach something; their number is the denominator."""
+        """Sums the loss over the pixels of the pictures that have a loss; the denominator is the number of pixels."""
         logits = self.heatmaps(model, batch)
         target = ball_heatmaps(batch["balls"], self.settings.sigma, logits.shape[1:]) * batch["seen"][:, None, None]
         each = pixel_losses(logits, target, self.settings).sum(dim=(1, 2))
         counted = batch["counted"].to(each.dtype)
-        # Not a mean over this batch: parts of a batch see different numbers of balls.
+        # Not the mean over this batch: the parts of a logical batch have different numbers of visible balls.
         return {TERM: ((each * counted).sum(), counted.sum() * logits[0].numel())}
 
     def denominators(self, samples: Sequence[Moment]) -> Mapping[str, float]:
-        """Counts the pixels of the pictures that teach something."""
+        """Counts the pixels of the pictures that have a loss."""
         return {TERM: float(sum(map(self._is_counted, samples)) * self.dataset.width * self.dataset.height)}
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Returns [B, 3]: position and height of the highest peak."""
+        """Returns [B, 3]: x, y and height of the highest peak of each heatmap."""
         return peaks(torch.sigmoid(self.heatmaps(model, batch)))
 
     def measure(self, samples: Sequence[Moment], predictions: Sequence[Any]) -> Mapping[str, float]:
-        """Computes the metrics of predictions; writes previews if a folder for them is named."""
+        """Computes the metrics of predictions; writes previews if `task.preview_dir` names a folder."""
         values = torch.as_tensor(np.stack([np.asarray(one, dtype=np.float64) for one in predictions])).numpy()
         found = Found(positions=values[:, :2], reported=values[:, 2] >= self.settings.threshold)
         if self.settings.preview_dir:
@@ -221,7 +225,7 @@ class TrackNetTask(Task):
         return Found(positions=found[:, :2], reported=found[:, 2] > _MOTION)
 
     def write_previews(self, folder: Path, samples: Sequence[Moment], found: Found) -> None:
-        """Writes pictures, at equal distances through a set: the ball's true position in green, a reported one in red.
+        """Writes pictures, evenly spread over a set, with the true position in green and a reported position in red.
 
         Raises:
             StateError: The folder cannot be written.
@@ -252,18 +256,18 @@ def _at(dataset: TrackNetDatasetSettings, folder: Path) -> TrackNetDatasetSettin
 
 
 def ball_heatmaps(balls: Tensor, sigma: float, size: Sequence[int]) -> Tensor:
-    r"""Computes the target :math:`\exp(-d^2 / 2\sigma^2)` at the distance d from the ball.
+    r"""Computes the target heatmaps: :math:`\exp(-d^2 / 2\sigma^2)` at the distance d from the ball.
 
     Args:
-        balls: [B, 2] their positions.
+        balls: [B, 2] positions of the balls.
         sigma: Standard deviation in pixels.
         size: H and W.
 
     Returns:
-        [B, H, W]: 1 at the ball.
+        [B, H, W]: 1 at the ball's position.
     """
     down, across = (torch.arange(length, dtype=balls.dtype, device=balls.device) for length in size)
-    # A product of two factors, so that no tensor of distances is kept beside the result.
+    # A product of two factors, so that no tensor of distances takes memory in addition to the result.
     by_row = torch.exp(-((down - balls[:, 1:]) ** 2) / (2 * sigma**2))
     by_column = torch.exp(-((across - balls[:, :1]) ** 2) / (2 * sigma**2))
     return by_row[:, :, None] * by_column[:, None, :]
@@ -272,13 +276,13 @@ def ball_heatmaps(balls: Tensor, sigma: float, size: Sequence[int]) -> Tensor:
 def pixel_losses(logits: Tensor, target: Tensor, settings: TrackNetSettings) -> Tensor:
     r"""Computes :math:`w\,|\sigma(z) - y|^\gamma\,\mathrm{BCE}(z, y)` of each pixel, with w = 1 + (ball_weight − 1)·y.
 
-    Without the weight the few pixels of the ball drown in the background; with the power, those that are right already
-    leave the gradient to the others.
+    Without the weight, the background would outweigh the few pixels of the ball. The power gives pixels that are nearly
+    right less of the gradient.
 
     Args:
         logits: [B, H, W] z.
         target: [B, H, W] y.
-        settings: Weight and γ.
+        settings: `ball_weight`, and `focal_gamma` for γ.
 
     Source: the quality focal loss of Li et al. 2020, arXiv:2006.04388, which takes targets between 0 and 1.
     """
@@ -290,24 +294,24 @@ def pixel_losses(logits: Tensor, target: Tensor, settings: TrackNetSettings) -> 
 
 
 def peaks(heights: Tensor) -> Tensor:
-    """Finds the highest pixel of each heatmap, and refines its position by those around it.
+    """Finds the highest pixel of each heatmap, and refines its position with the heights of the pixels around it.
 
     Args:
         heights: [B, H, W] in [0, 1].
 
     Returns:
-        [B, 3]: the mean position of the pixels around the peak, weighted by their heights, and the peak's height.
+        [B, 3]: x and y, the mean position of the pixels around the peak weighted by their heights; the peak's height.
     """
     batch, height, width = heights.shape
     top, place = heights.flatten(1).max(dim=1)
     steps = torch.arange(-_REFINED, _REFINED + 1, device=heights.device)
-    # [B, D, D], also of places outside, which weigh nothing.
+    # [B, D, D] places; a place outside the heatmap has the weight 0.
     rows = (place // width)[:, None, None] + steps[:, None]
     columns = (place % width)[:, None, None] + steps
     inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
     each = torch.arange(batch, device=heights.device)[:, None, None]
     weights = heights[each, rows.clamp(0, height - 1), columns.clamp(0, width - 1)] * inside
-    # Above 0 also where every height has underflowed.
+    # The sum must not be 0, not even where every height has underflowed.
     total = weights.sum(dim=(1, 2)).clamp_min(torch.finfo(heights.dtype).tiny)
     x, y = ((weights * places).sum(dim=(1, 2)) / total for places in (columns, rows))
     return torch.stack([x, y, top], dim=1)
@@ -316,18 +320,18 @@ def peaks(heights: Tensor) -> Tensor:
 def detection_metrics(samples: Sequence[Moment], found: Found, tolerance: float) -> dict[str, float]:
     """Computes precision, recall, F1 and position error.
 
-    A reported ball is right within the tolerance of a visible one. Precision is the share of right ones among those
-    reported, recall that among visible ones: a ball reported elsewhere is wrong and missed. Pictures whose ball is
-    hidden are left out: their label is a guess.
+    A reported ball is right if a visible ball is within the tolerance. Precision is the share of right balls among
+    reported balls, recall the share of right balls among visible balls: a ball reported elsewhere lowers both. Pictures
+    whose ball is hidden are left out: their label is a guess.
 
     Args:
         samples: R pictures.
-        found: What was reported of them.
+        found: Detections in the pictures.
         tolerance: In pixels of the heatmap.
 
     Returns:
-        Also `position_error_px`, in pixels of the labelled pictures, over all visible balls of which a position was
-        reported, right or wrong; without it where there are none.
+        `precision`, `recall`, `f1`; and `position_error_px`, the mean error in pixels of the labelled pictures over all
+        pictures with a visible and a reported ball, right or wrong. Without such pictures it is absent.
     """
     visibility = np.array([one.visibility for one in samples])
     visible = np.isin(visibility, (EASY, HARD))
@@ -348,7 +352,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _last_known(samples: Sequence[Moment]) -> Found:
-    """Reports the position that the labels have for the picture before, or earlier if it was not visible then."""
+    """Reports the ball's last labelled position before each picture; no ball where no earlier picture shows it."""
     positions, reported = np.zeros((len(samples), 2)), np.zeros(len(samples), np.bool_)
     for row, one in enumerate(samples):
         clip, start = one.clip, int(one.clip.starts[one.position])
@@ -360,8 +364,9 @@ def _last_known(samples: Sequence[Moment]) -> Found:
 
 
 def _change(pictures: NDArray[np.uint8]) -> tuple[float, float, float]:
-    """Returns where a picture has brightened most since the one before it, averaged over 3 × 3 pixels, and by how much
-    in grey levels. `pictures` is [3, H, W, 3], the last one last.
+    """Returns x and y of the place that has brightened most since the previous picture, and its change in grey levels.
+
+    The change is a mean over 3 × 3 pixels. `pictures` is [3, H, W, 3] in order of time.
     """
     before, now = pictures[-2:].mean(axis=-1)
     padded = np.pad(now - before, 1)

@@ -1,4 +1,4 @@
-"""The network that makes a heatmap of three pictures.
+"""The network that turns three pictures into a heatmap.
 
 Shapes: B samples; H, W height and width of pictures and heatmap; C channels of the first level. Level i has C·2^i
 channels and H/2^i × W/2^i pixels.
@@ -15,7 +15,7 @@ from can_train.errors import ConfigError
 from can_train_tasks.tracknet.settings import TrackNetDatasetSettings, UNetSettings
 
 INPUT_CHANNELS: Final = 9  # Red, green and blue of three pictures
-_FIRST_GUESS: Final = 0.01  # Of every pixel, before training: few are the ball's, as in the focal loss's paper
+_FIRST_GUESS: Final = 0.01  # Height of every pixel before training, as in the focal loss's paper: balls are small
 
 
 class Convolutions(nn.Sequential):
@@ -24,15 +24,15 @@ class Convolutions(nn.Sequential):
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         layers: list[nn.Module] = []
         for channels in (inputs, outputs):
-            # Not batch normalisation, whose means are those of a micro-batch: a batch that is split would have other
-            # gradients. Groups are normalised within each sample.
+            # Group normalisation uses means of one sample. Batch normalisation uses means of a micro-batch: splitting
+            # a batch would change the gradients.
             layers += [nn.Conv2d(channels, outputs, 3, padding=1, bias=False),
                        nn.GroupNorm(math.gcd(groups, outputs), outputs), nn.ReLU(inplace=True)]  # fmt: skip
         super().__init__(*layers)
 
 
 class Encoder(nn.Module):
-    """Computes features on each level, from pictures [B, 9, H, W]."""
+    """Computes the features of each level from pictures [B, 9, H, W]."""
 
     def __init__(self, settings: UNetSettings) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Joins the levels from the lowest to the first."""
+    """Joins the features of all levels, from the lowest level to the first."""
 
     def __init__(self, settings: UNetSettings) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Decoder(nn.Module):
 
 
 class UNet(nn.Module):
-    """Encoder and decoder with connections on each level.
+    """U-Net: encoder and decoder, connected on each level.
 
     Attributes:
         backbone: The encoder, which `training.freeze` may name.
@@ -82,16 +82,16 @@ class UNet(nn.Module):
         nn.init.constant_(self.head.bias, math.log(_FIRST_GUESS / (1 - _FIRST_GUESS)))  # type: ignore[arg-type]
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Computes the heatmap's logits [B, H, W] of pictures [B, 9, H, W], whose values are in [0, 1]."""
+        """Computes the heatmaps' logits [B, H, W] from pictures [B, 9, H, W] with values in [0, 1]."""
         logits: Tensor = self.head(self.decoder(self.backbone(pictures)))
         return logits.squeeze(1)
 
 
 def make_unet(settings: UNetSettings, dataset: TrackNetDatasetSettings) -> UNet:
-    """Makes the network for pictures of a size.
+    """Makes the network for the picture size of a data set.
 
     Raises:
-        ConfigError: The size cannot be halved as often as the network does.
+        ConfigError: Width or height is not a multiple of 2^(levels - 1).
     """
     factor = 2 ** (settings.levels - 1)
     if dataset.width % factor or dataset.height % factor:
