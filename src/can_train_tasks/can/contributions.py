@@ -1,7 +1,7 @@
-"""What raises a window's score: CAN ID by CAN ID, and property by property.
+"""Contributions of each CAN ID, and of each property of the ID, to a window's score.
 
-Shapes: B windows of the batch, N nodes, E edges, A absences, I = N + A IDs (those of each window one after another: its
-nodes, then its absences), C input columns, P properties (`PROPERTIES`).
+Shapes: B windows of the batch, N nodes, E edges, A absences, I = N + A IDs (window after window; in each window the
+nodes, then the absences), C input columns, P properties (`PROPERTIES`).
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from can_train_tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
 from can_train_tasks.can.models import MISSING_ID, GatClassifier, Vgae, worst_nodes
 
-# Properties of a CAN ID in a window that a person can look up in the log. Several columns of a network's input tell of
-# one property.
-IDENTITY: Final = "identity"  # which ID it is
-FRAMES: Final = "frames"  # how many of the window's frames are its
-LAST: Final = "last"  # where in the window its last frame is
-GAP: Final = "gap"  # time between its frames and those beside them
-PERIOD: Final = "period"  # time between its own frames, and how many come in a second
-SILENCE: Final = "silence"  # time since its last frame
-CHANGE: Final = "change"  # what its payload changes from frame to frame
-NEIGHBOURS: Final = "neighbours"  # which IDs come before and after it, and how often
-LATENT: Final = "latent"  # all of it together, as an autoencoder encodes it
+# Properties of a CAN ID in a window that a person can look up in the log. Several columns of a network's input may
+# describe one property.
+IDENTITY: Final = "identity"  # the ID itself
+FRAMES: Final = "frames"  # number of the ID's frames in the window
+LAST: Final = "last"  # position of the ID's last frame in the window
+GAP: Final = "gap"  # time between a frame of the ID and the frames of other IDs before and after it
+PERIOD: Final = "period"  # time between frames of the ID, and its frames per second
+SILENCE: Final = "silence"  # time since the ID's last frame
+CHANGE: Final = "change"  # changes of the payload from frame to frame
+NEIGHBOURS: Final = "neighbours"  # IDs that come before and after the ID, and how often
+LATENT: Final = "latent"  # all properties together, as an autoencoder encodes them
 BYTES: Final = tuple(f"byte_{number}" for number in range(1, MAX_PAYLOAD_BYTES + 1))  # means of payload bytes
 PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT)
 
@@ -44,16 +44,19 @@ _OF_EDGE: Final = [
 
 
 def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
-    """Returns [I, P] gradient × input of the attack logit minus the benign one, where it is positive; and what is added
-    for IDs that are overdue.
+    """Returns the contributions [I, P] to a classifier's score.
+
+    The contribution of a node is gradient × input of the attack logit minus the benign logit, where it is positive. The
+    contribution of an overdue ID is its addition to the score.
     """
-    # On the synthetic test folders attention names an injected ID less often: it tells where a layer looks, and not
-    # what that does to the score. What lowers the score says nothing about an alarm, and left in, it hides what raises.
+    # On the synthetic test folders attention names an injected ID less often: attention weights show which messages a
+    # layer reads, and not their effect on the score. Negative products are left out: they do not explain an alarm, and
+    # would cancel the positive products that do.
     node, edge = (part.detach().requires_grad_() for part in model.inputs(batch))
     with torch.enable_grad():
         logits = model.classify((node, edge), batch)
         by_node, by_edge = torch.autograd.grad((logits[:, 1] - logits[:, 0]).sum(), (node, edge))
-    # How much of a stranger an ID is, the last column, is part of its identity.
+    # The last column, `strangeness`, is part of an ID's identity.
     deviations = [*_OF_BEHAVIOUR * 3, IDENTITY] if model.inputs.behaviour else []
     known = [*_OF_NODE, *_OF_EDGE, *_OF_EDGE, *deviations]
     columns = [*[IDENTITY] * (node.shape[1] - len(known)), *known]
@@ -63,7 +66,7 @@ def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
 
 
 def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[float]) -> Tensor:
-    """Returns [I, P] the terms of which the anomaly score is the sum, with its `units` (see `anomaly_scores`)."""
+    """Returns the terms [I, P] of the anomaly score, which is their sum, with its `units` (see `anomaly_scores`)."""
     decoded = model.decode(batch, None)
     node, edge = model.inputs.targets(batch)
     errors = model.errors(batch, decoded)
@@ -86,7 +89,7 @@ def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[fl
 
 
 def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:
-    """Puts what overdue IDs [A] contribute after what the nodes of their window do, [N, P]: [I, P]."""
+    """Inserts the contributions of overdue IDs [A] after the contributions [N, P] of their window's nodes: [I, P]."""
     absences = nodes.new_zeros(len(overdue), len(PROPERTIES))
     absences[:, PROPERTIES.index(SILENCE)] = overdue.to(nodes.dtype)
     order = torch.argsort(torch.cat([batch.batch, batch.absent_batch]), stable=True)
@@ -94,19 +97,19 @@ def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:
 
 
 def shares_of_windows(contributions: Tensor, window: Tensor) -> Tensor:
-    """Returns contributions [I, P] as shares of their sum over each window; `window` is [I] that of each."""
+    """Returns contributions [I, P] as shares of their sum over a window; `window` [I] is the window of each ID."""
     total: Tensor = scatter(contributions.sum(dim=1), window, dim=0, reduce="sum")[window]
     return contributions / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]
 
 
 def _sums(columns: Tensor, names: Sequence[str]) -> Tensor:
-    """Adds up [·, C] columns to [·, P] properties, whose names are given for each column."""
+    """Adds up columns [·, C] to properties [·, P]; `names` gives the property of each column."""
     found = columns.new_zeros(len(columns), len(PROPERTIES))
     return found.index_add(1, torch.tensor([PROPERTIES.index(name) for name in names], device=columns.device), columns)
 
 
 def _at_ends(edges: Tensor, batch: GraphBatch) -> Tensor:
-    """Gives half of what each edge contributes, [E, P], to either of its nodes: [N, P]."""
+    """Gives half of each edge's contributions [E, P] to each of its two nodes: [N, P]."""
     at_source, at_target = (scatter(edges, end, dim=0, dim_size=len(batch.can_id)) for end in batch.edge_index)
     both: Tensor = at_source + at_target
     return both / 2

@@ -59,7 +59,7 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
         rule = AlarmRule(threshold=threshold, calibrate_s=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
         locator = RunLocator(runs_dir, state_dir)
         record = locator.find(run)
-        # Hydra and torch: a line that is wrong does not wait for them.
+        # Imported late: an error in the command line must not wait for Hydra and torch.
         from can_train_tasks.can.evaluation.live import DetectionRequest, LiveRun
 
         request = DetectionRequest(run=record.folder.path, source=input_, channel=channel or "", rule=rule,
@@ -71,13 +71,13 @@ def detect(  # noqa: PLR0913 - Typer makes an option of each argument
             try:
                 _print_events(live.events(), as_json=as_json)
             finally:
-                # Ctrl-C may come while an alarm is raised.
+                # The alarms that are raised also end when Ctrl-C stops the loop.
                 _print_events(live.finish(), as_json=as_json)
         except BrokenPipeError:
-            # Whoever read the alarms has gone. Typer would end with 1.
+            # The reader of standard output has gone. Typer would exit with 1.
             raise SystemExit(128 + signal.SIGPIPE) from None
         finally:
-            # After a second Ctrl-C nobody waits for it.
+            # A second Ctrl-C may have ended the reader of standard error, too.
             with suppress(BrokenPipeError):
                 for sentence in live.summary():
                     print_aside(wrapped(f"{sentence}.", COLUMNS, hang="  "))
@@ -91,7 +91,7 @@ def _print_events(events: Iterable[LiveEvent], *, as_json: bool) -> None:
         elif sys.stdout.isatty():
             print_wrapped(event.text)
         else:
-            # A program that reads the events gets each in a line of its own.
+            # A program that reads the events gets one event on each line.
             print_text(with_command_name(event.text))
 
 

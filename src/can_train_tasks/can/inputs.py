@@ -1,9 +1,10 @@
-"""What the networks see of a window: CAN IDs as embeddings, counts and times standardised, and how each ID behaves
-compared with its benign training windows and with its own past.
+"""Inputs of the networks: CAN IDs as embeddings, standardised counts and times, and the behaviour of each ID.
 
-Vocabulary and scale are fitted on training windows and saved with the weights: a checkpoint scores any log by itself.
+The behaviour of an ID is compared with its benign training windows and with its past in the log. Vocabulary and scale
+are fitted on training windows and saved with the weights, so a checkpoint scores any log without the training data.
 
-Shapes: B graphs, N nodes, E edges, A absences, V known CAN IDs, C columns of `BEHAVIOUR`, D of `deviations`.
+Shapes: B graphs, N nodes, E edges, A absences, K CAN IDs of a data set, V CAN IDs of the vocabulary, C columns of
+`BEHAVIOUR`, D columns of `deviations`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,38 +33,38 @@ from can_train_tasks.can.data.graphs import (
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES, CanDatasetSettings
 
 UNKNOWN_ID: Final = 0  # vocabulary index of an ID that training did not see, or that is hidden
-MIN_VARIANCE: Final = 1e-12  # below which a column counts as constant
-WINDOWS_AT_A_TIME: Final = 4096  # whose features are summed, which bounds the memory of the float64 copy
-# Least spread of each column of `BEHAVIOUR`, in its units: an ID with a precise clock is not alarming because it once
-# was late by a hundredth of its period.
+MIN_VARIANCE: Final = 1e-12  # a column with a smaller variance counts as constant
+WINDOWS_AT_A_TIME: Final = 4096  # windows whose features are summed at a time, to bound the float64 copy
+# Least standard deviation of each column of `BEHAVIOUR`, in the column's unit: an ID with a precise clock must not
+# raise an alarm by being late by a hundredth of its period.
 LEAST_STD: Final = np.array([0.05, 0.05, 0.02, 0.05, 1.0, 0.1, 0.05])
-POOLED_WINDOWS: Final = 10  # of all IDs, that the spread of one ID is shrunk towards
-SETTLED_WINDOWS: Final = 10  # of an ID in a log, from which its past tells what is usual of it
-YOUNG_WINDOWS: Final = 4.0  # of an ID in a log, at which a difference from its past counts half
-# Weights of features whose errors depend on what the driver does, or on where in a window a frame happens to be. The
-# others weigh 1: an injected frame disturbs an ID's rhythm in any drive.
+POOLED_WINDOWS: Final = 10  # weight, in windows, of the spread of all IDs in the spread of one ID
+SETTLED_WINDOWS: Final = 10  # windows of an ID in a log after which its past is a measure of its usual behaviour
+YOUNG_WINDOWS: Final = 4.0  # with this many earlier windows in a log, an ID's difference from its past counts half
+# Weights of features whose errors depend on the driver, or on the chance position of a frame in its window. Other
+# features weigh 1: an injected frame disturbs an ID's rhythm in any drive.
 WEAK_TARGETS: Final = {
     **dict.fromkeys(NODE_FEATURES[:MAX_PAYLOAD_BYTES], 0.1), "last_position": 0.1, "bits_changed": 0.2, "unchanged": 0.2
 }  # fmt: skip
-LEAST_KNOWN_SHARE: Final = 0.5  # of a bus's IDs, up to which it is none that training saw
-# Only a punctual ID is missed: it was in this many benign logs, and its longest silence is at most this far above its
-# mean gap (a binary logarithm). What depends on the driver or the state of the vehicle is silent in another drive: on
-# those of four simulated vehicles, IDs that were punctual in 1, 2, 4 and 5 drives of a minute were found overdue in
-# 18, 4, 2 and 0.2 % of the benign windows; in one drive of three minutes, in 11 %.
+LEAST_KNOWN_SHARE: Final = 0.5  # a bus with no larger share of known IDs counts as a bus that training did not see
+# Only a punctual ID can be overdue: it was in `PUNCTUAL_LOGS` benign logs, and the binary logarithm of its longest
+# silence ÷ its mean gap is at most `PUNCTUAL`. IDs whose frames depend on the driver or the vehicle's state may be
+# silent in another drive: on other drives of four simulated vehicles, IDs that were punctual in 1, 2, 4 and 5 drives of
+# a minute were overdue in 18, 4, 2 and 0.2 % of the benign windows; with one drive of three minutes, in 11 %.
 PUNCTUAL_LOGS: Final = 5
 PUNCTUAL: Final = 1.0
-ENDLESS: Final = 100.0  # binary logarithm of a silence that none exceeds
-# Binary logarithm of an absent ID's silence ÷ its longest one in benign training windows: from where to where suspicion
-# rises. On other drives of six simulated vehicles, 0.2 % of the benign windows lack an ID for 1.7 times as long, and
-# none for twice as long.
+ENDLESS: Final = 100.0  # binary logarithm of a silence that no ID exceeds
+# Suspicion rises from 0 to 1 between these binary logarithms of an absent ID's silence ÷ its longest silence in benign
+# training windows. On other drives of six simulated vehicles, 0.2 % of the benign windows lack an ID for 1.7 times its
+# longest silence, and no window for twice that time.
 OVERDUE: Final = (1.0, 1.5)
-# Gaps between an ID's frames in benign training windows, from which its timing is known. With fewer, a longer gap than
-# any of them is nothing odd.
+# Least number of gaps between an ID's frames in benign training windows for its timing to be known. With fewer gaps, a
+# longer gap is no sign of an attack.
 LEAST_GAPS: Final = 3
-MOST_RARE_IDS: Final = 10  # that are named
-MOST_NEW_IDS: Final = 5  # that are named
-SAME_FRAME_S: Final = 0.001  # two frames of so rare an ID lie further apart; times are rounded by less
-LEAST_SILENCE: Final = -3.0  # binary logarithm of silence ÷ period: when exactly in a period a window ends says nothing
+MOST_RARE_IDS: Final = 10  # IDs with unknown timing that a note names
+MOST_NEW_IDS: Final = 5  # new IDs that a note names
+SAME_FRAME_S: Final = 0.001  # frames of a rare ID lie further apart than this; the rounding of times is smaller
+LEAST_SILENCE: Final = -3.0  # binary logarithm of silence ÷ period; smaller values depend only on where a window ends
 _GAP_MIN, _GAP_MEAN, _SILENCE = (BEHAVIOUR.index(name) for name in ("gap_min", "gap_mean", "silence"))
 _TIMING: Final = [BEHAVIOUR.index(name) for name in ("gap_min", "gap_mean", "gap_spread", "silence")]
 
@@ -71,8 +72,8 @@ _TIMING: Final = [BEHAVIOUR.index(name) for name in ("gap_min", "gap_mean", "gap
 class InputStatistics(NamedTuple):
     """Vocabulary and scale of the training windows."""
 
-    # [V] CAN IDs of benign training windows, ascending. An ID that occurs in attacks only is no part of the vehicle: it
-    # is unknown, in training too.
+    # [V] CAN IDs of benign training windows, ascending. An ID that occurs only in attacks is not the vehicle's: it is
+    # unknown, in training too.
     vocabulary: Ints
     node_mean: Floats  # [10]
     node_std: Floats  # [10]
@@ -80,18 +81,18 @@ class InputStatistics(NamedTuple):
     edge_std: Floats  # [11]
     behaviour_mean: Floats  # [C] over all IDs of benign windows
     behaviour_std: Floats  # [C]
-    # [V + 1, C] of each ID in benign windows; `ENDLESS` where that is not known of its timing. The mean gap in row
-    # `UNKNOWN_ID` is the length of the longest benign log: an ID that comes less often may well be new.
+    # [V + 1, C] mean behaviour of each ID in benign windows; `ENDLESS` in columns of timing that is not known. The mean
+    # gap in row `UNKNOWN_ID` is the length of the longest benign log: training may have missed an ID with longer gaps.
     id_mean: Floats
     id_std: Floats  # [V + 1, C]
-    past_std: Floats  # [C] of the difference between an ID in a benign window and its past
-    # [V + 1] longest silence of each ID at the end of a benign window, binary logarithm of seconds; `ENDLESS` where
-    # it is not `PUNCTUAL`
+    past_std: Floats  # [C] root mean square difference between an ID in a benign window and its past
+    # [V + 1] longest silence of each ID at the end of a benign window, binary logarithm of seconds; `ENDLESS` for an
+    # ID that is not punctual
     id_silence: Floats
 
     @classmethod
     def fit(cls, flat: FlatGraphs, rows: Ints) -> Self:
-        """Fits vocabulary and scale on the windows `rows`."""
+        """Fits vocabulary and scale to the windows `rows`."""
         node = _mean_and_std(flat.node_features, flat.node_ptr, rows)
         edge = _mean_and_std(flat.edge_features, flat.edge_ptr, rows)
         vocabulary = known_ids(flat, rows)
@@ -116,7 +117,7 @@ class InputStatistics(NamedTuple):
 
 
 def target_weights(dataset: CanDatasetSettings) -> Floats:
-    """Returns how much of a node's reconstruction error each of its features makes up; they sum up to 1."""
+    """Returns the weight of each node feature in a node's reconstruction error; the weights sum up to 1."""
     named = dict.fromkeys(NODE_FEATURES, 1.0)
     if dataset.features == BEHAVIOUR_FEATURES:
         named = dict.fromkeys((*NODE_FEATURES, *BEHAVIOUR), 1.0) | WEAK_TARGETS
@@ -125,7 +126,7 @@ def target_weights(dataset: CanDatasetSettings) -> Floats:
 
 
 def known_ids(flat: FlatGraphs, rows: Ints) -> Ints:
-    """Returns [V] the vocabulary of the windows `rows` (see `InputStatistics`)."""
+    """Returns the vocabulary [V] of the windows `rows` (see `InputStatistics`)."""
     known = np.zeros(len(flat.ids), dtype=bool)
     for start, stop in _contiguous(rows[flat.label[rows] == 0]):
         known[flat.node_code[flat.node_ptr[start] : flat.node_ptr[stop]]] = True
@@ -133,7 +134,7 @@ def known_ids(flat: FlatGraphs, rows: Ints) -> Ints:
 
 
 def longest_log_s(flat: FlatGraphs, rows: Ints) -> float:
-    """Returns for how many seconds the benign ones of the windows `rows` observe a log, at most."""
+    """Returns the longest time in seconds that the benign windows among `rows` observe of one log."""
     benign = rows[flat.label[rows] == 0]
     begin, end = np.full(len(flat.sources), np.inf), np.full(len(flat.sources), -np.inf)
     np.minimum.at(begin, flat.source[benign], flat.start_time[benign])
@@ -142,8 +143,11 @@ def longest_log_s(flat: FlatGraphs, rows: Ints) -> float:
 
 
 def rare_ids(flat: FlatGraphs, rows: Ints) -> dict[str, Any]:
-    """Returns, as strict JSON, of which IDs the windows `rows` are too short to tell the timing, with the frames of
-    each; and for how many seconds they observe a benign log, at most: they may lack an ID that comes less often.
+    """Finds the IDs whose timing the windows `rows` are too short to tell.
+
+    Returns:
+        As strict JSON: `frames`, the number of frames of each such ID; `log_s`, the result of `longest_log_s`. The
+        windows may lack an ID that comes less often than once in `log_s` seconds.
     """
     frames, logs = count_frames(flat, rows)
     few = np.flatnonzero((logs > 0) & (frames - logs < LEAST_GAPS))
@@ -151,8 +155,9 @@ def rare_ids(flat: FlatGraphs, rows: Ints) -> dict[str, Any]:
 
 
 def training_bases(flat: FlatGraphs, rows: Ints) -> dict[str, str]:
-    """Returns, as strict JSON, in which bases the logs of the windows `rows` write CAN IDs (`id`) and payload bytes
-    (`byte`): `hex` or `dec`; empty where they tell none, or both.
+    """Returns, as strict JSON, the number bases of CAN IDs (`id`) and payload bytes (`byte`) in the logs of `rows`.
+
+    A base is `hex` or `dec`; empty where the logs do not tell it, or differ in it.
     """
     sources = [flat.sources[index] for index in np.unique(flat.source[rows])]
     bases = {"id": {source.id_base for source in sources}, "byte": {source.byte_base for source in sources}}
@@ -160,8 +165,9 @@ def training_bases(flat: FlatGraphs, rows: Ints) -> dict[str, str]:
 
 
 def read_as_trained(dataset: CanDatasetSettings, judgement: Mapping[str, Any]) -> CanDatasetSettings:
-    """Returns how a finished run reads other logs: where these do not tell the bases of their numbers, those of its
-    training data hold.
+    """Returns a finished run's settings for reading other logs.
+
+    Where a log does not tell the base of its numbers, the base of the training data is used.
     """
     trained = judgement.get("bases", {"id": "", "byte": ""})  # older runs have none
     wanted = {"id": dataset.id_base, "byte": dataset.byte_base}
@@ -172,7 +178,7 @@ def read_as_trained(dataset: CanDatasetSettings, judgement: Mapping[str, Any]) -
 
 
 def rare_id_notes(judgement: Mapping[str, Any]) -> list[str]:
-    """Tells of which CAN IDs training was too short to tell the timing, as a sentence; none if there is none."""
+    """Names, in a sentence, the CAN IDs whose timing training was too short to tell; no sentence without such IDs."""
     rare = judgement.get("rare_ids")
     if not rare or not rare["frames"]:
         return []
@@ -184,8 +190,9 @@ def rare_id_notes(judgement: Mapping[str, Any]) -> list[str]:
 
 
 def new_id_gaps(flat: FlatGraphs, rows: Ints, vocabulary: Ints) -> dict[int, float]:
-    """Returns, by each ID of the windows `rows` that is not in the vocabulary, the shortest time between two of its
-    frames in seconds; infinity: it came once.
+    """Returns the shortest gap in seconds between frames of each ID of the windows `rows` that the vocabulary lacks.
+
+    The gap of an ID that came only once is infinity.
     """
     nodes = members(flat.node_ptr, rows).positions
     nodes = nodes[~np.isin(flat.ids, vocabulary)[flat.node_code[nodes]]]
@@ -196,8 +203,9 @@ def new_id_gaps(flat: FlatGraphs, rows: Ints, vocabulary: Ints) -> dict[int, flo
 
 
 def new_id_notes(judgement: Mapping[str, Any], gaps: Mapping[int, float]) -> list[str]:
-    """Tells of the new CAN IDs that training may have been too short to see, as sentences; `gaps` has the shortest
-    time between two frames of each new ID.
+    """Names, in sentences, the new CAN IDs that training may have been too short to see.
+
+    `gaps` is the result of `new_id_gaps`: seconds by new ID.
     """
     if "rare_ids" not in judgement:
         return []
@@ -217,14 +225,15 @@ def _named(ids: Sequence[int]) -> str:
 
 
 def has_timing(flat: FlatGraphs, rows: Ints) -> Bools:
-    """Returns [K] whether each ID has `LEAST_GAPS` gaps in the benign ones of the windows `rows`."""
+    """Returns whether each ID [K] has `LEAST_GAPS` gaps in the benign windows among `rows`."""
     frames, logs = count_frames(flat, rows)
     return frames - logs >= LEAST_GAPS
 
 
 def count_frames(flat: FlatGraphs, rows: Ints) -> tuple[Ints, Ints]:
-    """Counts [K] the frames of each ID, and the logs that have it, in the benign ones of the windows `rows`; exactly
-    where they are few, however much windows overlap.
+    """Counts the frames of each ID [K], and the logs that have the ID [K], in the benign windows among `rows`.
+
+    Small counts are exact even where windows overlap; large counts are estimates.
     """
     benign = rows[flat.label[rows] == 0]
     nodes = members(flat.node_ptr, benign)
@@ -232,7 +241,7 @@ def count_frames(flat: FlatGraphs, rows: Ints) -> tuple[Ints, Ints]:
     in_window = flat.node_features[nodes.positions, NODE_FEATURES.index("count")].astype(np.int64)
     windows, most = np.bincount(code, minlength=len(flat.ids)), np.zeros(len(flat.ids), np.int64)
     np.maximum.at(most, code, in_window)
-    # A window that has an ID tells when it was seen last.
+    # Each window with the ID gives the time of its last frame there; overlapping windows give the same time.
     steps = np.diff(flat.first_frame)
     overlap = int(np.ceil(flat.window / steps[steps > 0].min(initial=flat.window)))
     few = np.flatnonzero((windows <= overlap * (LEAST_GAPS + 1))[code])
@@ -250,12 +259,12 @@ def count_frames(flat: FlatGraphs, rows: Ints) -> tuple[Ints, Ints]:
 
 
 class InputEncoder(nn.Module):
-    """Makes a network's inputs of a batch.
+    """Makes a network's inputs from a batch.
 
     Args:
         statistics: Vocabulary and scale.
         embedding: Width of the embedding of a CAN ID.
-        dataset: Whether IDs are seen (`identity`), and which `features` a node has.
+        dataset: Settings that decide whether the network sees IDs (`identity`), and the `features` of a node.
     """
 
     vocabulary: Tensor
@@ -279,7 +288,7 @@ class InputEncoder(nn.Module):
         self.register_buffer("vocabulary", torch.from_numpy(statistics.vocabulary.copy()))
         for name in statistics._fields[1:]:
             self.register_buffer(name, torch.from_numpy(getattr(statistics, name)).float())
-        # One row more than IDs: index 0 is the unknown ID.
+        # The embedding has V + 1 rows: row 0 is the unknown ID.
         self.embedding = nn.Embedding(len(statistics.vocabulary) + 1, embedding) if self.identity else None
         # Columns of `deviations`.
         self.num_deviations = 3 * len(BEHAVIOUR) + 1 if self.behaviour else 0
@@ -287,9 +296,10 @@ class InputEncoder(nn.Module):
         self.width = width + (embedding if self.identity else 0)
 
     def id_index(self, batch: GraphBatch) -> Tensor:
-        """Looks up [N] IDs: 1 + position in the vocabulary, or `UNKNOWN_ID`, as all are without `identity`.
+        """Returns the index [N] of each node's ID: 1 + position in the vocabulary, or `UNKNOWN_ID`.
 
-        On a bus most of whose IDs are unknown, the others are too: there, such a number names another message.
+        Without `identity` all IDs are unknown. They are also all unknown on a bus where most IDs are: another vehicle
+        uses a number of the vocabulary for another message.
         """
         if not self.identity:
             return torch.zeros_like(batch.can_id)
@@ -302,22 +312,24 @@ class InputEncoder(nn.Module):
         return torch.where(self.vocabulary[position] == can_id, position + 1, UNKNOWN_ID)
 
     def visible_index(self, batch: GraphBatch) -> Tensor:
-        """Looks up [N] IDs; those of hidden windows are unknown."""
+        """Returns the index [N] of each node's ID; the IDs of hidden windows are unknown."""
         index = self.id_index(batch)
         return index if batch.hidden is None else torch.where(batch.hidden[batch.batch], UNKNOWN_ID, index)
 
     def scaled(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
-        """Standardises [N, 10] node and [E, 11] edge features, and compresses large values."""
-        # A flooded bus is hundreds of deviations from the mean. asinh is the identity near zero and a logarithm far
-        # from it, so that such a value neither dominates a gradient nor is clipped to look like any other.
+        """Standardises node features [N, 10] and edge features [E, 11], and compresses large values."""
+        # A flooded bus is hundreds of standard deviations from the mean. asinh is the identity near zero and a
+        # logarithm far from it: a large value does not dominate the gradient, and differs from other large values.
         node = (batch.x - self.node_mean) / self.node_std
         edge = (batch.edge_attr - self.edge_mean) / self.edge_std
         return torch.asinh(node), torch.asinh(edge)
 
     def targets(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
-        """Returns what an autoencoder reconstructs: [N, 10] scaled node features, with [N, C] of `deviations` in units
-        of each ID's own benign spread (of an unknown ID, from its past), and [E, 11] scaled edge features. No ID is
-        hidden.
+        """Computes the features that an autoencoder reconstructs; no ID is hidden.
+
+        Returns:
+            Scaled node features [N, 10] and scaled edge features [E, 11]. With `behaviour`, the node features also have
+            C deviations: a known ID's from its benign training windows, an unknown ID's from its past.
         """
         node, edge = self.scaled(batch)
         if self.behaviour:
@@ -327,11 +339,11 @@ class InputEncoder(nn.Module):
         return node, edge
 
     def deviations(self, batch: GraphBatch, index: Tensor) -> Tensor:
-        """Compares each ID with what is usual of it; `index` [N] is the one that the network may see.
+        """Compares the behaviour of each ID with its usual behaviour; `index` [N] is the ID that the network may see.
 
         Returns:
-            [N, 3 C + 1]: the behaviour compared with the ID's own in training (0 of an unknown ID), with its past in
-            this log, and with all IDs in training; and its `strangeness`.
+            [N, D] with D = 3 C + 1: the deviation from the ID in training (0 for an unknown ID), the deviation from its
+            past in this log, the deviation from all IDs in training, and the `strangeness`.
         """
         known = (index != UNKNOWN_ID)[:, None]
         strange = self.strangeness(batch, index)[:, None]
@@ -339,22 +351,25 @@ class InputEncoder(nn.Module):
         past = self._difference(batch, batch.past, self.past_std) * (1 - young)[:, None]
         own = torch.where(known, self._difference(batch, self.id_mean[index], self.id_std[index]), 0.0)
         overall = (batch.behaviour - self.behaviour_mean) / self.behaviour_std
-        # On a bus that is known, the past of a stranger is the attack's own.
+        # On a known bus, an unknown ID is probably an attacker's: its past would make the attack look usual.
         views = [own, past * (1 - strange), overall.nan_to_num(0.0)]
         return torch.cat([*(torch.asinh(view) for view in views), strange], dim=1)
 
     def strangeness(self, batch: GraphBatch, index: Tensor) -> Tensor:
-        """Returns [N] how much of a stranger each ID is, from 0 (known, on a bus that is not, or so rare that training
-        may have missed it) to nearly 1 (the only unknown one of many).
+        """Returns the strangeness [N] of each ID, from 0 to nearly 1.
+
+        It is 0 for a known ID, for an ID on an unknown bus, and for an ID so rare that training may have missed it; and
+        nearly 1 for the only unknown ID among many known IDs.
         """
         known = index != UNKNOWN_ID
-        # Training was too short to see an ID that comes less often than it is long.
+        # Training may have missed an ID whose gaps are longer than the longest training log.
         expected = batch.behaviour[:, _GAP_MEAN] >= self.id_mean[UNKNOWN_ID, _GAP_MEAN]
         return torch.where(known | expected, 0.0, _familiarity(batch, known)[batch.batch])
 
     def overdue(self, batch: GraphBatch) -> Tensor:
-        """Returns [A] how suspicious it is that each regular ID is missing: from 0 (it was silent for as long in benign
-        training windows, or is not known, as none is without `identity`) to 1.
+        """Returns the suspicion [A], from 0 to 1, that the absence of each regular ID raises.
+
+        It is 0 for an ID that was silent as long in benign training windows, for an unknown ID, and without `identity`.
         """
         own, (low, high) = self._look_up(batch.absent_id), OVERDUE
         longer = ((batch.absent_silence - self.id_silence[own] - low) / (high - low)).clamp(0, 1)
@@ -364,9 +379,9 @@ class InputEncoder(nn.Module):
         return torch.where(own != UNKNOWN_ID, longer * familiarity, 0.0)
 
     def _difference(self, batch: GraphBatch, usual: Tensor, std: Tensor) -> Tensor:
-        """Returns [N, C] differences from what is usual, in units of `std`; 0 where there is nothing to compare."""
+        """Returns the differences [N, C] of behaviour and `usual`, in units of `std`; 0 where either is not known."""
         difference = torch.where(usual < ENDLESS, (batch.behaviour - usual) / std, 0.0)
-        # Silence is measured in periods: all that is usual of it is that it ends before the next frame is due.
+        # Silence is measured in periods and not against a usual silence: silence should end before a frame is due.
         overdue = (batch.behaviour[:, _SILENCE] - usual[:, _GAP_MEAN]).clamp(min=LEAST_SILENCE)
         columns = [difference[:, :_SILENCE], overdue[:, None], difference[:, _SILENCE + 1 :]]
         return torch.cat(columns, dim=1).nan_to_num(0.0)
@@ -375,14 +390,14 @@ class InputEncoder(nn.Module):
         """Returns node inputs [N, width] and edge inputs [E, 11]; the deviations are the last columns of a node."""
         node, edge = self.scaled(batch)
         index = self.visible_index(batch)
-        # A node also sees the mean of the edges that enter and that leave it: attention layers use an edge's features
-        # to weigh messages, and never as their content.
+        # A node's inputs include the means over its entering and its leaving edges: attention layers use edge features
+        # to weigh messages, and never as the content of messages.
         leaving, entering = (scatter(edge, end, dim_size=len(node), reduce="mean") for end in batch.edge_index)
         parts = [node, entering, leaving]
         if self.behaviour:
-            # How often IDs follow one another differs between vehicles: an ID is compared with its window's others.
+            # How often IDs follow one another differs between vehicles: the window's mean is subtracted.
             entering, leaving = (_centred(batch, mean) for mean in (entering, leaving))
-            # The means of payload bytes come first. They say nothing of an ID that is not known.
+            # The first columns are the means of payload bytes, which have no meaning for an unknown ID.
             seen = torch.where((index != UNKNOWN_ID)[:, None], node[:, :MAX_PAYLOAD_BYTES], 0.0)
             parts = [seen, node[:, MAX_PAYLOAD_BYTES:], entering, leaving, self.deviations(batch, index).to(node.dtype)]
         if self.embedding is not None:
@@ -391,8 +406,8 @@ class InputEncoder(nn.Module):
 
 
 def _known_share(batch: GraphBatch, known: Tensor) -> Tensor:
-    """Returns [B] the share of each window's IDs that are `known` [N]; the older an ID is, the more it counts."""
-    # Many made-up IDs are no other bus: each of them is new, while those of the vehicle have been there for long.
+    """Returns the share [B] of each window's IDs that are `known` [N], weighted by the age of an ID."""
+    # A flood of made-up IDs must not look like another bus. Made-up IDs are new, the vehicle's IDs are old.
     age = batch.past_windows.to(batch.x.dtype) + 1
     old, whole = (
         scatter(weight, batch.batch, dim=0, dim_size=batch.num_graphs, reduce="sum") for weight in (age * known, age)
@@ -402,12 +417,12 @@ def _known_share(batch: GraphBatch, known: Tensor) -> Tensor:
 
 
 def _familiarity(batch: GraphBatch, known: Tensor) -> Tensor:
-    """Returns [B] how well the bus is known of which [N] IDs are: from 0 (up to `LEAST_KNOWN_SHARE`) to 1 (all)."""
+    """Returns the familiarity [B] of a bus with `known` IDs [N]: 0 up to `LEAST_KNOWN_SHARE`, 1 if all are known."""
     return ((_known_share(batch, known) - LEAST_KNOWN_SHARE) / (1 - LEAST_KNOWN_SHARE)).clamp(min=0)
 
 
 def _centred(batch: GraphBatch, features: Tensor) -> Tensor:
-    """Subtracts from features [N, F] their mean over each window."""
+    """Subtracts the window's mean from features [N, F]."""
     mean = scatter(features, batch.batch, dim=0, dim_size=batch.num_graphs, reduce="mean")
     centred: Tensor = features - mean[batch.batch]
     return centred
@@ -423,13 +438,15 @@ def _mean_and_std(features: NDArray[np.float32], ptr: Ints, rows: Ints) -> tuple
         squares += np.square(values).sum(axis=0)
     mean = total / max(count, 1)
     variance = squares / max(count, 1) - mean**2
-    # A constant column has no scale: it stays as it is.
+    # A constant column has no scale: it is only centred.
     return mean, np.where(variance > MIN_VARIANCE, np.sqrt(np.maximum(variance, MIN_VARIANCE)), 1.0)
 
 
 def _usual_behaviour(flat: FlatGraphs, rows: Ints, vocabulary: Ints) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Returns what is usual of all IDs and of each, as `InputStatistics` has it: from the benign ones of the windows
-    `rows`.
+    """Measures the usual behaviour in the benign windows among `rows`.
+
+    Returns:
+        `behaviour_mean`, `behaviour_std`, `id_mean`, `id_std` and `past_std` of `InputStatistics`.
     """
     size, columns = len(vocabulary) + 1, len(BEHAVIOUR)
     index_of = np.zeros(len(flat.ids), dtype=np.int64)
@@ -460,7 +477,7 @@ def _usual_behaviour(flat: FlatGraphs, rows: Ints, vocabulary: Ints) -> tuple[Fl
 
 
 def _longest_silences(flat: FlatGraphs, rows: Ints, vocabulary: Ints, usual: Floats) -> Floats:
-    """Returns `InputStatistics.id_silence`, from the benign ones of the windows `rows`; `usual` is `id_mean`."""
+    """Returns `InputStatistics.id_silence` for the benign windows among `rows`; `usual` is `id_mean`."""
     longest = np.full(len(flat.ids), -np.inf)
     in_log = np.zeros((len(flat.sources), len(flat.ids)), np.bool_)
     for start, stop in _contiguous(rows[flat.label[rows] == 0]):
@@ -475,7 +492,7 @@ def _longest_silences(flat: FlatGraphs, rows: Ints, vocabulary: Ints, usual: Flo
 
 
 def _contiguous(rows: Ints) -> list[tuple[int, int]]:
-    """Cuts rows into half-open runs of adjacent ones, each of at most `WINDOWS_AT_A_TIME`."""
+    """Cuts rows into half-open ranges of adjacent rows, each with at most `WINDOWS_AT_A_TIME` rows."""
     ordered = np.sort(rows)
     breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
     return [

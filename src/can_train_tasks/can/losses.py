@@ -1,6 +1,6 @@
 """The losses of a logical batch of windows, as sums with denominators of the whole batch.
 
-Shapes: R windows of the logical batch, B of a micro-batch, N nodes, E edges, Z latent width.
+Shapes: R windows of the logical batch, B windows of a micro-batch, N nodes, E edges, Z latent width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from can_train_tasks.can.data.graphs import Bools, Floats, Ints
 from can_train_tasks.can.inputs import InputEncoder
 from can_train_tasks.can.models import MISSING_ID, Reconstruction, worst_nodes
 
-# Makes a batch of some windows.
+# Makes a batch from the numbers of its windows.
 Gather = Callable[[Ints], GraphBatch]
 
 # Sum and denominator of each term.
@@ -35,10 +35,10 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
 
 
 def hide_ids(share: float, rows: Ints, generator: torch.Generator | None) -> Bools | None:
-    """Draws in which of a logical batch's windows [R] the model must not see IDs; without a generator in none.
+    """Draws the windows of a logical batch [R] whose IDs the model must not see; None without a generator.
 
-    All IDs of a window are hidden at once, as in a vehicle of another vocabulary. A single unknown ID stays what it is
-    on a bus that is known: a sign of an attack.
+    All IDs of a window are hidden together, as on the bus of another vehicle. A single unknown ID on a known bus must
+    remain a sign of an attack.
     """
     if generator is None or not share:
         return None
@@ -56,14 +56,14 @@ class ClassifierBatch:
     """Class-weighted cross-entropy; its denominator is the sum of the windows' class weights."""
 
     rows: Ints  # [R] the windows
-    gather: Gather  # makes a batch of some of them
+    gather: Gather  # makes a batch of some of the windows
     weights: Floats  # [R] each window's class weight
     benign_offset: float = field(default=0.0, kw_only=True)  # added to the benign logit
     hidden: Bools | None = field(default=None, kw_only=True)  # [R] see `hide_ids`
 
     @property
     def denominators(self) -> dict[str, float]:
-        """The class weights of the whole batch."""
+        """The sum of the class weights of the whole batch."""
         return {"classification": float(self.weights.sum())}
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
@@ -84,9 +84,7 @@ class ClassifierBatch:
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
-        """Returns [B, 1] the attack logit minus the benign one, which grows with p(attack), and what is added for IDs
-        that are overdue.
-        """
+        """Returns the scores [B, 1]: attack logit minus benign logit, plus `MISSING_ID` for each overdue ID."""
         logits: Tensor = model(batch).float()
         inputs = cast(InputEncoder, model.inputs)
         overdue = scatter(inputs.overdue(batch).float(), batch.absent_batch, dim_size=batch.num_graphs, reduce="sum")
@@ -96,14 +94,14 @@ class ClassifierBatch:
 
 @dataclass(frozen=True, eq=False)
 class DistilledClassifierBatch(ClassifierBatch):
-    """Cross-entropy, and the KL divergence of the softened probabilities from a teacher's, whose denominator is R."""
+    """Cross-entropy, and the KL divergence of the softened probabilities from a teacher's; its denominator is R."""
 
     teacher: Outputs
     temperature: float
 
     @property
     def denominators(self) -> dict[str, float]:
-        """The class weights of the whole batch, and its windows."""
+        """The sum of the class weights of the whole batch, and its number of windows."""
         return {**super().denominators, "distillation": float(len(self.rows))}
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
@@ -123,10 +121,10 @@ class AutoencoderBatch:
     """The autoencoder's terms for nodes, edges, CAN IDs and KL; their denominators are numbers of nodes and edges."""
 
     rows: Ints  # [R] the windows
-    gather: Gather  # makes a batch of some of them
+    gather: Gather  # makes a batch of some of the windows
     node_ptr: Ints  # [R + 1] offsets of the windows' nodes in the logical batch
-    edge_ptr: Ints  # [R + 1] offsets of their edges
-    # [N, Z] of the latent for all nodes, on the host, where it takes no device memory; None: the mean is decoded.
+    edge_ptr: Ints  # [R + 1] offsets of the windows' edges in the logical batch
+    # [N, Z] noise of the latent for all nodes, on the host, where it takes no device memory; None: the mean is decoded.
     noise: NDArray[np.float32] | None
     hidden: Bools | None = None  # [R] see `hide_ids`
 
@@ -134,9 +132,10 @@ class AutoencoderBatch:
     def draw(
         cls, rows: Ints, gather: Gather, counts: tuple[Ints, Ints], latent: int, generator: torch.Generator | None
     ) -> Self:
-        """Draws the noise of the whole logical batch, so that its split cannot change it; without a generator, none.
+        """Draws the noise of the whole logical batch, so that a split does not change it.
 
-        `counts` are [R] nodes and [R] edges of each window, `latent` is Z.
+        Without a generator there is no noise. `counts` are the numbers of nodes [R] and of edges [R] of the windows,
+        `latent` is Z.
         """
         node_ptr, edge_ptr = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
         noise = None
@@ -165,7 +164,7 @@ class AutoencoderBatch:
         return terms if errors.can_id is None else terms | {"can_id": (errors.can_id.sum(), num_nodes)}
 
     def _counts(self, start: int, stop: int) -> tuple[float, float]:
-        """Returns the nodes and edges of windows `start:stop`."""
+        """Returns the numbers of nodes and edges of windows `start:stop`."""
         return (float(self.node_ptr[stop] - self.node_ptr[start]), float(self.edge_ptr[stop] - self.edge_ptr[start]))
 
     def _noise_of(self, batch: GraphBatch, start: int, stop: int) -> Tensor | None:
@@ -174,7 +173,7 @@ class AutoencoderBatch:
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
-        """Returns [B, 5] the `ERROR_TERMS` of each window."""
+        """Returns the `ERROR_TERMS` [B, 5] of each window."""
         errors: Reconstruction = model(batch, None)
         edge_graph = batch.batch[batch.edge_index[0]]
         worst = worst_nodes(errors.node, batch.batch)
@@ -192,9 +191,7 @@ class AutoencoderBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DistilledAutoencoderBatch(AutoencoderBatch):
-    """The autoencoder's terms, and the mean squared distances of its projected latents and its reconstructions from a
-    teacher's.
-    """
+    """The autoencoder's terms, and its mean squared distances from a teacher: of projected latents, reconstructions."""
 
     teacher: Outputs  # the teacher's latents and reconstructions
 

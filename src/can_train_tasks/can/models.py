@@ -20,30 +20,33 @@ from can_train_tasks.can.data.graphs import EDGE_FEATURES
 from can_train_tasks.can.inputs import InputEncoder
 from can_train_tasks.can.settings import GatSettings, VgaeSettings
 
-WORST_NODES: Final = 3  # of a window, whose error is scored beside the mean over all
-# Logits for an attack that a classifier begins with: for a shortest gap whose deviation is -1, and for one unknown ID
-# on a known bus. By definition, benign training windows have no such ID: they can teach nothing about it.
+WORST_NODES: Final = 3  # nodes of a window with the largest errors, whose mean is a term of the score
+# Attack logits of an untrained classifier: for a shortest gap with a deviation of -1, and for one unknown ID on a known
+# bus. Training cannot teach the latter: by definition, benign training windows have no unknown IDs.
 CLOSE_FRAMES: Final = 2.0
 STRANGE_ID: Final = 8.0
-# What a classifier's score grows by for one ID that is overdue. It is no part of the loss: by definition, benign
-# training windows have no such ID, so that nothing could be learned of it.
+# Addition to a classifier's score for one overdue ID. It is not part of the loss: by definition, benign training
+# windows have no overdue IDs, so the model could not learn it.
 MISSING_ID: Final = 8.0
-NEGATIVE_SLOPE: Final = 0.2  # of the attention's leaky ReLU: GATConv's
+NEGATIVE_SLOPE: Final = 0.2  # slope of the attention's leaky ReLU for negative inputs, as in GATConv
 MAX_LOG_STD: Final = 5.0  # log standard deviations are clipped to ± this: their exp() stays finite in half precision
 
 
 class EdgeAttention(nn.Module):
-    r"""`GATConv` of torch_geometric on edges that have features and contain the self-loops (see `with_self_loops`).
+    r"""Graph attention like torch_geometric's `GATConv`, on edges with features that include the self-loops.
 
-    A head's attention takes :math:`a_e^\top W_e e_{ij}` from an edge. :math:`W_e^\top a_e` is computed first: E edges
-    are multiplied by [features, heads] and not by [features, heads · channels], which takes as much memory as the
-    messages do. Weights, their names and outputs are those of `GATConv` (Source: Veličković et al., 2018).
+    `with_self_loops` adds the self-loops. Weights, their names and outputs equal `GATConv`'s. The layer takes less
+    memory: a head's attention takes :math:`a_e^\top W_e e_{ij}` from an edge, and :math:`W_e^\top a_e` is computed
+    first. So E edges are multiplied by [features, heads], and not by [features, heads · channels], which takes as much
+    memory as the messages.
+
+    Source: Veličković et al., 2018.
 
     Shapes:
         x [N, wide], ends [2, E] and features [E, 11] of the edges → [N, heads · channels].
     """
 
-    # Not a subclass: for each class of its own, torch_geometric writes a module into the folder of temporary files.
+    # Not a subclass of MessagePassing: torch_geometric writes a module into the temporary folder for each subclass.
     def __init__(self, wide: int, channels: int, *, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.channels, self.dropout = heads, channels, dropout
@@ -55,7 +58,7 @@ class EdgeAttention(nn.Module):
             glorot(weight)
 
     def forward(self, x: Tensor, ends: Tensor, edge: Tensor) -> Tensor:
-        """Returns the nodes' sums of the messages that enter them, weighted by attention."""
+        """Returns, for each node, the sum of its entering messages, weighted by attention."""
         source, target = ends
         message = self.lin(x).view(-1, self.heads, self.channels)
         folded = (self.lin_edge.weight.view(self.heads, self.channels, -1) * self.att_edge[0, :, :, None]).sum(1)
@@ -69,10 +72,10 @@ class EdgeAttention(nn.Module):
 
 
 def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
-    """Replaces self-loops by one for each node, whose features are the mean of those of the edges that enter it.
+    """Gives each node one self-loop, whose features are the mean features of its entering edges.
 
     Returns:
-        Ends [2, E' + N] and features [E' + N, 11] of the edges, E' of which are no self-loops.
+        Ends [2, E' + N] and features [E' + N, 11] of the edges: E' edges between nodes, then the self-loops.
     """
     ends, edge = remove_self_loops(batch.edge_index, edge)
     return add_self_loops(ends, edge, fill_value="mean", num_nodes=len(batch.can_id))  # type: ignore[no-any-return]
@@ -81,9 +84,9 @@ def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
 class GatClassifier(nn.Module):
     r"""Graph attention over a window's ID graph; the outputs of all layers are joined, mean-pooled and classified.
 
-    The classifier also sees the largest and the smallest of each deviation in the window: in a mean over all IDs, one
-    that is out of step is lost. It begins with what is known of injected frames before any training: they come too
-    close to an ID's others, or have an ID that the bus does not have.
+    The classifier also sees the largest and the smallest value of each deviation in the window: a mean over all IDs
+    would hide a single ID that is out of step. Its first weights encode two facts about injected frames: they come too
+    close to an ID's other frames, or have an ID that is not on the bus.
 
     Each layer is :math:`h_i' = \Vert_k \mathrm{ELU}\left(\sum_{j \in N(i) \cup i} \alpha^k_{ij} W^k h_j\right)`, whose
     attention :math:`\alpha` sees edge features (GAT: Veličković et al., 2018; jumping knowledge: Xu et al., 2018).
@@ -114,7 +117,10 @@ class GatClassifier(nn.Module):
 
     @torch.no_grad()
     def _expect_injection(self, *, largest: int, smallest: int) -> None:
-        """Sets the weights of the shortest gap and of the strangest ID; the extremes begin at these columns."""
+        """Sets the weights of the shortest gap and of the strangest ID.
+
+        `largest` and `smallest` are the first columns of the largest and the smallest deviations.
+        """
         sides = torch.tensor([-0.5, 0.5])  # benign, attack
         self.output.weight[:, smallest + BEHAVIOUR.index("gap_min")] = -CLOSE_FRAMES * sides
         self.output.weight[:, smallest - 1] = STRANGE_ID * sides
@@ -136,8 +142,8 @@ class GatClassifier(nn.Module):
             outputs.append(x)
         pooled = self.head(global_mean_pool(self.jump(outputs), batch.batch, batch.num_graphs))
         if self.inputs.num_deviations:
-            # The graph is left out of some windows: else it explains the few attacks of training, and the extremes,
-            # which hold for others too, learn nothing.
+            # For some windows the pooled graph is dropped. Otherwise it explains the few attacks of training alone,
+            # and the weights of the extremes, which hold for other attacks too, are not learned.
             pooled = pooled * F.dropout(pooled.new_ones(len(pooled), 1), self.graph_dropout, self.training)
         logits: Tensor = self.output(torch.cat([pooled, *extremes], dim=1))
         return logits
@@ -145,16 +151,16 @@ class GatClassifier(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction:
-    """Errors of a reconstruction, of each node or edge."""
+    """Errors of a reconstruction for each node or edge."""
 
     node: Tensor  # [N] weighted mean squared error of the node's features, see `InputEncoder.targets`
     edge: Tensor  # [E] mean squared error of the standardised edge features
-    can_id: Tensor | None  # [N] cross-entropy of the node's own ID; None where identity is off
+    can_id: Tensor | None  # [N] cross-entropy of the node's CAN ID; None where identity is off
     kl: Tensor  # [N] KL divergence of the latent from a standard normal, in nats
 
 
 def worst_nodes(error: Tensor, graph: Tensor) -> Tensor:
-    """Returns the positions of the `WORST_NODES` largest errors [N] of each graph, of all where it has no more."""
+    """Returns the positions of the `WORST_NODES` largest errors [N] of each graph; a smaller graph gives all nodes."""
     order = torch.argsort(error, descending=True, stable=True)
     order = order[torch.argsort(graph[order], stable=True)]
     first = torch.searchsorted(graph[order], graph[order])
@@ -165,11 +171,11 @@ def worst_nodes(error: Tensor, graph: Tensor) -> Tensor:
 class Decoded:
     """The latent of a batch, and its reconstruction."""
 
-    mean: Tensor  # [N, Z] of the latent
-    log_std: Tensor  # [N, Z] of the latent
-    node: Tensor  # [N, T] the node's features, see `InputEncoder.targets`
+    mean: Tensor  # [N, Z] mean of the latent
+    log_std: Tensor  # [N, Z] log standard deviation of the latent
+    node: Tensor  # [N, T] features of the node, see `InputEncoder.targets`
     edge: Tensor  # [E, 11] standardised edge features
-    id_logits: Tensor | None  # [N, V + 1] of the node's own ID; None where identity is off
+    id_logits: Tensor | None  # [N, V + 1] logits of the node's CAN ID; None where identity is off
 
 
 class Vgae(nn.Module):
@@ -181,7 +187,7 @@ class Vgae(nn.Module):
     Args:
         settings: Widths.
         inputs: Encoder of IDs and features.
-        projected: Width of the teacher's latent, to which it projects its own; 0: no teacher.
+        projected: Width of the teacher's latent, for a projection to it; 0: no teacher.
 
     Shapes:
         batch of N nodes and E edges, noise ε [N, Z] (None: the mean is decoded) → `Reconstruction`.
@@ -208,7 +214,7 @@ class Vgae(nn.Module):
 
     def encode(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
         """Returns mean and log standard deviation of the latent, [N, Z] each."""
-        # A function of its own: what it computes on the way is freed before the decoder begins.
+        # A separate function, so that its intermediate tensors are freed before the decoder begins.
         x, edge = self.inputs(batch)
         ends, edge = with_self_loops(batch, edge)
         for layer in self.layers:
@@ -257,7 +263,7 @@ def _mlp(widths: list[int]) -> nn.Sequential:
 
 
 def build_network(settings: Any, inputs: InputEncoder, *, projected: int = 0) -> nn.Module:
-    """Makes a classifier or an autoencoder, which projects its latent to a teacher's width if it learns from one."""
+    """Makes a classifier or an autoencoder; `projected` is the width of the autoencoder's teacher's latent, if any."""
     if isinstance(settings, GatSettings):
         return GatClassifier(settings, inputs)
     return Vgae(settings, inputs, projected=projected)

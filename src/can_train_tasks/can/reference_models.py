@@ -1,7 +1,7 @@
-"""Finished models on the windows of a data set: scored by themselves, or consulted by a mode as reference models.
+"""Finished models on the windows of a data set: judged alone, or consulted by a mode as reference models.
 
-A checkpoint brings its own vocabulary and scale, so it scores any log. Whether it also suits the model that is trained
-with it is checked here.
+A checkpoint includes vocabulary and scale, so it scores any log. A reference model must also suit the model that is
+trained with it; this module checks that.
 
 Shapes: R rows (windows), N nodes, E edges, I IDs and P properties (see `contributions`), Z latent width, S columns of
 raw scores.
@@ -60,15 +60,15 @@ class WindowModel(ABC):
 
     @abstractmethod
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, S] raw scores, by `model`, which is this one or its copy on a device."""
+        """Returns raw scores [R, S]; `model` is the network of this object, or its copy on a device."""
 
     @abstractmethod
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [I, P] what the properties of each CAN ID of windows contribute to their final scores."""
+        """Returns the contributions [I, P] of the properties of each CAN ID to the final scores of windows."""
 
     @abstractmethod
     def combine(self, scores: Floats) -> Floats:
-        """Returns [R] final scores, higher is more attack-like, from [R, S] raw ones."""
+        """Returns final scores [R], higher is more attack-like, from raw scores [R, S]."""
 
     def on(self, flat: FlatGraphs) -> Self:
         """Returns the same model, with the same network, on other windows."""
@@ -85,8 +85,8 @@ class WindowModel(ABC):
 class FinishedNetwork(WindowModel):
     """A finished classifier or autoencoder on the windows of a data set.
 
-    With `full_precision`, it scores without mixed precision. So a run that consults it gets the same scores whatever
-    precision it computes in itself.
+    With `full_precision`, the model scores without mixed precision. A run that consults it then gets equal scores in
+    every precision of the run.
 
     Raises:
         CheckpointError: The weights do not fit the run's settings.
@@ -97,7 +97,7 @@ class FinishedNetwork(WindowModel):
         try:
             statistics = InputStatistics.empty(len(weights["inputs.vocabulary"]))
             inputs = InputEncoder(statistics, embedding=run.model.embedding, dataset=run.dataset)
-            # An autoencoder that learned from a teacher has weights [teacher's Z, Z] in addition.
+            # An autoencoder that learned from a teacher has also the weights [teacher's Z, Z] of its projection.
             model = build_network(run.model, inputs, projected=len(weights.get("projection.weight", ())))
             # Weights of a run in double precision would lose digits in a network of single precision.
             model.to(weights["inputs.node_mean"].dtype).load_state_dict(dict(weights))
@@ -124,18 +124,18 @@ class FinishedNetwork(WindowModel):
 
     @property
     def threshold(self) -> float:
-        """Score above which the model's own run flags a window."""
+        """Threshold of the model's run, which flags windows with higher scores."""
         return float(self.finished.result["judgement"]["threshold"])
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, 1] attack logit differences, or [R, 5] `ERROR_TERMS`."""
+        """Returns attack logit differences [R, 1] of a classifier, or `ERROR_TERMS` [R, 5] of an autoencoder."""
         batch = self._gather(rows).to(device, dtype)
         kind = ClassifierBatch if self._supervised else AutoencoderBatch
         with torch.autocast(device.type, enabled=False) if self._full_precision else nullcontext():
             return kind.scores(model, batch)
 
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [I, P] parts of the logit difference or of the anomaly score, without mixed precision."""
+        """Returns the contributions [I, P] to the logit difference or the anomaly score, without mixed precision."""
         batch = self._gather(rows).to(device, dtype)
         with torch.autocast(device.type, enabled=False):
             if isinstance(model, GatClassifier):
@@ -145,14 +145,14 @@ class FinishedNetwork(WindowModel):
             return autoencoder_contributions(model, batch, self.error_units)
 
     def combine(self, scores: Floats) -> Floats:
-        """Returns [R] logit differences or anomaly scores."""
+        """Returns logit differences or anomaly scores, [R]."""
         if self._supervised:
             return scores[:, 0]
         assert self.error_units is not None, "the result of an autoencoder has the units of its errors"
         return anomaly_scores(scores, self.error_units)
 
     def check_finite(self, scores: Floats) -> None:
-        """Checks the [R] or [R, S] scores that this model gave.
+        """Checks scores [R] or [R, S] of this model.
 
         Raises:
             RunError: A score is not a finite number.
@@ -167,9 +167,9 @@ class FinishedNetwork(WindowModel):
 
 
 class WindowReferenceModel(FinishedNetwork, ReferenceModel):
-    """A finished model that a mode consults about windows, of which [R] need its outputs.
+    """A finished model that a mode consults about the windows `rows` [R].
 
-    The output is `logits` or `score` of a classifier, `errors` or `reconstruction` of an autoencoder.
+    `output` is `logits` or `score` for a classifier, `errors` or `reconstruction` for an autoencoder.
 
     Raises:
         CheckpointError: The weights do not fit the run's settings, or the model does not fit the windows.
@@ -214,15 +214,17 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
         return self._gather.batch_features(rows)
 
     def lengths(self, rows: Ints) -> Mapping[str, Ints]:
-        """Returns, for each output, [R] how many lines of it each window has."""
+        """Returns the number of lines [R] that each window has in each output."""
         if self.output != "reconstruction":
             return super().lengths(rows)
         nodes, edges = self._flat.num_nodes[rows], self._flat.num_edges[rows]
         return {"latent": nodes, "node": nodes, "edge": edges}
 
     def outputs(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Returns [R, 2] logits, [R, 1] scores, [R, 5] errors, or [N, Z] latents with [N, T] node and [E, 11] edge
-        features.
+        """Computes the outputs for windows.
+
+        Returns:
+            `logits` [R, 2], `score` [R, 1], `errors` [R, 5]; or `latent` [N, Z], `node` [N, T] and `edge` [E, 11].
         """
         if self.output in ("errors", "score"):
             return {self.output: self.scores(model, rows, device, dtype)}
@@ -242,7 +244,7 @@ def _check_fit(role: str, finished: FinishedModel, data: CanData) -> None:
     ]
     here = set(known_ids(data.flat, data.split.train).tolist())
     there = set(np.asarray(weights["inputs.vocabulary"]).tolist())
-    # A sample of the data may lack IDs that the rest of them has.
+    # A sample of the data may lack IDs of the whole data.
     if data.sample is None and here != there:
         unknown = f"({len(there - here)} only it knows, {len(here - there)} it does not know)"
         differences.append(f"vocabulary: {len(there)} CAN IDs, not {len(here)} {unknown}")

@@ -1,4 +1,4 @@
-"""Settings of the CAN task: its data sets, models and modes, and the experience behind their first safety factors."""
+"""Settings of the CAN task: its data sets, models and modes, and their first safety factors from experience."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,7 +15,7 @@ _DATASETS: Final = (
 )
 _OTHER_DATASET: Final = (0.60, "other dataset")
 
-# Multiplier and reason of each mode that keeps more in memory than a trial step shows.
+# Multiplier and reason for each mode that takes more memory than a trial step shows.
 _MODES: Final = {
     "knowledge_distillation": (0.75, "knowledge distillation (teacher caching)"),
     "fusion": (0.80, "fusion (two models in memory)"),
@@ -37,7 +37,8 @@ FORMATS = (
     "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",
     "candump", "candump_labelled", "whitespace", "asc", "trc", "python_can", "savvycan", "columns",
 )  # fmt: skip
-# The last two are `auto` for logs of a finished run: hexadecimal, or decimal, where a log does not tell.
+# The last two are set by `read_as_trained` for logs of a finished run: `auto`, with hexadecimal or decimal where a log
+# does not tell its base.
 NUMBER_BASES = ("auto", "hex", "dec", "auto_hex", "auto_dec")
 BEHAVIOUR_FEATURES = "behaviour"
 FEATURES = (BEHAVIOUR_FEATURES, "classic")
@@ -71,12 +72,12 @@ class SyntheticSettings:
     """The simulated bus behind `--dataset synthetic`."""
 
     version: int = 2
-    """2: traffic as in logged vehicles, and attacks as rare as in published logs; 1: the bus of before."""
+    """2: traffic as in logged vehicles, and attacks as rare as in published logs; 1: the first, simpler bus."""
     seed: int = 0
     """Seed of vehicles, traffic and attacks."""
     seconds: float = 0.0
     """Length of each drive in seconds (a test drive of version 1 is half as long); the data grow linearly with it. 0:
-    the version's own length, 60 or 20."""
+    the version's default length, 60 or 20."""
 
     def __post_init__(self) -> None:
         check_range("dataset.synthetic.version", self.version, low=min(DRIVE_SECONDS), high=max(DRIVE_SECONDS))
@@ -91,7 +92,7 @@ class SyntheticSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CanDatasetSettings:
-    """One CAN data set and how it becomes graphs."""
+    """One CAN data set and its conversion into graphs."""
 
     name: str = "synthetic"
     """Name in keys and run ids."""
@@ -118,12 +119,12 @@ class CanDatasetSettings:
     stride: int = 0
     """Frames from one window's start to the next one's; 0: the window's length, so that windows do not overlap."""
     features: str = BEHAVIOUR_FEATURES
-    """Inputs of models about an ID: also its behaviour compared with its own before (behaviour), or the window alone
-    (classic)."""
+    """Inputs of models about an ID: the window and a comparison with the ID's earlier behaviour (behaviour), or the
+    window alone (classic)."""
     identity: bool = True
     """Whether models see which CAN ID a node is; off, they see behaviour only."""
     id_dropout: float = 0.5
-    """Share of training's windows whose IDs are hidden, as if the vehicle were not known."""
+    """Share of the training windows whose IDs are hidden, as if the vehicle were unknown."""
     validation_share: float = 0.2
     """Share of the training time that is kept for validation: thresholds and early stopping."""
     test_share: float = 0.2
@@ -159,7 +160,7 @@ class GatSettings:
     hidden: int = 64
     """Channels per attention head."""
     layers: int = 5
-    """Attention layers; all of their outputs are concatenated before pooling."""
+    """Attention layers; the outputs of all layers are concatenated before pooling."""
     heads: int = 8
     """Attention heads per layer."""
     embedding: int = 32
@@ -184,7 +185,7 @@ class VgaeSettings:
     latent: int = 48
     """Width of a node's latent."""
     heads: int = 4
-    """Attention heads of the encoder's layers; each width must be a multiple of it."""
+    """Attention heads of the encoder's layers; each width must be a multiple of the number of heads."""
     embedding: int = 32
     """Width of the CAN-ID embedding."""
     dropout: float = 0.1
@@ -218,7 +219,7 @@ class FusionAgentSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CanModeSettings:
-    """The objective of training, and how scores become alarms."""
+    """The objective of training, and the threshold of alarms."""
 
     name: str = "normal"
     """normal: supervised; autoencoder: benign windows only."""
@@ -237,22 +238,22 @@ class CanModeSettings:
         check_range("mode.kl_weight", self.kl_weight, low=0.0)
 
 
-# Where a teacher's outputs come from: it stays on the device; they are computed once and cached on disk; it stays and
-# computes on the host. `auto`: the fastest that fits, as measured.
+# Source of a teacher's outputs. `device`: the teacher stays on the device; `cache`: the outputs are computed once and
+# cached on disk; `offload`: the teacher stays and computes on the host. `auto`: the fastest that fits, as measured.
 PLACEMENTS = ("auto", "device", "cache", "offload")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSettings(CanModeSettings):
-    """A student learns from a teacher's outputs beside its own loss."""
+    """A student learns from a teacher's outputs in addition to its usual loss."""
 
     name: str = "knowledge_distillation"
     teacher: str = ""
     """Folder of the teacher's run."""
     without_teacher: str = ""
-    """Folder of a run of the same student without a teacher, to be compared with; may be empty."""
+    """Folder of a run of the same student without a teacher, for a comparison; may be empty."""
     alpha: float = 0.7
-    """Weight of the teacher's part in the classifier's loss."""
+    """Weight of the teacher's term in the classifier's loss."""
     temperature: float = 4.0
     """Softening of both models' logits in the classifier's loss."""
     teacher_placement: str = "auto"
@@ -272,11 +273,11 @@ class DistillationSettings(CanModeSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumSettings(CanModeSettings):
-    """Supervised, from the hardest benign windows to ever more of them."""
+    """Supervised: from all attacks and the hardest benign windows to more and more benign windows."""
 
     name: str = "curriculum"
     autoencoder: str = ""
-    """Folder of the run whose reconstruction error tells which benign windows are hard."""
+    """Folder of the run whose reconstruction errors rank the benign windows by difficulty."""
     start_ratio: float = 1.0
     """Benign windows for each attack in the first epochs."""
     end_ratio: float = 10.0
@@ -284,7 +285,7 @@ class CurriculumSettings(CanModeSettings):
     ratio_warmup: float = 0.1
     """Share of the training before the ratio begins to rise."""
     ratio_smoothing: float = 0.9
-    """Momentum of the ratio, a thousandth of the training at a time."""
+    """Momentum of the ratio's moving average, for each thousandth of the training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,13 +307,13 @@ class FusionSettings(CanModeSettings):
     mixing_weights: int = 21
     """Mixing weights that the agent chooses from, evenly spaced in [0, 1]."""
     discount: float = 0.9
-    """Worth of the next window's value."""
+    """Discount factor of the next window's value."""
     epsilon_start: float = 0.9
     """Share of random choices in the first step."""
     epsilon_end: float = 0.2
     """Share of random choices in the last step."""
     replay_size: int = 100_000
-    """Choices that are remembered."""
+    """Choices in the replay memory."""
     target_every: int = 50
     """Steps after which the target network becomes a copy of the trained one."""
 

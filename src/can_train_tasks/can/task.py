@@ -1,4 +1,4 @@
-"""The CAN task: window graphs of a log, and the modes that learn from them."""
+"""The CAN task: window graphs of a log, and the modes that learn from the graphs."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ _MODES: Final[Mapping[str, Callable[[ResolvedRun, CanData, Finished], WindowTask
 
 
 def make_task(run: ResolvedRun, finished: Finished, data_root: Path, cache: Path, reporter: Reporter) -> WindowTask:
-    """Makes the task with all of its data; `finished` are the models that it builds on, by role.
+    """Makes the task with all of its data; `finished` has the finished models that the mode needs, by role.
 
     Raises:
         DataError: The log cannot be read, is too short, or lacks the labels that the mode learns from.
@@ -34,7 +34,7 @@ def make_task(run: ResolvedRun, finished: Finished, data_root: Path, cache: Path
 
 
 def sample_task(run: ResolvedRun, finished: Finished, data_root: Path, cache: Path, reporter: Reporter) -> WindowTask:
-    """Makes the task with what a few seconds show of its data, for a plan; nothing is written, not even to the cache.
+    """Makes the task for a plan, with a sample of its data that takes seconds to read; not even the cache is written.
 
     Raises:
         DataError: A log cannot be read, or the data lack the labels that the mode learns from.

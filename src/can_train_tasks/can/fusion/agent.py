@@ -1,9 +1,11 @@
-"""Fusion: an agent, a deep Q-network, learns window by window how to weigh a classifier's attack probability against an
-autoencoder's anomaly score. Both are finished models; their outputs are computed once, before training.
+"""Fusion: an agent, a deep Q-network, learns to weigh a classifier's attack probability against an anomaly score.
 
-Here are network, replay memory, rewards, losses, exploration, the mode, and the finished agent on other windows.
+The agent chooses a mixing weight for each window. The classifier and the autoencoder are finished models; their outputs
+are computed once, before training. This module has the network, replay memory, rewards, losses, exploration, the mode,
+and the finished agent on other windows.
 
-Shapes: G windows of a data set, R rows (windows), B of a micro-batch, A mixing weights, C remembered choices.
+Shapes: G windows of a data set, R rows (windows), B windows of a micro-batch, A mixing weights, C remembered choices,
+I IDs and P properties (see `contributions`).
 """
 
 from __future__ import annotations
@@ -38,24 +40,24 @@ from can_train_tasks.can.reference_models import (
 )
 from can_train_tasks.can.settings import FusionAgentSettings
 
-# Shares of the confidence that are added to the reward of a right decision and taken from that of a wrong one. With
-# these, confidence pays as soon as more than three in eight decisions are right.
+# A right decision earns 1 + RIGHT_SHARE · confidence, a wrong decision -1 - WRONG_SHARE · confidence. So confidence
+# pays as soon as more than three in eight decisions are right.
 RIGHT_SHARE: Final = 0.5
 WRONG_SHARE: Final = 0.3
 # Rewards are clipped to ± this, the reward of a right decision with full confidence. A limit of 1 would leave no room
 # for the confidence.
 MAX_REWARD: Final = 1.5
 
-# Windows whose weights are chosen at a time. That happens between steps, when there are no gradients, and so few need
-# less memory than the gradients will.
+# Windows whose weights are chosen at a time. The choice happens between steps, without gradients; so few windows need
+# less memory than a step's gradients, so the choice does not raise the peak.
 WINDOWS_PER_PASS: Final = 64
-WINDOWS_PER_READ: Final = 2**16  # whose outputs are read at a time: a megabyte, wherever the outputs are
+WINDOWS_PER_READ: Final = 2**16  # windows whose outputs are read at a time: a megabyte
 
 
 class ReplayMemory(nn.Module):
-    """The last C choices: of each the window and the position of the mixing weight."""
+    """The last C choices: the window and the position of the mixing weight for each choice."""
 
-    # State, reward and next state are functions of these two, so they need no memory.
+    # State, reward and next state are functions of window and mixing weight, so they are not stored.
     rows: Tensor
     actions: Tensor
     pushed: Tensor
@@ -70,7 +72,7 @@ class ReplayMemory(nn.Module):
         return min(int(self.pushed), len(self.rows))
 
     def push(self, rows: Ints, actions: Ints) -> None:
-        """Adds [R] choices; in a full memory each replaces the oldest one."""
+        """Adds R choices; in a full memory each choice replaces the oldest."""
         pushed, capacity = int(self.pushed), len(self.rows)
         # Choices that the same push would overwrite are left out: the order of writes to one place is undefined.
         newest = np.arange(max(0, len(rows) - capacity), len(rows))
@@ -80,8 +82,8 @@ class ReplayMemory(nn.Module):
         self.pushed.add_(len(rows))
 
     def recall(self, uniform: Floats) -> tuple[Ints, Ints]:
-        """Returns [R] windows and [R] positions of mixing weights; [R] numbers in [0, 1) select them."""
-        # An empty memory returns the zeros it is made of: planning computes a batch before the first choice.
+        """Returns windows [R] and positions of mixing weights [R]; `uniform` [R] in [0, 1) selects the choices."""
+        # An empty memory returns its initial zeros: planning computes a batch before the first choice.
         known = max(len(self), 1)
         # The product stays below `known`: a double below 1 is more than half a unit in the last place away from it.
         at = torch.from_numpy((uniform * known).astype(np.int64)).to(self.rows.device)
@@ -97,8 +99,8 @@ class FusionAgent(nn.Module):
 
     steps: Tensor
 
-    # The target network and the memory are buffers: the optimizer does not touch them, and checkpoints, snapshots and
-    # rescues include them as they include all buffers.
+    # The target network and the memory are buffers: the optimizer does not change buffers, and checkpoints, snapshots
+    # and rescues include all buffers.
     def __init__(self, settings: FusionAgentSettings, *, mixing_weights: int, replay_size: int) -> None:
         super().__init__()
         widths = [mixing.STATE_WIDTH, *[settings.hidden] * settings.layers, mixing_weights]
@@ -116,22 +118,22 @@ class FusionAgent(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A weight of the network; states take its number format and device."""
+        """A weight of the network, for the dtype and the device of states."""
         return next(self.online.parameters())
 
     def forward(self, states: Tensor) -> Tensor:
-        """Values every mixing weight."""
+        """Returns the values [B, A] of all mixing weights for states [B, 7]."""
         values: Tensor = self.online(states)
         return values
 
     def best_actions(self, scores: mixing.WindowScores, rows: Ints) -> Ints:
-        """Returns [R] the positions of the mixing weights that it values most."""
+        """Returns the positions [R] of the mixing weights with the highest values."""
         values: Tensor = self(torch.from_numpy(scores.states(rows)).to(self.weight))
         return values.argmax(dim=1).cpu().numpy()
 
     @torch.no_grad()
     def begin_step(self, target_every: int) -> None:
-        """Counts an optimizer step; in every `target_every`th the target network becomes a copy of the online one."""
+        """Counts an optimizer step; every `target_every`th step copies the online network to the target network."""
         if int(self.steps) % target_every == 0:
             for buffer, parameter in zip(self.target.buffers(), self.online.parameters(), strict=True):
                 buffer.copy_(parameter)
@@ -139,9 +141,9 @@ class FusionAgent(nn.Module):
 
 
 def rewards(fused: Floats, is_attack: Bools) -> Floats:
-    """Returns [R] rewards for flagging windows above 0.5: +1 if right, −1 if wrong, with a share of the confidence."""
-    # Every window counts the same, so where attacks are rare the agent learns mostly from benign windows. The threshold
-    # of its alarms is chosen afterwards, on validation.
+    """Returns the rewards [R] for flagging windows above 0.5: +1 if right, −1 if wrong, plus a share of confidence."""
+    # All windows count equally, so where attacks are rare the agent learns mostly from benign windows. The threshold of
+    # its alarms is chosen after training, on validation.
     right = (fused > mixing.THRESHOLD) == is_attack
     firmness = mixing.confidence(fused)
     reward = np.where(right, 1 + RIGHT_SHARE * firmness, -1 - WRONG_SHARE * firmness)
@@ -154,22 +156,22 @@ class MixingProblem:
 
     scores: mixing.WindowScores
     is_attack: Bools  # [G] the truth
-    following: Ints  # [G] the window after each one, `mixing.NO_WINDOW` where there is none
+    following: Ints  # [G] the next window in the log, or `mixing.NO_WINDOW`
     weights: Floats  # [A] the mixing weights
-    discount: float  # of the next window's value
+    discount: float  # factor of the next window's value
 
     def rewards(self, rows: Ints, actions: Ints) -> Floats:
-        """Returns [R] the rewards of choices."""
+        """Returns the rewards [R] of choices."""
         return rewards(self.scores.fused(rows, self.weights[actions]), self.is_attack[rows])
 
     def states(self, rows: Ints, like: Tensor) -> Tensor:
-        """Returns [R, 7] the agent's input, in the number format and on the device of `like`."""
+        """Returns the agent's input [R, 7], with the dtype and the device of `like`."""
         return torch.from_numpy(self.scores.states(rows)).to(like)
 
 
 @torch.no_grad()
 def act(agent: FusionAgent, problem: MixingProblem, rows: Ints, epsilon: float, rng: np.random.Generator) -> Ints:
-    """Chooses [R] positions of mixing weights: at random for a share `epsilon` of the windows, else by value."""
+    """Chooses positions [R] of mixing weights: at random for a share `epsilon` of the windows, else by value."""
     actions = rng.integers(len(problem.weights), size=len(rows))
     greedy = np.flatnonzero(rng.random(len(rows)) >= epsilon)
     for part in np.split(greedy, range(WINDOWS_PER_PASS, len(greedy), WINDOWS_PER_PASS)):
@@ -178,7 +180,7 @@ def act(agent: FusionAgent, problem: MixingProblem, rows: Ints, epsilon: float, 
 
 
 def exploration(progress: float, *, start: float, end: float) -> float:
-    """Returns the share of random choices, which changes linearly with the progress in [0, 1]."""
+    """Returns the share of random choices, which changes linearly with `progress` in [0, 1]."""
     return start + (end - start) * progress
 
 
@@ -187,7 +189,7 @@ class ReplayBatch:
     r"""Huber errors of past choices: :math:`Q(s, a)` against :math:`r + \gamma \max_b Q_\mathrm{target}(s', b)`."""
 
     problem: MixingProblem
-    # [R] selects the choices. It is drawn once for the logical batch, so that a split changes none of them.
+    # [R] selects the choices. It is drawn once for the logical batch, so that a split does not change the choices.
     uniform: Floats
 
     @classmethod
@@ -211,10 +213,10 @@ class ReplayBatch:
         with torch.no_grad():
             following = problem.following[rows]
             best: Tensor = model.target(problem.states(np.maximum(following, 0), like)).amax(dim=1)
-            # The target network's best value of the next window; 0 where there is none.
+            # The target network's best value of the next window; 0 where there is no next window.
             next_values = (best * torch.from_numpy(following != mixing.NO_WINDOW).to(like)).to(like)
         targets = targets + problem.discount * next_values
-        # Mixed precision may have computed the values in another format than the targets.
+        # In mixed precision, the values may have another dtype than the targets.
         errors = F.smooth_l1_loss(chosen.to(like.dtype), targets, reduction="none")
         return {"value": (errors.sum(), float(stop - start))}
 
@@ -223,8 +225,8 @@ class ReplayBatch:
 class PolicyBatch:
     """Minus the reward of the agent's choices on [R] windows, for validation."""
 
-    # The weights with the highest reward are the best ones. Errors of values cannot decide that: they grow with the
-    # values themselves.
+    # The epoch with the highest reward has the best weights. Errors of values cannot compare epochs: they grow with the
+    # values.
     problem: MixingProblem
     rows: Ints
 
@@ -242,14 +244,14 @@ class PolicyBatch:
 
 
 def decide(agent: nn.Module, table: mixing.WindowScores, rows: Ints, weights: Floats) -> Floats:
-    """Returns [R, 2] the fused score of each window, and the mixing weight that the agent chooses for it."""
+    """Returns, for each window [R, 2], the fused score and the mixing weight that the agent chooses."""
     assert isinstance(agent, FusionAgent)
     chosen = weights[agent.best_actions(table, rows)]
     return np.stack([table.fused(rows, chosen), chosen], axis=1)
 
 
 def scale_errors(autoencoder: FinishedNetwork, errors: Floats) -> tuple[Floats, Floats]:
-    """Returns [R] anomaly scores and [R, 3] errors of the reconstruction, all in [0, 1], from [R, 5] error terms.
+    """Returns anomaly scores [R] and reconstruction errors [R, 3], all in [0, 1], from error terms [R, 5].
 
     Raises:
         RunError: An error is not a finite number.
@@ -262,7 +264,7 @@ def scale_errors(autoencoder: FinishedNetwork, errors: Floats) -> tuple[Floats, 
 
 
 def scale_logits(classifier: FinishedNetwork, difference: Floats) -> Floats:
-    """Returns [R] attack probabilities from [R, 1] logit differences, attack minus benign.
+    """Returns attack probabilities [R] from logit differences [R, 1], attack minus benign.
 
     Raises:
         RunError: A difference is not a finite number.
@@ -272,12 +274,12 @@ def scale_logits(classifier: FinishedNetwork, difference: Floats) -> Floats:
 
 
 class FusionTask(WindowTask):
-    """Labelled windows, scored by two finished models.
+    """An agent learns from labelled windows, which two finished models have scored.
 
     Raises:
         DataError: There are no labels, or windows of one class only.
         CheckpointError: A model does not fit the windows.
-        ConfigError: The run is to start from the weights of another one.
+        ConfigError: The settings ask for the weights of another run (`start_from`).
     """
 
     memory_features = (Feature("windows"),)
@@ -287,7 +289,7 @@ class FusionTask(WindowTask):
         super().__init__(run, data, data.split.train, data.split.validation)
         check_classes(data, data.flat.label[self.train_rows] > 0)
         if run.training.start_from:
-            # The weights of another agent bring its memory, perhaps of windows of other data.
+            # The weights of another agent include its memory, perhaps with windows of other data.
             raise ConfigError("A fusion agent starts with a memory of its own", value=run.training.start_from,
                               remedy="Leave out --start-from")  # fmt: skip
         split = data.split
@@ -298,7 +300,7 @@ class FusionTask(WindowTask):
         )
         size = len(data.flat)
         self._problem = MixingProblem(
-            # Zeros, until the outputs are bound.
+            # Zeros until `bind_outputs` fills the scores in.
             scores=mixing.WindowScores(anomaly=np.zeros(size), attack=np.zeros(size), errors=np.zeros((size, 3))),
             is_attack=data.flat.label > 0,
             following=mixing.next_windows(split.train, data.flat.source),
@@ -311,7 +313,7 @@ class FusionTask(WindowTask):
         return (self._autoencoder, self._classifier)
 
     def bind_outputs(self, role: str, outputs: Outputs) -> None:
-        """Fills in the scores of one model, for every window that trains, validates or is judged.
+        """Fills in the scores of one model for all windows of training, validation and test.
 
         Raises:
             RunError: An output is not a finite number.
@@ -329,7 +331,7 @@ class FusionTask(WindowTask):
         return FusionAgent(self._run.model, mixing_weights=mode.mixing_weights, replay_size=mode.replay_size)
 
     def batch_features(self, rows: Ints) -> Floats:
-        """Returns [R, 1] ones: the agent sees seven numbers of any window."""
+        """Returns ones [R, 1]: the agent sees seven numbers of a window of any size."""
         return np.ones((len(rows), 1))
 
     def before_step(self, model: nn.Module, rows: Ints, progress: float, generator: torch.Generator) -> None:
@@ -343,17 +345,17 @@ class FusionTask(WindowTask):
     def logical_batch(
         self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> ReplayBatch | PolicyBatch:
-        """Prepares as many remembered choices as there are rows; in validation, the rows themselves."""
+        """Prepares as many remembered choices as there are rows; in validation, without a generator, the rows."""
         if generator is None:
             return PolicyBatch(problem=self._problem, rows=rows)
         return ReplayBatch.draw(self._problem, len(rows), generator)
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, 2] float64: the fused score, and the mixing weight that the agent chose for it."""
+        """Returns fused scores and chosen mixing weights, float64 [R, 2]."""
         return torch.from_numpy(decide(model, self._problem.scores, rows, self._problem.weights))
 
     def judge(self, score: Callable[..., Floats]) -> Mapping[str, Any]:
-        """Judges each test folder by itself, together with simple mixes of the same scores and the usual baselines."""
+        """Judges each test folder separately, together with simple mixes of the two scores and the usual baselines."""
         from can_train_tasks.can.evaluation.judging import JudgingOptions
         from can_train_tasks.can.fusion.mixes import judge_agent
 
@@ -367,7 +369,7 @@ def _read(outputs: Outputs, rows: Ints, name: str) -> Floats:
 
 
 class FinishedFusion(WindowModel):
-    """A finished agent and the two models that it mixes, by role, on the windows of a data set.
+    """A finished agent and the two models that it mixes, on the windows of a data set; `mixed` has the models by role.
 
     Raises:
         CheckpointError: The weights do not fit the settings of a run.
@@ -396,8 +398,11 @@ class FinishedFusion(WindowModel):
         return other
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, 7] float64 on the CPU: fused score, chosen mixing weight, anomaly score, attack probability, and
-        the three error terms.
+        """Computes the scores of windows.
+
+        Returns:
+            [R, 7] float64 on the CPU: fused score, chosen mixing weight, anomaly score, attack probability, and three
+            error terms.
         """
         assert isinstance(model, nn.ModuleDict)
         errors = self._autoencoder.scores(model[AUTOENCODER], rows, device, dtype)
@@ -409,9 +414,9 @@ class FinishedFusion(WindowModel):
         return torch.from_numpy(np.column_stack([decisions, anomaly, attack, bounded]))
 
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [I, P] the two models' contributions as shares, each weighted with its part of the fused score."""
+        """Returns both models' contributions [I, P] as shares, weighted with the model's part of the fused score."""
         assert isinstance(model, nn.ModuleDict)
-        # The agent's weight is a number of the host's: no gradient passes through its choice.
+        # The agent's weight is a number on the host: no gradient passes through its choice.
         with torch.no_grad():
             _, weight, anomaly, attack, *_ = self.scores(model, rows, device, dtype).T
         found = torch.zeros(())
@@ -425,5 +430,5 @@ class FinishedFusion(WindowModel):
         return found
 
     def combine(self, scores: Floats) -> Floats:
-        """Returns [R] the fused scores."""
+        """Returns the fused scores [R]."""
         return scores[:, mixing.FUSED]

@@ -1,4 +1,4 @@
-"""Simple mixes of the two scores, and the judgement of the agent in comparison with them.
+"""Simple mixes of the two scores, and the judgement of the agent in comparison with the mixes.
 
 Shapes: R rows (windows), A mixing weights.
 """
@@ -22,22 +22,22 @@ from can_train_tasks.can.evaluation.judging import FolderJudgement, Judgement, J
 from can_train_tasks.can.evaluation.metrics import choose_threshold, detector_metrics
 from can_train_tasks.can.fusion.mixing import FUSED, WEIGHT, WindowScores, logistic
 
-BEST_MIX: Final = "best_mix"  # name of the constant mix whose weight is the best one on validation
+BEST_MIX: Final = "best_mix"  # name of the constant mix whose weight is the best on validation
 EVEN_WEIGHT: Final = 0.5
-MAX_FITTED_WINDOWS: Final = 20_000  # of training: a fit takes seconds, and they are ample for seven inputs
+MAX_FITTED_WINDOWS: Final = 20_000  # training windows of a fit: it takes seconds, and seven inputs need no more
 HIDDEN: Final = (32,)  # widths of the small network
-# Most iterations of each fit; with seven inputs both converge long before, but for the last digits.
+# Most iterations of each fit; with seven inputs both fits converge earlier, except for the last digits.
 LOGISTIC_ROUNDS: Final = 1000
 NETWORK_ROUNDS: Final = 100
 
 
 class ConstantMix(NamedTuple):
-    """The same mixing weight for every window."""
+    """One mixing weight for all windows."""
 
     weight: float
 
     def score(self, table: WindowScores, rows: Ints) -> Floats:
-        """Returns [R] fused scores."""
+        """Returns fused scores [R]."""
         return table.fused(rows, self.weight)
 
     def plain(self) -> dict[str, Any]:
@@ -57,23 +57,23 @@ class FittedMix:
 
     @classmethod
     def fit(cls, model: LogisticRegression | MLPClassifier, states: NDArray[np.float32], is_attack: Bools) -> Self:
-        """Fits scikit-learn's model to [R, 7] states of windows of both classes."""
+        """Fits scikit-learn's model to states [R, 7] of windows of both classes."""
         scaler = StandardScaler()
         inputs = scaler.fit_transform(states.astype(np.float64))
         with warnings.catch_warnings():
-            # The warning is about the last digits, which no judgement depends on.
+            # The warning is about the last digits; no judgement depends on these.
             warnings.simplefilter("ignore", ConvergenceWarning)
             model.fit(inputs, is_attack)
         if isinstance(model, MLPClassifier):
             (first, bias), *rest = zip(model.coefs_, model.intercepts_, strict=True)
         else:
             first, bias, rest = model.coef_.T, model.intercept_, []
-        # The first layer takes over the scaling, so a mix is its layers alone.
+        # The first layer includes the scaling, so a mix is its layers alone.
         weights = first / scaler.scale_[:, None]
         return cls([(weights, bias - scaler.mean_ @ weights), *rest])
 
     def score(self, table: WindowScores, rows: Ints) -> Floats:
-        """Returns [R] probabilities."""
+        """Returns attack probabilities [R]."""
         values = table.states(rows).astype(np.float64)
         *hidden, (weights, bias) = self.layers
         for hidden_weights, hidden_bias in hidden:
@@ -96,15 +96,15 @@ def mix_from_plain(plain: Mapping[str, Any]) -> Mix:
 
 
 class ConstantMixes(NamedTuple):
-    """Mixes with one weight for all windows."""
+    """The mixes with one weight for all windows."""
 
     mixes: Mapping[str, Mix]  # by name, in the order of the tables
-    best_weight: float | None  # of `BEST_MIX`; None where validation has one class only
+    best_weight: float | None  # weight of `BEST_MIX`; None where validation has one class only
     absent: Mapping[str, str]  # the reason for each missing mix, by name
 
 
 def constant_mixes(table: WindowScores, flat: FlatGraphs, split: Split, weights: Floats, fpr: float) -> ConstantMixes:
-    """Makes the mixes with one weight: each score alone, the even mix, and the best of [A] weights on validation."""
+    """Makes the mixes with one weight: each score alone, the even mix, and the best of `weights` [A] on validation."""
     named = {"autoencoder": 0.0, "classifier": 1.0, "even_mix": EVEN_WEIGHT}
     absent: dict[str, str] = {}
     is_attack = flat.label[split.validation] > 0
@@ -118,9 +118,9 @@ def constant_mixes(table: WindowScores, flat: FlatGraphs, split: Split, weights:
 
 
 def best_weight(table: WindowScores, rows: Ints, is_attack: Bools, weights: Floats, fpr: float) -> float:
-    """Returns the weight with the highest MCC on [R] validation windows of both classes.
+    """Returns the weight with the highest MCC on validation windows `rows` [R] of both classes.
 
-    Of equally good weights, the one closest to an even mix is best. `fpr` is that of `choose_threshold`.
+    Among equally good weights, the weight closest to an even mix wins. `fpr` is an argument of `choose_threshold`.
     """
 
     def merit(weight: float) -> tuple[float, float]:
@@ -133,7 +133,7 @@ def best_weight(table: WindowScores, rows: Ints, is_attack: Bools, weights: Floa
 
 
 def fitted_mixes(table: WindowScores, flat: FlatGraphs, train: Ints, seed: int) -> dict[str, Mix]:
-    """Fits small models to the agent's inputs on [R] training windows of both classes."""
+    """Fits small models to the agent's inputs on training windows `train` of both classes."""
     rows = sample_by_class(flat, train, most=MAX_FITTED_WINDOWS, seed=seed)
     models = {
         "logistic": LogisticRegression(class_weight="balanced", max_iter=LOGISTIC_ROUNDS),
@@ -149,14 +149,14 @@ def judge_agent(
     """Judges the agent and the mixes, each with a threshold from validation; without baselines, no mix is fitted.
 
     Args:
-        score: Returns [R, 2] fused scores and chosen mixing weights of windows.
+        score: Returns fused scores and chosen mixing weights of windows, [R, 2].
         data: The windows.
         table: The two scores of all windows.
-        weights: [A] those to choose from.
-        options: How detectors are judged.
+        weights: [A] mixing weights that the agent chooses from.
+        options: Options of the judgement.
 
     Returns:
-        The judgement, with `mixing`: the mixes, and which weights were chosen.
+        The judgement, with `mixing`: the mixes, and the chosen weights.
 
     Raises:
         RunError: A score is not a finite number.
@@ -183,7 +183,7 @@ def judge_agent(
 
 
 def with_choices(judgement: Judgement, mixing: Mapping[str, Any], weights: Mapping[str, Floats]) -> dict[str, Any]:
-    """Adds the agent's choices, [R] mixing weights by folder, to its judgement: as figures, and in its remarks."""
+    """Adds the agent's mixing weights [R] in each folder to its judgement: as figures, and in the remarks."""
     chosen = {folder: summarize_weights(each) for folder, each in weights.items()}
     for folder, judged in judgement["test"].items():
         judged["remarks"] += [*constant_mix_remarks(judged, mixing[BEST_MIX]), weights_remark(chosen[folder])]
@@ -191,7 +191,7 @@ def with_choices(judgement: Judgement, mixing: Mapping[str, Any], weights: Mappi
 
 
 def constant_mix_remarks(judged: FolderJudgement, best_weight: float | None) -> list[str]:
-    """Returns a remark if the best constant mix, where there is one, does as well as the agent in a folder."""
+    """Returns a remark if the agent's MCC in a folder does not exceed the best constant mix's, where that exists."""
     if best_weight is None or BEST_MIX not in judged["references"]:
         return []
     reached, constant = judged["model"]["mcc"], judged["references"][BEST_MIX]["mcc"]
@@ -202,7 +202,7 @@ def constant_mix_remarks(judged: FolderJudgement, best_weight: float | None) -> 
 
 
 def summarize_weights(weights: Floats) -> dict[str, float]:
-    """Returns the mean of [R] chosen weights, the most frequent one, and its share."""
+    """Returns the mean of the chosen weights [R], the most frequent weight, and its share."""
     values, counts = np.unique(weights, return_counts=True)
     largest = int(np.argmax(counts))
     share = float(counts[largest] / len(weights))

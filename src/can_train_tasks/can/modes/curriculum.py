@@ -1,6 +1,6 @@
-"""Curriculum: a classifier sees all attacks and the hardest benign windows first, then more and more benign ones.
+"""Curriculum: a classifier sees all attacks and the hardest benign windows first, then more and more benign windows.
 
-Shapes: R training windows, H benign ones among them.
+Shapes: R training windows, H benign training windows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from can_train_tasks.can.reference_models import AUTOENCODER, WindowReferenceMod
 from can_train_tasks.can.settings import CurriculumSettings
 
 # Share of the training between two steps of the moving average. With steps of one epoch, a momentum of 0.9 would lag
-# nine epochs behind, and a training of ten epochs would not reach the end.
+# nine epochs, and a training of ten epochs would not reach the final ratio.
 TICK: Final = 1e-3
 
 # Rank of every attack: before the hardest benign window, whose rank is 0.
@@ -34,7 +34,7 @@ _ATTACK: Final = -1
 class RatioSchedule:
     """Benign windows for each attack: constant at first, then a ramp, smoothed by a moving average."""
 
-    start: float  # the ratio at first
+    start: float  # the ratio before it begins to rise
     end: float  # the ratio in the last epoch
     warmup: float  # share of the training before the ratio begins to rise, in [0, 1)
     smoothing: float  # momentum of the moving average for each `TICK`, in [0, 1)
@@ -46,7 +46,7 @@ class RatioSchedule:
         >>> [round(schedule.ratio(epoch, 11), 2) for epoch in (0, 1, 6, 10)]
         [1.0, 1.0, 5.96, 10.0]
         """
-        # A resumed run needs no state of the moving average: the ratio is a function of the epoch alone.
+        # The ratio is a function of the epoch alone, so a resumed run needs no state of the moving average.
         progress = epoch / (epochs - 1) if epochs > 1 else 1.0
         risen = self._smoothed(progress) / self._smoothed(1.0)
         return self.start + (self.end - self.start) * risen
@@ -54,7 +54,7 @@ class RatioSchedule:
     def _smoothed(self, progress: float) -> float:
         """Returns the moving average of a ramp that rises by 1 a tick."""
         # a(k) = m·a(k − 1) + (1 − m)·k with a(0) = 0 is k − m·(1 − mᵏ)/(1 − m), which holds between ticks too. It ends
-        # m/(1 − m) ticks short of the ramp: the caller divides by its end.
+        # m/(1 − m) ticks below the ramp: the caller divides by its last value.
         ticks = max(progress - self.warmup, 0.0) / TICK
         lag = self.smoothing / (1 - self.smoothing)
         return ticks - lag * (1.0 - math.pow(self.smoothing, ticks))
@@ -62,7 +62,7 @@ class RatioSchedule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Composition:
-    """The windows of an epoch: `rows` ascending, `benign` and `attacks` of them."""
+    """The windows of an epoch: `rows`, ascending; `benign` and `attacks` count them by class."""
 
     rows: Ints
     benign: int
@@ -71,16 +71,18 @@ class Composition:
     @property
     def log_prior(self) -> float:
         """Logarithm of benign ÷ attack windows; a class without windows counts as one."""
-        # Added to the benign logit, it spares the model from learning how frequent a class is in an epoch, so that its
-        # own logits mean the same in all epochs.
+        # With this prior added to the benign logit, the model need not learn the class frequencies of an epoch, and its
+        # logits have one meaning in all epochs.
         return math.log(max(self.benign, 1) / max(self.attacks, 1))
 
 
 class Curriculum:
-    """Training windows in the order in which they join: all attacks, then the benign ones, the hardest first.
+    """Training windows in the order of joining an epoch: all attacks, then benign windows, the hardest first.
 
-    `rows` are [R] the windows, ascending; `difficulty` is [H] of the benign ones. Of equally hard ones the first comes
-    first.
+    Args:
+        rows: [R] the windows, ascending.
+        is_attack: [R] the labels.
+        difficulty: [H] of the benign windows. Equally hard windows join in ascending order.
     """
 
     def __init__(self, rows: Ints, is_attack: Bools, difficulty: Floats) -> None:
@@ -92,7 +94,7 @@ class Curriculum:
         self.attacks = len(rows) - len(difficulty)
 
     def with_ratio(self, ratio: float) -> Composition:
-        """Returns all attacks and, for each of them, `ratio` of the hardest benign windows, as far as there are any."""
+        """Returns all attacks, and the hardest benign windows: `ratio` for each attack, or all if there are fewer."""
         # A sample of the data may hold no attack; then all benign windows take part.
         wanted = round(ratio * self.attacks) if self.attacks else self.benign
         benign = min(max(wanted, 1), self.benign)
@@ -100,10 +102,10 @@ class Curriculum:
 
 
 class CurriculumTask(ClassifierTask):
-    r"""Labelled windows, of which an epoch has all attacks and the hardest benign ones.
+    r"""A classifier learns from labelled windows; an epoch has all attacks and the hardest benign windows.
 
     In training, :math:`\log(\mathrm{benign} / \mathrm{attacks})` of the epoch is added to the benign logit (Source:
-    Menon et al., "Long-tail learning via logit adjustment", 2021). Validation, threshold and judgement are the plain
+    Menon et al., "Long-tail learning via logit adjustment", 2021). Validation, threshold and judgement equal the plain
     classifier's.
 
     Raises:
@@ -122,8 +124,8 @@ class CurriculumTask(ClassifierTask):
         # The ratio rises until the last epoch, but to no more than the data have.
         end = min(mode.end_ratio, max(self._available, mode.start_ratio))
         self._schedule = RatioSchedule(mode.start_ratio, end, mode.ratio_warmup, mode.ratio_smoothing)
-        # Plans are made before the autoencoder's outputs are known. A random order stands in: with equal difficulties,
-        # the windows of the first log would be the hardest.
+        # Plans are made before the autoencoder's outputs are known, so they use random difficulties: with equal
+        # difficulties, the windows of the first log would be the hardest.
         self._rank(np.random.default_rng(run.training.seed).random(len(self._benign)))
 
     def reference_models(self) -> Sequence[WindowReferenceModel]:
@@ -145,9 +147,9 @@ class CurriculumTask(ClassifierTask):
         return CurriculumEpoch(self, self._curriculum.with_ratio(self._schedule.ratio(epoch, epochs)))
 
     def notices(self) -> Sequence[str]:
-        """Returns a notice if the data end before the curriculum does."""
+        """Returns a notice if the data have fewer benign windows than the last epoch should have."""
         wanted = self._run.mode.end_ratio
-        # A sample of the data does not have the ratio of all of them.
+        # The ratio in a sample differs from the ratio in the whole data.
         if self._data.sample is not None or self._available >= wanted:
             return ()
         available = f"The data have {self._available:.3g} benign windows for each attack"
@@ -167,13 +169,13 @@ class CurriculumEpoch:
 
     @property
     def train_rows(self) -> Ints:
-        """[R] the windows of the epoch, ascending."""
+        """The windows of the epoch, ascending."""
         return self.composition.rows
 
     def logical_batch(
         self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> ClassifierBatch:
-        """Prepares a logical batch, in which all windows have the same weight."""
+        """Prepares a logical batch; all windows have equal weight."""
         gather, prior = self.task.gather_to(device, dtype), self.composition.log_prior
         hidden = self.task.hidden_ids(rows, generator)
         return ClassifierBatch(rows, gather, np.ones(len(rows)), benign_offset=prior, hidden=hidden)

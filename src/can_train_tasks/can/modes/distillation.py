@@ -1,5 +1,6 @@
-"""Knowledge distillation: a student learns from a teacher's outputs in addition to its own loss, a classifier from
-softened logits, an autoencoder from latents and reconstructions.
+"""Knowledge distillation: a student learns from a teacher's outputs in addition to its usual loss.
+
+A classifier learns from the teacher's softened logits, an autoencoder from the teacher's latents and reconstructions.
 
 Shapes: R rows (windows).
 """
@@ -22,7 +23,7 @@ from can_train_tasks.can.modes.windows import AutoencoderTask, ClassifierTask, W
 from can_train_tasks.can.reference_models import WindowReferenceModel
 from can_train_tasks.can.settings import DistillationSettings, GatSettings
 
-# Weights of the distances from the teacher's latents and from its reconstructions, which weigh as much together.
+# Weights of the distances from the teacher. Latents weigh as much as nodes and edges together.
 TEACHER_WEIGHTS: Final = {"teacher_latent": 0.5, "teacher_node": 0.25, "teacher_edge": 0.25}
 
 
@@ -30,21 +31,21 @@ def distillation_task(run: ResolvedRun, data: CanData, finished: Mapping[str, Fi
     """Makes the task of a student, which is a classifier or an autoencoder.
 
     Raises:
-        DataError: The windows lack what the student learns from.
-        CheckpointError: The teacher does not fit them.
+        DataError: The windows lack the labels or the benign windows that the student learns from.
+        CheckpointError: The teacher does not fit the windows.
     """
     student = DistilledClassifierTask if isinstance(run.model, GatSettings) else DistilledAutoencoderTask
     return student(run, data, finished)
 
 
 class _Student(WindowTask):
-    """What both kinds of students have in common; it comes before the class of the plain model in their bases."""
+    """Common base of both kinds of students; it precedes the task of the plain model in their bases."""
 
     _teacher: WindowReferenceModel
     _references: Sequence[WindowReferenceModel]
     _outputs: Outputs | None = None
-    _projected = 0  # width of the teacher's latent, where the student projects its own to it
-    _parameters = 0  # of the student, without that projection, which only training needs
+    _projected = 0  # width of the teacher's latent, where the student projects its latent to it
+    _parameters = 0  # parameters of the student, without the projection, which only training needs
 
     def build_model(self) -> nn.Module:
         """Makes the network."""
@@ -54,7 +55,7 @@ class _Student(WindowTask):
         return model
 
     def reference_models(self) -> Sequence[WindowReferenceModel]:
-        """Returns the teacher and, where one is named, the student that was trained without it."""
+        """Returns the teacher and, if `without_teacher` names it, the student that was trained without a teacher."""
         return self._references
 
     def bind_outputs(self, role: str, outputs: Outputs) -> None:
@@ -93,7 +94,7 @@ class _Student(WindowTask):
         else:
             self._teacher.placements = (mode.teacher_placement,)
         for other in others:
-            other.placements = ()  # it is only scored, for the comparison
+            other.placements = ()  # training does not use its outputs: it is only scored, for the comparison
         self.reference_roles = [one.role for one in self._references]
 
     def _teacher_outputs(self) -> Outputs:
@@ -128,11 +129,11 @@ class DistilledClassifierTask(_Student, ClassifierTask):
 
 
 class DistilledAutoencoderTask(_Student, AutoencoderTask):
-    """An autoencoder learns from a teacher's latents, to which it projects its own, and reconstructions.
+    """An autoencoder learns from a teacher's latents and reconstructions; its latents are projected to the teacher's.
 
     Raises:
-        DataError: None of the windows is benign.
-        CheckpointError: The teacher does not fit them.
+        DataError: No window is benign.
+        CheckpointError: The teacher does not fit the windows, or has other `dataset.features`.
     """
 
     def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
@@ -149,6 +150,6 @@ class DistilledAutoencoderTask(_Student, AutoencoderTask):
     def logical_batch(
         self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> DistilledAutoencoderBatch:
-        """Prepares a logical batch with the noise of all its windows."""
+        """Prepares a logical batch, with noise for all of its nodes."""
         plain = super().logical_batch(rows, device, dtype, generator)
         return DistilledAutoencoderBatch(**vars(plain), teacher=self._teacher_outputs())

@@ -1,5 +1,7 @@
-"""The modes that learn from windows alone: a classifier from attack labels, with both classes of equal weight; an
-autoencoder from benign windows, where one that it reconstructs badly is an anomaly. Other modes build on them.
+"""The modes that learn from windows alone; other modes build on them.
+
+A classifier learns from attack labels, with equal weight for both classes. An autoencoder learns from benign windows; a
+window that it reconstructs badly is an anomaly.
 
 Shapes: R rows (windows), S columns of raw scores.
 """
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from can_train_tasks.can.evaluation.judging import JudgementTable, ModelScores, Score
     from can_train_tasks.can.losses import Gather
 
-_MAX_NAMED_LOGS: Final = 3  # in an error
+_MAX_NAMED_LOGS: Final = 3  # logs that an error names
 _REMEDY: Final = "Use a log with labelled attacks, or train an autoencoder: --model vgae"
 _LABEL_REMEDY: Final = (
     "If a CSV column has labels, name it: `--set dataset.columns.label=NAME`. Else use a log with labelled attacks, or "
@@ -59,7 +61,7 @@ class WindowTask(BatchTask):
         self._train_on(train_rows)
 
     def data_digest(self) -> str:
-        """Returns a digest of the logs: their contents, roles and order, wherever they are."""
+        """Returns a digest of the logs: their contents, roles and order; their paths do not enter."""
         return digest_of_logs((source.role, source.group, source.sha256) for source in self._data.flat.sources)
 
     def build_model(self) -> nn.Module:
@@ -76,17 +78,17 @@ class WindowTask(BatchTask):
         return self._gather.batch_features(rows)
 
     def gather_to(self, device: torch.device, dtype: torch.dtype) -> Gather:
-        """Returns a function that makes a batch of [R] windows on a device."""
+        """Returns a function that makes a batch on a device from the numbers [R] of its windows."""
         return lambda rows: self._gather(rows).to(device, dtype)
 
     def hidden_ids(self, rows: Ints, generator: torch.Generator | None) -> Bools | None:
-        """Draws in which windows of a logical batch [R] IDs are hidden; None: in none."""
+        """Draws the windows of a logical batch [R] whose IDs are hidden; None: no IDs are hidden."""
         dataset = self._run.dataset
         return hide_ids(dataset.id_dropout if dataset.identity else 0.0, rows, generator)
 
     def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges each test folder by itself, together with the reference models and the baselines."""
-        # scikit-learn takes a second to import, which only a run that has come to its end needs.
+        """Judges each test folder separately, together with the reference models and the baselines."""
+        # Imported late: scikit-learn takes a second to import, and only the end of a run needs it.
         from can_train_tasks.can.evaluation.judging import JudgingOptions, judge
 
         references = {role: self._final_scores(score, role) for role in self.reference_roles}
@@ -94,7 +96,7 @@ class WindowTask(BatchTask):
         return judge(self._data.flat, self._data.split, self._final_scores(score), options, references)
 
     def predictions(self, judgement: Mapping[str, Any], score: Score) -> Mapping[str, Predictions]:
-        """Returns the windows of each test folder; where it has several logs, one begins where the one before ends."""
+        """Returns the predictions for each test folder; the times of its logs follow one another (see `elapsed_s`)."""
         flat, scores = self._data.flat, self._final_scores(score).test
         return {
             folder: Predictions(
@@ -120,7 +122,7 @@ class WindowTask(BatchTask):
         return summary_tables(judgement)
 
     def _final_scores(self, score: Score, *role: str) -> ModelScores:
-        """Scores the validation and test windows with the trained model, or with the reference model of a role."""
+        """Scores the validation and test windows with the trained model, or with the reference model of `role`."""
         from can_train_tasks.can.evaluation.judging import ModelScores
 
         split = self._data.split
@@ -139,7 +141,7 @@ class WindowTask(BatchTask):
 
 
 def elapsed_s(flat: FlatGraphs, rows: Ints) -> Floats:
-    """Returns [R] seconds at which windows begin, ascending by log, where each log begins as the one before ends."""
+    """Returns the beginnings [R] of windows in seconds, as if each log began at the end of the previous log."""
     seconds, before = np.zeros(len(rows)), 0.0
     for source in np.unique(flat.source[rows]):
         own = flat.source[rows] == source
@@ -150,7 +152,7 @@ def elapsed_s(flat: FlatGraphs, rows: Ints) -> Floats:
 
 
 class ClassifierTask(WindowTask):
-    """Labelled windows.
+    """A classifier learns from labelled windows.
 
     Raises:
         DataError: There are no labels, or windows of one class only.
@@ -174,7 +176,7 @@ class ClassifierTask(WindowTask):
         return ClassifierBatch(rows, self.gather_to(device, dtype), self._weights(rows), hidden=hidden)
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, 1] attack logit differences."""
+        """Returns the scores [R, 1] of `ClassifierBatch.scores`."""
         return ClassifierBatch.scores(model, self.gather_to(device, dtype)(rows))
 
     def _weights(self, rows: Ints) -> Floats:
@@ -182,13 +184,13 @@ class ClassifierTask(WindowTask):
 
 
 def check_classes(data: CanData, is_attack: Bools) -> None:
-    """Checks that windows, of which [R] train, can train a supervised mode.
+    """Checks that the training windows can train a supervised mode; `is_attack` [R] has their labels.
 
     Raises:
         DataError: There are no labels, or windows of one class only.
     """
     training = [source for source in data.flat.sources if source.role != TEST]
-    # What a sample of the data lacks may be in the rest of them.
+    # Labels that a sample of the data lacks may be in the rest of the data.
     if (data.sample is None or data.sample.every_log) and not any(source.labelled for source in training):
         raise DataError("A supervised mode learns from labels, and no training log has any",
                         value=", ".join(source.path for source in data.flat.sources[:_MAX_NAMED_LOGS]),
@@ -201,10 +203,10 @@ def check_classes(data: CanData, is_attack: Bools) -> None:
 
 
 class AutoencoderTask(WindowTask):
-    """Benign windows.
+    """An autoencoder learns from benign windows.
 
     Raises:
-        DataError: None of the windows is benign.
+        DataError: No training window, or no validation window, is benign.
     """
 
     supervised = False
@@ -220,7 +222,7 @@ class AutoencoderTask(WindowTask):
     def logical_batch(
         self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> AutoencoderBatch:
-        """Prepares a logical batch with the noise of all its windows."""
+        """Prepares a logical batch, with noise for all of its nodes."""
         flat = self._data.flat
         counts = (flat.num_nodes[rows], flat.num_edges[rows])
         latent = self._run.model.latent if generator is not None else 0
@@ -228,7 +230,7 @@ class AutoencoderTask(WindowTask):
         return replace(batch, hidden=self.hidden_ids(rows, generator))
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, 5] `ERROR_TERMS`."""
+        """Returns the `ERROR_TERMS` [R, 5]."""
         return AutoencoderBatch.scores(model, self.gather_to(device, dtype)(rows))
 
     def _final_scores(self, score: Score, *role: str) -> ModelScores:
