@@ -27,15 +27,15 @@ from can_train_tasks.can.settings import BEHAVIOUR_FEATURES, CanDatasetSettings
 # Frames whose windows are expanded at a time. A window has no more nodes or edges than frames, so the temporary arrays
 # of a chunk stay below about 60 MB.
 FRAMES_PER_CHUNK: Final = 200_000
-MAX_FOREST_WINDOWS: Final = 20_000  # that a forest is fitted on: at worst, on noise, that takes half a minute
+MAX_FOREST_WINDOWS: Final = 20_000  # windows that a forest is fitted to: at worst, on noise, a fit takes half a minute
 FOREST_TREES: Final = 100  # scikit-learn's default
-FOREST_SEEDS: Final = 3  # forests that are fitted: their mean and range stand in for one, which may be lucky
-UNSEEN_ID_SCORE: Final = 1.0  # of a CAN ID that training did not see: as suspicious as one only seen in attacks
+FOREST_SEEDS: Final = 3  # forests that are fitted, for mean and range: a single forest may be lucky
+UNSEEN_ID_SCORE: Final = 1.0  # score of a CAN ID that training did not see: as for an ID seen only in attacks
 
 # Score of a window without any ID that can be compared, in binary orders of magnitude: below any other.
 NOTHING_TO_COMPARE: Final = -32.0
-AGREEMENT: Final = 0.5  # largest difference of the mean gap from training's that still agrees, binary logarithm
-TABLE_ENTRIES: Final = 2**20  # of windows · IDs that are worked on at a time, 8 MB an array
+AGREEMENT: Final = 0.5  # largest binary logarithm of an ID's mean gap ÷ its mean gap in training that still agrees
+TABLE_ENTRIES: Final = 2**20  # windows · IDs that are processed at a time: 8 MB for each array
 _GAP_MIN, _GAP_MEAN, _SILENCE = (BEHAVIOUR.index(name) for name in ("gap_min", "gap_mean", "silence"))
 
 # Returns [R] scores of chosen windows, higher is more attack-like.
@@ -47,7 +47,7 @@ TableScorer = Callable[[NDArray[np.float32]], Floats]
 
 @dataclass(frozen=True)
 class Baseline:
-    """A simple detector with its threshold; several of one name are the same one, fitted with different seeds."""
+    """A simple detector with its threshold; baselines of one name differ in the seed of their fit."""
 
     name: str
     score: WindowScorer
@@ -56,7 +56,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Baselines:
-    """The baselines of one data set; `absent` has the reason for each usual one that is missing, by name."""
+    """The baselines of one data set; `absent` has the reason for each missing baseline, by name."""
 
     fitted: tuple[Baseline, ...] = ()
     absent: dict[str, str] = field(default_factory=dict)
@@ -125,14 +125,14 @@ class IdLookup:
     """Scores a window by the most suspicious CAN ID in it.
 
     Attributes:
-        id_score: [K] share of the training windows with this ID that are attacks; `UNSEEN_ID_SCORE` if there are none.
+        id_score: [K] share of attacks among the training windows with this ID; `UNSEEN_ID_SCORE` without such windows.
     """
 
     id_score: Floats
 
     @classmethod
     def fit(cls, flat: FlatGraphs, rows: Ints) -> Self:
-        """Counts how many training windows have each ID, and how many of these are attacks."""
+        """Counts the training windows with each ID, and the attack windows with each ID."""
         occurred = np.zeros(len(flat.ids))
         attacked = np.zeros(len(flat.ids))
         for chunk in in_chunks(flat, rows):
@@ -144,7 +144,7 @@ class IdLookup:
         return cls(np.divide(attacked, occurred, out=np.full(len(occurred), UNSEEN_ID_SCORE), where=occurred > 0))
 
     def score(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns [R] the largest score of each window's IDs."""
+        """Returns the largest score [R] of each window's IDs."""
         parts = [np.empty(0)]
         for chunk in in_chunks(flat, rows):
             nodes = members(flat.node_ptr, chunk)
@@ -157,21 +157,21 @@ class GapLookup:
     """Scores a window by the ID whose frames follow each other most closely: log2 (shortest benign gap ÷ this gap).
 
     Attributes:
-        shortest: [K] binary logarithm of the shortest gap in benign training windows, seconds; NaN where there is none.
+        shortest: [K] binary logarithm of the shortest gap in seconds in benign training windows; NaN without a gap.
     """
 
     shortest: Floats
 
     @classmethod
     def fit(cls, flat: FlatGraphs, rows: Ints) -> Self:
-        """Finds each ID's shortest gap in the benign ones of the windows `rows`."""
+        """Finds each ID's shortest gap in the benign windows among `rows`."""
         nodes = members(flat.node_ptr, rows[flat.label[rows] == 0]).positions
         shortest = np.full(len(flat.ids), np.nan)
         np.fmin.at(shortest, flat.node_code[nodes], flat.behaviour[nodes, _GAP_MIN].astype(np.float64))
         return cls(shortest)
 
     def score(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns [R] the largest ratio of each window's IDs."""
+        """Returns the largest ratio [R] of each window's IDs."""
         nodes = members(flat.node_ptr, rows)
         ratio = self.shortest[flat.node_code[nodes.positions]] - flat.behaviour[nodes.positions, _GAP_MIN]
         ratio = np.where(np.isnan(ratio), NOTHING_TO_COMPARE, ratio)
@@ -179,7 +179,7 @@ class GapLookup:
 
 
 class _Silences(NamedTuple):
-    """How long IDs have been silent at the end of windows that follow one another in a log."""
+    """The silences of IDs at the end of successive windows of a log."""
 
     rows: Ints  # [R]
     silence: Floats  # [R, V] binary logarithm of seconds; NaN before the ID's first frame
@@ -190,13 +190,13 @@ class _Silences(NamedTuple):
 class SilenceLookup:
     """Scores a window by the ID that is longest overdue at its end: log2 (silence ÷ longest benign silence).
 
-    Only IDs whose own history in the log agrees with training are asked for: in another vehicle, an ID of the same
-    number is another message.
+    Only IDs whose history in the log agrees with training can be overdue: in another vehicle, an ID of the same number
+    is another message.
 
     Attributes:
-        index: [K] position among the V known IDs; -1 of all others.
-        gap: [V] binary logarithm of the mean gap in benign training windows, seconds.
-        longest: [V] binary logarithm of the longest silence at the end of one, seconds.
+        index: [K] position among the V known IDs; -1 for unknown IDs.
+        gap: [V] binary logarithm of the mean gap in seconds in benign training windows.
+        longest: [V] binary logarithm of the longest silence in seconds at the end of a benign training window.
     """
 
     index: Ints
@@ -205,7 +205,7 @@ class SilenceLookup:
 
     @classmethod
     def fit(cls, flat: FlatGraphs, rows: Ints) -> Self:
-        """Finds each ID's gap and longest silence in the benign ones of the windows `rows`."""
+        """Finds each ID's mean gap and longest silence in the benign windows among `rows`."""
         benign = rows[flat.label[rows] == 0]
         nodes = members(flat.node_ptr, benign).positions
         nodes = nodes[~np.isnan(flat.behaviour[nodes, _GAP_MEAN])]
@@ -223,7 +223,7 @@ class SilenceLookup:
         return lookup
 
     def score(self, flat: FlatGraphs, rows: Ints) -> Floats:
-        """Returns [R] the largest ratio of the known IDs of each window's log."""
+        """Returns the largest ratio [R] of the known IDs at the end of each window."""
         scores = np.full(len(flat), NOTHING_TO_COMPARE)
         for part in self._silences(flat, rows):
             ratio = np.where(part.agrees, part.silence - self.longest, NOTHING_TO_COMPARE)
@@ -232,7 +232,7 @@ class SilenceLookup:
         return chosen
 
     def _silences(self, flat: FlatGraphs, rows: Ints) -> Iterator[_Silences]:
-        """Follows the known IDs through all windows of the logs that `rows` are of."""
+        """Follows the known IDs through all windows of the logs of `rows`."""
         step = max(1, TABLE_ENTRIES // max(len(self.gap), 1))
         for source in np.unique(flat.source[rows]):
             of_log = np.flatnonzero(flat.source == source)
@@ -241,13 +241,14 @@ class SilenceLookup:
                 part = of_log[begin : begin + step]
                 seen_s, agrees = self._last_seen(flat, part, last_s, agreed)
                 last_s, agreed = seen_s[-1], agrees[-1]
-                # An ID in the last frame of a window has been silent for no time at all.
+                # The silence of an ID in the last frame of a window is 0, which has no logarithm.
                 silence_s = np.maximum(flat.end_time[part][:, None] - seen_s, np.finfo(np.float64).tiny)
                 yield _Silences(part, np.log2(silence_s), agrees)
 
     def _last_seen(self, flat: FlatGraphs, rows: Ints, last_s: Floats, agreed: Bools) -> tuple[Floats, Bools]:
-        """Returns [R, V] when each ID was seen last at the end of each window, and whether its history agreed then;
-        `last_s` and `agreed` [V] are those before the first window.
+        """Returns, for each window and ID [R, V], the time when the ID was last seen, and whether its history agreed.
+
+        `last_s` and `agreed` [V] are the values before the first window.
         """
         nodes = members(flat.node_ptr, rows)
         index = self.index[flat.node_code[nodes.positions]]
@@ -259,7 +260,7 @@ class SilenceLookup:
         seen_s[window, index] = flat.end_time[rows][window - 1] - silence_s
         close = np.abs(flat.past[positions, _GAP_MEAN] - self.gap[index]) <= AGREEMENT
         agrees[window, index] = close & (flat.past_windows[positions] >= SETTLED_WINDOWS)
-        # The row that saw each ID last.
+        # The row of the window that saw each ID last.
         latest = np.where(np.isnan(seen_s), 0, np.arange(len(rows) + 1)[:, None])
         np.maximum.accumulate(latest, axis=0, out=latest)
         columns = np.arange(len(last_s))
@@ -284,7 +285,7 @@ def fit_isolation_forest(table: WindowTable, flat: FlatGraphs, rows: Ints, seed:
 
 
 def over_one_table(table: WindowTable, scorers: Sequence[TableScorer]) -> list[WindowScorer]:
-    """Lets several score windows by their table, which is made once where they score the same windows in a row."""
+    """Lets several scorers share a table, which is made once if they score the same windows one after another."""
     latest: tuple[FlatGraphs, Ints, list[Floats]] | None = None
 
     def scores_of_all(flat: FlatGraphs, rows: Ints) -> list[Floats]:
@@ -321,13 +322,13 @@ def sample_by_class(flat: FlatGraphs, rows: Ints, *, most: int, seed: int) -> In
 
 @dataclass(frozen=True, eq=False)
 class WindowTable:
-    """Makes a table of windows, without CAN IDs and absolute times, of the same features that a model sees."""
+    """Makes a table of windows from the features that a model sees, without CAN IDs and absolute times."""
 
-    inputs: InputEncoder | None  # that compares IDs with their usual values; None: the window alone
+    inputs: InputEncoder | None  # compares IDs with their usual values; None: the window alone
 
     @classmethod
     def fit(cls, flat: FlatGraphs, rows: Ints, features: str) -> Self:
-        """Learns the usual values of IDs from the windows `rows`, if the `features` compare with them."""
+        """Learns the usual values of IDs from the windows `rows`, if `features` is `behaviour`."""
         if features != BEHAVIOUR_FEATURES:
             return cls(None)
         dataset = CanDatasetSettings(features=features)
@@ -337,12 +338,13 @@ class WindowTable:
         """Makes the table of chosen windows.
 
         Returns:
-            [R, C]: mean, standard deviation, minimum and maximum of each node feature and of each edge feature,
-            the number of nodes, the number of edges, the duration in seconds; and the same four of each deviation.
+            [R, C]: mean, standard deviation, minimum and maximum of each node feature and of each edge feature, the
+            number of nodes, the number of edges, the duration in seconds; then mean, standard deviation, minimum and
+            maximum of each deviation.
         """
         deviations = self.inputs.num_deviations if self.inputs else 0
         columns = 4 * (flat.node_features.shape[1] + flat.edge_features.shape[1] + deviations) + 3
-        # Chunks are written into the table: a list of them would hold the table twice when it is joined.
+        # Chunks are written into the table: joining a list of chunks would hold the table twice.
         table = np.empty((len(rows), columns), np.float32)
         done = 0
         for chunk in in_chunks(flat, rows):
@@ -351,7 +353,7 @@ class WindowTable:
             parts = [_summaries(node, nodes), _summaries(edge, edges), nodes.sizes, edges.sizes]
             parts.append(flat.end_time[chunk] - flat.start_time[chunk])
             if self.inputs is not None:
-                # In another thread: a simulated GPU counts its own thread's allocations, and these are the host's.
+                # In another thread: a simulated GPU counts the allocations of its thread, and these are the host's.
                 with ThreadPoolExecutor(max_workers=1) as host:
                     compared = host.submit(_deviations, self.inputs, flat, chunk).result()
                 parts.append(_summaries(compared, nodes))
@@ -368,8 +370,8 @@ def _deviations(inputs: InputEncoder, flat: FlatGraphs, rows: Ints) -> NDArray[n
 
 
 def _summaries(features: NDArray[np.float32], of: Members) -> Floats:
-    """Returns [R, 4 · F] means, standard deviations, minima and maxima of each window's own features."""
-    # Every window has a node and an edge: an empty one would get the sum of the window after it.
+    """Returns means, standard deviations, minima and maxima [R, 4 · F] of each window's features."""
+    # Every window has a node and an edge: an empty window would get the sum of the next window.
     values = features.astype(np.float64)
     mean = np.add.reduceat(values, of.starts) / of.sizes[:, None]
     deviation = values - np.repeat(mean, of.sizes, axis=0)

@@ -1,6 +1,6 @@
 """Judges detectors folder by folder, compares them, and writes the judgement as tables.
 
-All that is decided about a detector, its threshold and the units of its errors, comes from validation windows.
+The threshold of a detector and the units of its errors come from validation windows only.
 
 Shapes: R rows (windows).
 """
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 # Share of flagged windows: above it, a remark says that a detector flags everything.
 FLAGS_EVERYTHING_SHARE: Final = 0.99
-# False-positive rate below which that remark is left out: where nearly all windows are attacks, a good detector flags
-# nearly all of them.
+# With a lower false-positive rate, that remark is left out: where nearly all windows are attacks, a good detector flags
+# nearly all windows.
 INDISCRIMINATE_FPR: Final = 0.5
 
 TRAINED: Final = "model"  # name of the model that the run trained, in results and tables
@@ -85,7 +85,7 @@ class ModelScores:
     Attributes:
         validation: [R] float64, one for each validation row; empty where the split has none.
         test: [F] float64 for each test folder.
-        error_units: Units of an autoencoder's error terms, which the scores are made with.
+        error_units: Units of an autoencoder's error terms in the scores; None for other detectors.
     """
 
     validation: Floats
@@ -110,13 +110,13 @@ class Detector:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgingOptions:
-    """How a model is judged.
+    """Options of the judgement of a model.
 
     Attributes:
-        supervised: Whether it learned from attacks, which decides the threshold's rule.
+        supervised: Whether the model learned from attacks, which decides the threshold's rule.
         validation_fpr: Share of the benign validation windows that an anomaly detector may flag.
         baselines: Whether the baselines are computed, with `seed`, on the model's `features`.
-        hold: When an alarm is raised, for burst-level figures.
+        hold: Flagged windows that raise an alarm, for burst-level figures.
     """
 
     supervised: bool
@@ -163,9 +163,9 @@ class Judgement(ThresholdRecord):
     """The `judgement` of a run's result: strict JSON.
 
     `references` are the models and mixes that the model is compared with; `absent` has the reason for each missing
-    detector. Data that no run was trained on have no validation part. `benign` is what benign validation windows teach
-    about the model's scores (see `BenignScores`), `rare_ids` the CAN IDs whose timing training was too short to tell,
-    `bases` how the training data write numbers (see `training_bases`).
+    detector. Data that no run was trained on have no validation part. `benign` is the distribution of scores over the
+    benign validation windows (see `BenignScores`), `rare_ids` names the CAN IDs whose timing training was too short to
+    tell (see `inputs.rare_ids`), `bases` has the number bases of the training data (see `training_bases`).
     """
 
     validation: NotRequired[metrics.Metrics]
@@ -220,8 +220,9 @@ def own_baselines(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Ba
 def judge_at(
     flat: FlatGraphs, split: Split, detectors: Mapping[str, Detector], baselines: Baselines, hold: Hold
 ) -> Judgement:
-    """Judges the model `TRAINED`, and others beside it, whose thresholds are known. The split's validation part may be
-    empty.
+    """Judges the model `TRAINED`, other detectors and baselines by their known thresholds.
+
+    The split's validation part may be empty.
 
     Raises:
         RunError: A score is not a finite number.
@@ -248,7 +249,7 @@ def check_scores(scores: ModelScores) -> None:
     """Checks that all scores of a detector are finite.
 
     Raises:
-        RunError: One is not.
+        RunError: A score is not finite.
     """
     for part, values in {"validation": scores.validation, **scores.test}.items():
         broken = int(np.count_nonzero(~np.isfinite(values)))
@@ -260,7 +261,7 @@ def check_scores(scores: ModelScores) -> None:
 
 
 class _Fit(NamedTuple):
-    """A detector on one folder; a baseline that is fitted several times has several."""
+    """A detector on one folder; a baseline that is fitted several times has one `_Fit` for each fit."""
 
     score: Floats
     threshold: float
@@ -286,7 +287,7 @@ def _judge_folder(
     means = {name: metrics.mean_metrics(several) for name, several in every.items()}
     flagged = {name: [fit.score > fit.threshold for fit in several] for name, several in fits.items()}
     others = {name: flags for name, flags in flagged.items() if name != TRAINED}
-    # The seed decides which blocks are drawn; the same ones for all runs, so that their intervals can be compared.
+    # One seed for all runs: the same blocks are drawn, so that the intervals of runs can be compared.
     differences = Blocks(timeline, seed=0).differences(flagged[TRAINED][0], others)
     labelled = np.array([source.labelled for source in flat.sources])[flat.source[rows]]
     compared = {name: figures for name, figures in means.items() if name != TRAINED}
@@ -312,9 +313,9 @@ def _metrics(flat: FlatGraphs, rows: Ints, score: Floats, threshold: float) -> m
 
 
 def benign_hours(flat: FlatGraphs, rows: Ints) -> float:
-    """Computes how long [R] chosen windows, ascending, observed benign traffic, in hours.
+    """Computes the hours of benign traffic in windows `rows` [R], ascending.
 
-    No time counts twice, and none between chosen parts of a log (see `Timeline.of`).
+    Time in two windows counts once, and time between two stretches of windows does not count (see `Timeline.of`).
     """
     return float(Timeline.of(flat, rows).benign_s.sum()) / SECONDS_PER_HOUR
 
@@ -326,7 +327,7 @@ def remarks(
     *,
     unlabelled_windows: int,
 ) -> list[str]:
-    """Writes remarks that the figures of a folder hide; `others` has the figures of the compared detectors."""
+    """Writes remarks about a folder that its figures alone hide; `others` has the figures of compared detectors."""
     windows, attacks = model["windows"], model["attack_windows"]
     share, fpr, mcc = model["flagged_share"], model["false_positive_rate"], model["mcc"]
     found = []
@@ -358,9 +359,9 @@ def _is_unbeaten(difference: MccDifference) -> bool:
 
 
 class TimedScore:
-    """Scores windows and measures how long that takes.
+    """Scores windows and measures the time.
 
-    The first call for each model is not counted: in it the model is moved to the device and its limits are found.
+    The first call for each model is not counted: it moves the model to the device and finds the model's batch limit.
     """
 
     def __init__(self, score: Score) -> None:
@@ -378,7 +379,7 @@ class TimedScore:
         return scores
 
     def speed(self, role: str = "") -> float | None:
-        """Returns windows a second; None where nothing was counted."""
+        """Returns windows per second; None without a counted call."""
         windows, seconds = self._counted.get(role, (0, 0.0))
         return round(windows / seconds, 1) if seconds > 0 else None
 
@@ -394,7 +395,7 @@ class JudgementTable:
 
 
 def judgement_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
-    """Writes a judgement as two tables for each test folder, and one of sizes and speeds where it has them.
+    """Writes a judgement as two tables for each test folder, and a table of sizes and speeds if it has them.
 
     In the tables of a folder the model comes first, then the references, then the baselines.
     """

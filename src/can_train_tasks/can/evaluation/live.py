@@ -1,8 +1,8 @@
-"""Live detection: windows are scored as soon as their last frame has arrived, and alarms told while they begin.
+"""Live detection: a window is scored as soon as its last frame has arrived, and an alarm is reported when it begins.
 
-The windows and their scores are those that evaluating a log of the same frames has. Memory stays bounded.
+An evaluation of a log with the same frames gives the same windows and scores. Memory stays bounded.
 
-Shapes: R windows of a block, N their nodes, E edges.
+Shapes: R windows of a block, N nodes, E edges, A absences.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, rare_id_notes,
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings, FusionAgentSettings
 
-USUAL_WINDOWS: Final = 64  # the latest calm windows, whose values an alarm calls usual; half a megabyte
-USUAL_EVERY: Final = 16  # every 16th calm window is kept, so that they span a minute and not a second
-# Windows that are scored at a time, of those that arrived together. With more, a teacher's tensors leave the cache (256
-# take half as long again); with fewer, a student's calls take longer than their arithmetic.
+USUAL_WINDOWS: Final = 64  # latest calm windows, the source of usual values in alarms; half a megabyte
+USUAL_EVERY: Final = 16  # every 16th calm window is kept, so that the kept windows span a minute and not a second
+# Windows that are scored at a time, if they arrived together. With more windows, a teacher's tensors leave the cache
+# (256 windows take half as long again); with fewer, a student's calls take longer than their arithmetic.
 SCORED_WINDOWS: Final = 32
-TOLD_IDS: Final = 2  # of an alarm, in words
-MOST_NEW_GAPS: Final = 10_000  # IDs that a bus remembers the gaps of: fuzzing makes up millions
-MOST_BUSES: Final = 64  # that are watched, each with windows and an alarm of its own: more are no interfaces' names
-ERRORS_S: Final = 1.0  # seconds of a bus between two events that tell of its error frames, which come by thousands
-LIVE: Final = "live"  # name of the input where a log's would stand
+TOLD_IDS: Final = 2  # IDs that the text of an alarm names
+MOST_NEW_GAPS: Final = 10_000  # new IDs of a bus whose gaps are kept: fuzzing makes up millions of IDs
+MOST_BUSES: Final = 64  # buses that can be watched: more names than this are no names of interfaces
+ERRORS_S: Final = 1.0  # least seconds between two events about the error frames of a bus, which come by thousands
+LIVE: Final = "live"  # stands for the name of a log
 
-# Computes the raw scores of windows, or the contributions to them.
+# Computes the raw scores of windows, or the contributions to the scores.
 Compute = Callable[[WindowModel, Ints], Floats]
 
 
@@ -84,11 +84,11 @@ class LiveEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionRequest:
-    """An input that a finished run watches, and when it raises alarms."""
+    """An input that a finished run watches, and the rule for alarms."""
 
     run: Path  # folder of the finished run
     source: str  # `-` for standard input, a file, or a CAN interface
-    channel: str = ""  # the interface that is watched, of an input that has several; empty: each by itself
+    channel: str = ""  # the only interface that is watched; empty: all interfaces of the input, separately
     rule: AlarmRule = field(default_factory=AlarmRule)
     explain: bool = False  # whether alarms name their causes
     device: str = "cpu"
@@ -113,7 +113,7 @@ class LiveRun:
 
     def events(self) -> Iterator[LiveEvent]:
         """Yields events, as `LiveDetector.events`."""
-        # The parts are so small that threads would wait for each other longer than they compute.
+        # The tensors are so small that threads would wait for each other longer than they compute.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -126,7 +126,7 @@ class LiveRun:
 def make_live_detector(
     finished: FinishedModel, load_model: Callable[[str], FinishedModel], request: DetectionRequest
 ) -> LiveDetector:
-    """Opens an input for a finished run; `load_model` loads the models that it builds on.
+    """Opens an input for a finished run; `load_model` loads the run's prerequisite models by role.
 
     Raises:
         ConfigError: The input cannot be opened.
@@ -136,7 +136,8 @@ def make_live_detector(
     judgement = finished.result.get("judgement", {})
     if "threshold" not in judgement:
         raise CheckpointError(f"The result of {finished.run_id} has no threshold", remedy="Train anew")
-    # False events are counted as `evaluate` counts them; without a number of them, the first flagged window is told.
+    # A rule without a hold: with `alarms_per_hour`, the hold with which `evaluate` counts false events; otherwise each
+    # flagged window raises an alarm.
     hold = Hold(*(rule.hold or (EACH_WINDOW if rule.alarms_per_hour is None else USUAL_HOLD)))
     threshold = Threshold(value=judgement["threshold"], rule=f"{judgement['threshold_rule']}")
     if rule.threshold is not None:
@@ -160,12 +161,12 @@ def make_live_detector(
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """How a bus is watched.
+    """The rules for watching a bus.
 
     Attributes:
-        hold: When flagged windows raise an alarm.
+        hold: Flagged windows that raise an alarm.
         threshold: Windows with higher scores are flagged.
-        calibrate_s: Seconds at its beginning that are taken for benign; None: none are.
+        calibrate_s: Seconds at the beginning of the bus that are taken for benign; None: no calibration.
         benign: The benign scores of validation, which a calibration needs.
         explain: Whether an alarm names its causes.
     """
@@ -177,7 +178,7 @@ class Watch:
     explain: bool
 
     def calibration(self, vocabulary: Ints) -> Calibration | None:
-        """Begins the calibration of a bus, if it is calibrated on."""
+        """Begins the calibration of a bus; None without a calibration."""
         if self.calibrate_s is None or self.benign is None:
             return None
         return Calibration(self.calibrate_s, self.benign, threshold=self.threshold.value, vocabulary=vocabulary)
@@ -193,12 +194,14 @@ class _Flagged(NamedTuple):
 
 @dataclass(kw_only=True)
 class LiveAlarm:
-    """An alarm, with the flagged windows since it was raised.
+    """An alarm and its flagged windows.
 
     Attributes:
-        windows: How many.
-        score: The highest.
-        raised_until_s: End of the last window that raised it.
+        start_s: Start of the first flagged window.
+        end_s: End of the last flagged window.
+        windows: Number of flagged windows.
+        score: Highest score of a flagged window.
+        raised_until_s: End of the last window at which the hold was fulfilled.
     """
 
     start_s: float
@@ -209,13 +212,13 @@ class LiveAlarm:
 
     @classmethod
     def of(cls, flagged: Sequence[_Flagged], end_s: float) -> Self:
-        """Raises an alarm with the window that ends at a time."""
+        """Raises an alarm at the window that ends at `end_s`."""
         score = max(one.score for one in flagged)
         return cls(start_s=flagged[0].start_s, end_s=flagged[-1].end_s, windows=len(flagged), score=score,
                    raised_until_s=end_s)  # fmt: skip
 
     def extend(self, flagged: Sequence[_Flagged], end_s: float) -> None:
-        """Adds the flagged windows since it was last raised, which it is again."""
+        """Raises the alarm again: adds the flagged windows since it was last raised."""
         self.windows += len(flagged)
         self.score = max([self.score, *(one.score for one in flagged)])
         self.end_s = max([self.end_s, *(one.end_s for one in flagged)])
@@ -223,18 +226,18 @@ class LiveAlarm:
 
 
 class AlarmState:
-    """Which alarm is raised at the moment: windows come in one by one, and alarms go out."""
+    """The alarm that is raised at the moment; takes the windows of a bus one by one."""
 
     def __init__(self, *, hold: Hold, threshold: Threshold) -> None:
         self.hold = hold
         self.threshold = threshold
         self._recent: deque[_Flagged | None] = deque(maxlen=hold.of)  # the last windows; None: not flagged
-        self._since: list[_Flagged] = []  # flagged since the alarm was last raised
+        self._since: list[_Flagged] = []  # flagged windows since the alarm was last raised
         self._alarm: LiveAlarm | None = None
         self.alarms = 0
 
     def see(self, start_s: float, end_s: float, score: float) -> tuple[LiveAlarm | None, LiveAlarm | None]:
-        """Takes the next window; returns the alarm that ended before it, and the one that it raised, if any."""
+        """Takes the next window; returns the alarm that ended before the window, and the alarm that it raised."""
         one = _Flagged(start_s, end_s, score) if score > self.threshold.value else None
         self._recent.append(one)
         ended = None
@@ -254,7 +257,7 @@ class AlarmState:
         return ended, self._alarm
 
     def finish(self) -> LiveAlarm | None:
-        """Returns the alarm that is still raised."""
+        """Ends and returns the alarm that is raised; None without an alarm."""
         ended, self._alarm = self._alarm, None
         return ended
 
@@ -263,12 +266,12 @@ class LiveBus:
     """The state of one bus: its windows, its alarm, and whether it is silent.
 
     Attributes:
-        name: The interface; empty where the input names none.
-        windows: How many were scored.
-        flagged: How many of them were flagged.
-        alarms: The alarm that is raised, and how many were.
-        arrived_s: When a frame came last, by the clock that stands still for nobody (`time.monotonic`).
-        is_silent: Whether none has come for so long that it was told.
+        name: The interface; empty where the input names no interface.
+        windows: Number of scored windows.
+        flagged: Number of flagged windows.
+        alarms: The alarm that is raised, and the number of alarms.
+        arrived_s: Arrival of the last frame, by `time.monotonic`.
+        is_silent: Whether the bus has been reported silent.
     """
 
     def __init__(self, name: str, model: WindowModel, watch: Watch) -> None:
@@ -286,13 +289,13 @@ class LiveBus:
         self.is_silent = False
         self._first_s: float | None = None
         self._last_s = 0.0
-        self._errors = self._bus_offs = 0  # that came
-        self._told_s: dict[str, float] = {}  # by kind of event, when error frames were told of last
-        self._untold = 0  # error frames since then
-        self._new_gaps: dict[int, float] = {}  # by new ID, the shortest time between its frames
+        self._errors = self._bus_offs = 0  # error frames so far, and bus-off frames so far
+        self._told_s: dict[str, float] = {}  # time of the last event about error frames, by kind of event
+        self._untold = 0  # error frames since the last event about error frames
+        self._new_gaps: dict[int, float] = {}  # shortest time in seconds between frames of each new ID
 
     def see(self, frames: Frames, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
-        """Takes the next frames; yields their events."""
+        """Takes the next frames of the bus; yields the events that they cause."""
         if self.is_silent:
             yield LiveEvent(text=f"{frames.timestamp[0]:.6f} s: frames arrive again",
                             record={"event": "resumed", "time": float(frames.timestamp[0])})  # fmt: skip
@@ -303,7 +306,7 @@ class LiveBus:
             yield from self._judge(block, score, contribute)
 
     def silence(self) -> LiveEvent:
-        """Tells that no frame has come."""
+        """Marks the bus as silent; returns the event."""
         self.is_silent = True
         return _silence(None if self._first_s is None else self._last_s)
 
@@ -324,7 +327,7 @@ class LiveBus:
                             )  # fmt: skip
 
     def _is_new(self, kind: str, time_s: float) -> bool:
-        """Returns whether an event of a kind is to be told, and remembers it."""
+        """Returns whether the last event of this kind is `ERRORS_S` ago, and then notes the new event's time."""
         if abs(time_s - self._told_s.get(kind, -np.inf)) < ERRORS_S:
             return False
         self._told_s[kind] = time_s
@@ -375,7 +378,7 @@ class LiveBus:
             scores = self._calibration.adapt(scores)
         for row in range(first, len(block)):
             start_s, end_s = float(block.start_time[row]), float(block.end_time[row])
-            # It shares frames with those that are taken for benign.
+            # A window that shares frames with the calibration is not judged.
             if self._calibration is not None and block.first_frame[row] < self._calibration.last_frame + self._window:
                 continue
             self.flagged += bool(scores[row] > self.alarms.threshold.value)
@@ -389,7 +392,7 @@ class LiveBus:
                 self._usual.append(_select(block, row))
 
     def _calibrate(self, calibration: Calibration, flat: FlatGraphs, scores: Floats) -> Generator[LiveEvent, None, int]:
-        """Calibrates on as many of the next windows as it needs; returns how many, and yields an event at its end."""
+        """Calibrates on the next windows; yields an event at the calibration's end, returns the windows it took."""
         rows = np.arange(len(flat))
         count = calibration.wanted(flat, rows)
         calibration.add(flat, rows[:count], scores[:count])
@@ -401,7 +404,7 @@ class LiveBus:
         return count
 
     def _causes(self, block: GraphBlock, row: int, contribute: Compute) -> Sequence[Cause]:
-        """Names the CAN IDs that drove the score of a window, beside their usual values in calm windows before it."""
+        """Names the CAN IDs that drove the score of a window, with their usual values in earlier calm windows."""
         usual = list(self._usual) if len(self._usual) >= LEAST_USUAL_WINDOWS else []
         flat = _flat_of(_joined([*usual, _select(block, row)]), self._window)
         model = self._model.on(flat)
@@ -411,23 +414,22 @@ class LiveBus:
 
 
 class LiveDetector:
-    """A finished model on frames as they arrive, each bus by itself."""
+    """A finished model on frames as they arrive; each bus is judged separately."""
 
     def __init__(self, model: WindowModel, source: FrameInput, watch: Watch) -> None:
         self._model = model
         self._input = source
         self._watch = watch
         self._buses: dict[str, LiveBus] = {}
-        self._told = 0  # notes of the input
-        self._is_silent = False  # whether nothing has come yet, for so long that it was told
+        self._told = 0  # notes of the input that were reported
+        self._is_silent = False  # whether the input was reported silent before its first frame
 
     def events(self, score: Compute, contribute: Compute) -> Iterator[LiveEvent]:
-        """Yields alarms when they are raised and when they have ended, error frames, and when a bus falls silent and
-        speaks again.
+        """Yields the events of the input: alarms and their ends, error frames, silence and its end, notes.
 
         Raises:
             RunError: A score is not a finite number.
-            DataError: The input fails, or nothing in it is a frame.
+            DataError: The input fails, or has no frames.
         """
         for batch in self._input.batches():
             yield from self._notes()
@@ -487,7 +489,7 @@ class LiveDetector:
             yield LiveEvent(text=prefix + event.text, record={**event.record, "bus": bus.name or None})
 
     def _silences(self, least_s: float) -> Iterator[LiveEvent]:
-        """Tells of buses that have sent nothing for so long."""
+        """Reports the buses that have sent nothing for `least_s` seconds, and an input without any frame."""
         if not self._buses and not self._is_silent:
             self._is_silent = True
             yield _silence(None)
@@ -546,14 +548,14 @@ def _suspected(suspicion: Suspicion) -> LiveEvent:
                      record={"event": "warning", "text": suspicion.text(), **vars(suspicion)})  # fmt: skip
 
 
-# Blocks: [N] fields of nodes, [E] of edges, [A] of absences; the others are [R].
+# Fields of a block for nodes [N], edges [E] and absences [A]; the other fields are [R].
 _OF_NODES: Final = ("can_id", "node_features", "behaviour", "past", "past_windows")
 _OF_EDGES: Final = ("edge_features",)
 _OF_ABSENCES: Final = ("absent_id", "absent_silence")
 
 
 def _flat_of(block: GraphBlock, window: int) -> FlatGraphs:
-    """Arranges a block as a data set of its own."""
+    """Arranges a block as a data set."""
     ids, codes = np.unique(np.concatenate([block.can_id, block.absent_id]), return_inverse=True)
     num_nodes = len(block.can_id)
     return FlatGraphs(
@@ -600,7 +602,7 @@ def _empty_block() -> GraphBlock:
 
 
 def _select(block: GraphBlock, row: int) -> GraphBlock:
-    """Copies one window of a block, which would keep all of it in memory."""
+    """Copies one window of a block; a view would keep the whole block in memory."""
     nodes = members(_bounds(block.num_nodes), np.array([row])).positions
     edges = members(_bounds(block.num_edges), np.array([row])).positions
     absences = members(_bounds(block.num_absent), np.array([row])).positions

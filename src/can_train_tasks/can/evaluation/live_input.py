@@ -1,4 +1,4 @@
-"""Frames as they arrive, bus by bus: text on a pipe, as candump prints it, or messages of CAN interfaces.
+"""Frames as they arrive, bus by bus: text from a pipe, as candump prints it, or messages of CAN interfaces.
 
 Shapes: M frames.
 """
@@ -41,22 +41,22 @@ SILENCE_S: Final = (
 # Seconds between two looks at the input. Frames are parsed together: one by one they would take fifty times as long.
 # It delays an alarm by less than a tenth of the length of a window of a busy bus.
 PAUSE_S: Final = 0.005
-READ_BYTES: Final = 2**20  # of text that are parsed together at most, a tenth of a second of work
+READ_BYTES: Final = 2**20  # most bytes of text that are parsed together, a tenth of a second of work
 MAX_LINE_BYTES: Final = 2**16  # a longer line is no frame, and is not kept in memory
 UNREADABLE_LINES: Final = 100  # lines, or bytes, without a frame: the input is no log. Headers are shorter
 UNREADABLE_BYTES: Final = 2**17
 # First lines of a CSV log that tell the unit of its times and the bases of its numbers, where no heading does.
 TELLING_LINES: Final = 200
-MESSAGES: Final = 4096  # of an interface that are taken together at most
+MESSAGES: Final = 4096  # most messages of an interface that are taken together
 # Rows that decide whether times are differences (candump -td), and the share of steps back that decides it:
 # differences go up and down like noise, and clocks step back rarely.
 DELTA_ROWS: Final = 20
 DELTA_SHARE: Final = 0.25
-LONGEST_DELTA_S: Final = 100.0  # no clock's time is so small, but for one that begins at zero and runs forwards
-_EXAMPLES: Final = 3  # reasons for malformed lines that are told
-_NAMED_CHANNELS: Final = 4  # that are told
-UNWATCHED_FRAMES: Final = 1000  # without one of the interface that is watched, after which a note says so
-_COMMENTS: Final = ("#", ";", "//")  # begin lines above the frames of a log, which may be many
+LONGEST_DELTA_S: Final = 100.0  # a clock's time is larger, unless the clock begins at zero and runs forwards
+_EXAMPLES: Final = 3  # reasons for malformed lines that a message names
+_NAMED_CHANNELS: Final = 4  # interfaces that a message names
+UNWATCHED_FRAMES: Final = 1000  # frames of other interfaces after which a note reports that the watched one is absent
+_COMMENTS: Final = ("#", ";", "//")  # beginnings of lines above the frames of a log; a log may have many such lines
 
 # Meaning of SocketCAN's error frames, by the bit of their identifier (linux/can/error.h).
 ERROR_CLASSES: Final = {
@@ -65,7 +65,7 @@ ERROR_CLASSES: Final = {
     0x100: "controller restarted",
 }  # fmt: skip
 BUS_OFF: Final = 0x40
-_SOCKETCAN_LENGTH: Final = 8  # bytes of its error frames; the identifiers of other interfaces' mean something else
+_SOCKETCAN_LENGTH: Final = 8  # bytes of SocketCAN's error frames; other interfaces use other identifiers
 _ERROR_LINE: Final = re.compile(
     r"[ \t]*\((?P<time>[^)]*)\)[ \t]+(?P<channel>[!-~]+)[ \t]+(?:(?:RX|TX)[ \t]+[B-][ \t]+[E-][ \t]+)?"
     r"(?P<id>[23][0-9A-Fa-f]{7})(?:#|[ \t]+\[)"
@@ -78,7 +78,7 @@ _WITHOUT_TIME: Final = re.compile(r"[ \t]*[A-Za-z][!-~]*[ \t]+[0-9A-Fa-f]{3,8}[ 
 class BusFrames(NamedTuple):
     """Frames of one bus, which arrived together."""
 
-    channel: str  # the interface, as the input names it; empty where it names none
+    channel: str  # the interface, as the input names it; empty where the input names no interface
     frames: Frames
 
 
@@ -86,19 +86,19 @@ class BusErrors(NamedTuple):
     """Error frames of one bus, which arrived together."""
 
     channel: str
-    time_s: float | None  # of the first one; None where the input does not tell
+    time_s: float | None  # time of the first error frame; None where the input has no time
     error_frames: int
-    bus_offs: int  # of these, those that tell that the controller left the bus
+    bus_offs: int  # error frames that report that the controller left the bus
     classes: int  # bits of `ERROR_CLASSES`
 
     @classmethod
     def of(cls, channel: str, time_s: float | None, kinds: Sequence[int]) -> Self:
-        """Counts error frames; `kinds` are their identifiers, 0 where they have no meaning."""
+        """Counts error frames; `kinds` are their identifiers, 0 for an identifier without a meaning."""
         classes = reduce(or_, kinds, 0)
         return cls(channel, time_s, len(kinds), sum(1 for kind in kinds if kind & BUS_OFF), classes)
 
     def text(self) -> str:
-        """Names the classes; empty where the input does not tell them."""
+        """Names the classes of the errors; empty where the input does not tell the classes."""
         return ", ".join(name for bit, name in ERROR_CLASSES.items() if self.classes & bit)
 
 
@@ -106,12 +106,12 @@ class FrameInput(ABC):
     """Where frames arrive.
 
     Attributes:
-        channel: The one interface that is watched; empty: every one.
-        frames: How many frames of watched interfaces arrived.
-        channels: How many frames arrived of each interface, those that are not watched too.
-        errors: How many error frames arrived.
-        bus_offs: How many of them tell that a controller left its bus.
-        malformed: How many lines or messages were none, and were left out, by reason.
+        channel: The only interface that is watched; empty: all interfaces.
+        frames: Number of frames of watched interfaces so far.
+        channels: Number of frames of each interface so far, watched or not.
+        errors: Number of error frames so far.
+        bus_offs: Number of error frames that report that a controller left its bus.
+        malformed: Number of malformed lines or messages, which are left out, by reason.
         notes: Facts about the input that a person should know, in sentences.
     """
 
@@ -129,7 +129,7 @@ class FrameInput(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the input back."""
+        """Closes the input."""
 
     def malformed_text(self) -> str:
         """Counts the lines that were left out, as a sentence; empty if there are none."""
@@ -143,7 +143,7 @@ class FrameInput(ABC):
         """Yields [M] frames bus by bus; `channels` [M] names the interface of each.
 
         Raises:
-            DataError: One is to be watched, and the input names none.
+            DataError: The settings name an interface, and the input names none.
         """
         names = list(dict.fromkeys(channels.tolist()))
         if self.channel and "" in names:
@@ -162,7 +162,7 @@ class FrameInput(ABC):
             self.notes.append(f"No frame of {self.channel} so far: the input has {self._named_channels()}")
 
     def _meet(self, name: str) -> None:
-        """Tells when an input has more than one interface."""
+        """Adds a note when an input has its second interface."""
         if name in self.channels:
             return
         self.channels[name] = 0
@@ -179,10 +179,10 @@ class FrameInput(ABC):
             yield errors
 
     def _check(self) -> None:
-        """Refuses an input that has ended without a frame that is watched.
+        """Checks an input that has ended.
 
         Raises:
-            DataError: It has.
+            DataError: No frame of a watched interface has arrived.
         """
         if self.frames or self.errors:
             return
@@ -204,15 +204,16 @@ def _chosen(frames: Frames, chosen: NDArray[np.bool_]) -> Frames:
 
 
 def open_input(name: str, dataset: CanDatasetSettings) -> FrameInput:
-    """Opens standard input (`-`), a file, or a CAN interface (`can0`, or `INTERFACE:CHANNEL` as python-can has them);
-    `dataset.channel` is the one interface that is watched.
+    """Opens standard input (`-`), a file, or a CAN interface (`can0`, or `INTERFACE:CHANNEL` with python-can's names).
+
+    `dataset.channel` is the only interface that is watched; empty: all interfaces.
 
     Raises:
-        ConfigError: It cannot be opened, or python-can is not installed.
+        ConfigError: The input cannot be opened, or python-can is not installed.
     """
     try:
         if name == STANDARD_INPUT:
-            os.fstat(_STANDARD_INPUT_DESCRIPTOR)  # it may be closed
+            os.fstat(_STANDARD_INPUT_DESCRIPTOR)  # raises OSError where standard input is closed
             return TextInput(_STANDARD_INPUT_DESCRIPTOR, dataset)
         if Path(name).exists() and not Path(name).is_dir():
             if binary := recording_format(Path(name)):
@@ -236,9 +237,9 @@ class TextInput(FrameInput):
         self._settings = dataset
         self._grammar: Grammar | None = None
         self._log_clock: LogClock | None = None  # once the grammar is known
-        self._unknown: list[str | None] = []  # the first lines, as long as no format reads them
+        self._unknown: list[str | None] = []  # the first lines, as long as their format is not known
         self._unknown_bytes = 0
-        self._awaits_more = False  # whether a format reads them, and more of them are to tell how it is written
+        self._awaits_more = False  # whether a format reads the first lines, but more lines must tell its unit or bases
         self._untimed = False  # whether the lines have no times, and get the times of their arrival
         self._deltas: bool | None = None  # whether the times are differences; None: not known yet
         self._undecided: list[tuple[Frames, NDArray[Any]]] = []  # with the interface of each frame
@@ -249,7 +250,7 @@ class TextInput(FrameInput):
         """Yields the frames of whole lines.
 
         Raises:
-            DataError: None of the first lines is a frame, or the input ends without one.
+            DataError: None of the first lines is a frame, or the input ends without a frame.
         """
         rest, skipping = b"", False
         for text in self._chunks():
@@ -278,7 +279,7 @@ class TextInput(FrameInput):
         self._check()
 
     def close(self) -> None:
-        """Closes the file; standard input is left to the process."""
+        """Closes the file; standard input stays open."""
         if self._descriptor != _STANDARD_INPUT_DESCRIPTOR:
             os.close(self._descriptor)
 
@@ -320,7 +321,7 @@ class TextInput(FrameInput):
         return f"none of the first {min(len(rows), UNREADABLE_LINES):,} lines is; the first is {first!r}"
 
     def _refuse_unreadable(self, size: int) -> None:
-        """Refuses the input if its lines so far, with the latest `size` bytes, show that it is no log."""
+        """Raises DataError if the lines so far, with the latest `size` bytes, show that the input is no log."""
         if self._grammar is not None or self._awaits_more:
             return
         self._unknown_bytes += size
@@ -341,8 +342,9 @@ class TextInput(FrameInput):
             yield from self._parsed(lines, self._grammar)
 
     def _recognised(self, *, final: bool = False) -> Iterator[BusFrames | BusErrors]:
-        """Yields the frames of the first lines, once their format is known; with `final` no other lines are waited for
-        that tell more of it.
+        """Yields the frames of the first lines, once their format is known.
+
+        With `final`, no more lines come: unit and bases are guessed from the lines so far.
         """
         if self._grammar is not None or not self._unknown:
             return
@@ -374,7 +376,7 @@ class TextInput(FrameInput):
                 yield from self._counted(errors)
 
     def _errors(self, lines: list[str | None], count: int, grammar: Grammar) -> Iterator[BusErrors]:
-        """Yields the `count` error frames among lines, bus by bus as far as the lines tell."""
+        """Yields the `count` error frames among lines, bus by bus where the lines name the bus."""
         matches = [match for line in lines if line and (match := _ERROR_LINE.match(line))]
         if not grammar.name.startswith("candump") or len(matches) != count:
             yield BusErrors("", None, count, 0, 0)
@@ -382,15 +384,17 @@ class TextInput(FrameInput):
         for channel in dict.fromkeys(match["channel"] for match in matches):
             of_bus = [match for match in matches if match["channel"] == channel]
             time_s = None
-            # A difference is no time.
+            # Time differences are not the time of an error frame.
             if not (self._deltas or grammar.dated):
                 with suppress(ValueError):
                     time_s = float(of_bus[0]["time"])
             yield BusErrors.of(channel, time_s, [int(match["id"], 16) & MAX_CAN_ID for match in of_bus])
 
     def _recognise(self, lines: Sequence[str | None], *, final: bool) -> Grammar | None:
-        """Finds the grammar that reads most of the first lines, if any reads one; None also where more of them are to
-        tell the unit of its times or the bases of its numbers.
+        """Finds the grammar that reads most of the first lines.
+
+        Returns:
+            None where no grammar reads a line, or where more lines must tell the unit of times or the number bases.
         """
         sample = list(lines)
         self._untimed = any(line and _WITHOUT_TIME.match(line) for line in sample)
@@ -400,7 +404,7 @@ class TextInput(FrameInput):
         series = pl.Series("line", sample, dtype=pl.String)
         known = variants([*header_grammars(series, self._settings), *line_grammars(series)], series)
         parsed = [parse_rows(series, grammar) for grammar in known]
-        # A bus in trouble may send nothing but errors.
+        # Error frames count too: a faulty bus may send nothing else.
         counts = [(len(rows.position), rows.error_frames) for rows in parsed]
         best = max(range(len(counts)), key=counts.__getitem__)
         if not any(counts[best]):
@@ -422,7 +426,7 @@ class TextInput(FrameInput):
         return grammar
 
     def _with_unit(self, grammar: Grammar, rows: ParsedRows, lines: pl.Series) -> Grammar:
-        """Sets the unit of the times, and tells it where it is a guess."""
+        """Sets the unit of the times; adds a note where the unit is a guess."""
         decided = with_unit(grammar, self._settings.time_unit, rows, lines)
         if decided.assumption != grammar.assumption:
             unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == decided.ticks_per_second)
@@ -431,7 +435,7 @@ class TextInput(FrameInput):
         return decided
 
     def _decided(self, *, final: bool = False) -> Iterator[BusFrames]:
-        """Yields the frames that wait, once the kind of their times is known."""
+        """Yields the waiting frames, once it is known whether their times are differences."""
         if not self._undecided:
             return
         frames = Frames.concatenate([waiting for waiting, _ in self._undecided])
@@ -459,7 +463,7 @@ def _base_text(note: BaseNote) -> str:
 
 
 def _with_times(lines: Sequence[str | None], since_s: float, now_s: float) -> list[str | None]:
-    """Puts times before lines that have none, as if they had arrived evenly since the ones before."""
+    """Puts times before lines without times, evenly spaced from `since_s` to `now_s`."""
     times = np.linspace(since_s, now_s, len(lines) + 1)[1:]
     return [line and f"({at:.6f}) {line.lstrip()}" for line, at in zip(lines, times.tolist(), strict=True)]
 
@@ -472,7 +476,7 @@ class BusInput(FrameInput):
         self._bus = bus
 
     def batches(self) -> Iterator[BusFrames | BusErrors | None]:
-        """Yields the frames that arrive within `PAUSE_S` together.
+        """Yields batches of the frames that arrive within `PAUSE_S`.
 
         Raises:
             DataError: The interface fails.
@@ -518,7 +522,7 @@ class BusInput(FrameInput):
         frames = Frames(
             timestamp=np.array([message.timestamp for message in good], np.float64),
             can_id=np.array([message.arbitration_id for message in good], np.uint32),
-            # A remote frame asks for data, and has none.
+            # A remote frame asks for data, and has no payload.
             length=np.array([0 if message.is_remote_frame else len(message.data) for message in good], np.uint8),
             payload=np.frombuffer(payload, np.uint8).reshape(-1, MAX_PAYLOAD_BYTES),
             label=np.zeros(len(good), np.uint8),

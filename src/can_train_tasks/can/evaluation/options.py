@@ -9,7 +9,7 @@ import typer
 
 from can_train.errors import ConfigError
 
-_LONGEST_HOLD: Final = 1000  # of the last windows: as many are kept, and compared at each window
+_LONGEST_HOLD: Final = 1000  # windows of the longest hold: all of them are kept, and compared at each window
 _SECONDS: Final = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "ms": 0.001}
 
 
@@ -70,14 +70,14 @@ HoldOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmRule:
-    """When windows are flagged and alarms raised; None leaves it to the rule of the run's validation.
+    """The rule that flags windows and raises alarms; an option of None follows the rule of the run's validation.
 
     Attributes:
         threshold: Windows with higher scores are flagged.
         calibrate_s: Seconds at the beginning of each recording that are taken for benign: the scores are adapted to
-            them, and they are not judged.
-        alarms_per_hour: Expected false alarms an hour; they choose the threshold.
-        hold: When flagged windows raise an alarm.
+            the windows of this time, and these windows are not judged.
+        alarms_per_hour: Expected false alarms an hour, which decide the threshold.
+        hold: Flagged windows that raise an alarm.
 
     Raises:
         ConfigError: A value is wrong, or two options choose the threshold.
