@@ -1,6 +1,6 @@
 """Gathers batches of graphs from the flat arrays, without one object per graph.
 
-Shapes: B graphs of the batch, N nodes, E directed edges, A absences, R rows asked for; G graphs in all.
+Shapes: B graphs of the batch, N nodes, E directed edges, A absences, R requested rows; G graphs of the data set.
 """
 
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from can_train.task import Feature
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
 
 GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
-# Graphs whose self-loops are counted at a time, so that the comparison needs little memory beside the mapped edges.
+# Graphs whose self-loops are counted at a time, so that the comparison needs little memory besides the mapped edges.
 _COUNTED_GRAPHS: Final = 2**16
 
 
@@ -26,18 +26,18 @@ class GraphBatch:
 
     Attributes:
         x: [N, 10] float32, columns `NODE_FEATURES`, unscaled.
-        behaviour: [N, 7] float32, columns `BEHAVIOUR`; NaN where no frame of the ID has one before it.
-        past: [N, 7] float32, means of the same over the log's earlier windows.
-        past_windows: [N] float32, how many these are.
+        behaviour: [N, 7] float32, columns `BEHAVIOUR`; NaN where no frame of the ID has an earlier frame.
+        past: [N, 7] float32, means of `behaviour` over the ID's earlier windows in the log.
+        past_windows: [N] float32, number of the ID's earlier windows in the log.
         edge_index: [2, E] int64, source and destination as node positions inside the batch.
         edge_attr: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
-        can_id: [N] int64, the nodes' CAN IDs themselves.
+        can_id: [N] int64, CAN ID of each node.
         batch: [N] int64, the graph of each node.
         absent_id: [A] int64, CAN IDs that are regular in the log and missing in a graph.
-        absent_silence: [A] float32, binary logarithm of the seconds since their last frame.
-        absent_batch: [A] int64, the graph that each is missing in.
+        absent_silence: [A] float32, binary logarithm of the seconds since the ID's last frame.
+        absent_batch: [A] int64, the graph in question.
         label: [B] int64, attack kind codes, 0 for benign.
-        hidden: [B] bool, windows whose IDs a model must not see; None: it may see all.
+        hidden: [B] bool, windows whose IDs a model must not see; None: a model may see all IDs.
     """
 
     x: Tensor
@@ -77,11 +77,11 @@ class GraphBatch:
 class Gatherer:
     """Makes a batch from the row numbers of its graphs, in any order and with repetitions. A batch is a copy."""
 
-    # In numpy: torch spreads copies this small over threads that wait for each other, which takes twice as long on an
-    # idle machine and fifty times as long on a busy one. PyG's collate takes 118 µs a graph, this 5.
+    # In numpy: torch spreads small copies over threads that wait for each other, which takes twice as long on an idle
+    # machine and fifty times as long on a busy machine. PyG's collate takes 118 µs for a graph, this class 5 µs.
     def __init__(self, flat: FlatGraphs) -> None:
         self._flat = flat
-        self._edge_ends = flat.edge_index.T  # [E, 2]: an edge's ends side by side, as in the cache
+        self._edge_ends = flat.edge_index.T  # [E, 2], with both ends of an edge adjacent, as in the cache
 
     def __call__(self, rows: Ints | Tensor) -> GraphBatch:
         """Gathers the graphs `rows` [B], in that order."""
@@ -107,7 +107,7 @@ class Gatherer:
 
     def batch_features(self, rows: Ints) -> Floats:
         """Returns `GRAPH_FEATURES` [R, 3]: nodes, edges without self-loops, and 1."""
-        # GATConv replaces self-loops by one per node, so the self-loops of the data add nothing to its memory.
+        # The attention layers give each node one self-loop, so the self-loops of the data add nothing to their memory.
         features = (self._flat.num_nodes[rows], self._proper_edges[rows], np.ones(len(rows)))
         return np.stack(features, axis=1).astype(np.float64)
 

@@ -1,4 +1,4 @@
-"""How each CAN ID behaves in a window compared with its own past: its timing, and the changes in its payload.
+"""The behaviour of each CAN ID in a window and in its past: its timing, and the changes of its payload.
 
 The last frame of every ID and its behaviour in earlier windows are kept from window to window, for one log.
 
@@ -18,22 +18,22 @@ BEHAVIOUR: Final = (
     "gap_min", "gap_mean", "gap_spread", "rate", "silence", "bits_changed", "unchanged",
 )  # fmt: skip
 
-# Columns that compare a frame with the one before it.
+# Columns that compare a frame with its ID's previous frame.
 _COMPARED: Final = [index for index, name in enumerate(BEHAVIOUR) if name not in ("rate", "silence")]
-_LEAST_S: Final = 2.0**-14  # 61 µs: shorter than any frame on a bus of 1 Mbit/s; below it a gap is as good as none
-_MOST_S: Final = 2.0**10  # 17 minutes
-_QUANTUM: Final = 2.0**-16  # of every value, so that sums are exact and do not depend on how a log is cut into blocks
-_TABLE_ROWS: Final = 2**12  # that are filled at a time
-_MAX_IDS: Final = 2**16  # that are remembered; only a bus with random 29-bit IDs has more
-# An ID that a window lacks is absent if it was in this many of the log's earlier windows, and in this share of them.
+_LEAST_S: Final = 2.0**-14  # least gap, 61 µs: shorter than any frame on a bus of 1 Mbit/s
+_MOST_S: Final = 2.0**10  # largest gap, 17 minutes
+_QUANTUM: Final = 2.0**-16  # unit of all values, so that sums are exact for any cut of a log into blocks
+_TABLE_ROWS: Final = 2**12  # rows that are filled at a time
+_MAX_IDS: Final = 2**16  # IDs that are remembered; only a bus with random 29-bit IDs has more
+# An ID that a window lacks is absent if it was in this number, and in this share, of the log's earlier windows.
 _REGULAR_WINDOWS: Final = 10
 _REGULAR_SHARE: Final = 0.1
-# An attack may lie in an ID's past: no window moves its mean by more than a window this far from the mean until then.
+# An attack may lie in an ID's past: a window moves the mean by no more than a window at this distance from it would.
 _CLIP: Final = np.array([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5])
 
 
 class Changes(NamedTuple):
-    """The changes of M frames, each from its ID's frame before it; NaN and -1 in the first frame of an ID."""
+    """The changes of M frames from their ID's previous frame; NaN and -1 in the first frame of an ID."""
 
     gap_s: NDArray[np.float32]
     bits: NDArray[np.int8]
@@ -42,16 +42,16 @@ class Changes(NamedTuple):
 class Behaviour(NamedTuple):
     """The behaviour of N nodes, and their IDs' behaviour in the log's earlier windows."""
 
-    now: NDArray[np.float32]  # [N, B]; but for rate and silence NaN where no frame of the ID has one before it
-    past: NDArray[np.float32]  # [N, B] means over the earlier windows; 0 where there are none
-    past_windows: NDArray[np.int32]  # [N] how many these are
+    now: NDArray[np.float32]  # [N, B]; NaN, except rate and silence, where no frame of the ID has an earlier frame
+    past: NDArray[np.float32]  # [N, B] means over the earlier windows; 0 without earlier windows
+    past_windows: NDArray[np.int32]  # [N] number of earlier windows
 
 
 class Nodes(NamedTuple):
-    """Where N nodes of G consecutive windows are in their log."""
+    """The places of N nodes of G consecutive windows in their log."""
 
     can_id: NDArray[np.uint32]  # [N]
-    window: NDArray[np.int64]  # [N] from 0 to G - 1
+    window: NDArray[np.int64]  # [N] number of the node's window, from 0 to G - 1
     seen_s: NDArray[np.float64]  # [N] time of the ID's last frame in the window
     end_s: NDArray[np.float64]  # [G] time of each window's last frame
 
@@ -61,18 +61,18 @@ class Absences(NamedTuple):
 
     num_absent: NDArray[np.int64]  # [G]
     can_id: NDArray[np.uint32]  # [A]
-    silence: NDArray[np.float32]  # [A] binary logarithm of seconds since its last frame, at the end of the window
+    silence: NDArray[np.float32]  # [A] binary logarithm of seconds from the ID's last frame to the end of the window
 
 
 @dataclass
 class _Remembered:
-    """Values of K IDs, which are in ascending order."""
+    """Values of K IDs; the IDs are in ascending order."""
 
     can_id: NDArray[np.uint32]
     values: dict[str, NDArray[Any]]
 
     def find(self, can_id: NDArray[np.uint32]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Returns positions of IDs, and whether they are there."""
+        """Returns the positions of IDs, and whether the IDs are remembered."""
         position = np.searchsorted(self.can_id, can_id)
         if not len(self.can_id):
             return position, np.zeros(len(can_id), dtype=np.bool_)
@@ -80,7 +80,7 @@ class _Remembered:
         return position, self.can_id[position] == can_id
 
     def update(self, can_id: NDArray[np.uint32], values: dict[str, NDArray[Any]]) -> None:
-        """Sets the values of IDs, which are in ascending order."""
+        """Sets the values of IDs; the IDs are in ascending order."""
         position, found = self.find(can_id)
         for name, new in values.items():
             self.values[name][position[found]] = new[found]
@@ -93,7 +93,7 @@ class _Remembered:
             self.values[name] = np.concatenate([self.values[name], new[~found]])[order]
 
     def forget(self, keep: NDArray[np.bool_]) -> None:
-        """Forgets all IDs but those to keep, [K]."""
+        """Forgets all IDs where `keep` [K] is False."""
         self.can_id = self.can_id[keep]
         self.values = {name: value[keep] for name, value in self.values.items()}
 
@@ -114,7 +114,7 @@ class IdHistory:
         self._num_windows = 0
 
     def changes(self, can_id: NDArray[np.uint32], time: NDArray[np.float64], payload: NDArray[np.uint8]) -> Changes:
-        """Compares the log's next M frames with those before them."""
+        """Compares each of the log's next M frames with its ID's previous frame."""
         ids, order = _sorted_ids(can_id)
         times, words = time[order], payload_words(payload)[order]
         first = _run_starts(ids)
@@ -146,7 +146,7 @@ class IdHistory:
     def absences(self, nodes: Nodes) -> Absences:
         """Finds the regular IDs that the log's next G windows lack.
 
-        Few IDs are regular, however many there are: together their shares are the mean number of IDs in a window.
+        Few IDs are regular even on a bus with many IDs: the shares of all IDs sum up to the mean number in a window.
         """
         ids, order = _sorted_ids(nodes.can_id)
         first = _run_starts(ids)
@@ -162,7 +162,7 @@ class IdHistory:
         least = np.maximum(_REGULAR_WINDOWS, _REGULAR_SHARE * (self._num_windows + np.arange(len(nodes.end_s))))
         self._num_windows += len(least)
         regular = self._seen.can_id[self._seen.values["count"] >= least.min(initial=np.inf)]
-        # The history of each regular ID before the first window and after each one, [G + 1, K].
+        # The history of each regular ID before the first window and after each window, [G + 1, K].
         seen_s = np.full((len(least) + 1, len(regular)), np.nan)
         counts = np.zeros(seen_s.shape, np.int64)
         position, found = before.find(regular)
@@ -180,11 +180,11 @@ class IdHistory:
         return Absences(np.bincount(row, minlength=len(least)), regular[column], silence)
 
     def past(self, can_id: NDArray[np.uint32], now: NDArray[np.float32]) -> Behaviour:
-        """Adds the past of N nodes, whose windows are consecutive, to their behaviour now."""
+        """Returns the behaviour `now` of N nodes of consecutive windows together with the nodes' past."""
         ids, order = _sorted_ids(can_id)
         first = _run_starts(ids)
         position, found = self._windows.find(ids[first])
-        # A column after another. Values are whole numbers of quanta, whose sums are exact in float64.
+        # Columns are contiguous. Values are whole numbers of quanta, whose sums are exact in float64.
         values = np.multiply(now[order].T, 1.0 / _QUANTUM, order="C", dtype=np.float64)
         unknown = np.flatnonzero(np.isnan(values[0]))
         values[:, unknown] = 0.0
@@ -192,11 +192,11 @@ class IdHistory:
         known[unknown] = 0.0
 
         def earlier(name: str, added: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-            """Returns sums over the windows before each node's, [..., N], and over all of an ID's, [..., K]."""
+            """Returns the sums over the windows before each node's, [..., N], and over an ID's windows, [..., K]."""
             carried = np.zeros((*added.shape[:-1], len(first)))
             carried[..., found] = self._windows.values[name][position[found]].T
             whole = np.add.reduceat(added, first, axis=-1) + carried
-            # One running sum over all IDs, which at each ID's beginning jumps to the sum carried over.
+            # One running sum over all IDs, which at the first node of an ID jumps to the sum of its earlier windows.
             jumping = np.zeros_like(added)
             jumping[..., 1:] = added[..., :-1]
             jumping[..., first] += carried
@@ -210,7 +210,7 @@ class IdHistory:
         new = np.flatnonzero(count == 0)
         middle[:, new] = values[:, new]
         reach = _CLIP[:, None] / _QUANTUM
-        # np.clip takes three times as long.
+        # np.clip would take three times as long.
         clipped = np.maximum(values, middle - reach, out=values)
         np.minimum(clipped, np.add(middle, reach, out=middle), out=clipped)
         np.rint(clipped, out=clipped)
@@ -227,21 +227,22 @@ class IdHistory:
 
 
 def _run_starts(ids: NDArray[np.uint32]) -> NDArray[np.intp]:
-    """Returns where each run of equal values begins."""
+    """Returns the first position of each run of equal values."""
     return np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
 
 
 def _sorted_ids(can_id: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.intp]]:
-    """Returns IDs in ascending order, and the position of each, ascending among equal ones."""
+    """Returns IDs in ascending order, and their positions, ascending among equal IDs."""
     ids, order = sorted_columns(can_id[None], int(can_id.max(initial=0)))
     return ids[0].astype(np.uint32), order[0].astype(np.intp)
 
 
 def sorted_columns(keys: NDArray[Any], largest: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Sorts each row of `keys` [G, L], whole numbers up to `largest`; returns keys and columns [G, L], where the
-    columns of equal keys ascend.
+    """Sorts each row of `keys` [G, L], whole numbers up to `largest`; returns sorted keys and their columns, [G, L].
+
+    The columns of equal keys ascend.
     """
-    # numpy sorts values several times as fast as it finds their order, and short ones faster.
+    # numpy sorts values several times as fast as it finds their order, and it sorts short values faster.
     bits = keys.shape[1].bit_length()
     narrow = largest.bit_length() + bits < 32
     dtype = np.int32 if narrow else np.int64
@@ -251,7 +252,7 @@ def sorted_columns(keys: NDArray[Any], largest: int) -> tuple[NDArray[Any], NDAr
 
 
 def payload_words(payload: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Returns the first eight bytes of each payload as one number, the first byte in the lowest bits: [M]."""
+    """Returns the first eight bytes of each payload as one number [M], with the first byte in the lowest bits."""
     return np.ascontiguousarray(payload[:, :8]).view("<i8").ravel()
 
 
@@ -262,12 +263,12 @@ def summarise(
     duration_s: NDArray[np.float64],
     silence_s: NDArray[np.float64],
 ) -> NDArray[np.float32]:
-    """Returns [N, B] the behaviour of nodes.
+    """Returns the behaviour [N, B] of nodes.
 
     Args:
-        changes: The frames of all nodes, one node's after another's.
-        first: [N] where the frames of each node begin.
-        count: [N] how many they are.
+        changes: Changes of the frames of all nodes, node after node.
+        first: [N] position of each node's first frame in `changes`.
+        count: [N] number of each node's frames.
         duration_s: [N] seconds from the first to the last frame of each node's window.
         silence_s: [N] seconds from each node's last frame to the last frame of its window.
     """
@@ -302,17 +303,17 @@ def summarise(
 
 
 def sums_to(values: NDArray[Any], last: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sums whole numbers [M] over groups that lie one after another, up to `last` [N]."""
-    # Differences of a running sum, which is exact, take half as long as np.add.reduceat.
+    """Sums whole numbers [M] over successive groups; `last` [N] is the last position of each group."""
+    # Differences of an exact running sum take half as long as np.add.reduceat.
     sums = np.cumsum(values, dtype=np.int64)[last]
     sums[1:] -= sums[:-1].copy()
     return sums
 
 
 def table_of(columns: Mapping[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np.float32]:
-    """Returns the columns of these names side by side."""
+    """Returns a table [N, columns] with the columns `names`."""
     table = np.empty((len(columns[names[0]]), len(names)), dtype=np.float32)
-    # Rows that stay in the processor's cache until all of their columns are there.
+    # Few rows at a time, which stay in the CPU's cache until all columns are filled in.
     for begin in range(0, len(table), _TABLE_ROWS):
         part = slice(begin, begin + _TABLE_ROWS)
         for index, name in enumerate(names):

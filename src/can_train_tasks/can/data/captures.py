@@ -1,5 +1,6 @@
-"""The frames of binary logs and of network captures of CAN interfaces, as tcpdump and Wireshark write them: pcap
-and pcapng.
+"""The frames of binary logs; and a reader of network captures of CAN interfaces from tcpdump and Wireshark.
+
+A capture is a pcap or pcapng file.
 
 Shapes: M packets or frames, P payload bytes (8, or 64).
 """
@@ -42,16 +43,16 @@ class Recorded:
     payload: NDArray[Any]  # [M, P] bytes
     channel: NDArray[Any]  # [M] numbers or names
     wrong: NDArray[Any]  # [M] indices of `WRONG`
-    error_frames: int = 0  # that are left out
+    error_frames: int = 0  # error frames that are left out
     xl_frames: int = 0  # CAN XL frames that are left out
 
     def select(self, chosen: NDArray[Any]) -> Recorded:
-        """Returns the frames that a mask or indices choose; the counts stay."""
+        """Returns the frames that a mask or positions choose; the counts stay."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in _ARRAYS})
 
     @classmethod
     def concatenate(cls, parts: Sequence[Recorded]) -> Recorded:
-        """Joins the frames of one part or more."""
+        """Joins the frames of at least one part."""
         width = max(part.payload.shape[1] for part in parts)
         wide = [
             replace(part, payload=np.pad(part.payload, ((0, 0), (0, width - part.payload.shape[1])))) for part in parts
@@ -65,7 +66,7 @@ class Recorded:
 
 _ARRAYS: Final = ("timestamp", "can_id", "length", "payload", "channel", "wrong")
 
-# By the first four bytes of a pcap file: byte order of its numbers, and fractions of a second.
+# Byte order of numbers, and ticks per second, by the first four bytes of a pcap file.
 _PCAP: Final = {
     b"\xa1\xb2\xc3\xd4": (">", 10**6),
     b"\xd4\xc3\xb2\xa1": ("<", 10**6),
@@ -75,8 +76,8 @@ _PCAP: Final = {
 _PCAPNG: Final = b"\x0a\x0d\x0d\x0a"
 CAPTURE_MAGIC: Final = (*_PCAP, _PCAPNG)
 
-_READ_BYTES: Final = 2**22  # at once
-_MAX_PACKET_BYTES: Final = 2**18  # of a record: programs write no longer ones, so that the file is damaged
+_READ_BYTES: Final = 2**22  # bytes read at once
+_MAX_PACKET_BYTES: Final = 2**18  # largest record that programs write; a file with a larger record is damaged
 _FILE_HEADER_BYTES: Final = 24
 _RECORD_HEADER_BYTES: Final = 16
 
@@ -86,32 +87,32 @@ _INTERFACE: Final = 1
 _OLD_PACKET: Final = 2
 _UNTIMED_PACKET: Final = 3
 _PACKET: Final = 6
-# Numbers before a packet's bytes, the last one their length; and bytes of them all.
+# Numbers before a packet's bytes, the packet's length last; and the size of these numbers in bytes.
 _PACKETS: Final = {_OLD_PACKET: "HxxIII", _UNTIMED_PACKET: "I", _PACKET: "IIII"}
 _PACKET_HEADS: Final = {_OLD_PACKET: 20, _UNTIMED_PACKET: 4, _PACKET: 20}
-_NAME: Final = 2  # options of an interface
+_NAME: Final = 2  # codes of an interface's options
 _RESOLUTION: Final = 9
 _OFFSET: Final = 14
 
-# By the number of the link layer: bytes before the frame, and place of the protocol among them (none: always CAN).
-_SOCKETCAN: Final = 227  # has the ID in network byte order; the others in the writing computer's byte order
+# Bytes before the frame, and the place of the protocol in these bytes (None: always CAN), by the link layer's number.
+_SOCKETCAN: Final = 227  # has IDs in network byte order; other link layers have the writing computer's byte order
 _COOKED: Final = 276  # has the number of the interface in bytes 4 to 8
 _LINKS: Final = {_SOCKETCAN: (0, None), 113: (16, 14), _COOKED: (20, 0)}
 _NO_LINK: Final = -1  # stands for the beginning of a section of pcapng
 _CAN, _CAN_FD, _CAN_XL = 0x000C, 0x000D, 0x000E  # protocols
-_EXTENDED, _REMOTE, _ERROR = 0x8000_0000, 0x4000_0000, 0x2000_0000  # bits beside an ID
+_EXTENDED, _REMOTE, _ERROR = 0x8000_0000, 0x4000_0000, 0x2000_0000  # flags in the bits above an ID
 _STANDARD_ID: Final = 0x7FF
 _FD_FLAG, _XL_FLAG = 0x04, 0x80
 _HEADER_BYTES: Final = 8  # ID, length, flags, two reserved bytes
 _MAX_HEAD_BYTES: Final = 20 + _HEADER_BYTES
-_FD_BYTES: Final = 72  # of a whole CAN FD frame; of a classical one, 16
+_FD_BYTES: Final = 72  # size of a CAN FD frame; a classical frame has 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Link:
     """An interface of a capture."""
 
-    order: str  # of the bytes of a number, as `struct` has it
+    order: str  # byte order of numbers, in the notation of `struct`
     link_type: int
     ticks: float = 1e6  # per second
     start_s: float = 0.0
@@ -122,9 +123,11 @@ class _Packets:
     """Packets in a part of a file.
 
     Attributes:
-        begin, size, seconds, link: Of each packet: where its bytes begin, how many they are, its time, and the index of
-            its interface.
-        end: Where the last whole record ends.
+        begin: Position of each packet's first byte.
+        size: Bytes of each packet.
+        seconds: Time of each packet.
+        link: Index of each packet's interface.
+        end: End of the last whole record.
     """
 
     def __init__(self) -> None:
@@ -141,7 +144,7 @@ class _Packets:
         self.link.append(link)
 
     def of(self, link: int) -> tuple[Ints, Ints, Floats]:
-        """Returns begin, size and seconds [M] of the packets of an interface."""
+        """Returns `begin`, `size` and `seconds`, [M] each, of the packets of an interface."""
         here = np.array(self.link, np.int64) == link
         return (
             np.array(self.begin, np.int64)[here],
@@ -151,10 +154,10 @@ class _Packets:
 
 
 def read_capture(stream: Any, path: Path) -> Iterator[Recorded]:
-    """Yields the CAN frames of a capture; a record that the file's end cuts off is one that is wrong.
+    """Yields the CAN frames of a capture; a record that the file's end cuts off becomes a wrong frame.
 
     Raises:
-        DataError: The capture is of interfaces that are none of CAN.
+        DataError: No interface of the capture is a CAN interface.
         ValueError: The file is damaged.
     """
     magic = stream.peek(4)[:4]
@@ -174,7 +177,7 @@ def read_capture(stream: Any, path: Path) -> Iterator[Recorded]:
         used = [index for index in sorted(set(packets.link)) if links[index].link_type in _LINKS]
         if used:
             begins, parts = zip(*(_frames(buffer, packets.of(index), links[index]) for index in used), strict=True)
-            # Frames of several interfaces are put in the order of the file.
+            # Frames of several interfaces get the order of the file.
             frames = Recorded.concatenate(parts).select(np.argsort(np.concatenate(begins), kind="stable"))
             num_frames += len(frames.timestamp) + frames.error_frames + frames.xl_frames
             yield frames
@@ -223,7 +226,7 @@ def _pcapng_packets(buffer: bytes, links: list[_Link]) -> _Packets:
 
 
 def _section(links: list[_Link]) -> int:
-    """Returns the index of the last section's beginning."""
+    """Returns the index of the entry that begins the last section."""
     return max(i for i, link in enumerate(links) if link.link_type == _NO_LINK)
 
 
@@ -263,15 +266,15 @@ def _checked(size: int) -> int:
 
 
 def _cut_off() -> Recorded:
-    """Stands for the frame that the end of a file cuts off."""
+    """Makes the frame that stands for a record that the file's end cuts off."""
     none = np.zeros(1, np.int64)
     payload = np.zeros((1, MAX_PAYLOAD_BYTES), np.uint8)
     return Recorded(timestamp=none, can_id=none, length=none, payload=payload, channel=none, wrong=none + CUT_OFF)
 
 
 def _frames(buffer: bytes, packets: tuple[Ints, Ints, Floats], link: _Link) -> tuple[Ints, Recorded]:
-    """Decodes those packets of an interface that are frames, and tells where each begins."""
-    # A payload is taken in full width, and may be the last of the buffer.
+    """Decodes the packets of an interface that are frames; also returns the position of each frame."""
+    # Zeros at the end: a payload is read in full width, even at the end of the buffer.
     data = np.frombuffer(buffer + bytes(_MAX_HEAD_BYTES + FD_PAYLOAD_BYTES), np.uint8)
     head, place = _LINKS[link.link_type]
     begin, size, seconds = packets
@@ -308,6 +311,6 @@ def _frames(buffer: bytes, packets: tuple[Ints, Ints, Floats], link: _Link) -> t
 
 
 def _numbers(data: NDArray[np.uint8], begin: Ints, kind: str) -> Ints:
-    """Returns the numbers at some places of the data."""
+    """Returns the numbers of format `kind` at the positions `begin` of the data."""
     size = np.dtype(kind).itemsize
     return np.ascontiguousarray(data[begin[:, None] + np.arange(size)]).view(kind)[:, 0].astype(np.int64)

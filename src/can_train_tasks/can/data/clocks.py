@@ -1,5 +1,7 @@
-"""The times in logs: their unit, by the name of a column or by how often a CAN ID repeats; and those that count from a
-line before, from midnight or from the beginning of a recording.
+"""The times in logs: their unit and their starting point.
+
+The unit comes from the name of a column, or from the periods of CAN IDs. Times may count from the previous line, from
+midnight or from the beginning of a recording.
 
 Shapes: M frames.
 """
@@ -27,21 +29,22 @@ from can_train_tasks.can.data.grammar import (
 )
 from can_train_tasks.can.data.graphs import Floats
 
-# By unit, as settings name it.
+# Ticks by unit, as settings name it.
 TICKS_PER_SECOND: Final = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
-# Most frames of a bus come 5 ms to 1 s after the same ID's last one; in the next smaller unit that is a thousand times
-# as many. Slower than this is no bus.
+# Most frames of a bus come 5 ms to 1 s after their ID's previous frame; in the next smaller unit that is a thousand
+# times as many ticks. A bus with a longer median period does not exist.
 _SLOWEST_PERIOD_S: Final = 5.0
-# From here on it may be a fast bus in the next smaller unit, if the times have no more digits than that unit needs.
+# From this share of the slowest period on, the log may be of a fast bus in the next smaller unit, if its times have no
+# more digits than that unit needs.
 _DOUBTFUL_SHARE: Final = 0.1
-_DIGITS: Final = {"ms": 3, "us": 0, "ns": 0}  # behind the point: microseconds, and whole numbers
-_SLOW_PERIOD_S: Final = 1.0  # from here on, an ID of a few milliseconds is no less likely
-_MIN_FRAMES: Final = 50  # needed to guess a unit
+_DIGITS: Final = {"ms": 3, "us": 0, "ns": 0}  # digits after the point by unit: microseconds, and whole numbers
+_SLOW_PERIOD_S: Final = 1.0  # at longer periods, a period of a few milliseconds in the next unit is as likely
+_MIN_FRAMES: Final = 50  # frames needed to guess a unit
 # Seconds since 1970 have ten digits until the year 2286.
 _LARGEST_EPOCH_S: Final = 1e11
 
-_MIDNIGHT_JITTER_S: Final = 1.0  # by which a clock that jitters at midnight steps forth less than a day
+_MIDNIGHT_JITTER_S: Final = 1.0  # a clock that jitters at midnight steps forward by a day minus at most this
 
 _NAMES: Final = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 _UNIT_WORDS: Final = {
@@ -55,12 +58,12 @@ _UNIT_WORDS: Final = {
 
 
 def plain_name(column: str) -> str:
-    """Returns a column's name in lower case and without anything but letters and digits."""
+    """Returns the letters and digits of a column's name, in lower case."""
     return re.sub("[^a-z0-9]", "", column.casefold().replace("\N{GREEK SMALL LETTER MU}", "u"))
 
 
 def unit_of_name(column: str, stems: tuple[str, ...]) -> str | None:
-    """Returns the unit in the name of a column of times; empty where it names none; None for any other column.
+    """Returns the unit in the name of a column of times; empty without a unit; None for any other column.
 
     Args:
         column: The name, such as `Time [ms]`.
@@ -79,9 +82,9 @@ def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tupl
     """Guesses the unit of the times of a log's first frames.
 
     Args:
-        ticks: [M] times as they were written.
-        can_id: [M] their IDs.
-        decimals: Digits behind the point of most times.
+        ticks: [M] times as written in the log.
+        can_id: [M] IDs of the frames.
+        decimals: Digits after the point in most times.
 
     Returns:
         The unit, and a notice about it for the user; empty where seconds are certain.
@@ -110,18 +113,17 @@ def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tupl
 
 
 def _median_period(ticks: Floats, can_id: NDArray[np.uint32]) -> float:
-    """The median of the times since the same ID's previous frame; 0 where no ID repeats."""
+    """Returns the median time from an ID's previous frame to a frame; 0 where no ID repeats."""
     order = np.argsort(can_id, kind="stable")
     steps, same = np.diff(ticks[order]), np.diff(can_id[order]) == 0
     return float(np.median(np.abs(steps[same]))) if same.any() else 0.0
 
 
 class LogClock:
-    """Makes the times of a log's blocks, in their order, run on: over midnight, from line to line, and from one
-    recording in the log to the next.
+    """Makes times continuous over the blocks of a log: over midnight, from line to line, from recording to recording.
 
     Attributes:
-        elapsed_s: Sum of the times that count from the line before.
+        elapsed_s: Sum in seconds of the times that count from the previous line.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -133,7 +135,7 @@ class LogClock:
         self._days = 0
 
     def of(self, rows: ParsedRows, lines: pl.Series) -> ParsedRows:
-        """Returns the rows of a block of lines with times that run on."""
+        """Returns the rows of the next block of lines, with continuous times."""
         if not self._grammar.relative and self._grammar.time_code != CLOCK_CODE:
             return rows
         steps = self._steps(lines)
@@ -152,7 +154,7 @@ class LogClock:
         return replace(rows, timestamp=times)
 
     def _steps(self, lines: pl.Series) -> Floats:
-        """Returns the times of all lines that have one: events that are no frames have times, too."""
+        """Returns the times of all lines with a time: lines of events that are no frames have times, too."""
         if not self._grammar.relative:
             return np.zeros(0)
         text = lines.str.extract(r"^[ \t]*([0-9.,:]+)[ \t]")
@@ -160,7 +162,7 @@ class LogClock:
             steps = text.to_frame("text").select(moment_parts(pl.col("text"))).select(moment_seconds()).to_series()
         else:
             steps = text.str.replace(",", ".", literal=True).cast(pl.Float64, strict=False)
-        # One beyond any clock makes its row malformed, and must not move all those after it.
+        # A time beyond any clock makes its row malformed, and must not move the rows after it.
         known = steps.fill_null(0.0)
         return known.set(known > MAX_TIME_S, 0.0).to_numpy()
 
@@ -169,7 +171,7 @@ class LogClock:
             return times
         steps = np.diff(times, prepend=self._last_s)
         self._last_s = float(times[-1])
-        # Clocks jitter at midnight, too: back to the evening before, and forth again.
+        # Clocks jitter at midnight, too: back to the previous evening, and forward again.
         turns = np.flatnonzero((steps < -SECONDS_A_DAY / 2) | (steps > SECONDS_A_DAY - _MIDNIGHT_JITTER_S))
         days = [self._days]
         for is_midnight in (steps[turns] < 0).tolist():
@@ -178,8 +180,9 @@ class LogClock:
         return times + np.repeat(days, np.diff([0, *turns, len(times)])) * float(SECONDS_A_DAY)
 
     def _recordings(self, lines: pl.Series) -> list[tuple[int, float | None]]:
-        """Returns where recordings begin in a block of lines, each with the time from which its times count; None: that
-        of the block before.
+        """Returns the recordings in a block of lines: position of the first line, and start time of the recording.
+
+        The start time is None for a recording that continues from the previous block.
         """
         begun: list[tuple[int, float | None]] = [(0, None)]
         if not self._grammar.session:
@@ -196,8 +199,9 @@ class LogClock:
 
 
 def _moment(date: str, clock: str) -> float | None:
-    """Returns the seconds since 1970 of `31:1:2026` and `9:5:7:65`, whose last number is milliseconds; None where there
-    is no such day.
+    """Returns the seconds since 1970 of a date `31:1:2026` and a time `9:5:7:65`; None for a day that does not exist.
+
+    The last number of the time is milliseconds.
     """
     day, month, year = map(int, date.split(":"))
     hour, minute, second, millisecond = map(int, clock.split(":"))

@@ -1,6 +1,6 @@
 """Prepares a CAN data set: the graphs of its logs, from the cache or made anew, and their split into parts.
 
-Shapes: G windows of the data set, R of one log or part.
+Shapes: G windows of the data set, R windows of one log or part.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ from can_train_tasks.can.data.sidecars import find_sidecar
 from can_train_tasks.can.settings import CanDatasetSettings
 from can_train_tasks.can.synthetic.writing import synthetic_folder
 
-# Windows. A shorter run of benign or attack windows is not cut by itself: a fifth of it would be a window or none.
+# Windows. A shorter run of benign or attack windows is not cut: a fifth of it would be one window or no window.
 MIN_PHASE_WINDOWS: Final = 10
 
-LEAST_DRIVES: Final = 3  # benign logs from which one is kept from training as a whole
+LEAST_DRIVES: Final = 3  # with at least this many benign logs, whole logs are held out for validation
 
-_LEAST_WINDOWS: Final = 10  # of a log whose parts for training, validation and test shall each have some
+_LEAST_WINDOWS: Final = 10  # windows of a log that is long enough for training, validation and test
 
 _MAX_NAMED: Final = 3  # logs that a notice names
 
@@ -48,10 +48,10 @@ class DataSample:
 class CanData:
     """A data set that is ready for training and testing."""
 
-    flat: FlatGraphs  # its graphs, mapped from the cache
-    split: Split  # which of them train, validate and test
-    notices: tuple[str, ...]  # notices about the data; the reporter has them already
-    sample: DataSample | None = None  # the data set that the graphs are a sample of; None where they are all graphs
+    flat: FlatGraphs  # graphs of the data set, mapped from the cache
+    split: Split  # graphs for training, validation and test
+    notices: tuple[str, ...]  # notices about the data, which the reporter has printed already
+    sample: DataSample | None = None  # the data set behind a sample; None where the graphs are complete
 
 
 def load_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, reporter: Reporter) -> CanData:
@@ -65,7 +65,7 @@ def load_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, rep
 
 
 def simulate_if_synthetic(dataset: CanDatasetSettings, cache_dir: Path, reporter: Reporter) -> CanDatasetSettings:
-    """Returns the data set with the path of its logs, which are simulated first if it is synthetic and not cached."""
+    """Returns the data set with the path of its logs; the logs of a synthetic data set are simulated if not cached."""
     if not dataset.is_synthetic:
         return dataset
     return replace(dataset, path=str(synthetic_folder(cache_dir, dataset.synthetic, reporter)))
@@ -75,9 +75,9 @@ def prepare(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Pat
     """Makes the graphs of logs, or finds them in the cache, and splits them.
 
     Args:
-        dataset: How logs are read, windowed and split.
-        logs: The logs, those for training first.
-        cache_dir: Folder of prepared data sets, each a folder of its own.
+        dataset: Settings for reading, windowing and splitting logs.
+        logs: The logs, training logs first.
+        cache_dir: Folder with a folder for each prepared data set.
         reporter: Receives progress and notices.
 
     Raises:
@@ -101,11 +101,12 @@ def prepare(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Pat
 def find_prepared(
     dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter
 ) -> CanData | None:
-    """Finds the graphs of logs in the cache without reading the logs: by their paths, and by their times, which tell
-    whether they changed since. Writes nothing, and does not verify the graphs.
+    """Finds the graphs of logs in the cache without reading the logs: by their paths and modification times.
+
+    Nothing is written, and the graphs are not verified.
 
     Returns:
-        The data set; None where the cache has none that is surely of these logs.
+        The data set; None where the cache has no graphs that certainly belong to these logs.
     """
     for folder in sorted(cache_dir.glob("[!.]*/")):
         remaining = _recorded_logs(folder, logs)
@@ -119,8 +120,10 @@ def find_prepared(
 
 
 def _recorded_logs(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
-    """Returns the logs that a cache was made of, with the recorded hashes; none where one is missing or changed since,
-    or where a log that was left out can be no copy of these.
+    """Returns the logs behind a cache folder, with the recorded hashes.
+
+    The list is empty where a log is missing or has changed since, or where a log outside the record cannot be a copy of
+    a recorded log.
     """
     try:
         finished_ns, sources = (folder / META).stat().st_mtime_ns, graphs.read_sources(folder)
@@ -128,7 +131,7 @@ def _recorded_logs(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
         sidecars = {sidecar.path: sidecar.path.stat() for log in logs if (sidecar := find_sidecar(log.path))}
     except (OSError, FolderDamageError):
         return []
-    # No program can set the time of a change (ctime): a log that was replaced by an older one shows by it.
+    # No program can set the change time (ctime), so it reveals a log that was replaced by an older file.
     seen = (*states.values(), *sidecars.values())
     if any(max(state.st_mtime_ns, state.st_ctime_ns) > finished_ns for state in seen):
         return []
@@ -143,7 +146,7 @@ def _recorded_logs(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
 
 
 def _split(dataset: CanDatasetSettings, logs: Sequence[HashedLog], flat: FlatGraphs, reporter: Reporter) -> CanData:
-    # The cache may have been made when the same logs lay elsewhere.
+    # The cache may have been made when the logs had other paths.
     here = [replace(source, path=str(log.log.path)) for source, log in zip(flat.sources, logs, strict=True)]
     flat = replace(flat, sources=tuple(here))
     remaining, copied = _drop_copies(flat, logs)
@@ -157,7 +160,7 @@ def _split(dataset: CanDatasetSettings, logs: Sequence[HashedLog], flat: FlatGra
 
 
 def _unlabelled(sources: Sequence[SourceFile]) -> list[str]:
-    """Says which logs have no labels although others have."""
+    """Names the logs without labels, in a notice, if other logs have labels."""
     names = [source.path for source in sources if not source.labelled]
     if len(names) in (0, len(sources)):
         return []
@@ -167,28 +170,28 @@ def _unlabelled(sources: Sequence[SourceFile]) -> list[str]:
 
 
 def _drop_copies(flat: FlatGraphs, logs: Sequence[HashedLog]) -> tuple[list[int], list[str]]:
-    """Returns the indices of the sources that remain, and notices, as `drop_duplicates` does; by their frames."""
+    """Like `drop_duplicates`, by frames instead of bytes: returns the indices of the remaining sources, and notices."""
     by_frames = [replace(log, sha256=source.frames_digest) for log, source in zip(logs, flat.sources, strict=True)]
     remaining, notices = drop_duplicates(by_frames)
     return [by_frames.index(log) for log in remaining], notices
 
 
 def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_rows: Ints) -> tuple[Split, list[str]]:
-    """Leaves windows out of testing that occur in training.
+    """Leaves test windows out that occur in training.
 
-    Windows stay if the time of their log was cut and they all occur: its bus repeats itself.
+    If all test windows of a log that was cut by time occur in training, they stay: the bus repeats itself.
 
     Args:
-        flat: The graphs.
-        split: Their split.
-        known: The graphs of training; the same or others.
-        known_rows: The windows of these that were trained or validated on.
+        flat: The graphs with the test windows.
+        split: Split of `flat`.
+        known: The graphs of training; may be `flat`.
+        known_rows: Windows of `known` that were trained or validated on.
 
     Returns:
         The split, and notices.
 
     Raises:
-        DataError: Nothing is left to test.
+        DataError: No test window is left.
     """
     own_time = {source.group for source in flat.sources if source.role == LOG}
     test: dict[str, Ints] = {}
@@ -212,7 +215,7 @@ def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_row
 
 
 def _lost_windows(lost: Mapping[str, int], before: Mapping[str, Ints], after: Mapping[str, Ints]) -> list[str]:
-    """Says how many windows of each test group were left out."""
+    """Counts, in notices, the windows of each test group that were left out."""
     if not lost:
         return []
     count, total = sum(lost.values()), sum(map(len, before.values()))
@@ -227,7 +230,7 @@ def _lost_windows(lost: Mapping[str, int], before: Mapping[str, Ints], after: Ma
 
 
 def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
-    """Names the graphs of these logs under these settings."""
+    """Returns the name of the cache folder for the graphs of these logs under these settings."""
     content = {
         "schema": graphs.SCHEMA,
         "window": dataset.window,
@@ -242,7 +245,7 @@ def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
         "max_malformed": dataset.max_malformed,
         "logs": [(hashed.sha256, hashed.log.role, hashed.log.group, hashed.log.kind) for hashed in logs],
     }
-    # 24 hexadecimal digits are 96 bits: two data sets never meet.
+    # 24 hexadecimal digits are 96 bits: no two data sets share a name.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -263,7 +266,7 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
                     writer.append(block, reader.kinds)
                 num_frames += len(frames)
                 stage.advance(0, frames=num_frames)
-            if not hashed.is_unchanged():  # since it was hashed, which was before it was opened
+            if not hashed.is_unchanged():  # compared with the file's state when it was hashed, before it was opened
                 raise changed_log(log.path)
             if builder.frames_seen < dataset.window:
                 found = f"{log.path} has {counted(builder.frames_seen, 'frame')}, a window needs {dataset.window:,}"
@@ -282,15 +285,16 @@ def source_of(log: LogFile, reader: LogReader, *, frames: int, sha256: str) -> S
 
 
 def too_short(found: str, frames: int, left_out: str) -> DataError:
-    """Makes the error for logs without a single window, the shortest of `frames` frames; `left_out` counts rows that
-    were not read, and may be empty.
+    """Makes the error for logs that are too short for a window.
+
+    `frames` are the frames of the shortest log; `left_out` counts the rows that were not read, and may be empty.
     """
     found += f"; left out: {left_out}" if left_out else ""
     return DataError("A log must hold at least one window of frames", value=found, remedy=_longer_logs(frames))
 
 
 def _longer_logs(frames: int) -> str:
-    # Smaller windows help only where each part of the log then has some; a finished run keeps those it was trained on.
+    # Smaller windows help only if each part of the log then has windows; a finished run cannot change its window.
     window = frames // _LEAST_WINDOWS
     return "Use longer logs" + (f", or train with smaller windows: --set dataset.window={window}" if window > 1 else "")
 
@@ -298,12 +302,12 @@ def _longer_logs(frames: int) -> str:
 def split_rows(
     flat: FlatGraphs, validation_share: float, test_share: float, sources: Sequence[int] | None = None
 ) -> tuple[Split, list[str]]:
-    """Splits all windows of `sources`, which are indices of logs, by the roles of these (see `SourceFile`).
+    """Splits all windows of `sources`, which are indices of logs, by the roles of the logs (see `SourceFile`).
 
-    The last `test_share` of a log is for testing, and the last `validation_share` of the rest for validation. Where
-    that leaves a part with one class only although the log has both, every benign and every attack phase of the log is
-    cut so. Of several benign logs some are for validation in place of training (see `find_held_out_logs`). Logs that
-    are all for testing leave the other parts empty.
+    The last `test_share` of a log is for testing, and the last `validation_share` of the rest for validation. If a part
+    then has one class only although the log has both, each benign and each attack phase of the log is cut this way. Of
+    several benign logs, some are held out for validation (see `find_held_out_logs`). If all logs are for testing, the
+    other parts are empty.
 
     Returns:
         The split, and notices about logs that were cut by phases or lack a class.
@@ -311,8 +315,8 @@ def split_rows(
     Raises:
         DataError: A part would be empty.
     """
-    # In time, never at random: windows that overlap or follow one another are nearly equal, and a random split would
-    # test on trained windows.
+    # The split is by time, never at random: windows that overlap or follow one another are nearly equal, and a random
+    # split would test on trained windows.
     train: list[Ints] = []
     validation: list[Ints] = []
     test: dict[str, list[Ints]] = {}
@@ -352,11 +356,11 @@ def split_rows(
 
 
 def find_held_out_logs(flat: FlatGraphs, validation_share: float, sources: Sequence[int]) -> set[int]:
-    """Finds the logs that are kept from training as wholes: thresholds do not carry over from the drives that a model
-    was trained on to others.
+    """Finds the benign logs that are held out for validation as wholes.
 
-    Of at least `LEAST_DRIVES` benign logs among `sources` it is a share: the last ones whose CAN IDs the other benign
-    logs have, and which are therefore of a vehicle with other drives.
+    Thresholds do not carry over from drives that a model was trained on to other drives. With at least `LEAST_DRIVES`
+    benign logs among `sources`, a share `validation_share` is held out: the last logs whose CAN IDs the other benign
+    logs have, so that their vehicles also have drives in training.
     """
     benign = []
     for index in sources:
@@ -382,7 +386,7 @@ def _named(paths: Sequence[str]) -> str:
 
 
 def _cut_log(flat: FlatGraphs, rows: Ints, shares: Sequence[float]) -> tuple[list[Ints], list[str]]:
-    """Cuts one log into training, validation and, where `shares` has a second share, test; returns notices too."""
+    """Cuts one log into training, validation and, if `shares` has two shares, test; also returns notices."""
 
     def has_both_classes(part: Ints) -> bool:
         return len(np.unique(flat.label[part] > 0)) > 1
@@ -400,9 +404,9 @@ def _cut_log(flat: FlatGraphs, rows: Ints, shares: Sequence[float]) -> tuple[lis
 
 
 def find_phase_starts(is_attack: Bools) -> Ints:
-    """Finds where phases of benign and of attack windows, [R] of one log, begin: ascending from 0.
+    """Finds the beginnings of the benign and the attack phases in the windows [R] of one log, ascending from 0.
 
-    Runs shorter than `MIN_PHASE_WINDOWS` belong to the phase before them (at the beginning, to the one after).
+    A run shorter than `MIN_PHASE_WINDOWS` belongs to the previous phase; at the beginning, to the next phase.
     """
     run_start = np.flatnonzero(np.diff(is_attack, prepend=~is_attack[:1]))
     run_length = np.diff(run_start, append=len(is_attack))
@@ -412,9 +416,9 @@ def find_phase_starts(is_attack: Bools) -> Ints:
 
 
 def _cut_phases(flat: FlatGraphs, rows: Ints, starts: Ints, shares: Sequence[float]) -> list[Ints]:
-    """Cuts every phase of a log, [R] `rows` with phases that begin at `starts`, chronologically.
+    """Cuts every phase of a log's windows `rows` [R] by time; the phases begin at `starts`.
 
-    Each of `shares`, validation's and then test's, is a share of the time up to the end of its part.
+    `shares` are validation's share and then test's share, each of the time up to the end of its part.
     """
     first = flat.first_frame[rows]
     num_parts = len(shares) + 1
@@ -425,7 +429,7 @@ def _cut_phases(flat: FlatGraphs, rows: Ints, starts: Ints, shares: Sequence[flo
             cuts.append(cuts[-1] - round((cuts[-1] - int(begin)) * share))
         bounds += [int(begin), *reversed(cuts[1:])]
     cut_frames = np.append(first, np.iinfo(np.int64).max)[bounds]  # a part that begins at the end is empty
-    # Cuts lie where a window begins: only windows that overlap a cut are left out, and none where they do not overlap.
+    # Cuts lie at the beginning of a window: only windows that overlap a cut are left out.
     part = np.searchsorted(cut_frames, first, side="right") - 1
     last_part = np.searchsorted(cut_frames, first + flat.window - 1, side="right") - 1
     whole = part == last_part

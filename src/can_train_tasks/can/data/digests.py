@@ -1,6 +1,6 @@
-"""Recognises frames that were seen before, in whatever file: windows by a hash, and logs by a hash of all their frames.
+"""Recognises windows and logs that occur in several files: windows by a hash, logs by a hash of all frames.
 
-Shapes: M frames, G windows of W frames, R windows that are looked for.
+Shapes: M frames, G windows of W frames, R windows that are looked up.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 Hashes = NDArray[np.uint64]
 
-# Odd numbers with evenly mixed bits: SplitMix64's, and multiples of the golden ratio's.
+# Odd numbers with evenly mixed bits: a constant of SplitMix64, and multiples of the golden ratio's constant.
 _MIX: Final = np.uint64(0xBF58_476D_1CE4_E5B9)
 _GOLDEN: Final = 0x9E37_79B9_7F4A_7C15
-_WORDS: Final = np.array([(2 * i + 1) * _GOLDEN % 2**64 for i in range(8)], np.uint64)  # of a payload of 64 bytes
+_WORDS: Final = np.array([(2 * i + 1) * _GOLDEN % 2**64 for i in range(8)], np.uint64)  # for 8 words of 8 bytes each
 _ID, _LENGTH, _TIME, _PLACE = (np.uint64((2 * i + 1) * _GOLDEN % 2**64) for i in range(8, 12))
 
 
 def windows_of(values: NDArray[Any], window: int, stride: int) -> NDArray[Any]:
-    """Returns a view [G, W] of the windows of values [M], where the last window ends with the last value."""
+    """Returns a view [G, W] of the windows of values [M]; the last window must end with the last value."""
     if window == stride:
-        # For a thousand frames the other way takes as long as all arithmetic on the view.
+        # For a thousand frames, a sliding view takes as long as all arithmetic on it.
         return values.reshape(-1, window)
     return sliding_window_view(values, window)[::stride]
 
 
 def window_digests(frames: Frames, window: int, stride: int) -> Hashes:
-    """Hashes IDs, payloads and times since the window's first frame: [G].
+    """Hashes the IDs, the payloads and the times since the window's first frame of each window, [G].
 
-    A window of a log that was compressed, converted, or cut at another place has the same hash.
+    The hash of a window does not change when its log is compressed, converted, or cut at another place.
     """
     times = windows_of(frames.timestamp, window, stride)
     content = windows_of(_content(frames), window, stride)
@@ -46,7 +46,7 @@ def window_digests(frames: Frames, window: int, stride: int) -> Hashes:
 
 
 class LogDigest:
-    """Hashes all frames of a log: their IDs, payloads and times since the first one."""
+    """Hashes all frames of a log: their IDs, payloads and times since the first frame."""
 
     def __init__(self) -> None:
         self._sum = np.zeros(1, np.uint64)
@@ -63,24 +63,25 @@ class LogDigest:
         self._frames += len(frames)
 
     def hexdigest(self) -> str:
-        """Returns the number of frames so far and their hash."""
+        """Returns the number of frames so far and the hash of the frames."""
         return f"{self._frames:x}-{self._sum[0]:016x}"
 
 
 def known_windows(flat: FlatGraphs, rows: Ints, known: FlatGraphs, known_rows: Ints) -> Bools:
-    """Returns which of some windows [R] occur in other ones.
+    """Returns whether each window of `rows` [R] occurs in the windows `known_rows`.
 
     Args:
-        flat: Graphs with the windows `rows` [R].
-        rows: The windows that are looked for.
-        known: Graphs with the other windows; the same or other ones.
-        known_rows: The other windows.
+        flat: Graphs with the windows `rows`.
+        rows: [R] windows that are looked up.
+        known: Graphs with the windows `known_rows`; may be `flat`.
+        known_rows: The known windows.
     """
     found: Bools = np.isin(flat.digest[rows], known.digest[known_rows])
     digests = [source.frames_digest for source in known.sources]
     for index, source in enumerate(flat.sources):
         if source.frames_digest and source.frames_digest in digests and flat is not known:
-            # The same log, whose windows may begin elsewhere now: those that share a frame.
+            # In the same log, windows may begin at other frames now: a window that shares a frame with a known window
+            # counts as known.
             own = flat.source[rows] == index
             begins = np.sort(
                 known.first_frame[known_rows[known.source[known_rows] == digests.index(source.frames_digest)]]
@@ -92,8 +93,8 @@ def known_windows(flat: FlatGraphs, rows: Ints, known: FlatGraphs, known_rows: I
 
 
 def _content(frames: Frames) -> Hashes:
-    """Hashes the ID and the payload of each frame: [M]."""
-    # Zeros behind a payload add nothing, so that it does not matter whether others in its block are longer.
+    """Hashes the ID and the payload of each frame, [M]."""
+    # Zeros after a payload add nothing, so the hash does not depend on longer payloads in the block.
     words = np.ascontiguousarray(frames.payload).view(np.uint64)
     hashes: Hashes = frames.can_id * _ID + frames.length * _LENGTH
     for index in range(words.shape[1]):

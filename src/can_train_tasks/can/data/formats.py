@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from can_train_tasks.can.settings import CanDatasetSettings, ColumnSettings
 
 RECOGNISED_LINES: Final = 1000  # enough to outvote damaged rows, parsed by all grammars in milliseconds
-RECOGNISED_SHARE: Final = 0.5  # of those rows must be well-formed: with fewer, the grammar matches by accident
+RECOGNISED_SHARE: Final = 0.5  # least share of well-formed rows: with a smaller share, the grammar matches by accident
 
-_CUT_OFF_SHARE: Final = 0.01  # of the rows may have lost their label
+_CUT_OFF_SHARE: Final = 0.01  # share of the rows that may have lost their label
 _DELIMITERS: Final = ",;\t"
 _REQUIRED_ROLES: Final = ("timestamp", "id", "data")
-# Names of columns, the most specific first, in lower case and without anything but letters and digits.
+# Names of columns, the most specific first: only letters and digits, in lower case.
 _COLUMN_NAMES: Final = {
     "timestamp": ("timestamp", "time", "ts", "epoch", "timestampepoch", "datetime", "date"),
     "id": (
@@ -88,17 +88,17 @@ _CONTENT: Final = {
 _HEX, _DEC = "hex", "dec"
 _WORDS: Final = {_HEX: "hexadecimal", _DEC: "decimal"}
 _NUMBERS: Final = {"id_base": "CAN IDs", "byte_base": "payload bytes"}  # by the setting of their base
-# Why numbers were read in a base, where neither they nor the training data tell it.
+# Reasons for a base that neither the numbers nor the training data tell.
 _WHY: Final = {_DEC: "because none has a letter or a leading zero",
                _HEX: "as CAN IDs are, although none has a letter or a leading zero"}  # fmt: skip
-# From so many different numbers of two digits or more without a letter on, all of them are decimal: of
-# hexadecimal numbers, three in eight digits are letters.
+# This many different numbers of two digits or more without a letter are decimal: in hexadecimal numbers, three in eight
+# digits are letters.
 _MANY: Final = 20
-# Columns of a log that CANedge's converter writes: all numbers of it but lengths and times are hexadecimal.
+# Columns of a log from CANedge's converter: all numbers except lengths and times are hexadecimal.
 _CANEDGE_COLUMNS: Final = {"timestampepoch", "buschannel", "databytes"}
-# A label behind the last column of a header that names none.
+# A label after the last column, where the header names no label column.
 _LATE_LABEL: Final = '[ "]*(?P<label>[01]|[A-Za-z_][0-9A-Za-z_ -]*?)?[ "]*'
-_LATE_LABEL_OF_BYTES: Final = '[ "]*(?P<label>[A-Za-z_][0-9A-Za-z_ -]{2,}?)?[ "]*'  # shorter ones may be bytes
+_LATE_LABEL_OF_BYTES: Final = '[ "]*(?P<label>[A-Za-z_][0-9A-Za-z_ -]{2,}?)?[ "]*'  # a shorter text may be a byte
 
 
 # The look of cells that hold a frame's time, ID or payload.
@@ -108,7 +108,7 @@ _LOOKS: Final = {
     "data": re.compile(f"(?:0[xX])?(?:{BYTE}[{_DATA_SEPARATORS}]*)*|(?:[0-9]{{1,3}}[{_DATA_SEPARATORS}]*)*"),
 }
 _CAR_HACKING_COLUMNS: Final = 3 + MAX_PAYLOAD_BYTES  # time, ID, DLC and bytes; most logs have a label, too
-_SHOWN_CHARACTERS: Final = 80  # of a malformed row
+_SHOWN_CHARACTERS: Final = 80  # characters of a malformed row that a message shows
 
 
 def _header_of(sample: pl.Series) -> _Header:
@@ -122,7 +122,7 @@ def _header_of(sample: pl.Series) -> _Header:
 
 
 class _Header(NamedTuple):
-    line: str  # the first one of a CSV file
+    line: str  # the first line of a CSV file
     delimiter: str
     names: list[str]
 
@@ -136,7 +136,7 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
 
     Raises:
         ConfigError: The header lacks a column that the user named.
-        DataError: The user asked for columns, and one that is needed is neither named nor recognised.
+        DataError: The user asked for columns, and a needed column is neither named nor recognised.
     """
     header = _header_of(sample)
     asked = any(asdict(settings.columns).values())
@@ -155,9 +155,7 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
 
 
 def _is_car_hacking(header: _Header) -> bool:
-    """Returns whether pandas wrote the columns of a Car-Hacking log, numbered or named, perhaps behind the
-    number of the row.
-    """
+    """Returns whether pandas wrote a Car-Hacking log: its columns, numbered or named, may follow the row number."""
     plain = [plain_name(name) for name in header.names]
     plain = plain[1:] if plain[:1] in ([""], ["index"], ["unnamed0"]) else plain
     if header.delimiter != "," or len(plain) < _CAR_HACKING_COLUMNS:
@@ -171,7 +169,7 @@ def _is_car_hacking(header: _Header) -> bool:
 def _columns_grammars(
     header: _Header, roles: Mapping[str, list[int]], sample: pl.Series, settings: CanDatasetSettings
 ) -> list[Grammar]:
-    """Makes the grammar of a CSV file's rows, and the one that lets rows lack the label where it is the last cell."""
+    """Makes the grammar of a CSV file's rows; if the label is the last cell, also a grammar for rows without label."""
     texts = _texts_of(header, roles, settings).read(sample)
     decided = texts.decided()
     id_content = _CONTENT["id"] if decided.id_base == _HEX else f"(?P<id>{DIGITS})"
@@ -208,7 +206,7 @@ def _with_late_cell(header: _Header, cells: Sequence[str], late: str) -> str:
 
 
 class BaseNote(NamedTuple):
-    """That numbers were read in a base that may be wrong."""
+    """A note that numbers were read in a base that may be wrong."""
 
     setting: str  # `id_base` or `byte_base`
     base: str
@@ -235,11 +233,11 @@ class NumberTexts:
     Attributes:
         header: The line above the rows.
         pattern: Regular expression of a row with any content.
-        settings: With the bases that the user chose, or that the training data of a finished run have.
-        header_base: The base that the header tells; empty where it tells none.
+        settings: Settings, with the bases that the user chose or that a finished run's training data have.
+        header_base: The base that the header tells; empty where it tells no base.
         ids: Texts of IDs.
-        numbers: Texts of payload bytes; of more digits than a byte has, the first.
-        in_columns: Whether each byte has a column of its own.
+        numbers: Texts of payload bytes; a text longer than a byte is cut to its first digits.
+        in_columns: Whether each byte has a separate column.
         separated: Whether any payload in one column has several numbers.
     """
 
@@ -290,14 +288,14 @@ class NumberTexts:
         )
 
     def certain_id_base(self) -> str:
-        """Returns the base that the CAN IDs can only have; empty where both are possible."""
+        """Returns the only possible base of the CAN IDs; empty where both bases are possible."""
         ids = pl.Series([*self.ids], dtype=pl.String)
         if self.header_base or ids.str.contains("[A-Za-z]").any():
             return self.header_base or _HEX
         return _DEC if too_large_for_hexadecimal(ids) else ""
 
     def id_base(self) -> str:
-        """Returns the base of CAN IDs; empty where it cannot be told."""
+        """Returns the base of CAN IDs; empty where it is not certain."""
         if certain := self.certain_id_base():
             return certain
         if looks_hexadecimal(pl.Series([*self.ids], dtype=pl.String)):
@@ -309,7 +307,7 @@ class NumberTexts:
         return _DEC if small or many else ""
 
     def byte_base(self) -> str:
-        """Returns the base of payload bytes; empty where it cannot be told, or makes no difference."""
+        """Returns the base of payload bytes; empty where it is not certain, or makes no difference."""
         if self.header_base == _HEX or (not self.in_columns and not self.separated):
             return _HEX
         whole = {text.removesuffix(".0") for text in self.numbers}
@@ -323,19 +321,19 @@ class NumberTexts:
         return _DEC if many and not _trained_base(self.settings.byte_base) else ""
 
     def usual_byte_base(self) -> str:
-        """Returns the base of payload bytes where it cannot be told."""
+        """Returns the likely base of payload bytes, for a base that is not certain."""
         # In one column, hexadecimal numbers have two digits.
         if not self.in_columns and any(len(text) == 1 for text in self.numbers):
             return _DEC
         trained_ids, trained_bytes = map(_trained_base, (self.settings.id_base, self.settings.byte_base))
-        # A log whose IDs are not written as in training was written by another program.
+        # A log whose IDs have another base than in training comes from another program.
         if trained_bytes and self.id_base() in ("", trained_ids):
             return trained_bytes
         return _HEX if not self.in_columns or (self.id_base() or trained_ids) == _HEX else _DEC
 
     def notes(self) -> list[BaseNote]:
-        """Says which bases are assumed, and which differ from the training data's."""
-        # Numbers of one digit are the same in either base, and a payload without separators is always hexadecimal.
+        """Names the bases that are assumed, and the bases that differ from the training data."""
+        # Numbers of one digit are equal in both bases, and a payload without separators is always hexadecimal.
         differ = any(len(text) > 1 for text in self.numbers) and (self.in_columns or self.separated)
         told = {"id_base": self.id_base(), **({"byte_base": self.byte_base()} if differ else {})}
         return [note for setting, base in told.items() if (note := self._note(setting, base))]
@@ -356,7 +354,7 @@ class NumberTexts:
 
 
 def number_texts(sample: pl.Series, settings: CanDatasetSettings) -> NumberTexts | None:
-    """Returns how a log's first lines write numbers; None where the log is no CSV file whose base is to be told.
+    """Returns the texts of numbers in a log's first lines; None for a log that is no CSV file with an unknown base.
 
     Raises:
         ConfigError: The header lacks a column that the user named.
@@ -386,7 +384,7 @@ def _texts_of(header: _Header, roles: Mapping[str, list[int]], settings: CanData
         base = next((base for base in (_HEX, _DEC) if names[0].endswith(base)), "")
     any_number = f'[^"{header.delimiter}]*?'
     cells = _row_cells(header, roles, f"(?P<id>{any_number})", (f"(?P<data_N>{any_number})", f"(?P<data>{any_number})"))
-    needed = 1 + max(*roles["id"], *roles["data"])  # cells behind these may be missing
+    needed = 1 + max(*roles["id"], *roles["data"])  # later cells may be missing
     pattern = f"^{header.delimiter.join(cells[:needed])}(?:{header.delimiter}|[ \\r]*$)"
     # Between commas, a decimal comma stands inside quotes.
     any_time = f'(?: *"[-+0-9]+,[0-9]+"|[ "]*{any_number}[ "]*)'
@@ -404,7 +402,7 @@ def too_large_for_hexadecimal(ids: pl.Series) -> bool:
     return bool((ids.str.to_integer(base=16, dtype=pl.UInt64, strict=False) > MAX_CAN_ID).any())
 
 
-# Of a column with one byte, whose number stands for N, and of one with the payload.
+# Patterns of a column with one byte, whose number stands for N, and of a column with the payload.
 _HEX_DATA: Final = (f"(?:0[xX])?(?P<data_N>{CELL})", _CONTENT["data"])
 _DECIMAL_DATA: Final = (
     f"(?P<data_N>{DECIMAL_CELL})(?:\\.0)?",
@@ -435,7 +433,7 @@ def _row_cells(
 
 
 def _find_roles(names: list[str], columns: ColumnSettings) -> dict[str, list[int]]:
-    """Returns the columns of each role. A column that the user named has no second role."""
+    """Returns the columns of each role. A column that the user named for one role has no second role."""
     named = {}
     for role, name in asdict(columns).items():
         if name:
@@ -472,11 +470,11 @@ def _recognised_columns(names: list[str], role: str) -> list[int]:
 
 
 class Recognised(NamedTuple):
-    """How a log is written."""
+    """The grammar that a log is written in."""
 
     grammar: Grammar
-    narrow: Grammar | None  # a faster grammar for rows of `channel` without a label; None where it is not
-    channel: str  # of all of the first rows
+    narrow: Grammar | None  # a faster grammar for rows of `channel` without a label; None: no faster grammar
+    channel: str  # channel of all first rows
 
 
 def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Recognised:
@@ -487,7 +485,7 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         DataError: The log is of no known format, or has no rows.
     """
     of_header = header_grammars(sample, settings)
-    # Rows below a header may also be rows of a format without one.
+    # The rows of a CSV file may also fit a format without a header.
     if not of_header and settings.format == "auto" and (error := _missing_column(sample, settings, path, unknown=True)):
         raise error
     known = variants([*of_header, *line_grammars(sample)], sample)
@@ -495,11 +493,11 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
     if not grammars:
         raise _unrecognised(sample, settings.format, path, first_row(sample))
     first = sample.head(RECOGNISED_LINES)
-    # Most formats read no row; a look at each takes a tenth of the time of parsing.
+    # Most formats match no row; a look at the first rows takes a tenth of the time of parsing.
     grammars = [grammar for grammar in grammars if first.str.contains(grammar.pattern).any()] or grammars[:1]
     parsed = [parse_rows(first, grammar) for grammar in grammars]
     num_good = [len(rows.position) for rows in parsed]
-    # Another grammar may take an error frame for one without a payload.
+    # Another grammar may read an error frame as a frame without a payload.
     left_out = [rows.error_frames + rows.xl_frames for rows in parsed]
     lead = [_lead_of_labels(grammar, rows, settings) for grammar, rows in zip(grammars, parsed, strict=True)]
     best = int(np.argmax([sum(counts) for counts in zip(num_good, left_out, lead, strict=True)]))
@@ -518,11 +516,10 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
 
 
 def _lead_of_labels(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSettings) -> float:
-    """Returns how many rows a grammar that needs a label or a direction in each row may read less than one that does
-    not.
+    """Returns the lead of a grammar that needs a label or a direction in each row, over a grammar that does not.
 
-    Few rows without it were cut off. Where no row has a benign label, attacks alone are labelled, and the log may begin
-    with attacks.
+    The lead is the number of rows that it may read less. A few rows may be cut off and lack the label. Where no row has
+    a benign label, only attacks are labelled, and the log may begin with attacks.
     """
     if grammar.has("direction"):
         return _CUT_OFF_SHARE * len(rows.position)
@@ -534,7 +531,7 @@ def _lead_of_labels(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSett
 
 
 def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series) -> Grammar:
-    """Sets the unit of a grammar's times: `wanted`, or the guessed one (auto) where the grammar does not know it.
+    """Sets the unit of a grammar's times: `wanted`; or, for auto, a guess if the format does not tell the unit.
 
     Args:
         grammar: The grammar.
@@ -567,8 +564,9 @@ def _narrowed(grammar: Grammar, rows: ParsedRows) -> Recognised:
 def _missing_column(
     sample: pl.Series, settings: CanDatasetSettings, path: Path, *, unknown: bool = False
 ) -> DataError | None:
-    """Makes the error for a CSV file whose header names all needed columns but one; None for any other file, and
-    with `unknown` where all names of the header are recognised.
+    """Makes the error for a CSV file whose header names all needed columns but one; None for any other file.
+
+    With `unknown`, it is also None if all names of the header are recognised.
     """
     header = _header_of(sample)
     roles = _find_roles(header.names, settings.columns)
@@ -602,7 +600,7 @@ def _wrong_column(
 
 
 def _name_column(header: _Header, roles: Mapping[str, Sequence[int]], role: str, sample: pl.Series) -> str:
-    """Writes the setting that names the column of a role: of those without a role, the one that looks most like it."""
+    """Writes the setting that names a role's column: the column without a role that looks most like it."""
     taken = {column for columns in roles.values() for column in columns}
     rows = list(csv.reader(sample.drop_nulls().head(RECOGNISED_LINES).to_list()[1:], delimiter=header.delimiter))
     cells = {
@@ -616,7 +614,7 @@ def _name_column(header: _Header, roles: Mapping[str, Sequence[int]], role: str,
 
 
 def _unrecognised(sample: pl.Series, wanted: str, path: Path, row: tuple[int, str] | tuple[int, str, str]) -> DataError:
-    """Makes the error for a log of no known format; `row` is a bad one, with the reason where one is known."""
+    """Makes the error for a log of no known format; `row` is a malformed row, with its reason if known."""
     protocol = next(iter(sample.str.extract(r"^[^*]?\*\*\*PROTOCOL ([^*]+)\*").drop_nulls()), "CAN")
     if protocol != "CAN":
         return DataError("A BUSMASTER log must be of the protocol CAN", value=f"{path} is of the protocol {protocol}",

@@ -1,4 +1,4 @@
-"""How the rows of a text format are written, and how polars turns them into numbers.
+"""The grammars of the rows of text formats, and the conversion of rows into numbers by polars.
 
 Shapes: M rows that are frames, P payload bytes (8, or 64 where a block has CAN FD frames).
 """
@@ -17,7 +17,7 @@ from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES,
 
 MAX_CAN_ID: Final = 0x1FFF_FFFF  # 29 bits, the extended identifier of CAN 2.0B
 FD_LENGTHS: Final = (*range(9), 12, 16, 20, 24, 32, 48, 64)  # payload bytes by DLC
-MAX_TIME_S: Final = 1e11  # the year 5138: a time beyond it is none, and its square would not stay finite
+MAX_TIME_S: Final = 1e11  # the year 5138: a larger number is no time, and its square would not stay finite
 MAX_TICKS_PER_SECOND: Final = 10**9
 
 # Building blocks of the patterns, in Rust's dialect of regular expressions (polars).
@@ -25,7 +25,7 @@ NUMBER: Final = "[-+.0-9eE]+"  # wider than a number: the cast to float64 refuse
 CLOCK: Final = "[0-9]{1,3}:[0-9]{1,2}:[0-9]{1,2}(?:[.,:][0-9]{1,9})?"
 _DAY: Final = r"(?:[0-9]{4}[-/.][0-9]{1,2}[-/.][0-9]{1,2}|[0-9]{1,2}\.[0-9]{1,2}\.[0-9]{4})"
 DATE: Final = f"{_DAY}[T ]+{CLOCK}(?:Z|[-+][0-9]{{2}}:?[0-9]{{2}})?"
-# How times are written, as `Grammar.time_code` names it.
+# Notations of times, the values of `Grammar.time_code`.
 NUMBER_CODE: Final = "number"
 COMMA_CODE: Final = "comma"
 DATE_CODE: Final = "date"
@@ -42,7 +42,7 @@ END: Final = r"\r?$"  # files written on Windows
 SPACED_BYTES: Final = f"(?P<data>(?:{BYTE}{BLANKS})*)"
 TIMESTAMP: Final = f"(?P<timestamp>{NUMBER})"
 _TIMES: Final = {NUMBER_CODE: NUMBER, COMMA_CODE: "[-+]?[0-9]+,[0-9]+", DATE_CODE: DATE, CLOCK_CODE: CLOCK}
-_FRACTION: Final = "[.,:]"  # in front of the fraction of a second
+_FRACTION: Final = "[.,:]"  # separators before the fraction of a second
 _ID: Final = f"(?P<id>{HEX})"
 _MARKED_ID: Final = f"(?:0[xX])?{_ID}[xXhH]?"
 _PARTS: Final = "parts of the time"
@@ -53,7 +53,7 @@ _MOMENT: Final = (
     r"(?P<offset>[-+][0-9]{2}:?[0-9]{2})?"
 )
 
-_TEXTS: Final = ("label", "kind", "channel", "remote", "request", "fd")  # groups that are used as they are
+_TEXTS: Final = ("label", "kind", "channel", "remote", "request", "fd")  # groups that stay texts
 
 SECONDS_A_DAY: Final = 86_400
 
@@ -67,7 +67,7 @@ LATE_TIMESTAMP: Final = "the timestamp is beyond any clock"
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """How one row is written.
+    """The grammar of one row.
 
     Attributes:
         name: The format's name.
@@ -76,36 +76,35 @@ class Grammar:
             the label), `channel` (the interface), `remote` or `request` (present in a remote frame), `fd` (present in
             a CAN FD frame), `direction` (received or sent) and `code` (the DLC of a classical frame as its code in the
             IDs' base: 9 to 15 are 8 bytes).
-        usual: Regular expression of the rows without a label, which is matched faster and need not match each of them;
-            empty where there is none.
+        usual: Regular expression for most rows without a label, which is matched faster; empty: no such expression.
         separators: Characters that may stand between payload bytes.
         labels: The labels that the format allows; empty where it allows any text.
         unlabelled_rows: Whether a row may lack the label, and is benign then.
-        several_labels: Whether the label is a list of words, any of which may mark an attack.
+        several_labels: Whether the label is a list of words, where any word may mark an attack.
         id_base: 16 or 10.
-        byte_columns: Number of groups `data_0`, ...; 0 where the payload is the one group `data`.
-        payload_code: How the payload is written: `hex`, `base64`, or `decimal` numbers.
+        byte_columns: Number of groups `data_0`, ...; 0 where the payload is the group `data`.
+        payload_code: Notation of the payload: `hex`, `base64`, or `decimal` numbers.
         cut_to_dlc: Whether other fields that look like bytes may follow the payload.
-        padded: Whether bytes behind the DLC fill the payload up: they are cut off, and the rows counted.
-        fd_groups: Groups that mark, each by itself, a row whose payload may be a CAN FD frame's.
+        padded: Whether padding bytes may follow the bytes of the DLC: they are cut off, and the rows are counted.
+        fd_groups: Groups each of which marks a row whose payload may be a CAN FD frame's.
         ticks_per_second: Unit of the timestamps.
-        unit_known: Whether that is certain, by the format or by the user.
-        time_code: How the timestamps are written: `number`, `comma` (a number with a decimal comma), `date` (ISO 8601,
-            or the day first and points between), or `clock` (the time of day, which begins anew at midnight).
-        relative: Whether a timestamp counts from the line before.
+        unit_known: Whether the format or the user has named the unit.
+        time_code: Notation of the timestamps: `number`, `comma` (a number with a decimal comma), `date` (ISO 8601, or
+            day, month and year with points between), or `clock` (the time of day, which begins anew at midnight).
+        relative: Whether a timestamp counts from the previous line.
         session: Pattern of a line that begins a recording inside the log, with its date and time in the groups `date`
-            (day, month and year between colons) and `clock`; empty where there is none.
-        from_midnight: Whether times count from the midnight before a recording begins, and not from its beginning.
-        error_frame: Pattern of the rows of error frames, which carry nothing.
+            (day, month and year with colons between) and `clock`; empty: no such line.
+        from_midnight: Whether times count from the last midnight before a recording, and not from its beginning.
+        error_frame: Pattern of the rows of error frames, which carry no data.
         xl_frame: Pattern of the rows of CAN XL frames, which have a priority in place of an ID.
         no_row: Pattern of other lines that are neither frames nor malformed.
-        any_character: Character class of any field's content. With it, a malformed row is searched for its wrong field.
-        header: The line above the rows; empty where there is none.
-        assumption: A guess that may be wrong, as a sentence for the user; empty if there was none.
+        any_character: Character class for the content of any field, to find the wrong field of a malformed row.
+        header: The line above the rows; empty without such a line.
+        assumption: A guess that may be wrong, as a sentence for the user; empty without a guess.
     """
 
-    # A pattern in which each character allows only one way on is matched two to three times as fast as others. Hence
-    # the payload groups swallow the separators behind each byte.
+    # A pattern that never has two ways to match a character is matched two to three times as fast as other patterns.
+    # Hence the payload groups include the separators after each byte.
     name: str
     pattern: str
     usual: str = ""
@@ -142,7 +141,7 @@ class Grammar:
         return self.time_code in (DATE_CODE, CLOCK_CODE)
 
     def with_times(self, code: str) -> Grammar:
-        """Returns the same grammar for rows whose times are written in another way (see `time_code`)."""
+        """Returns the grammar for rows with another notation of times (see `time_code`)."""
         token = f"(?P<timestamp>{_TIMES[code]})"
         _, _, behind = self.pattern.partition(TIMESTAMP)
         if behind.removeprefix('[ "]*').startswith(","):
@@ -153,36 +152,36 @@ class Grammar:
         return replace(changed, unit_known=True, ticks_per_second=1) if changed.dated else changed
 
     def with_marked_ids(self) -> Grammar:
-        """Returns the same grammar for rows whose IDs may be marked as hexadecimal: `0x110`, `110h` or `18FEF100x`."""
+        """Returns the grammar for rows whose IDs may be marked as hexadecimal: `0x110`, `110h` or `18FEF100x`."""
         pattern, usual = (one.replace(_ID, _MARKED_ID) for one in (self.pattern, self.usual))
         return replace(self, pattern=pattern, usual=usual)
 
     @property
     def max_ticks(self) -> float:
-        """The largest timestamp that may be one; wide as long as the unit is not known."""
+        """The largest valid timestamp, in ticks; larger while the unit is not known."""
         return MAX_TIME_S * (self.ticks_per_second if self.unit_known else MAX_TICKS_PER_SECOND)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParsedRows:
-    """The rows of one block of a log: M well-formed ones, and the malformed ones."""
+    """The rows of one block of a log: M well-formed rows, and the malformed rows."""
 
     position: Ints  # [M] index of the row's line in the block
     timestamp: Floats  # [M] seconds, where the grammar's unit is known
     can_id: NDArray[np.uint32]  # [M]
     length: NDArray[np.uint8]  # [M] payload bytes
     payload: NDArray[np.uint8]  # [M, P] bytes
-    label: pl.Series | None  # [M] texts, null in rows without one; None where the format has no labels
-    kind: pl.Series | None  # [M] texts; None where the format does not name attacks beside the label
-    channel: pl.Series | None  # [M] texts; None where the grammar does not capture them
-    # `position`, `line` and `reason`; `id` and `label` where they can be told. Without blank lines, comments, headers.
+    label: pl.Series | None  # [M] texts, null in rows without a label; None where the format has no labels
+    kind: pl.Series | None  # [M] texts; None where the format has no second column that names attacks
+    channel: pl.Series | None  # [M] texts; None where the grammar does not capture channels
+    # Columns `position`, `line`, `reason`; `id` and `label`, null where unknown. No blank lines, comments or headers.
     malformed: pl.DataFrame
-    error_frames: int  # rows that are left out too, and are not malformed
+    error_frames: int  # rows of error frames that are left out; not malformed
     xl_frames: int = 0  # CAN XL frames that are left out
-    cut: int = 0  # well-formed rows whose payload was longer than their DLC, and was cut
+    cut: int = 0  # well-formed rows whose payload was longer than the DLC and was cut
 
     def select(self, chosen: NDArray[np.bool_]) -> ParsedRows:
-        """Returns the well-formed rows that are marked in `chosen` [M], and all malformed ones."""
+        """Returns the well-formed rows where `chosen` [M] is True, and all malformed rows."""
         parts: dict[str, Any] = {}
         for name in ("position", "timestamp", "can_id", "length", "payload"):
             parts[name] = getattr(self, name)[chosen]
@@ -193,7 +192,7 @@ class ParsedRows:
 
 
 def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
-    """Parses lines; empty ones are null."""
+    """Parses lines; an empty line is null."""
     rows, num_cut = _columns(lines, grammar), 0
     if grammar.padded and grammar.has("dlc") and (rows["length"] > rows["dlc"]).any():
         rows, num_cut = _cut_to_dlc(_columns(lines, grammar, "digits"), fd=bool(grammar.fd_groups))
@@ -228,7 +227,7 @@ def _columns(lines: pl.Series, grammar: Grammar, *more: str) -> pl.DataFrame:
         .with_row_index("position")
         .with_columns(groups=pl.col("line").str.extract_groups(grammar.pattern))
         .unnest("groups")
-        # A column of their own: polars would strip the separators once for each expression that uses the digits.
+        # A separate column: polars would strip the separators once for each expression that uses the digits.
         .with_columns(moment_parts(pl.col("timestamp")) if grammar.dated else [], digits=_payload_digits(grammar))
         .select(
             "position",
@@ -267,15 +266,18 @@ def _seconds(grammar: Grammar) -> pl.Expr:
 
 
 def moment_parts(text: pl.Expr) -> pl.Expr:
-    """Splits dates and times of day into the column from which `moment_seconds` computes. In an expression of its own:
-    polars would match once for each part.
+    """Splits dates and times of day into a column, the input of `moment_seconds`.
+
+    A separate expression: polars would otherwise match once for each part.
     """
     return text.str.extract_groups(_MOMENT).alias(_PARTS)
 
 
 def moment_seconds() -> pl.Expr:
-    """Computes the seconds since 1970 of dates like `2026-01-31T12:00:00.5+01:00` and `31.01.2026 12:00:00,5`, which
-    are UTC without an offset; and the seconds since midnight of `12:00:00.5` and `12:00:00:5`.
+    """Computes seconds from the column of `moment_parts`.
+
+    Dates like `2026-01-31T12:00:00.5+01:00` and `31.01.2026 12:00:00,5` give seconds since 1970, in UTC without an
+    offset; times like `12:00:00.5` and `12:00:00:5` give seconds since midnight.
     """
     parts = pl.col(_PARTS).struct
 
@@ -292,7 +294,7 @@ def moment_seconds() -> pl.Expr:
     has_day = parts.field("year").is_not_null() | parts.field("then_year").is_not_null()
     midnight_s = pl.when(has_day).then(whole_days * SECONDS_A_DAY).otherwise(0)
     whole_s = midnight_s + hour * 3600 + minute * 60 + second - ahead_s
-    # As text, so that the sum is rounded once, as it is in logs that hold seconds.
+    # Joined as text, so that the number is rounded once, as in logs that hold seconds.
     seconds = pl.concat_str(whole_s.cast(pl.String), pl.lit("."), parts.field("fraction").fill_null("0"))
     # A recording that counts from its beginning may be longer than a day.
     is_time = ((hour < 24) | ~has_day) & (minute < 60) & (second <= 60) & (whole_s >= 0)
@@ -302,7 +304,7 @@ def moment_seconds() -> pl.Expr:
 def _payload_digits(grammar: Grammar) -> pl.Expr:
     if grammar.byte_columns:
         cells = [pl.col(f"data_{i}") for i in range(grammar.byte_columns)]
-        # Dots stand for an empty cell: those behind the payload are dropped, one inside it makes the number unreadable.
+        # Dots stand for an empty cell: dots after the payload are dropped, dots inside it make the number unreadable.
         return pl.concat_str(
             pl.when(cell == "")
             .then(pl.lit(".."))
@@ -318,13 +320,13 @@ def _payload_digits(grammar: Grammar) -> pl.Expr:
         digits = digits.str.replace_all(separator, "", literal=True)
     if grammar.cut_to_dlc:
         digits = digits.str.head(2 * _dlc(grammar)[0].fill_null(0))
-    # A remote frame asks for data: its DLC is the length of the answer, and it has no payload of its own.
+    # A remote frame asks for data: its DLC is the length of the answer, and it has no payload.
     return pl.when(pl.col("remote").is_null()).then(digits).otherwise(pl.lit("")) if grammar.has("remote") else digits
 
 
 def _decimal_byte(text: pl.Expr) -> pl.Expr:
     byte = text.cast(pl.UInt8, strict=False).cast(pl.Int32)
-    # A number beyond a byte has no place in the table, and makes the payload unreadable.
+    # A number over 255 is not in the table, and makes the payload unreadable.
     return byte.replace_strict({value: f"{value:02x}" for value in range(256)}, default="xx")
 
 
@@ -333,14 +335,14 @@ def _payload_columns(digits: pl.Expr, *, fd: bool) -> list[pl.Expr]:
     long = [pl.when(digits.str.len_bytes() > 2 * MAX_PAYLOAD_BYTES).then(digits).alias("long")]
     return [
         (digits.str.len_bytes() // 2).alias("length"),  # in bytes
-        # A big-endian number with zeros behind the payload.
+        # A big-endian number with zeros after the payload.
         padded.str.to_integer(base=16, dtype=pl.UInt64, strict=False).alias("payload"),
         *(long if fd else []),
     ]
 
 
 def _dlc(grammar: Grammar) -> list[pl.Expr]:
-    """The payload's length in bytes as the row tells it."""
+    """Returns the column of payload lengths in bytes that the rows tell."""
     parts = [pl.col("dlc").cast(pl.UInt32, strict=False)] if grammar.has("dlc") else []
     if grammar.has("code"):
         code = pl.col("code").str.to_integer(base=grammar.id_base, dtype=pl.UInt32, strict=False)
@@ -349,7 +351,7 @@ def _dlc(grammar: Grammar) -> list[pl.Expr]:
 
 
 def _cut_to_dlc(rows: pl.DataFrame, *, fd: bool) -> tuple[pl.DataFrame, int]:
-    """Cuts payloads that are filled up behind their DLC; returns how many rows these are, too."""
+    """Cuts padding bytes after the bytes of the DLC; also returns the number of rows with padding."""
     dlc, digits = pl.col("dlc"), pl.col("digits")
     # CAN FD's code for its lengths, or the length itself.
     coded = dlc.replace_strict(dict(enumerate(FD_LENGTHS)), default=None)
@@ -361,7 +363,7 @@ def _cut_to_dlc(rows: pl.DataFrame, *, fd: bool) -> tuple[pl.DataFrame, int]:
 
 
 def _words(label: pl.Expr) -> pl.Expr:
-    """The words behind a row; null where there is none."""
+    """Returns the words after a row; null without words."""
     words = label.str.strip_chars()
     return pl.when(words != "").then(words)
 
@@ -379,10 +381,10 @@ def _payload_bytes(rows: pl.DataFrame) -> NDArray[np.uint8]:
 
 
 def _rules(grammar: Grammar, *, has_long: bool) -> list[tuple[pl.Expr, str]]:
-    """The rules for a row's columns, each with the reason given where it is the first to be broken.
+    """Returns the rules for a row's columns, in order; a malformed row gets the reason of the first broken rule.
 
     Args:
-        grammar: How the rows are written.
+        grammar: Grammar of the rows.
         has_long: Whether any payload is longer than a classical frame's.
     """
     timestamp, length = pl.col("timestamp"), pl.col("length")
@@ -432,8 +434,9 @@ def _payload_rules(fd_groups: Sequence[str]) -> list[tuple[pl.Expr, str]]:
 
 
 def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Grammar) -> tuple[pl.DataFrame, int]:
-    """Returns position, line and reason of rows that broke a rule, without repeated headers; and the number of error
-    frames among them.
+    """Returns position, line and reason of malformed rows, without repeated headers; and the number of error frames.
+
+    A row that breaks a rule is malformed unless it is an error frame or a repeated header.
     """
     line = pl.col("line")
     rows = rows.filter(_is_row(line), line.str.strip_chars() != grammar.header)
@@ -462,10 +465,8 @@ def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Gr
 
 
 def _fields(lines: pl.Series, grammar: Grammar) -> pl.DataFrame:
-    """Tells of rows that do not match which field is wrong, their `id` and their `label`, null where they cannot be
-    told.
-    """
-    # The same pattern with any content of timestamp, ID and payload: where it matches, one of the three is wrong.
+    """Finds the wrong field, the `id` and the `label` of rows that do not match; null where they are not known."""
+    # The pattern with any content of timestamp, ID and payload: where it matches, one of the three fields is wrong.
     pattern, time = grammar.pattern, _TIMES[grammar.time_code]
     if grammar.time_code != NUMBER_CODE:
         for token in (time, time.replace(_FRACTION, "[.:]")):
@@ -475,7 +476,7 @@ def _fields(lines: pl.Series, grammar: Grammar) -> pl.DataFrame:
     for token in (BYTE, HEX, NUMBER, DIGITS):
         pattern = pattern.replace(token, f"{grammar.any_character}+")
     fields = lines.str.extract_groups(pattern).struct.unnest()
-    # A row that was cut off has its ID where another field begins behind it.
+    # A row that was cut off has a complete ID only if another field begins after it.
     begin = grammar.pattern.index("(?P<id>")
     prefix = grammar.pattern[: grammar.pattern.index(")", begin) + 1]
     ids = lines.str.extract_groups(f"{prefix}[^0-9A-Za-z]").struct.field("id")

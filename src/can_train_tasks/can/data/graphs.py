@@ -1,7 +1,7 @@
 """CAN frames, the window graphs that they become, and these graphs on disk: all as flat arrays.
 
 Prepared graphs are a folder with one file for every array of `FlatGraphs`. The caller chooses the folder's name, and
-makes damaged folders anew.
+prepares damaged folders again.
 
 Shapes: M frames, G graphs (windows) of W frames, N nodes, E directed edges, A absences (a regular ID that a window
 lacks, see `IdHistory.absences`), R groups.
@@ -53,8 +53,8 @@ EDGE_FEATURES: Final = (
     "first_position", "last_position", "spread", "reverse_exists", "degree_product", "degree_ratio",
 )  # fmt: skip
 
-# Belongs in the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are
-# then not found.
+# Part of the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are then
+# not found.
 SCHEMA: Final = 5
 
 # Type and shape of one row of every array on disk.
@@ -84,10 +84,10 @@ _RECODED_NODES: Final = 2**20  # nodes that get their final code at a time
 # Frames. A sort key holds source, destination and position inside the window: three times 21 bits fit an integer.
 MAX_WINDOW: Final = 2**20
 
-# Frames, counted once for every window they are in, that are worked on at a time: overlapping windows cannot multiply
-# the memory, and the temporary arrays stay near the processor's cache (2**13 is a quarter slower, 2**16 5 % slower).
+# Frames that are processed at a time, where a frame counts once for each of its windows: overlapping windows cannot
+# multiply the memory, and the temporary arrays stay near the CPU's cache (2**13 is a quarter slower, 2**16 5 % slower).
 _CHUNK_FRAMES: Final = 2**15
-# Frames that are compared with those before them at a time; where IDs are very many, some are forgotten in between.
+# Frames that are compared with earlier frames at a time; between two such blocks, surplus IDs are forgotten.
 _COMPARED_FRAMES: Final = 2**16
 _MILLISECONDS: Final = 1000.0  # in a second
 
@@ -122,7 +122,7 @@ class Frames:
 
 
 def id_text(can_id: int) -> str:
-    """Writes a CAN ID as logs do."""
+    """Writes a CAN ID in the notation of logs."""
     return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
 
 
@@ -145,16 +145,16 @@ def counted(count: int, noun: str, verb: str = "") -> str:
 class SourceFile:
     """One log that contributed windows."""
 
-    path: str  # as it was found
+    path: str  # path at which the log was found
     # "train" (its time is cut into training and validation), "test" (all of it is for testing) or "log" (its time is
     # cut into training, validation and test).
     role: str
-    group: str  # the test folder it belongs to; for a "log", its own name
-    frames: int  # read, without malformed rows
-    labelled: bool  # whether the log says which frames are attacks
-    sha256: str  # of its content
-    frames_digest: str = ""  # of its frames, however they are written (`LogDigest`); empty where only parts were read
-    # How its text writes IDs and payload bytes: "hex" or "dec"; empty where it is binary, or writes bytes otherwise.
+    group: str  # the log's test folder; for a "log", its name
+    frames: int  # frames that were read, without malformed rows
+    labelled: bool  # whether the log has labels of attacks
+    sha256: str  # hash of its content
+    frames_digest: str = ""  # hash of its frames in any notation (`LogDigest`); empty where only parts were read
+    # Bases of IDs and payload bytes in its text: "hex" or "dec"; empty for a binary log or another notation of bytes.
     id_base: str = ""
     byte_base: str = ""
 
@@ -167,20 +167,20 @@ class FlatGraphs:
     edge_ptr: Ints  # [G + 1] the edges of graph g are edge_ptr[g]:edge_ptr[g + 1]
     node_code: NDArray[np.int32]  # [N] index into `ids`
     node_features: NDArray[np.float32]  # [N, 10] columns `NODE_FEATURES`, unscaled
-    behaviour: NDArray[np.float32]  # [N, 7] columns `BEHAVIOUR`; NaN where no frame of the ID has one before it
-    past: NDArray[np.float32]  # [N, 7] means of the same over the log's earlier windows
-    past_windows: NDArray[np.int32]  # [N] how many earlier windows these are
+    behaviour: NDArray[np.float32]  # [N, 7] columns `BEHAVIOUR`; NaN where no frame of the ID has an earlier frame
+    past: NDArray[np.float32]  # [N, 7] means of `behaviour` over the ID's earlier windows in the log
+    past_windows: NDArray[np.int32]  # [N] number of the ID's earlier windows in the log
     absent_ptr: Ints  # [G + 1] the absences of graph g are absent_ptr[g]:absent_ptr[g + 1]
     absent_code: NDArray[np.int32]  # [A] index into `ids`
     absent_silence: NDArray[np.float32]  # [A] binary logarithm of seconds since the ID's last frame
-    edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside their own graph
+    edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside the graph
     edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
     label: NDArray[np.uint8]  # [G] index into `kinds`: the window's most frequent attack kind, 0 where it has no attack
     source: NDArray[np.int32]  # [G] index into `sources`
     first_frame: Ints  # [G] position of the window's first frame in its file
-    start_time: Floats  # [G] seconds, of the window's first frame
-    end_time: Floats  # [G] seconds, of its last frame
-    digest: NDArray[np.uint64]  # [G] of the window's IDs, payloads and relative times (`window_digests`)
+    start_time: Floats  # [G] time of the window's first frame in seconds
+    end_time: Floats  # [G] time of the window's last frame in seconds
+    digest: NDArray[np.uint64]  # [G] hash of the window's IDs, payloads and relative times (`window_digests`)
     ids: Ints  # [K] the distinct CAN IDs, ascending
     kinds: tuple[str, ...]  # names of the label codes; kinds[0] is "benign"
     sources: tuple[SourceFile, ...]  # the files, in reading order
@@ -192,35 +192,35 @@ class FlatGraphs:
 
     @property
     def num_nodes(self) -> Ints:
-        """[G] nodes of each graph."""
+        """Number of nodes of each graph, [G]."""
         return np.diff(self.node_ptr)
 
     @property
     def num_ids(self) -> Ints:
-        """[G] IDs that a score of each graph may be due to: its nodes and its absences."""
+        """Number of IDs that may contribute to a graph's score, [G]: its nodes and its absences."""
         return self.num_nodes + np.diff(self.absent_ptr)
 
     @property
     def num_edges(self) -> Ints:
-        """[G] directed edges of each graph, self-loops included."""
+        """Number of directed edges of each graph, self-loops included, [G]."""
         return np.diff(self.edge_ptr)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Split:
-    """Ints of `FlatGraphs`, ascending in every part."""
+    """The parts of a data set, as positions of graphs in `FlatGraphs`, ascending."""
 
     train: Ints
     validation: Ints  # for thresholds and early stopping
-    test: dict[str, Ints]  # of every test group; each group is tested by itself
+    test: dict[str, Ints]  # positions by test group; each group is tested separately
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GraphBlock:
-    """Graphs of consecutive windows of one log, as in `FlatGraphs` but for this:
+    """Graphs of consecutive windows of one log, as in `FlatGraphs`, with three differences.
 
-    `can_id` [N] and `absent_id` [A] are ascending inside each graph, and edges are in ascending order of (source,
-    destination). `label` is the reader's code of the window's most frequent attack kind, the lowest of several.
+    `can_id` [N] and `absent_id` [A] are IDs, ascending inside each graph. Edges are in ascending order of (source,
+    destination). `label` is the reader's code of the window's most frequent attack kind; the lowest if several are.
     """
 
     num_nodes: Ints
@@ -262,7 +262,7 @@ class GraphBuilder:
         self.frames_seen = 0
 
     def feed(self, frames: Frames) -> Iterator[GraphBlock]:
-        """Takes the log's next frames and yields the windows they complete, in order, in blocks of bounded size."""
+        """Takes the log's next frames; yields the windows that they complete, in order, in blocks of bounded size."""
         changes = [Changes(np.empty(0, np.float32), np.empty(0, np.int8))]
         for begin in range(0, len(frames), _COMPARED_FRAMES):
             part = frames[begin : begin + _COMPARED_FRAMES]
@@ -276,7 +276,7 @@ class GraphBuilder:
         self._next_start = start + num_windows * self._stride
         self._pending_from = min(self._next_start, self.frames_seen)
         self._pending = known.part(self._pending_from - joined_from, self.frames_seen - joined_from)
-        # A generator of its own, so that the frames are counted by this call and not by the first block taken.
+        # A separate generator, so that this call counts the frames, and not the first block that is taken.
         return self._build(known, joined_from, start, num_windows)
 
     def _build(self, known: _Joined, joined_from: int, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
@@ -297,13 +297,13 @@ class _ComparedFrames(Frames):
 
 
 class _Joined(NamedTuple):
-    """Frames that wait for their windows to fill, and those that arrived after them."""
+    """Waiting frames, whose windows are not full yet, and the frames that arrived after them."""
 
     waiting: _ComparedFrames
     arrived: _ComparedFrames
 
     def part(self, begin: int, end: int) -> _ComparedFrames:
-        """Returns frames from `begin` to before `end`; copies them only where some of them waited."""
+        """Returns frames from `begin` to before `end`; copies frames only if the part includes waiting frames."""
         count = len(self.waiting)
         if begin >= count:
             return self.arrived[begin - count : end - count]
@@ -317,16 +317,16 @@ class _Groups:
     key: Ints  # [R]
     row: Ints  # [R] the row of each group
     count: Ints  # [R] members of each group
-    first: Ints  # [R] where its members begin in `member`
-    last: Ints  # [R] where its last member is
+    first: Ints  # [R] position of the group's first member in `member`
+    last: Ints  # [R] position of the group's last member in `member`
     member: Ints  # [G · L] flat index (row · L + column) of every entry, ordered by group, then column
-    column: Ints  # [G · L] column of every entry in this order
+    column: Ints  # [G · L] column of every entry, in the order of `member`
 
 
 def _group_rows(keys: NDArray[Any], largest: int) -> _Groups:
     """Groups the entries of each row of `keys` [G, L], which are at most `largest`."""
-    # One sort of (key, column): rows are short, so it is fast, and no table grows with the number of different IDs,
-    # which fuzzing drives up.
+    # One sort of (key, column): rows are short, so the sort is fast. A table by ID would grow with the number of IDs,
+    # which is large in fuzzing.
     num_rows, length = keys.shape
     key, column = sorted_columns(keys, largest)
     begins = np.ones((num_rows, length), dtype=np.bool_)
@@ -362,7 +362,7 @@ def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBl
     num_nodes = np.bincount(nodes.row, minlength=num_graphs)
     node_start = np.cumsum(num_nodes) - num_nodes
 
-    position = np.arange(len(nodes.key)) - node_start[nodes.row]  # [N] inside the own graph
+    position = np.arange(len(nodes.key)) - node_start[nodes.row]  # [N] position inside the graph
     node_of_frame = np.empty((num_graphs, window), dtype=np.int64)
     node_of_frame.ravel()[nodes.member] = np.repeat(position, nodes.count)
     columns = _byte_means(windows(payload_words(frames.payload)).ravel()[nodes.member], nodes)
@@ -400,12 +400,13 @@ def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBl
 
 
 def _byte_means(words: Ints, nodes: _Groups) -> dict[str, NDArray[Any]]:
-    """Returns the means of the nodes' payload bytes from the words that hold them, one node's after another's. Bytes
-    beyond a frame's length count as 0.
+    """Returns the means of the nodes' payload bytes; bytes beyond a frame's length count as 0.
+
+    `words` has the payloads of the nodes' frames, node after node.
     """
     means: dict[str, NDArray[Any]] = {}
     divisor = 255.0 * nodes.count
-    # Several bytes are added at a time, each in as many bits as its sum needs.
+    # Several bytes are added at a time; each byte gets as many bits as its sum needs.
     width = 16 if nodes.count.max() * 255 < 2**16 else 32
     lowest = (1 << width) - 1
     mask = 0x00FF_00FF_00FF_00FF if width == 16 else 0x0000_00FF_0000_00FF
@@ -417,11 +418,11 @@ def _byte_means(words: Ints, nodes: _Groups) -> dict[str, NDArray[Any]]:
 
 
 def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Floats) -> NDArray[np.float32]:
-    """Computes `EDGE_FEATURES` [E, 11] from `times` [G, W]. Means and standard deviations (of the population) are those
-    of the time from source to destination frame.
+    """Computes `EDGE_FEATURES` [E, 11] from `times` [G, W].
 
-    Positions of the edge's source frames, 0 to 1. Regularity is 1 / (1 + std / mean), and 1 where all
-    intervals are 0: those do not vary either. Degrees count distinct edges in and out, so a self-loop counts twice.
+    Intervals are times in ms from source to destination frame, and their standard deviation is the population's.
+    Positions, from 0 to 1, belong to the edge's source frames. Regularity is 1 / (1 + std / mean), and 1 where all
+    intervals are 0: they do not vary either. Degrees count distinct edges in and out, so a self-loop counts twice.
     """
     window = times.shape[1]
     # Public captures run backwards by up to 7.9 ms; a negative interval would make a mean of 0 or less.
@@ -452,8 +453,8 @@ def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Fl
 
 
 def _have_reverse(edges: _Groups, edge_index: Ints) -> Bools:
-    """Returns which edges [E] have one in the opposite direction; a self-loop has itself."""
-    # The two are neighbours when nodes are sorted without their direction; a search takes several times as long.
+    """Returns whether each edge [E] has an edge in the opposite direction; a self-loop is its own opposite."""
+    # Opposite edges are neighbours when edges are sorted without direction; a search takes several times as long.
     low, high = edge_index.min(axis=0), edge_index.max(axis=0)
     size = int(high.max()) + 1
     pairs = (edges.row * size + low) * size + high
@@ -465,7 +466,7 @@ def _have_reverse(edges: _Groups, edge_index: Ints) -> Bools:
 
 
 def _window_labels(label: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Returns the most frequent attack code of each window of `label` [G, W], 0 where there is none: [G]."""
+    """Returns the most frequent attack code [G] of each window of `label` [G, W]; 0 for a window without attack."""
     most_frequent = np.zeros(len(label), np.uint8)
     attacked = np.flatnonzero(label.any(axis=1))
     if len(attacked):
@@ -478,7 +479,7 @@ def _window_labels(label: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def too_many_kinds(what: str, value: str) -> DataError:
-    """Makes the error for labels that codes do not suffice for."""
+    """Makes the error for more kinds of labels than codes."""
     return DataError(f"{what} has at most {MAX_KINDS - 1} kinds of attack", value=value,
                      remedy="Name the column that holds the label: `--set dataset.columns.label=NAME`")  # fmt: skip
 
@@ -502,7 +503,7 @@ class GraphWriter:
         arrays.append({"node_ptr": np.zeros(1), "edge_ptr": np.zeros(1), "absent_ptr": np.zeros(1)})
 
     def append(self, block: GraphBlock, kinds: Sequence[str]) -> None:
-        """Adds graphs of the current log, whose labels are codes of `kinds`.
+        """Adds graphs of the current log; their labels are positions in `kinds`.
 
         Raises:
             DataError: The logs have more kinds than there are codes.
@@ -532,14 +533,14 @@ class GraphWriter:
         self._ids = np.union1d(self._ids, block.can_id)
 
     def end_log(self, source: SourceFile, notices: Iterable[str]) -> None:
-        """Records the log that the last graphs came from."""
+        """Records the log behind the latest graphs."""
         self._sources.append(source)
         self._notices += notices
 
     def finish(self) -> FlatGraphs:
         """Completes the folder, moves it to its place (see `ArrayWriter.finish`) and maps it."""
         self._arrays.append({"ids": self._ids})
-        # The codes of CAN IDs, their positions among all of them, are known only now.
+        # The codes of CAN IDs are their positions among all IDs, which are complete only now.
         for ids, codes in (("can_id", "node_code"), ("absent_id", "absent_code")):
             for can_id in self._arrays.take_back(ids, _RECODED_NODES):
                 self._arrays.append({codes: np.searchsorted(self._ids, can_id)})
@@ -556,11 +557,11 @@ def writing_graphs(folder: Path, window: int) -> Iterator[GraphWriter]:
 
 
 def read_graphs(folder: Path, *, verify: bool = True) -> FlatGraphs:
-    """Maps graphs into memory, copy on write: the files cannot be changed through them.
+    """Maps graphs into memory, copy on write: a change of an array does not change its file.
 
     Args:
         folder: The graphs' folder.
-        verify: Whether every byte is read, in order to find altered ones; the sizes of files are always compared.
+        verify: Whether every byte is read, to find altered bytes; the sizes of files are always compared.
 
     Raises:
         FolderDamageError: A file is missing, truncated or altered.
@@ -571,7 +572,7 @@ def read_graphs(folder: Path, *, verify: bool = True) -> FlatGraphs:
 
 
 def read_sources(folder: Path) -> list[SourceFile]:
-    """Reads which logs a folder's graphs were made of.
+    """Reads the logs that a folder's graphs were made of.
 
     Raises:
         FolderDamageError: The record is missing or altered, or the folder holds no graphs.

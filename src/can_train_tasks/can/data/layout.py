@@ -1,5 +1,6 @@
-"""Where the logs of a data set lie, and which of them are copies. Light: a submission looks for duplicate runs by
-it.
+"""Finds the logs of a data set, and the copies among the logs.
+
+This module imports quickly: a submission uses it to look for duplicate runs.
 """
 
 import hashlib
@@ -22,11 +23,11 @@ NAMED_SETS: Final = ("hcrl_ch", "hcrl_sa", "set_01", "set_02", "set_03", "set_04
 # Roles of a log.
 TRAIN: Final = "train"
 TEST: Final = "test"
-LOG: Final = "log"  # one that must serve for training and for testing
+LOG: Final = "log"  # a log for training and for testing
 
-UNNAMED_ATTACK: Final = "attack"  # the kind where a log's name gives none
+UNNAMED_ATTACK: Final = "attack"  # the kind of attacks where the log's name gives no kind
 
-# Below the data root: nothing, or the clone of either release's repository.
+# Folders under the data root: none, or the clone of either release's repository.
 _COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
 _LOG_NAME: Final = re.compile(
     r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc|pcap|pcapng)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4|db)", re.IGNORECASE
@@ -44,47 +45,49 @@ class LogFile:
 
     path: Path
     role: str  # `TRAIN`, `TEST` or `LOG`
-    group: str  # the folder of a `TEST` log, tested by itself; the name of a `LOG`
-    kind: str  # of the attacks that the log itself does not name
+    group: str  # the folder of a `TEST` log, which is a test folder of its own; the name of a `LOG`
+    kind: str  # kind of the attacks whose labels name no kind
 
 
 def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
-    """Finds the logs of a data set, those for training first, in an order that does not depend on the machine.
+    """Finds the logs of a data set, training logs first, in an order that does not depend on the machine.
 
     Raises:
-        MissingDataError: There is no such file or folder, it holds no logs, or a published data set has another layout.
+        MissingDataError: The file or folder does not exist, it holds no logs, or a published data set has another
+            layout.
         ConfigError: No data set has this name.
     """
     return _find(dataset, data_root, (TRAIN, TEST))
 
 
 def find_evaluation_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
-    """Finds the logs of a data set that no training saw: the logs of a published layout's test folders; otherwise all
-    logs, each a group of its own. Raises as `find_logs` does.
+    """Finds the logs of a data set that no training saw. Raises as `find_logs` does.
+
+    In a published layout these are the logs of the test folders; otherwise all logs, each as a separate group.
     """
     return [replace(log, role=TEST) for log in _find(dataset, data_root, (TEST,))]
 
 
 def data_files(dataset: CanDatasetSettings, data_root: Path) -> list[Path]:
-    """Lists the files of a data set; none where they are simulated. Raises as `find_logs` does."""
+    """Lists the files of a data set; the list is empty for simulated logs. Raises as `find_logs` does."""
     return [] if dataset.is_synthetic else [log.path for log in find_logs(dataset, data_root)]
 
 
 def data_digest(dataset: CanDatasetSettings, data_root: Path, reporter: Reporter) -> str:
-    """Computes the digest of the content of a data set's logs. Raises as `find_logs` does."""
+    """Computes the digest of the contents of a data set's logs. Raises as `find_logs` does."""
     logs, _ = drop_duplicates(hash_logs(find_logs(dataset, data_root), reporter))
     return digest_of_logs((one.log.role, one.log.group, one.sha256) for one in logs)
 
 
 def digest_of_logs(logs: Iterable[tuple[str, str, str]]) -> str:
-    """Computes the digest of logs from the role, the group and the hash of each, wherever they are."""
-    # The group of a log without a layout is its name, which says nothing of its content.
+    """Computes the digest of logs from the role, the group and the hash of each log; paths do not enter."""
+    # The group of a log without a layout is its name, which is not part of its content.
     content = [(role, "" if role == LOG else group, sha256) for role, group, sha256 in logs]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -> list[LogFile]:
-    """Finds the logs of a layout's folders of the wanted roles, or all logs where there is no layout."""
+    """Finds the logs in a layout's folders with the wanted roles, or all logs without a layout."""
     place = _place(dataset, data_root)
     folders = {role: sorted(folder for folder in place.glob(f"{role}_*") if folder.is_dir()) for role in (TRAIN, TEST)}
     if dataset.path and not any(folders.values()):
@@ -112,7 +115,7 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
     if dataset.name not in NAMED_SETS:
         raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
     data_root = expanded(data_root)
-    # The published folders have a hyphen; people make an underscore by hand from the name.
+    # The published folders have a hyphen; people who make a folder by hand copy the underscore of the name.
     spellings = dict.fromkeys((dataset.name.replace("_", "-"), dataset.name))
     for collection in _COLLECTIONS:
         for spelling in spellings:
@@ -133,7 +136,7 @@ def attack_kind(file_name: str) -> str:
     named = _LOG_NAME.fullmatch(file_name)
     stem = named["stem"] if named else file_name
     numbered = _NUMBERED_KIND.fullmatch(stem)
-    # A name that is nothing but letters may be any word: only a number or a suffix makes it a kind.
+    # A name of letters only may be any word: only a number or a suffix makes it a kind.
     match = _HCRL_KIND.fullmatch(stem) or (numbered if numbered and numbered["kind"] != stem else None)
     return UNNAMED_ATTACK if match is None or match["kind"].lower() == "attack-free" else match["kind"]
 
@@ -161,13 +164,17 @@ def _is_log_database(path: Path) -> bool:
         with path.open("rb") as file:
             return b"arbitration_id" in file.read(2**16)  # the beginning has the names of the columns
     except OSError:
-        return True  # whoever reads it raises the error
+        return True  # the reader of the database raises the error
 
 
 @dataclass(frozen=True, kw_only=True)
 class HashedLog:
-    """A log, the hash of its content and of the labels beside it, and size in bytes and modification time when it was
-    hashed.
+    """A log with a hash.
+
+    Attributes:
+        sha256: Hash of the log's content and of its labels in a JSON file.
+        size: Size in bytes when the log was hashed.
+        modified_ns: Modification time when the log was hashed.
     """
 
     log: LogFile
@@ -176,7 +183,7 @@ class HashedLog:
     modified_ns: int
 
     def is_unchanged(self) -> bool:
-        """Returns whether the file has the same size and time as when it was hashed."""
+        """Returns whether size and modification time of the file are unchanged since it was hashed."""
         try:
             status = self.log.path.stat()
         except OSError:
@@ -188,7 +195,7 @@ def hash_logs(logs: Sequence[LogFile], reporter: Reporter) -> list[HashedLog]:
     """Hashes logs.
 
     Raises:
-        DataError: One cannot be read.
+        DataError: A log cannot be read.
     """
     hashed = []
     with reporter.stage("Checking logs", total=len(logs), unit="logs") as stage:
@@ -213,10 +220,10 @@ def drop_duplicates(logs: Sequence[HashedLog]) -> tuple[list[HashedLog], list[st
     """Leaves out copies: test logs that are trained on, and repeated logs of the training part or of one test group.
 
     Returns:
-        The remaining logs, in their order, and notices that name the others.
+        The remaining logs, in order, and notices that name the copies.
     """
-    # 62 of the 236 files of can-train-and-test are duplicates, and 26 are in training and test folders alike. The same
-    # log in two test groups stays in both: each group is tested by itself.
+    # 62 of the 236 files of can-train-and-test are duplicates, and 26 are in training and test folders. A log in two
+    # test groups stays in both: each group is tested separately.
     trained = {hashed.sha256 for hashed in logs if hashed.log.role != TEST}
     seen: set[tuple[str, str]] = set()
     remaining: list[HashedLog] = []

@@ -31,10 +31,10 @@ _REST: Final = r"[^\r\n]*"
 
 
 def _car_hacking(*, unlabelled_rows: bool) -> Grammar:
-    # `1478198376.389427,0316,8,05,21,68,09,21,21,00,6f,R`: no header, and as many columns as the DLC says. Copies that
-    # went through a spreadsheet are padded with empty cells before the label.
-    # The label is R (regular) or T (injected). Any letter that is no hexadecimal digit is taken for one, so that a
-    # wrong label is named as such and a row without one is told from a row that was cut off.
+    # `1478198376.389427,0316,8,05,21,68,09,21,21,00,6f,R`: no header, and as many byte columns as the DLC says. Copies
+    # from a spreadsheet are padded with empty cells before the label.
+    # The label is R (regular) or T (injected). The pattern takes any letter that is no hexadecimal digit for a label,
+    # so that a wrong label is reported, and a row without a label differs from a row that was cut off.
     payload = f"(?:,(?P<data>,*(?:{BYTE},*)*)(?P<label>[G-Zg-z])?)?"
     return Grammar(
         name="car_hacking",
@@ -47,8 +47,8 @@ def _car_hacking(*, unlabelled_rows: bool) -> Grammar:
 
 
 def _resaved_car_hacking(*, unlabelled_rows: bool) -> Grammar:
-    # As pandas writes such a log again: behind the number of the row, and filled up with empty cells, behind
-    # the label where the row is short.
+    # The notation of pandas for such a log: the row's number comes first, and rows are padded with empty cells, which
+    # follow the label in a short row.
     empty = "(?:(?i:nan)?,)*"
     payload = f"(?:,{empty}(?P<data>(?:{BYTE},*)*){empty}(?P<label>[G-Zg-z])?(?:,(?i:nan)?)*)?"
     return replace(
@@ -62,17 +62,17 @@ RESAVED_CAR_HACKING: Final = (
     _resaved_car_hacking(unlabelled_rows=True),
 )
 
-# HCRL's field of three digits behind the ID; the first digit 1 marks a remote transmission request.
+# HCRL's field of three digits after the ID; a first digit of 1 marks a remote transmission request.
 _FLAGS: Final = "(?:(?P<remote>1)|[02-9])[0-9]{2}"
 
-# Bytes between blanks, and the label that some rows have behind them: a word, or a digit that is no half of a byte.
+# Bytes between blanks, and the label after the bytes in some rows: a word, or a digit that is no half of a byte.
 _WORDED_BYTES: Final = f"(?P<data>(?:{GAP}(?:{BYTE})+)*)"
 _LABEL: Final = "(?:[01G-Zg-z]|[0-9A-Za-z_][0-9A-Za-z_.-]+)"
 _LABELLED_BYTES: Final = f"{_WORDED_BYTES}(?:{GAP}(?P<label>{_LABEL}))?{BLANKS}"
 
-# `(ts) can0 12A#00F0` as `candump -l` writes it, newer ones with R or T for the direction, and
-# `(ts)  can0  12A   [2]  00 F0` as it prints: with `-x` the direction is before the ID, with `-a` characters are behind
-# the payload. `##` is CAN FD. `_E` and `{E}` are the DLC of a frame of 8 bytes.
+# `candump -l` writes `(ts) can0 12A#00F0`, newer versions with R or T for the direction. candump prints
+# `(ts)  can0  12A   [2]  00 F0`: with `-x` the direction is before the ID, with `-a` characters are after the payload.
+# `##` is CAN FD. `_E` and `{E}` are the DLC of a frame of 8 bytes.
 _CANDUMP_START: Final = (
     rf"^{BLANKS}\({TIMESTAMP}\){GAP}(?P<channel>[!-~]+){GAP}(?:(?:RX|TX){GAP}[B-]{GAP}[E-]{GAP})?(?P<id>{HEX})"
 )
@@ -83,18 +83,18 @@ _CANDUMP_PRINTED: Final = (
     rf"{GAP}(?:\[(?P<dlc>{DIGITS})\]|\{{(?P<code>[0-9A-F])\}})"
     rf"(?:{GAP}(?P<remote>remote request)|{_WORDED_BYTES}(?:{GAP}'[^\r\n]*')?)"
 )
-# Behind all rows it is the direction; behind some rows alone, R and T are labels.
+# R and T after all rows are the direction; after some rows only, they are labels.
 _CANDUMP_DIRECTION: Final = f"{GAP}(?P<direction>[RT]x?)"
-# The blanks are part of the payload, so that each character allows only one way on.
+# The blanks are part of the payload, so that the pattern never has two ways to match a character.
 _CANDUMP_USUALLY_PRINTED: Final = (
     rf"{GAP}\[(?P<dlc>{DIGITS})\](?:(?P<data>(?:[ \t]|{BYTE})+)(?:(?P<remote>remote request){BLANKS}|'[^\r\n]*)?)?"
 )
-# Bit 29 of SocketCAN's identifiers. `-e` explains the frame on lines below.
+# Bit 29 of SocketCAN's identifiers marks an error frame. With `-e`, the next lines explain the frame.
 _CANDUMP_ERROR: Final = (
     rf"^{BLANKS}\([^)]*\){GAP}[!-~]+{GAP}(?:(?:RX|TX){GAP}[B-]{GAP}[E-]{GAP})?[23][0-9A-Fa-f]{{7}}(?:#|{GAP}\[)"
 )
 _CANDUMP_REMARK: Final = r"^\t+[a-z][a-z-]*(?:[{,]|$)|^DROPCOUNT:"
-# A priority of three digits, behind the two of a virtual network: flags, type and acceptance field follow.
+# A priority of three digits, after the two digits of a virtual network: flags, type and acceptance field follow.
 _CANDUMP_XL: Final = (
     rf"^{BLANKS}\([^)]*\){GAP}[!-~]+{GAP}(?:(?:RX|TX){GAP}[B-]{GAP}[E-]{GAP})?"
     r"(?:[0-9A-Fa-f]{5}#[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}:|[0-9A-Fa-f]{3}[ \t]+\[[0-9]{4}\] \()"
@@ -102,7 +102,7 @@ _CANDUMP_XL: Final = (
 
 
 def _candump(frame: str, usual: str, *, unlabelled_rows: bool, direction: str = "") -> Grammar:
-    # One word for each detector or attack that was running: a frame is an attack if any of them is true.
+    # One word for each detector or attack that was running: a frame is an attack if any word is true.
     words = rf"(?:{GAP}(?P<label>{_LABEL}(?:{GAP}{_LABEL})*))?"
     return Grammar(
         name="candump" if unlabelled_rows else "candump_labelled",
@@ -123,8 +123,8 @@ def _candump(frame: str, usual: str, *, unlabelled_rows: bool, direction: str = 
 _ASC_DIRECTION: Final = f"(?:Rx|Tx|TxRq){GAP}"
 _ASC_TIME: Final = rf"^{BLANKS}[0-9.]+{GAP}"
 _ASC_ERROR: Final = rf"{_ASC_TIME}(?:CANFD{GAP})?[0-9]+{GAP}(?:(?:Rx|Tx){GAP})?(?i:ErrorFrame)"
-# Its header and triggers begin with a letter. Behind the time of an event that is no frame there is a word in place of
-# the channel, or behind the channel a word that is no ID: one that no direction and type of a frame follow.
+# Headers and triggers begin with a letter. An event that is no frame has a word in place of the channel, or after the
+# channel a word that is no ID, since no direction and type of a frame follow.
 _ASC_NO_DIRECTION: Final = r"(?:[^RT\s]|[RT](?:[^x\s]|\s|$)|[RT]x[^R\s])"
 _ASC_NO_ID: Final = r"[0-9A-Fa-f]*(?:[xX][!-~]|[!-/:-@G-WYZ\[-`g-wyz{-~])[!-~]*"
 _ASC_EVENT: Final = (
@@ -165,7 +165,7 @@ def _asc(base: int = 16, *, relative: bool = False) -> Grammar:
 
 
 # PEAK, versions 1.x: `1)  1059.900  Rx  0300  8  00 01 …`, from 1.2 on with the bus before the direction, in 1.3 with a
-# reserved field behind the ID, and in 1.0 without a direction. Times are milliseconds in all versions.
+# reserved field after the ID, and in 1.0 without a direction. Times are milliseconds in all versions.
 _TRC_STATUS: Final = r"^[ \t]*;|^[ \t]*[0-9]+\)?[ \t]+[0-9.]+[ \t]+(?:[0-9]+[ \t]+)?(?:Warng|ST|EC|EV)\b"
 _TRC_ERROR: Final = r"^[ \t]*[0-9]+\)?[ \t]+[0-9.]+[ \t]+(?:[0-9]+[ \t]+)?(?:Error\b|ER\b|FFFFFFFF\b)"
 _TRC_BYTES: Final = f"(?:{GAP}(?:(?P<remote>RTR){BLANKS}|{SPACED_BYTES}))?"
@@ -175,7 +175,7 @@ _TRC_1: Final = (
 )
 # Versions 2.x name their columns.
 _TRC_COLUMNS: Final = r"^;\$COLUMNS=(?P<columns>[A-Za-z](?:,[A-Za-z])*)"
-_TRC_2_COLUMNS: Final = "N,O,T,B,I,d,R,L,D"  # of version 2.1; 2.0 has neither bus nor reserved field
+_TRC_2_COLUMNS: Final = "N,O,T,B,I,d,R,L,D"  # columns of version 2.1; 2.0 has neither bus nor reserved field
 _TRC_CELLS: Final = {
     "N": DIGITS,
     "O": TIMESTAMP,
@@ -207,7 +207,7 @@ def _trc_2(columns: str) -> Grammar:
 
 
 def _are_columns(columns: str) -> bool:
-    """Returns whether columns have a frame's time and ID, and nothing twice: the line may be damaged."""
+    """Returns whether columns include a frame's time and ID, and no column twice: the line may be damaged."""
     cells = columns.replace("l", "L").split(",")
     return {"O", "I"} <= {*cells} and len({*cells}) == len(cells)
 
@@ -242,7 +242,7 @@ def _busmaster(settings: Collection[str] = ()) -> Grammar:
         session=_BUSMASTER_SESSION,
         from_midnight="SYSTEM MODE" in settings,
         error_frame=f"^{BLANKS}{CLOCK}{_BUSMASTER_HEAD}(?:[0-9A-Fa-fxX]+{GAP})?ERR",
-        # The header, the footer, and databases between two lines of it.
+        # The header with the names of databases in it, and the footer.
         no_row=rf"{_BUSMASTER_MARK}|^[A-Za-z]:[\\/]",
     )
 
@@ -263,7 +263,7 @@ _FIXED_GRAMMARS: Final = (
         unlabelled_rows=True,
         padded=True,
     ),
-    # Those that need a label in each row come first: such a row that was cut off is no benign one.
+    # Grammars that need a label in each row come first: a row that was cut off must not count as benign.
     *(
         _candump(_CANDUMP_WRITTEN, _CANDUMP_WRITTEN, unlabelled_rows=unlabelled_rows, direction=_CANDUMP_DIRECTION)
         for unlabelled_rows in (False, True)
@@ -288,7 +288,7 @@ LINE_GRAMMARS: Final = (*_FIXED_GRAMMARS, _asc(), _trc(_TRC_1), _trc_2(_TRC_2_CO
 
 
 def line_grammars(sample: pl.Series) -> list[Grammar]:
-    """Returns the grammars of formats without a header, as the first lines of a log say that it was written."""
+    """Returns the grammars of formats without a header, adapted to the first lines of a log."""
     lines = sample.drop_nulls()
     found = next(iter(lines.filter(lines.str.contains(_ASC_SETTINGS))), "base hex")
     asc = re.match(_ASC_SETTINGS, found)
@@ -303,7 +303,7 @@ def line_grammars(sample: pl.Series) -> list[Grammar]:
 
 
 def _with_labels(grammar: Grammar, label: str) -> tuple[Grammar, Grammar]:
-    """Makes the grammar with labels behind all rows, and with labels behind some rows."""
+    """Makes the grammars with labels after all rows, and with labels after some rows."""
     row = grammar.pattern.removesuffix(END)
     every = replace(grammar, pattern=f"{row},{label}{END}")
     return every, replace(grammar, pattern=f"{row}(?:,{label})?{END}", unlabelled_rows=True)
@@ -330,7 +330,7 @@ _PYTHON_CAN: Final = Grammar(
 
 
 def _savvycan(direction: str) -> Grammar:
-    # Microseconds; a comma follows each byte, the last one too.
+    # Times are microseconds; a comma follows each byte, also the last byte.
     row = f"^{TIMESTAMP},(?:0x)?(?P<id>{HEX}),(?i:true|false|0|1),{'(?:Rx|Tx)?,' if direction else ''}"
     return Grammar(
         name="savvycan",
@@ -344,8 +344,7 @@ def _savvycan(direction: str) -> Grammar:
     )
 
 
-# The published formats that are recognised by their exact header. Their IDs are hexadecimal even where all look
-# decimal.
+# The published formats that are recognised by their exact header. IDs are hexadecimal even where all IDs look decimal.
 PUBLISHED_CSV_GRAMMARS: Final = (
     *_with_labels(replace(_CAN_TRAIN_AND_TEST, header=f"{_CAN_TRAIN_AND_TEST.header},attack"), _CELL_OF_LABEL),
     _with_labels(_CAN_TRAIN_AND_TEST, _CELL_OF_LABEL)[1],
@@ -368,7 +367,7 @@ PUBLISHED_CSV_GRAMMARS: Final = (
 
 
 _MARKED_IDS: Final = r"(?i)(?:^|[^0-9a-z])(?:0x[0-9a-f]+|[0-9a-f]+h|[0-9a-f]+x)(?:[^0-9a-z]|$)"
-# Patterns of times that are no plain numbers.
+# Patterns of times that are not plain numbers.
 _TIME_MARKS: Final = {
     DATE_CODE: r"[0-9][-/.][0-9]{1,2}[-/.][0-9]{1,4}[T ]+[0-9]{1,2}:[0-9]{1,2}:[0-9]",
     CLOCK_CODE: r"[0-9]{1,3}:[0-9]{1,2}:[0-9]",
@@ -377,7 +376,7 @@ _TIME_MARKS: Final = {
 
 
 def variants(grammars: list[Grammar], sample: pl.Series) -> list[Grammar]:
-    """Adds grammars for marked IDs, dates, times of day and decimal commas, if the first lines of a log have any."""
+    """Adds grammars for marked IDs, dates, times of day and decimal commas that the first lines of a log have."""
     if sample.str.contains(_MARKED_IDS).any():
         grammars = [*grammars, *(grammar.with_marked_ids() for grammar in grammars)]
     codes = [code for code, mark in _TIME_MARKS.items() if sample.str.contains(mark).any()]

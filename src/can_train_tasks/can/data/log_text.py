@@ -19,40 +19,41 @@ import polars as pl
 
 from can_train.errors import DataError, MissingDataError
 
-# Bytes of text read at once. Smaller blocks parse slower; text and parsed columns together take about fifteen times as
-# much memory.
+# Bytes of text that are read at once. Smaller blocks parse slower; text and parsed columns together take about fifteen
+# times as much memory.
 BLOCK_BYTES: Final = 16 * 2**20
-RECOGNISED_BYTES: Final = 2**20  # beginning of a log that tells its format
+RECOGNISED_BYTES: Final = 2**20  # the first bytes of a log, which tell its format
 # A longer line is no row of any log. Without this bound a file without line ends would be read whole.
 MAX_LINE_BYTES: Final = RECOGNISED_BYTES
 
-_SKIP_BYTES: Final = 2**20  # decompressed at once on the way to a later part of a text
-_CONVERTED_BYTES: Final = 2**16  # read at once to be decompressed or decoded
-# Decompressed at once. A zstd block of four bytes holds up to 128 KiB of text, so that a piece holds up to 32 MiB.
+_SKIP_BYTES: Final = 2**20  # bytes that are decompressed at once on the way to a later part of a text
+_CONVERTED_BYTES: Final = 2**16  # bytes that are read at once for decompressing or decoding
+# Bytes that are decompressed at once. A zstd block of four bytes holds up to 128 KiB of text, so that a piece holds up
+# to 32 MiB.
 _PIECE_BYTES: Final = 2**10
-# Text that a compressed file may refer back to, which its decompressor keeps: that of `zstd --long`, and twice that of
-# `xz -9`. A file can ask for gigabytes.
+# Largest window of a compressed file, the text that it may refer back to, which its decompressor keeps in memory: the
+# window of `zstd --long`, and twice the window of `xz -9`. A file can ask for gigabytes.
 WINDOW_BYTES: Final = 2**27
-_XZ_BYTES: Final = 2**20  # that a decompressor needs beside
-MAX_NESTED: Final = 2  # compressions of one file, each with a window of its own
-# Lines of a block at most. The shortest rows of a log have about 30 bytes, so that only other text has more of them.
+_XZ_BYTES: Final = 2**20  # memory that xz needs in addition to the window
+MAX_NESTED: Final = 2  # most compressions of one file, one inside the other, each with a window
+# Most lines of a block. The shortest rows of a log have about 30 bytes, so that only other text has more lines.
 MAX_BLOCK_LINES: Final = 2**19
-_DAMAGE: Final = (EOFError, zlib.error, lzma.LZMAError)  # errors of reading a damaged file, beside OSError
+_DAMAGE: Final = (EOFError, zlib.error, lzma.LZMAError)  # errors of reading a damaged file, in addition to OSError
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-_CONTROL_BYTES: Final = bytes(set(range(32)) - set(b"\t\n\v\f\r"))  # no text has them
-# Least share of them in a binary file: recorded or compressed numbers have about a tenth, a log that was being
+_CONTROL_BYTES: Final = bytes(set(range(32)) - set(b"\t\n\v\f\r"))  # control bytes that no text has
+# Least share of control bytes in a binary file: recorded or compressed numbers have about a tenth; a log that was being
 # written when the power failed has a few.
 _MAX_CONTROL_SHARE: Final = 0.01
-_PEEKED_BYTES: Final = 8  # more than any mark at a file's beginning has
-_NO_SEPARATOR: Final = "\x01"  # occurs in no line, so that the CSV parser takes every line for one field
+_PEEKED_BYTES: Final = 8  # the marks at the beginning of files are shorter
+_NO_SEPARATOR: Final = "\x01"  # no line has this character, so that the CSV parser takes every line for one field
 
 
 class TextSample(NamedTuple):
     """Parts of a text."""
 
-    parts: list[pl.Series]  # the lines of each, null where empty
-    read_bytes: int  # size of all of them
-    text_bytes: int  # size of the whole text; of a compressed one, an estimate from the part that was read
+    parts: list[pl.Series]  # the lines of each part, null where empty
+    read_bytes: int  # size of all parts
+    text_bytes: int  # size of the whole text; for a compressed text, an estimate from the part that was read
 
     @property
     def complete(self) -> bool:
@@ -61,7 +62,7 @@ class TextSample(NamedTuple):
 
 
 def missing_package(what: str, extra: str) -> DataError:
-    """Makes the error for a log that a package is needed for."""
+    """Makes the error for a log whose reader needs a package that is not installed."""
     return DataError("The package that reads a log must be installed", value=f"the package for {what} is missing",
                      remedy=f'Install it: pip install "can-train[{extra}]"')  # fmt: skip
 
@@ -71,7 +72,7 @@ class _WindowTooLargeError(Exception):
 
 
 class _Converted(ABC):
-    """A stream that is made of another one."""
+    """A stream that converts another stream."""
 
     def __init__(self) -> None:
         self._position = 0
@@ -79,7 +80,7 @@ class _Converted(ABC):
 
     @abstractmethod
     def _more(self) -> bytes:
-        """Returns the next bytes; none where the stream ends."""
+        """Returns the next bytes; no bytes at the end of the stream."""
 
     def peek(self, size: int) -> bytes:
         while len(self._rest) < size and (part := self._more()):
@@ -108,7 +109,7 @@ class _Utf16AsUtf8(_Converted):
         self._decoder = codecs.getincrementaldecoder("utf-16")("replace")
 
     def _more(self) -> bytes:
-        # The mark at the beginning alone makes no text.
+        # The byte order mark alone makes no text.
         while part := self._stream.read(_CONVERTED_BYTES):
             if text := self._decoder.decode(part):
                 return text.encode()
@@ -116,12 +117,12 @@ class _Utf16AsUtf8(_Converted):
 
 
 class _Frames(_Converted):
-    """Frames of compressed text, one behind the other: frames of zstd, or streams of xz.
+    """Successive frames of compressed text: frames of zstd, or streams of xz.
 
-    A piece of some bytes may hold gigabytes of text, and these decompressors return all of it at once.
+    A few bytes may hold gigabytes of text, and these decompressors return the whole text of a piece at once.
     """
 
-    # The own readers of both packages are not used: zstandard's takes a truncated file for a whole one, and lzma's
+    # The file readers of both packages are not used: zstandard's reader accepts a truncated file, and lzma's reader
     # takes as much memory as the file's header asks for.
     def __init__(self, raw: Any, new_frame: Callable[[], Any], failure: type[Exception]) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class _Frames(_Converted):
         self._new_frame = new_frame
         self._frame = new_frame()
         self._input = memoryview(b"")
-        self._begun = False  # a frame that has not ended
+        self._begun = False  # whether a frame has begun and not ended
 
     def _more(self) -> bytes:
         while self._input or self._refilled():
@@ -157,7 +158,7 @@ class _Frames(_Converted):
         try:
             text: bytes = self._frame.decompress(piece)
         except self._failure as error:
-            if "memory" in str(error).lower():  # both packages have no other sign of their limits
+            if "memory" in str(error).lower():  # only the text of both packages' errors tells that the limit was hit
                 raise _WindowTooLargeError from error
             raise EOFError(str(error)) from error
         return text
@@ -177,12 +178,12 @@ def _open_xz(raw: Any) -> _Frames:
 
 
 class Compression(NamedTuple):
-    """A way of compressing whole files, which the first bytes tell: suffixes may be missing or wrong."""
+    """A compression of whole files, recognised by the first bytes: suffixes may be missing or wrong."""
 
     name: str
     suffix: str
     magic: bytes
-    open: Callable[[Any], Any]  # each unpacks a bounded piece at once, however much text it holds
+    open: Callable[[Any], Any]  # opens a stream that unpacks a bounded piece at a time
 
 
 COMPRESSIONS: Final = (
@@ -191,7 +192,7 @@ COMPRESSIONS: Final = (
     Compression("xz", ".xz", b"\xfd7zXZ\0", _open_xz),
     Compression("zstd", ".zst", b"\x28\xb5\x2f\xfd", _open_zstd),
 )
-# Files of several files: (offset of a mark, the mark, the program that unpacks them).
+# Archives, files of several files: (offset of the mark, mark, program that unpacks the archive).
 _ARCHIVES: Final = (
     (0, b"PK\3\4", "unzip"),
     (0, b"7z\xbc\xaf\x27\x1c", "7z x"),
@@ -201,17 +202,17 @@ _ARCHIVES: Final = (
 
 
 class _Stream(NamedTuple):
-    text: Any  # with `read` and `tell`
-    raw: IO[bytes]  # the file that it comes from
-    plain: bool  # whether it is the file itself and can seek
+    text: Any  # stream with `read` and `tell`
+    raw: IO[bytes]  # the file behind the stream
+    plain: bool  # whether the stream is the file, which can seek
 
 
 class LogText:
-    """The text of one log; `first_lines`, null where empty, have the mean length `line_bytes`.
+    """The text of one log; its `first_lines`, null where empty, have the mean length `line_bytes`.
 
     Raises:
-        MissingDataError: There is no such file.
-        DataError: It cannot be read, or is empty or binary.
+        MissingDataError: The file does not exist.
+        DataError: The file cannot be read, or is empty or binary.
     """
 
     def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
@@ -242,7 +243,7 @@ class LogText:
         """Yields the number of a block's first line, counted from 1, and its lines, null where empty.
 
         Raises:
-            DataError: The file changed since it was first opened, is damaged, or has a line of absurd length.
+            DataError: The file changed since it was first opened, is damaged, or has a line over `MAX_LINE_BYTES`.
         """
         next_line = 1
         with self._open() as (stream, _, _):
@@ -254,12 +255,13 @@ class LogText:
                 raise changed_log(self._path)
 
     def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> TextSample:
-        """Reads parts of the text that are evenly spread over it, or all of it where that is no more.
+        """Reads parts that are evenly spread over the text, or the whole text where it is no larger than the parts.
 
         Args:
-            num_parts: How many parts.
-            part_bytes: Size of each.
-            reach_bytes: Size of a compressed text's beginning, which has all parts: it is read from its start.
+            num_parts: Number of parts.
+            part_bytes: Size of each part.
+            reach_bytes: Size of the beginning of a compressed text that the parts come from: the text before a part
+                must be decompressed.
 
         Raises:
             DataError: The file is damaged.
@@ -279,7 +281,7 @@ class LogText:
                     pass
                 text = stream.read(part_bytes)
                 ended = len(text) < part_bytes or (plain and stream.tell() == size)
-                # Incomplete lines at either end belong to no part, unless the text itself begins or ends there.
+                # Incomplete lines at either end belong to no part, unless the text begins or ends there.
                 begin = text.find(b"\n") + 1 or len(text) if start else 0
                 found.append(text[begin : len(text) if ended else text.rfind(b"\n") + 1])
                 if ended:
@@ -313,11 +315,11 @@ class LogText:
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
-    """Opens a file and decompresses it where that is necessary; yields the stream, and the file that it comes from.
+    """Opens a file, and decompresses it if necessary; yields the stream, and the file behind it.
 
     Raises:
-        MissingDataError: There is no such file.
-        DataError: It cannot be read, is damaged, or was compressed too often or with too large a window.
+        MissingDataError: The file does not exist.
+        DataError: The file cannot be read, is damaged, or was compressed too often or with too large a window.
     """
     compression = None
     try:
@@ -360,13 +362,13 @@ def _compression_of(stream: Any) -> Compression | None:
 
 
 def changed_log(path: Path) -> DataError:
-    """Makes the error for a log that changed between two looks at it."""
+    """Makes the error for a log that changed between two readings."""
     return DataError("A log must not change while it is read", value=str(path),
                      remedy="Wait until the recording has ended, or read a copy")  # fmt: skip
 
 
 def _file_state(path: Path) -> tuple[int, int, int]:
-    # The inode shows a file that was put in the place of another one of the same size and time.
+    # The inode reveals a new file of equal size and modification time.
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
 

@@ -33,25 +33,25 @@ ATTACK_WORDS: Final = frozenset(
     {"1", "t", "true", "yes", "attack", "attacked", "anomaly", "anomalous", "malicious", "injected"}
 )
 
-CLOCK_JITTER_S: Final = 0.010  # time may step back so far in a good row: public captures do so by up to 7.9 ms
+CLOCK_JITTER_S: Final = 0.010  # a good row may step back in time by this much: public captures step back up to 7.9 ms
 TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S * 1000:g} ms"
-MAX_JITTER_SHARE: Final = 0.5  # of the frames may step back by a clock's jitter; a log with more is in reverse
+MAX_JITTER_SHARE: Final = 0.5  # share of the frames that may step back by a clock's jitter; above, a log is reversed
 _MAX_EXAMPLES: Final = 3
-_MAX_CHANNELS: Final = 4  # that are named
-_MAX_LOST: Final = 6  # CAN IDs, and labels, of malformed rows that are named
-_LINE_OF_RECORDING_BYTES: Final = 40.0  # of a frame in a binary log, with its header, uncompressed
+_MAX_CHANNELS: Final = 4  # channels that a notice names
+_MAX_LOST: Final = 6  # CAN IDs, and labels, of malformed rows that a notice names
+_LINE_OF_RECORDING_BYTES: Final = 40.0  # size of a frame in a binary log, with its header, uncompressed
 
 
 class LogSample(NamedTuple):
     """Parts of a log."""
 
     text: TextSample
-    frames: list[Frames]  # of each part
+    frames: list[Frames]  # the frames of each part
     expected_frames: int  # estimate of the frames in the whole log
 
 
 class _Block(NamedTuple):
-    first_line: int  # its number, counted from 1; in a binary log the frame's number
+    first_line: int  # number of the block's first line, counted from 1; in a binary log, number of the first frame
     lines: Sequence[str] | pl.Series
     rows: ParsedRows
 
@@ -98,7 +98,7 @@ class DecidedBases:
     """The bases of CAN IDs and payload bytes in the CSV logs of a data set.
 
     Attributes:
-        settings: How each log is read, by its path.
+        settings: Settings for each log, by its path.
         notes: Sentences for the user about assumed bases.
     """
 
@@ -107,12 +107,12 @@ class DecidedBases:
 
 
 def decide_bases(paths: Sequence[Path], settings: CanDatasetSettings, *, whole: bool = True) -> DecidedBases:
-    """Decides by all rows of all logs, since the first rows of one log may have numbers of either base.
+    """Decides the bases by all rows of all logs, since the first rows of one log may fit either base.
 
     Args:
         paths: The logs of a data set.
-        settings: How they are read; a base that the user chose is taken.
-        whole: Whether more is read than the first lines of each log, where these do not tell.
+        settings: Settings of the data set; a base that the user chose is taken.
+        whole: Whether logs are read further where their first lines do not tell the bases.
 
     Raises:
         ConfigError: A log lacks a column that the user named.
@@ -133,9 +133,10 @@ def decide_bases(paths: Sequence[Path], settings: CanDatasetSettings, *, whole: 
 
 
 def _sources(texts: Mapping[Path, NumberTexts]) -> list[list[Path]]:
-    """Groups the logs whose numbers are of one base. A header that tells its base speaks for its own logs alone. The
-    other logs are of one source, unless some IDs can only be hexadecimal and others only decimal: then those with the
-    same header are.
+    """Groups the logs whose numbers have one base.
+
+    Logs with a header that tells its base form a group for each header. The other logs form one group; if some of their
+    IDs can only be hexadecimal and some only decimal, they form a group for each header.
     """
     untold = [written for written in texts.values() if not written.header_base]
     is_mixed = len({written.certain_id_base() for written in untold} - {""}) > 1
@@ -149,11 +150,11 @@ def _first_numbers(path: Path, settings: CanDatasetSettings) -> NumberTexts | No
     try:
         return None if recording_format(path) else number_texts(LogText(path).first_lines, settings)
     except DataError:
-        return None  # whoever reads it raises the error
+        return None  # the reader of the log raises the error
 
 
 def _all_numbers(path: Path, texts: Mapping[Path, NumberTexts]) -> NumberTexts:
-    """Reads a log until its numbers and the other logs' tell both bases."""
+    """Reads a log until its numbers, together with the other logs' numbers, tell both bases."""
     written = texts[path]
     others = reduce(NumberTexts.joined, texts.values())
     for _, lines in LogText(path).blocks():
@@ -166,13 +167,13 @@ def _all_numbers(path: Path, texts: Mapping[Path, NumberTexts]) -> NumberTexts:
 class LogReader:
     """One CAN log, streamed; `block_bytes` of text are parsed at once.
 
-    `kind` names the attacks whose label does not. The `report` of faults is complete once `blocks()` is
+    `kind` is the kind of attacks whose label names no kind. The `report` of faults is complete once `blocks()` is
     exhausted.
 
     Raises:
-        MissingDataError: There is no such file.
+        MissingDataError: The file does not exist.
         ConfigError: The log lacks a column that the user named.
-        DataError: It is empty, binary, or of no known format; or the package that reads it is not installed.
+        DataError: The log is empty, binary, or of no known format; or the package that reads it is not installed.
     """
 
     def __init__(
@@ -197,10 +198,10 @@ class LogReader:
         self._has_labels = self._grammar is not None and self._grammar.has("label")
         self._all_labelled = self._has_labels and not (self._grammar and self._grammar.unlabelled_rows)
         self._sidecar = None if self._all_labelled else find_sidecar(path)
-        self._start_s: float | None = None  # of the log's first frame
+        self._start_s: float | None = None  # time of the log's first frame
         self.report = self._new_report()
         self.format = self._grammar.name if self._grammar else binary  # one of settings.FORMATS or settings.RECORDINGS
-        self.kinds = self._encoder.names  # by label code, the first is "benign"; grows as kinds are met
+        self.kinds = self._encoder.names  # kinds by label code, "benign" first; grows while the log is read
         self.line_bytes = _LINE_OF_RECORDING_BYTES if isinstance(self._log, Recording) else self._log.text.line_bytes
 
     def blocks(self) -> Iterator[Frames]:
@@ -220,8 +221,9 @@ class LogReader:
 
     @property
     def labelled(self) -> bool:
-        """Whether labels say which frames are attacks. Where a log may have labels on some rows only, this is complete
-        once the log was read to its end.
+        """Whether the log has labels of attacks.
+
+        Where a log may have labels on some rows only, the answer is final once the log was read to its end.
         """
         by_sidecar = self._sidecar is not None and self._sidecar.whole
         return self._all_labelled or by_sidecar or self.report.labelled > 0
@@ -233,17 +235,18 @@ class LogReader:
 
     @property
     def id_base(self) -> str:
-        """How the log writes CAN IDs, `hex` or `dec`; empty where it is binary."""
+        """Base of the log's CAN IDs, `hex` or `dec`; empty for a binary log."""
         return "" if self._grammar is None else {16: "hex", 10: "dec"}[self._grammar.id_base]
 
     @property
     def byte_base(self) -> str:
-        """How the log writes payload bytes, `hex` or `dec`; empty where it is binary, or writes them otherwise."""
+        """Base of the log's payload bytes, `hex` or `dec`; empty for a binary log and for other notations."""
         return "" if self._grammar is None else {"hex": "hex", "decimal": "dec"}.get(self._grammar.payload_code, "")
 
     def line_numbers(self, frames: Ints) -> Ints:
-        """Returns [R] the numbers, counted from 1, of the lines that hold the log's frames `frames` [R]; of a binary
-        log, the numbers of the frames.
+        """Returns the line numbers [R], counted from 1, of the log's frames `frames` [R].
+
+        For a binary log these are the numbers of the frames.
         """
         found, seen = np.empty(len(frames), np.int64), 0
         for block in self._chosen_blocks():
@@ -254,8 +257,9 @@ class LogReader:
         return found
 
     def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> LogSample:
-        """Reads parts of the log (see `LogText.sample`); of a binary one, its beginning. The report covers them, each
-        as if it were a log of its own.
+        """Reads parts of the log (see `LogText.sample`); of a binary log, the beginning.
+
+        The report covers the parts, each as if it were a separate log.
 
         Raises:
             DataError: The log is damaged, or the parts are the whole log and more rows are bad than allowed.
@@ -277,7 +281,7 @@ class LogReader:
         return LogSample(text, parts, expected_frames)
 
     def _beginning(self, wanted_bytes: int) -> tuple[TextSample, Iterator[_Block]]:
-        """Reads blocks of a binary log of about as many bytes."""
+        """Reads the first blocks of a binary log, about `wanted_bytes` in all."""
         size = self.path.stat().st_size
         log = (_Block(*block) for block in self._log.blocks())
         blocks = list(islice(log, max(1, int(wanted_bytes / _LINE_OF_RECORDING_BYTES / BLOCK_FRAMES))))
@@ -289,7 +293,7 @@ class LogReader:
         return (self._choose(_Block(*block)) for block in self._log.blocks())
 
     def _choose(self, block: _Block) -> _Block:
-        """Counts the channels of a block's rows, and leaves out those that the user did not choose."""
+        """Counts the channels of a block's rows, and leaves out the channels that the user did not choose."""
         rows = block.rows
         if rows.channel is None:
             if isinstance(self._log, _TextLog) and self._log.channel:
@@ -331,11 +335,11 @@ class LogReader:
 
 
 class LabelEncoder:
-    """Turns the label texts of one log into codes; `names` are the kinds by code, and 0 is benign.
+    """Turns the label texts of one log into codes; `names` has the kinds by code, and code 0 is benign.
 
     Args:
         benign_values: Labels that mean: no attack; letter case does not matter.
-        unnamed: The kind of attacks whose label does not name one.
+        unnamed: The kind of attacks whose label names no kind.
     """
 
     def __init__(self, benign_values: Iterable[str], unnamed: str) -> None:
@@ -348,8 +352,8 @@ class LabelEncoder:
 
         Args:
             labels: [M] texts, null in rows without a label.
-            names: [M] names of attacks, where a second column gives them; it makes no frame an attack.
-            several: Whether a label is a list of words, any of which may mark an attack.
+            names: [M] names of attacks from a second column; a name alone makes no frame an attack.
+            several: Whether a label is a list of words, where any word may mark an attack.
 
         Raises:
             DataError: There are more kinds than codes.
@@ -359,7 +363,7 @@ class LabelEncoder:
             labels = names.zip_with(~nameless, labels)
         # Sorted, so that codes do not depend on polars' order of the texts.
         texts = labels.unique().sort().to_list()
-        # A row without a label is benign whatever the values are that mean it.
+        # A row without a label is benign, even if `benign_values` lacks the empty text.
         codes = [0 if text is None else max(map(self.code, text.split() if several else [text])) for text in texts]
         return labels.replace_strict(texts, codes, return_dtype=pl.UInt8).to_numpy()
 
@@ -384,7 +388,7 @@ class LabelEncoder:
 
 
 def _largest(counter: Counter[Any]) -> list[tuple[Any, int]]:
-    """Returns the largest counts; equal ones in the order of their keys."""
+    """Returns the largest counts; equal counts in the order of their keys."""
     return sorted(counter.items(), key=lambda item: (-item[1], item[0]))[:_MAX_LOST]
 
 
@@ -393,7 +397,7 @@ def _count(counter: Counter[Any], values: pl.Series) -> None:
 
 
 def _canonical(text: str) -> str:
-    """Removes differences of letter case, quotes and blanks, and those between 1.0 and 1."""
+    """Removes differences of letter case, quotes and blanks, and between 1.0 and 1."""
     word = text.strip(' \t\r"').casefold()
     try:
         number = float(word)
@@ -418,26 +422,26 @@ class ReadReport:
     """Counts of frames and faults; complete once the log was read to its end."""
 
     path: Path
-    frames: int = 0  # that were read
+    frames: int = 0  # frames that were read
     malformed: int = 0  # rows that are no frame and were left out
     reasons: Counter[str] = field(default_factory=Counter)  # malformed rows by reason
-    backwards: int = 0  # frames, not left out, whose time lies before their predecessor's by more than clocks jitter
-    jitter: int = 0  # frames, not left out, whose time lies before their predecessor's by less than that
+    backwards: int = 0  # frames that step back in time by more than `CLOCK_JITTER_S`; not left out
+    jitter: int = 0  # frames that step back in time by less; not left out
     largest_jitter_s: float = 0.0
     examples: list[RowProblem] = field(default_factory=list)  # the first bad rows, in the order of the file
-    error_frames: int = 0  # left out; not malformed
-    xl_frames: int = 0  # of CAN XL, left out; not malformed
-    cut: int = 0  # frames whose payload was filled up behind their DLC
+    error_frames: int = 0  # error frames, left out; not malformed
+    xl_frames: int = 0  # CAN XL frames, left out; not malformed
+    cut: int = 0  # frames with padding bytes after the bytes of the DLC
     labelled: int = 0  # frames whose row has a label
     some_labelled: bool = False  # whether rows may lack a label
     decimal_ids: bool = False  # whether the log writes IDs as decimal numbers
     ids: Counter[int] = field(default_factory=Counter)  # frames of each CAN ID
-    lost_ids: Counter[int] = field(default_factory=Counter)  # malformed rows of each ID that can be told
-    lost_labels: Counter[str] = field(default_factory=Counter)  # and of each label
-    channels: Counter[str] = field(default_factory=Counter)  # frames of each channel, those left out too
-    chosen_channel: str = ""  # the only one that was read; empty: all were
-    base_notes: Sequence[str] = ()  # about the bases of numbers, as sentences that name the log
-    notes: list[str] = field(default_factory=list)  # other things that the user should know, as sentences
+    lost_ids: Counter[int] = field(default_factory=Counter)  # malformed rows of each CAN ID, where the ID is known
+    lost_labels: Counter[str] = field(default_factory=Counter)  # malformed rows of each label, where the label is known
+    channels: Counter[str] = field(default_factory=Counter)  # frames of each channel, read or not
+    chosen_channel: str = ""  # the only channel that was read; empty: all channels were read
+    base_notes: Sequence[str] = ()  # sentences about the bases of numbers, which name the log
+    notes: list[str] = field(default_factory=list)  # other sentences for the user
 
     @property
     def bad_share(self) -> float:
@@ -446,7 +450,7 @@ class ReadReport:
 
     def add_rows(self, rows: ParsedRows, lines: Sequence[str] | pl.Series, first_line: int, previous_s: float) -> None:
         """Counts one block, whose first line has the number `first_line`, after a frame of time `previous_s`."""
-        # Logs hold microseconds; at 10^9 seconds a float64 holds less.
+        # Rounded to the microseconds of logs: differences of float64 times near 10^9 s have errors of about 10^-7 s.
         step_s = np.round(np.diff(rows.timestamp, prepend=previous_s), 6)
         backwards = rows.position[step_s < -CLOCK_JITTER_S]
         jitter_s = -step_s[(step_s < 0) & (step_s >= -CLOCK_JITTER_S)]
@@ -470,7 +474,7 @@ class ReadReport:
             self.examples.append(RowProblem(first_line + position, reason, shortened(text)))
 
     def check(self, max_malformed: float) -> None:
-        """Refuses a log with too many faults.
+        """Checks that a log has few faults.
 
         Raises:
             DataError: More rows are bad than allowed, time runs backwards throughout, or there is no frame at all.
@@ -503,8 +507,9 @@ class ReadReport:
             raise DataError("A log must hold frames", value=f"{self.path} holds none that is well-formed")
 
     def left_out(self) -> str:
-        """Counts the rows that are no frames, by reason, and the frames of interfaces that were not chosen; empty if
-        there are none.
+        """Counts, in words, the rows that are no frames, by reason, and the frames of interfaces that were not chosen.
+
+        The text is empty without such rows and frames.
         """
         others = self.channels.total() - self.channels[self.chosen_channel] if self.chosen_channel else 0
         parts = [
@@ -519,7 +524,7 @@ class ReadReport:
         return ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.most_common())
 
     def _lost(self) -> str:
-        """Names the CAN IDs and the labels of malformed rows, as far as they can be told; empty if there are none."""
+        """Names the known CAN IDs and labels of malformed rows; empty if no such ID or label is known."""
         if not self.malformed:
             return ""
         rows = []
@@ -542,7 +547,7 @@ class ReadReport:
         return ", ".join(named) + (f" and {counted(more, 'more interface')}" if more else "")
 
     def summary(self) -> list[str]:
-        """Describes the faults in sentences for the user; empty if there are none."""
+        """Describes the faults in sentences for the user; no sentences without faults."""
         name = self.path.name
         sentences = [*self.base_notes, *(f"{name}: {note}" for note in self.notes)]
         if len(self.channels) > 1:

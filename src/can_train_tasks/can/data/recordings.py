@@ -1,4 +1,4 @@
-"""Binary logs: BLF (which python-can reads) and MF4 (asammdf), captures (pcap), and python-can's databases (SQLite).
+"""Reads binary logs: BLF (with python-can), MF4 (with asammdf), captures (pcap), and python-can's SQLite databases.
 
 Shapes: M frames.
 """
@@ -40,8 +40,8 @@ from can_train_tasks.can.data.log_text import missing_package, unpacked
 
 BLOCK_FRAMES: Final = 2**17
 
-# By their first bytes.
-_UNFINISHED: Final = b"UnFinMF 4"  # of an MF4 file that its logger did not finalise, since it lost power
+# First bytes of binary logs.
+_UNFINISHED: Final = b"UnFinMF 4"  # an MF4 file that its logger did not finalise, since it lost power
 _MAGIC: Final = {
     b"LOGG": "blf",
     b"MDF     4": "mf4",
@@ -51,7 +51,7 @@ _MAGIC: Final = {
 }
 _PACKAGES: Final = {"blf": "can", "mf4": "asammdf"}
 _SQLITE_TABLE: Final = "messages"
-# With the types of their values, as SQLite and as polars name them.
+# Columns with the types of their values, in SQLite's and in polars' names.
 _SQLITE_COLUMNS: Final = {
     "ts": ("'real', 'integer'", pl.Float64),
     "arbitration_id": ("'integer'", pl.Int64),
@@ -63,7 +63,7 @@ _SQLITE_COLUMNS: Final = {
 
 
 class FrameNames(Sequence[str]):
-    """Stands for the lines of a recording, which has none."""
+    """Stands for the lines of a recording, which has no lines."""
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -76,12 +76,12 @@ class FrameNames(Sequence[str]):
 
 
 def recording_format(path: Path) -> str:
-    """Returns the name of a binary format (one of `settings.RECORDINGS`) by a file's first bytes; empty: none."""
+    """Returns a name of `settings.RECORDINGS` by a file's first bytes; empty where the file is no binary log."""
     try:
         with unpacked(path) as (stream, _):
             start = stream.peek(max(map(len, _MAGIC)))
     except CanTrainError:
-        return ""  # whoever reads it raises the error
+        return ""  # the reader of the file raises the error
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), "")
 
 
@@ -89,7 +89,7 @@ class Recording:
     """A binary log, read in blocks of up to `BLOCK_FRAMES` frames.
 
     Raises:
-        DataError: The package that reads it is not installed, or it is damaged.
+        DataError: The package that reads the log is not installed, or the log is damaged.
     """
 
     def __init__(self, path: Path, log_format: str) -> None:
@@ -109,7 +109,7 @@ class Recording:
             raise missing_package(f"{log_format.upper()} files ({_PACKAGES[log_format]})", "logs") from error
 
     def blocks(self) -> Iterator[tuple[int, FrameNames, ParsedRows]]:
-        """Yields the number of a block's first frame, counted from 1, stand-ins for its lines, and the block."""
+        """Yields, for each block, the number of its first frame, counted from 1, stand-ins for its lines, its rows."""
         readers = {"blf": self._blf_columns, "mf4": self._mf4_columns, "pcap": self._pcap, "sqlite": self._sqlite}
         first = 1
         try:
@@ -123,7 +123,7 @@ class Recording:
             failure = self._unreadable(error)
         else:
             return
-        # asammdf's object of a file that it could not open complains, with a traceback, when it is collected.
+        # When asammdf could not open a file, its object prints a traceback as it is garbage-collected.
         with redirect_stderr(StringIO()):
             gc.collect()
         raise failure
@@ -147,12 +147,12 @@ class Recording:
             with self._package.MDF(str(self.path)) as mdf:
                 yield mdf
             return
-        # asammdf finalises a file in place, and prints its traceback where it cannot.
+        # asammdf finalises a file in place, and prints a traceback if that fails: hence a copy, and no output.
         with TemporaryFile() as copy, redirect_stdout(StringIO()), self.path.open("rb") as file:
             shutil.copyfileobj(file, copy)
             with self._package.MDF(copy) as mdf:
                 for group in mdf.groups:
-                    # It leaves the counters of groups that have their data for themselves as they are.
+                    # asammdf does not correct the counters of groups with separate data.
                     counted = group.channel_group
                     record_bytes = counted.samples_byte_nr + counted.invalidation_bytes_nr
                     data_bytes = sum(block.original_size for block in group.get_data_blocks())
@@ -160,7 +160,7 @@ class Recording:
                 yield mdf
 
     def _blf_columns(self) -> Iterator[Recorded]:
-        # A reader that is given a path leaves a damaged file open.
+        # Given a path, the reader would leave a damaged file open.
         with self.path.open("rb") as file:
             messages = iter(self._package.BLFReader(file))
             while block := list(islice(messages, BLOCK_FRAMES)):
@@ -185,7 +185,7 @@ class Recording:
         if not parts:
             return
         whole = Recorded.concatenate(parts)
-        # Each group is in the order of time; a bus has one for data and one for remote frames.
+        # Each group is in the order of time; a bus has a group for data frames and a group for remote frames.
         order = np.argsort(whole.timestamp, kind="stable")
         for begin in range(0, len(order), BLOCK_FRAMES):
             part = whole.select(order[begin : begin + BLOCK_FRAMES])
@@ -196,7 +196,7 @@ class Recording:
             yield from read_capture(stream, self.path)
 
     def _sqlite(self) -> Iterator[Recorded]:
-        # Read only: a database in a read-only folder can be read, too.
+        # Opened read-only, so that a database in a read-only folder can be read.
         with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             columns = {row[1] for row in database.execute(f"PRAGMA table_info({_SQLITE_TABLE})")}
@@ -209,7 +209,7 @@ class Recording:
                 wanted = f"{_SQLITE_TABLE} ({', '.join(_SQLITE_COLUMNS)})"
                 raise DataError(f"A database must have python-can's table {wanted}",
                                 value=f"{self.path} has {held}", remedy="Give another log")  # fmt: skip
-            # Columns of SQLite hold values of any type: values of another type become null.
+            # Columns of SQLite may hold values of any type: values of a wrong type become null.
             cells = [
                 f"CASE WHEN typeof({name}) IN ({kinds}) THEN {name} END" for name, (kinds, _) in _SQLITE_COLUMNS.items()
             ]
@@ -291,7 +291,7 @@ def _rows(recorded: Recorded) -> ParsedRows:
     is_good = is_time & (wrong == GOOD)
     bad = np.flatnonzero(~is_good)
     reasons = [WRONG[code] if code else LATE_TIMESTAMP for code in wrong[bad].tolist()]
-    # Of a frame that was cut off or lacks a field, the ID may be a filler.
+    # The ID of a frame that was cut off or lacks a field may be a filler.
     has_id = ~np.isin(wrong[bad], (CUT_OFF, MISSING))
     malformed = pl.DataFrame(
         {"position": pl.Series(bad).cast(pl.UInt32), "reason": pl.Series(reasons, dtype=pl.String)}

@@ -1,5 +1,7 @@
-"""A data set as a dry run needs it: in seconds, and without writing anything that stays. The graphs come from the cache
-where a training has left them; a small data set is read completely; of a large one, parts of some logs are read.
+"""Samples a data set for a dry run, in seconds, and without writing anything that stays.
+
+The graphs come from the cache if a training has left them there. Otherwise a small data set is read completely, and for
+a large data set parts of some logs are read.
 """
 
 import os
@@ -21,25 +23,25 @@ from can_train_tasks.can.data.reading import LogReader, LogSample, decide_bases
 from can_train_tasks.can.settings import CanDatasetSettings
 from can_train_tasks.can.synthetic.writing import synthetic_folder_name, write_synthetic
 
-# Training logs up to this size together are read completely: at 60 MB/s, in less than half a second.
+# Training logs with a total size up to this one are read completely: at 60 MB/s, in less than half a second.
 WHOLE_BYTES: Final = 24 * 2**20
 COMPRESSION: Final = 8  # text size ÷ file size assumed of a compressed log before it is read; CAN logs reach 4 to 7
-SAMPLED_LOGS: Final = 12  # at 0.03 s each for recognising the format
-SAMPLE_BYTES: Final = 9 * 2**20  # of text: a fifth of a million frames, parsed in 0.2 s
-PART_BYTES: Final = 256 * 2**10  # of text: some 5,000 frames, 50 windows
-MIN_PARTS: Final = 3  # of each log, since an attack may lie at its beginning, in its middle or at its end
-MIN_PART_WINDOWS: Final = 2  # room for one complete window, wherever it begins
-# Text of all compressed logs together that is decompressed on the way to the parts, in 0.3 s.
+SAMPLED_LOGS: Final = 12  # logs in a sample; recognising the format takes 0.03 s for each log
+SAMPLE_BYTES: Final = 9 * 2**20  # text in a sample: a fifth of a million frames, parsed in 0.2 s
+PART_BYTES: Final = 256 * 2**10  # text in a part: some 5,000 frames, 50 windows
+MIN_PARTS: Final = 3  # parts of each log: an attack may lie at its beginning, in its middle or at its end
+MIN_PART_WINDOWS: Final = 2  # least windows' length of a part: room for a complete window with any first frame
+# Text of all compressed logs together that is decompressed to reach the parts, in 0.3 s.
 REACH_BYTES: Final = 64 * 2**20
 SYNTHETIC_SECONDS: Final = 5.0  # length of the simulated drives of a sample, the shortest allowed
-_COMPARED_BYTES: Final = 2**14  # at either end of logs of one size, to recognise copies
+_COMPARED_BYTES: Final = 2**14  # bytes compared at both ends of logs of equal size, to recognise copies
 
 
 def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, reporter: Reporter) -> CanData:
-    """Looks at a data set for a few seconds. Logs for testing must exist, and are not read; `cache_dir` need not exist.
+    """Samples a data set in a few seconds. Test logs must exist, and are not read; `cache_dir` need not exist.
 
     Raises:
-        DataError: A log for training cannot be read, or is too short.
+        DataError: A training log cannot be read, or is too short.
     """
     if dataset.is_synthetic:
         folder = cache_dir / synthetic_folder_name(dataset.synthetic)
@@ -64,7 +66,7 @@ def _simulate_shorter(dataset: CanDatasetSettings, reporter: Reporter) -> CanDat
         folder = Path(scratch) / synthetic_folder_name(short)
         write_synthetic(folder, short, reporter)
         logs = [log for log in find_logs(replace(dataset, path=str(folder)), folder) if log.role != TEST]
-        # Silent: a notice about these drives would not be one about those that will be trained on.
+        # Silent: a notice about these short drives need not be true for the drives of the training.
         data = _prepare_in_memory(dataset, logs, SilentReporter())
     if short.drive_s == wanted_s:
         return data
@@ -91,7 +93,7 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
         reporter.stage("Reading a sample of the logs", total=len(chosen), unit="logs") as stage,
     ):
         samples, left_out = {}, {}
-        # The first lines alone: a dry run takes seconds.
+        # Only the first lines of logs: a dry run must take seconds.
         bases = decide_bases([log.path for log in chosen], dataset, whole=False)
         for log in chosen:
             samples[log], left_out[log.path.name] = _sample_log(bases.settings[log.path], log, len(chosen), writer)
@@ -105,8 +107,8 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
         found = f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read"
         raise too_short(found, min(sample.expected_frames for sample in samples.values()), rows)
     if (flat.label > 0).all():
-        # Models learn a vehicle from its benign windows, and fail without one. A window's memory does not depend on its
-        # label.
+        # Models learn a vehicle from its benign windows, and fail without such a window. The labels can be changed
+        # here: a window's memory does not depend on its label.
         flat = replace(flat, label=np.zeros_like(flat.label))
     train_windows = _train_windows(dataset, logs, samples)
     read_mib = sum(sample.text.read_bytes for sample in samples.values()) / 2**20
@@ -115,7 +117,7 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
         f"a sample of {len(flat):,} windows from {len(chosen)} of {len(logs)} training logs "
         f"({read_mib:.1f} MiB of text; {mib:,.0f} MiB of logs): about {train_windows:,} training windows in all"
     )
-    # A sample shows the size of windows, not which of them train: so all of them do both.
+    # A sample shows the size of windows, not the split: all windows serve for training and for validation.
     windows = np.arange(len(flat))
     split = Split(train=windows, validation=windows, test={})
     sample = DataSample(train_windows=train_windows, every_log=len(chosen) == len(logs), note=note)
@@ -123,11 +125,11 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
 
 
 def choose_logs(logs: Sequence[LogFile]) -> list[LogFile]:
-    """Chooses the logs that are sampled: one of every folder and kind, then a second one, and so on."""
+    """Chooses the logs that are sampled: one log of every folder and kind, then a second log, and so on."""
     earlier: Counter[tuple[str, str]] = Counter()
     turns = []
     for index, log in enumerate(logs):
-        # Logs given by path are groups of their own, which tells nothing of their content.
+        # A log that is given by path is a separate group, which is no information about its content.
         family = ("" if log.role == LOG else log.group, log.kind)
         turns.append((earlier[family], index))
         earlier[family] += 1
@@ -135,8 +137,8 @@ def choose_logs(logs: Sequence[LogFile]) -> list[LogFile]:
 
 
 def drop_probable_duplicates(logs: Sequence[LogFile]) -> list[LogFile]:
-    """Leaves out logs that have the size, the beginning and the end of an earlier one."""
-    # Training leaves out copies by their hash, which would take minutes here.
+    """Leaves out logs with the size, the beginning and the end of an earlier log."""
+    # Training recognises copies by the hash of the whole log, which would take minutes here.
     sizes = Counter(log.path.stat().st_size for log in logs)
     first_by_ends: dict[tuple[int, bytes], LogFile] = {}
     for log in logs:
@@ -152,7 +154,7 @@ def _read_ends(path: Path) -> bytes:
             file.seek(-len(begin), os.SEEK_END)
             return begin + file.read()
     except OSError:
-        return os.fsencode(path)  # no copy of any other; the reader will raise the error
+        return os.fsencode(path)  # equals no other log's bytes; the reader will raise the error
 
 
 def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer: GraphWriter) -> tuple[LogSample, str]:
@@ -161,11 +163,11 @@ def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer
     num_parts = max(MIN_PARTS, SAMPLE_BYTES // num_logs // part_bytes)
     sample = reader.sample(num_parts, part_bytes, REACH_BYTES // num_logs)
     for frames in sample.frames:
-        # A builder for each: no window reaches from one part into another.
+        # A builder for each part: no window reaches from one part into another part.
         for block in GraphBuilder(dataset.window, dataset.stride).feed(frames):
             writer.append(block, reader.kinds)
     notices = [f"{log.path.name}: {note}" for note in reader.report.notes]
-    # No error yet: a part may have more bad rows than the whole log.
+    # Not an error: a part may have a larger share of bad rows than the whole log.
     if not sample.text.complete and reader.report.bad_share > dataset.max_malformed:
         notices.append(
             f"{log.path.name}: {reader.report.bad_share:.1%} of the sampled rows are malformed or run backwards in "
@@ -187,7 +189,7 @@ def _train_windows(dataset: CanDatasetSettings, logs: Sequence[LogFile], samples
 
 
 def _copy_to_memory(flat: FlatGraphs) -> FlatGraphs:
-    # The files are deleted, and a network file system may not keep those that are still mapped.
+    # The arrays are copied: the files are deleted, and a network file system may not keep deleted, mapped files.
     names = (field.name for field in fields(FlatGraphs) if isinstance(getattr(flat, field.name), np.ndarray))
     copies: dict[str, Any] = {name: getattr(flat, name).copy() for name in names}
     return replace(flat, **copies)

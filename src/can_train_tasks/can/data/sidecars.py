@@ -1,5 +1,6 @@
-"""Labels in a JSON file beside a log, as ROAD (`capture_metadata.json`) and CAN-MIRGU (`Attacks_metadata.json`) have
-them. Light: a submission identifies logs by it.
+"""Labels in a JSON file beside a log: ROAD's `capture_metadata.json` and CAN-MIRGU's `Attacks_metadata.json`.
+
+This module imports quickly: a submission uses it to identify logs.
 
 Shapes: M frames.
 """
@@ -17,29 +18,29 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from can_train_tasks.can.data.graphs import Bools, Floats, Frames
 
-# In the log's own folder and in the one above it: CAN-MIRGU has one file for three folders of logs.
+# In the log's folder and in its parent folder: CAN-MIRGU has one file for three folders of logs.
 _NAMES: Final = "*metadata.json"
-_MAX_BYTES: Final = 16 * 2**20  # a larger file is data of another kind
-# Seconds since 1970 (CAN-MIRGU); smaller ones count from the log's first frame (ROAD).
+_MAX_BYTES: Final = 16 * 2**20  # a larger file is another kind of data
+# Larger times are seconds since 1970 (CAN-MIRGU); smaller times are seconds since the log's first frame (ROAD).
 _LEAST_EPOCH_S: Final = 1e8
 _ANY: Final = "X"  # stands for any digit of an ID or a payload
-# `injection_interval`, or several with numbers; a suspended or imitated ECU's.
+# `injection_interval`, or several with numbers; also the interval of a suspended or imitated ECU.
 _INTERVAL: Final = re.compile(r"(?P<what>injection|suspension|masquerade)_interval(?P<number>_\d+)?")
 _KIND: Final = re.compile(r"(?P<what>.*?)(?:_attack)?(?:_\d+)?(?P<masquerade>_masquerade)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """An attack's time and, where they are known, the ID and the digits that were sent."""
+    """An attack's time and, if known, the IDs and the payload digits that were sent."""
 
     begin_s: float
     end_s: float
-    can_ids: frozenset[int]  # empty: any
-    digits: str  # hexadecimal, `_ANY` for any; empty: any payload
+    can_ids: frozenset[int]  # empty: any ID
+    digits: str  # hexadecimal digits of the payload, `_ANY` for any digit; empty: any payload
     kind: str
 
     def marks(self, frames: Frames, start_s: float) -> Bools:
-        """Returns which frames [M] of a log, whose first frame has the time `start_s`, belong to the attack."""
+        """Returns whether each frame [M] belongs to the attack; `start_s` is the time of the log's first frame."""
         begin_s = 0.0 if self.begin_s >= _LEAST_EPOCH_S else start_s
         # Logs hold microseconds.
         elapsed: Floats = (frames.timestamp - begin_s).round(6)
@@ -66,7 +67,7 @@ class Sidecar:
     path: Path
     entry: Mapping[str, Any]
     injections: tuple[Injection, ...]
-    whole: bool  # whether it says when attacks were, or that there were none
+    whole: bool  # whether the entry labels the whole log: it has the times of attacks, or says that there were none
 
     @property
     def content(self) -> str:
@@ -75,7 +76,7 @@ class Sidecar:
 
 
 def find_sidecar(log: Path) -> Sidecar | None:
-    """Returns the entry about a log in a JSON file beside it or above its folder; None where there is none."""
+    """Returns the entry about a log in a JSON file in its folder or the parent folder; None without an entry."""
     name = re.sub(r"(?i)\.(?:gz|xz|bz2|zst)$", "", log.name).rpartition(".")[0] or log.name
     folder = log.resolve().parent
     for path in (folder / f"{name}.json", *sorted(folder.glob(_NAMES)), *sorted(folder.parent.glob(_NAMES))):
@@ -83,8 +84,8 @@ def find_sidecar(log: Path) -> Sidecar | None:
         entry = content if path.stem == name and any(map(_INTERVAL.fullmatch, content)) else content.get(name)
         if isinstance(entry, dict):
             injections = tuple(_injections(entry, name))
-            # ROAD's ambient captures have entries without any of these fields; for the captures of a vehicle that was
-            # attacked before they began, the fields are null.
+            # ROAD's ambient captures have entries without any of these fields. In the entries of captures that began
+            # after the attack on the vehicle, the fields are null.
             harmless = not any(map(_INTERVAL.fullmatch, entry)) and "attack" not in name.casefold()
             return Sidecar(path=path, entry=entry, injections=injections, whole=bool(injections) or harmless)
     return None
@@ -104,7 +105,7 @@ def _content(path: Path, modified_ns: int) -> Mapping[str, Any]:
         text = path.read_text(encoding="utf-8-sig") if modified_ns else "{}"
         content = json.loads(re.sub(r",(?=\s*[}\]])", "", text))  # CAN-MIRGU's file has trailing commas
     except (OSError, ValueError, RecursionError):
-        return {}  # of another kind
+        return {}  # another kind of file
     return content if isinstance(content, dict) else {}
 
 
@@ -120,7 +121,7 @@ def _injections(entry: Mapping[str, Any], name: str) -> Iterator[Injection]:
             return entry.get(f"{field_name}{number}", entry.get(field_name))
 
         for begin_s, end_s in _intervals(value):
-            suspended = what == "suspension"  # then the ID's frames are missing
+            suspended = what == "suspension"  # the ID's frames are missing in this interval
             yield Injection(
                 begin_s=begin_s,
                 end_s=end_s,
@@ -143,7 +144,7 @@ def _can_ids(value: Any) -> Iterator[int]:
         try:
             yield text if isinstance(text, int) else int(str(text), 16)
         except ValueError:
-            continue  # `XXX`: any
+            continue  # `XXX`: any ID
 
 
 def _digits(value: Any) -> str:

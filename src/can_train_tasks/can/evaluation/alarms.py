@@ -1,6 +1,6 @@
-"""Flagged windows as alarms: the place of each in its log, and the CAN IDs and properties that drove its score.
+"""Flagged windows as alarms: the place of an alarm in its log, and the CAN IDs and properties that drove its score.
 
-Shapes: R windows, I their IDs (of each its nodes, then its absences), P properties, K distinct CAN IDs.
+Shapes: R windows, I IDs of windows (for each window its nodes, then its absences), P properties, K distinct CAN IDs.
 """
 
 import math
@@ -38,20 +38,20 @@ from can_train_tasks.can.data.graphs import (
 from can_train_tasks.can.evaluation.bursts import Timeline, held_scores
 from can_train_tasks.can.evaluation.options import Hold
 
-# Windows of a log that are not flagged, and whose values are usual: seconds on a processor. With fewer than the least,
-# no value is called usual.
+# Most windows without a flag that give the usual values of a log: they take seconds on a CPU. With fewer than
+# `LEAST_USUAL_WINDOWS`, no value is called usual.
 USUAL_WINDOWS: Final = 256
 LEAST_USUAL_WINDOWS: Final = 20
-WINDOWS_AT_A_TIME: Final = 2048  # whose contributions are in memory at the same time, a few megabytes
-KNOWN_SHARE: Final = 0.5  # of a log's IDs: if the model knows more of them, it knows the bus
-NAMED_IDS: Final = 3  # of a window
-TOLD_IDS: Final = 2  # of an alarm, in words
-TOLD_SHARE: Final = 0.2  # of the reason: a second ID with a larger share is named
-NAMED_PROPERTIES: Final = 2  # of an ID
+WINDOWS_AT_A_TIME: Final = 2048  # windows whose contributions are in memory together: a few megabytes
+KNOWN_SHARE: Final = 0.5  # a model that knows a larger share of a log's IDs knows the bus
+NAMED_IDS: Final = 3  # IDs that a record names for a window
+TOLD_IDS: Final = 2  # IDs that the text of an alarm names
+TOLD_SHARE: Final = 0.2  # a second ID with at least this share of the cause is named
+NAMED_PROPERTIES: Final = 2  # properties that are named for an ID
 
 USUAL_NOTE: Final = "Usually: the median of this ID over windows of the same log that are not flagged"
 
-# How each property is told. Identity is told as "not in benign training data" where that is so.
+# Words for each property. The identity of a new ID is told as "not in benign training data".
 _WORDS: Final = {
     IDENTITY: "the ID itself",
     **{name: f"payload byte {number} averages {{:.0f}}" for number, name in enumerate(BYTES, 1)},
@@ -72,7 +72,7 @@ _USUAL_WORDS: Final = {
 }
 
 
-# Columns of `BEHAVIOUR`, which are logarithms, in the units that a person reads.
+# Conversions of the columns of `BEHAVIOUR`, which are logarithms, to the units that a person reads.
 _OF_BEHAVIOUR: Final[Mapping[str, tuple[str, Callable[[float], float]]]] = {
     PERIOD: ("gap_mean", lambda value: 1000 * 2.0**value),
     SILENCE: ("silence", lambda value: 1000 * 2.0**value),
@@ -82,19 +82,19 @@ _OF_BEHAVIOUR: Final[Mapping[str, tuple[str, Callable[[float], float]]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Property:
-    """A property of an ID in a window, with its value; None where it has none, or the usual one is not known."""
+    """A property of an ID in a window; `value` or `usual` is None where it does not exist or is not known."""
 
     name: str
     value: float | None
     usual: float | None
 
     def text(self) -> str:
-        """Tells the property, beside the usual value where one is known."""
+        """Tells the property in words, with the usual value if it is known."""
         told = _WORDS[self.name].format(self.value)
         return told if self.usual is None else f"{told} (usually {_USUAL_WORDS[self.name].format(self.usual)})"
 
     def looks_usual(self) -> bool:
-        """Returns whether it would be told with the usual value."""
+        """Returns whether value and usual value have the same words."""
         if self.value is None or self.usual is None:
             return False
         words = _USUAL_WORDS[self.name]
@@ -106,18 +106,18 @@ class Cause:
     """A CAN ID that drove the score of a window."""
 
     can_id: int
-    known: bool  # whether a benign training window has it
-    seconds: float  # that the window lasts
-    frames: Property  # its frames in the window
-    share: float  # of the rise of the score above the usual score
-    properties: Sequence[Property]  # that drove it most, the first one the most
+    known: bool  # whether a benign training window has the ID
+    seconds: float  # length of the window
+    frames: Property  # number of the ID's frames in the window
+    share: float  # the ID's share of the rise of the score above the usual score
+    properties: Sequence[Property]  # properties that drove the score most, in descending order
 
     def text(self, *, decimal: bool) -> str:
-        """Tells the cause; `decimal` if the log has decimal IDs."""
+        """Tells the cause in words; `decimal` if the log has decimal IDs."""
         name = named_id(self.can_id, decimal=decimal)
         if not self.known:
             name += ", not in benign training data"
-        # Whoever looks the ID up in the log needs to know how many frames to look for, whatever the reason.
+        # The number of frames is always told: a person who looks the ID up in the log needs it.
         frames = self.frames.text().replace("frames", f"frames in {self.seconds:.3g} s", 1)
         frames = frames.replace("1 frames", "1 frame") if self.frames.value == 1 else frames
         left_out = (FRAMES,) if self.known else (FRAMES, IDENTITY)
@@ -131,13 +131,13 @@ class Cause:
                 "share": round(self.share, 4), "properties": properties}  # fmt: skip
 
 
-# Returns [I, P] contributions to the scores of windows [R].
+# Returns the contributions [I, P] to the scores of windows [R].
 Contribute = Callable[[Ints], Floats]
 
 
 @dataclass(kw_only=True, eq=False)
 class Explainer:
-    """Names the causes of scores in one log, beside the usual values in its windows `usual_rows` [R]."""
+    """Names the causes of scores in one log, with the usual values from its windows `usual_rows` [R]."""
 
     flat: FlatGraphs
     contribute: Contribute
@@ -155,8 +155,8 @@ class Explainer:
         if len(codes):
             np.add.at(sums, codes, self.contribute(self.usual_rows))
             np.add.at(counts, codes, 1)
-        # A weak model leaves windows with an injected ID among those that are not flagged. On a bus that it knows, that
-        # does not make the ID usual.
+        # A weak model does not flag all windows with an injected ID. On a known bus, the windows without a flag do not
+        # make such an ID usual.
         present = np.unique(codes)
         knows_bus = len(present) > 0 and self._known[present].mean() > KNOWN_SHARE
         self._foreign = ~self._known & knows_bus
@@ -164,10 +164,10 @@ class Explainer:
         self._usual_sums = sums / np.maximum(counts, 1)[:, None]
 
     def causes(self, rows: Ints) -> Iterator[list[Cause]]:
-        """Yields the causes of each window of `rows` [R], the first one the most important."""
+        """Yields the causes of each window of `rows` [R], the most important cause first."""
         for start in range(0, len(rows), WINDOWS_AT_A_TIME):
             part = rows[start : start + WINDOWS_AT_A_TIME]
-            # Some IDs always contribute much. Only the excess is new about a window.
+            # Some IDs always contribute much. Only the excess over the usual contribution explains a window.
             excess = np.maximum(self.contribute(part) - self._usual_sums[self._codes(part)], 0.0)
             bounds = np.cumsum(self.flat.num_ids[part])[:-1]
             for row, own in zip(part, np.split(excess, bounds), strict=True):
@@ -185,7 +185,7 @@ class Explainer:
             frames, *properties = [
                 Property(name=name, value=value, usual=self._usual(code, name))
                 for name in (FRAMES, *names)
-                # An ID without an earlier frame has no period, and changed nothing.
+                # An ID without an earlier frame has no period and no change.
                 if (value := id_value(flat, row, int(own), name)) is not None or name not in _OF_BEHAVIOUR
             ]
             found.append(
@@ -201,7 +201,7 @@ class Explainer:
         return found
 
     def _usual(self, code: int, name: str) -> float | None:
-        """Returns the median of an ID's property in usual windows; None where there is none."""
+        """Returns the median of an ID's property in usual windows; None where no usual window has the property."""
         if self._foreign[code]:
             return None
         if (code, name) not in self._medians:
@@ -225,7 +225,7 @@ class Explainer:
 
 
 def usual_windows(rows: Ints, flagged: Bools) -> Ints:
-    """Chooses windows of a log, evenly over its time, whose values are usual; none where too few are left."""
+    """Chooses windows without a flag, evenly over a log, for usual values; no windows where there are too few."""
     calm = rows[~flagged]
     if len(calm) < LEAST_USUAL_WINDOWS:
         return calm[:0]
@@ -233,7 +233,7 @@ def usual_windows(rows: Ints, flagged: Bools) -> Ints:
 
 
 def id_value(flat: FlatGraphs, row: int, own: int, name: str) -> float | None:
-    """Returns a property of a window's ID as a person reads it in the log; None where it is no number."""
+    """Returns a property of a window's ID in the unit of the log; None where the property is not a number."""
     # `num_nodes` counts the nodes of all windows.
     absence = own - int(flat.node_ptr[row + 1] - flat.node_ptr[row])
     if absence < 0:
@@ -270,20 +270,20 @@ def _node_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """Flagged windows that belong together, and why they were flagged."""
+    """Flagged windows that belong together, and the cause of their scores."""
 
     source: str  # the log
-    place: str  # where in the log they are, and their score, for a person
-    reason: str  # the cause of the score, for a person
-    score: float  # the highest one
+    place: str  # place of the windows in the log, and their score, in words
+    reason: str  # the cause of the score, in words
+    score: float  # highest score of the windows
     record: Mapping[str, Any]  # strict JSON
 
 
-MOST_ALARMS: Final = 20  # that are listed without -v, two to four lines each
+MOST_ALARMS: Final = 20  # alarms that are listed without -v, with two to four lines each
 
 
 def list_alarms(alarms: Sequence[Alarm], *, every: bool) -> list[str]:
-    """Lists alarms as a paragraph for each log; without `every`, those with the highest scores."""
+    """Lists alarms as a paragraph for each log; without `every`, only the alarms with the highest scores."""
     if not alarms:
         return ["Nothing was flagged."]
     highest = sorted(range(len(alarms)), key=lambda index: alarms[index].score, reverse=True)
@@ -307,19 +307,19 @@ class FlaggedLog:
     score: Floats  # [R]
     flagged: Bools  # [R]
     threshold: float
-    lines: Ints  # [2, R] numbers of the first and of the last line of each
-    causes: Mapping[int, Sequence[Cause]]  # by position among the rows, of every flagged one at least
+    lines: Ints  # [2, R] numbers of the first and the last line of each window
+    causes: Mapping[int, Sequence[Cause]]  # causes by position in `rows`, for every flagged window at least
     decimal: bool  # whether the log has decimal IDs
-    hold: Hold | None = None  # when flagged windows raise an alarm; None: each of them does
+    hold: Hold | None = None  # flagged windows that raise an alarm; None: each flagged window does
 
     def reason(self, position: int) -> str | None:
-        """Tells why a window has its score; None where it was not explained."""
+        """Tells the causes of a window's score; None for a window without an explanation."""
         return self._told(self.causes[position]) if position in self.causes else None
 
     def alarms(self) -> list[Alarm]:
-        """Joins flagged windows that follow one another to alarms; with a hold, to those events that it raises.
+        """Joins successive flagged windows to alarms; with a hold, only to alarms that the hold raises.
 
-        An event then reaches from its first flagged window to its last one, and is raised in a window between them.
+        An alarm then reaches from its first to its last flagged window, and is raised in a window between them.
         """
         if self.hold is None:
             flagged = np.flatnonzero(self.flagged)
@@ -333,7 +333,7 @@ class FlaggedLog:
         begins = np.flatnonzero(np.diff(timeline.groups(raised), prepend=-1))
         alarms = []
         for first, last in zip(raised[begins], raised[np.append(begins[1:], len(raised)) - 1], strict=True):
-            # Those that it was raised by lie before it.
+            # The flagged windows that raised the alarm lie before the window in which it was raised.
             event = np.arange(max(0, first - self.hold.of + 1), last + 1)
             alarms.append(self._alarm(event[self.flagged[event]]))
         return alarms
@@ -364,7 +364,7 @@ class FlaggedLog:
         )  # fmt: skip
 
     def _joined(self, run: Ints) -> list[Cause]:
-        """Returns an alarm's causes, by their mean share; each as it is in the window where its share is largest."""
+        """Returns an alarm's causes, ordered by mean share; values come from the window where the share is largest."""
         shares: dict[int, float] = {}
         largest: dict[int, Cause] = {}
         for position in run:

@@ -1,5 +1,7 @@
-"""Attacks in a log as bursts, and the figures of a detector's alarms: bursts found, time to the first alarm, false
-events an hour, and how sure a difference between two detectors is.
+"""Attacks in a log as bursts, and the burst-level figures of a detector's alarms.
+
+The figures are bursts found, time to the first alarm, false events an hour, and the interval of a difference between
+two detectors.
 
 Shapes: R windows of one test folder, ascending by log and time; D detectors; K blocks; B draws.
 """
@@ -19,23 +21,23 @@ if TYPE_CHECKING:
     from can_train_tasks.can.data.graphs import FlatGraphs
 
 SECONDS_PER_HOUR: Final = 3600.0
-# Seconds. Attack windows, or alarms, with less between them belong together: attackers send at intervals, so that a
-# window between two injected frames may be benign, and nobody wants an alarm for each.
+# Seconds. Attack windows, or alarms, with a shorter gap belong together: attackers send at intervals, so that a window
+# between two injected frames may be benign, and one alarm is enough for all of them.
 JOIN_S: Final = 1.0
-DRAWS: Final = 1000  # of the bootstrap: the ends of an interval then vary by about a twentieth of its width
-DRAWS_AT_A_TIME: Final = 100  # which bounds the memory where a log has ten thousand blocks
-CONFIDENCE: Final = 0.95  # of an interval
-# Bursts, and benign stretches, below which there is no interval: drawn from fewer, nearly all draws are alike, and the
-# interval would be narrow because little is known.
+DRAWS: Final = 1000  # draws of the bootstrap: the ends of an interval then vary by about a twentieth of its width
+DRAWS_AT_A_TIME: Final = 100  # draws in memory together, to bound memory where a log has ten thousand blocks
+CONFIDENCE: Final = 0.95  # confidence of an interval
+# An interval needs at least this many bursts, and benign stretches: with fewer, nearly all draws are alike, and the
+# interval would be narrow only because the data are few.
 LEAST_BLOCKS: Final = 5
 
 
 EACH_WINDOW: Final = Hold(1, 1)
-USUAL_HOLD: Final = Hold(2, 3)  # of burst-level figures: a single flagged window is most often a false one
+USUAL_HOLD: Final = Hold(2, 3)  # hold of burst-level figures: most single flagged windows are false
 
 
 class BurstFigures(TypedDict):
-    """Burst-level figures of one detector on one test folder; those that the windows do not define are None."""
+    """Burst-level figures of one detector on one test folder; a figure that the windows do not define is None."""
 
     hold: str
     bursts: int
@@ -59,11 +61,11 @@ class Timeline:
     """Windows of one test folder in their order.
 
     Attributes:
-        segment: [R] number of the stretch of windows, without a gap between them, that each belongs to.
-        start_s: [R] time of the first frame.
-        end_s: [R] time of the last frame.
+        segment: [R] number of the window's segment, a stretch of windows without a gap.
+        start_s: [R] time of the window's first frame.
+        end_s: [R] time of the window's last frame.
         is_attack: [R] the truth.
-        benign_s: [R] seconds of benign traffic that each adds; 0 for attacks.
+        benign_s: [R] seconds of benign traffic that the window adds; 0 for attacks.
     """
 
     segment: Ints
@@ -77,12 +79,12 @@ class Timeline:
         """Arranges the windows `rows` [R], which are ascending."""
         start, end, steps = flat.start_time[rows], flat.end_time[rows], np.diff(flat.first_frame[rows])
         same_log = np.diff(flat.source[rows]) == 0
-        # Where the stride is larger than a window, windows with frames between them follow one another all the same.
+        # With a stride larger than a window, successive windows have frames between them: that is no gap.
         stride = int(steps[same_log & (steps > 0)].min(initial=np.iinfo(np.int64).max))
         apart = ~same_log | (steps > max(flat.window, stride))
         adjoining = same_log & (steps <= flat.window)
-        # A window lasts until the next one begins, if that overlaps it or follows at once; otherwise until its own last
-        # frame. Some logs step back in time between windows.
+        # A window lasts until the next window begins, if that window overlaps it or follows at once; otherwise until
+        # its last frame. Some logs step back in time between windows.
         until = np.append(np.where(adjoining, start[1:], end[:-1]), end[-1:])
         seconds = np.where(flat.label[rows] == 0, np.maximum(until - start, 0.0), 0.0)
         return cls(
@@ -94,19 +96,19 @@ class Timeline:
         )
 
     def groups(self, positions: Ints) -> Ints:
-        """Numbers the groups that the windows at ascending positions form with less than `JOIN_S` between them."""
+        """Numbers groups of windows at ascending positions; gaps inside a group are shorter than `JOIN_S`."""
         before, after = positions[:-1], positions[1:]
         apart = self.start_s[after] - self.end_s[before] >= JOIN_S
         new = apart | (self.segment[after] != self.segment[before])
         return np.cumsum(np.append(np.zeros(min(len(positions), 1), np.int64), new))
 
     def count_events(self, raised: Bools) -> int:
-        """Counts the events that raised alarms [R] form."""
+        """Counts the events that the raised alarms [R] form."""
         groups = self.groups(np.flatnonzero(raised))
         return int(groups[-1]) + 1 if len(groups) else 0
 
     def bursts(self) -> Ints:
-        """Returns [R] the number of the burst that each window lies in, benign ones inside it included; -1: none."""
+        """Returns the number of each window's burst [R], also for benign windows inside a burst; -1: no burst."""
         attacks = np.flatnonzero(self.is_attack)
         groups = self.groups(attacks)
         found = np.full(len(self.is_attack), -1)
@@ -118,9 +120,9 @@ class Timeline:
 
 
 def held_scores(score: Floats, segment: Ints, hold: Hold) -> Floats:
-    """Returns [R] scores that exceed a threshold exactly where the alarm is raised.
+    """Returns scores [R] that exceed a threshold exactly where the hold raises an alarm.
 
-    `needed` of the last `of` windows exceed a threshold where the `needed`-th largest of them does.
+    `needed` of the last `of` scores exceed a threshold exactly where the `needed`-th largest score does.
     """
     if hold == EACH_WINDOW:
         return score
@@ -136,7 +138,7 @@ def burst_figures(timeline: Timeline, score: Floats, threshold: float, hold: Hol
     """Computes the burst-level figures of scores [R].
 
     A burst is found if the alarm is raised in one of its windows. A false event is an alarm that windows outside all
-    bursts raise by themselves: an alarm that still holds from a burst is none.
+    bursts raise alone: an alarm that began in a burst and still holds is no false event.
     """
     burst = timeline.bursts()
     outside = burst < 0
@@ -161,8 +163,9 @@ def burst_figures(timeline: Timeline, score: Floats, threshold: float, hold: Hol
 
 
 class Blocks:
-    """Bursts, and the benign stretches between them, which a bootstrap draws as wholes: windows that follow one another
-    are alike, and drawn one by one they would promise more certainty than there is.
+    """Bursts, and the benign stretches between bursts, as the blocks of a bootstrap.
+
+    Blocks are drawn and not windows: successive windows are alike, so drawing windows would give too narrow intervals.
     """
 
     def __init__(self, timeline: Timeline, seed: int) -> None:
@@ -176,12 +179,12 @@ class Blocks:
 
     @property
     def suffice(self) -> bool:
-        """Whether there are enough of both kinds for an interval."""
+        """Whether there are enough bursts and enough benign stretches for an interval."""
         bursts = int(self._is_burst.sum())
         return min(bursts, len(self._is_burst) - bursts) >= LEAST_BLOCKS
 
     def differences(self, model: Bools, others: Mapping[str, Sequence[Bools]]) -> dict[str, MccDifference]:
-        """Compares the model's flags [R] with the flags of other detectors; the mean counts over several fits."""
+        """Compares the MCC of the model's flags [R] with other detectors' MCC; several fits count by their mean."""
         if not 0 < self._is_attack.sum() < len(self._is_attack):
             return {}
         flags = {"": [model], **others}
@@ -200,7 +203,7 @@ class Blocks:
         return found
 
     def _draws(self) -> list[Floats]:
-        """Draws how often each block occurs, [B, K] in parts: as many bursts, and as many stretches, as there are."""
+        """Draws the number of times that each block occurs, [B, K] in parts; numbers of bursts and stretches stay."""
         rng, kinds = np.random.default_rng(self._seed), (self._is_burst, ~self._is_burst)
         parts = []
         for _ in range(0, DRAWS, DRAWS_AT_A_TIME):
@@ -218,7 +221,7 @@ class Blocks:
         return self._counts(flagged & self._is_attack), self._counts(flagged & ~self._is_attack)
 
     def _mcc(self, several: Sequence[tuple[Floats, Floats]], weights: Floats) -> Floats:
-        """Returns [B] the mean MCC; 0 where all windows are flagged or none is, as elsewhere."""
+        """Returns the mean MCC [B]; a fit that flags all windows or none has MCC 0, as in `detector_metrics`."""
         attacks, benign = weights @ self._attacks, weights @ self._benign
         found = []
         for hits, false_alarms in several:

@@ -1,5 +1,4 @@
-"""Thresholds from benign windows: for a number of false events an hour, and for a log whose scores lie elsewhere than
-the scores of validation.
+"""Thresholds from benign windows: for a number of false events an hour, and for a log with other benign scores.
 
 Shapes: R windows, ascending by log and time; L levels.
 """
@@ -21,35 +20,35 @@ from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import Hold
 from can_train_tasks.can.inputs import LEAST_KNOWN_SHARE
 
-LONGEST_HOLD: Final = 5  # windows; for each hold up to it, a run's result has the events by level
-# Of the scores of benign windows, from the highest down: each of the first, then fewer and fewer.
+LONGEST_HOLD: Final = 5  # windows; a run's result has the number of events by level for each hold up to this one
+# The levels of a hold are scores of benign windows, from the highest down: first every score, then fewer and fewer.
 DENSE_LEVELS: Final = 32
 SPARSE_LEVELS: Final = 32
-# Expected events in the benign time below which single ones decide, and a smooth tail is used in place of their count.
+# With fewer expected events in the benign time, single events would decide the threshold: a smooth tail replaces them.
 FEW_EVENTS: Final = 8
-TAIL_EVENTS: Final = 16  # that the tail is fitted to
+TAIL_EVENTS: Final = 16  # events that the tail is fitted to
 LEAST_CALIBRATION_WINDOWS: Final = 20  # with fewer, centre and scale are guesses
 
-# Reasons why a window that is taken for benign looks like an attack.
+# Kinds of suspicion that a window of a calibration is an attack.
 RATE, UNSEEN, SCORE = "rate", "unseen_ids", "score"
-SHORT_SHARE: Final = 0.01  # of benign validation windows, which are shorter than `BenignScores.shortest_s`
-FLOOD: Final = 1.25  # times the highest benign frame rate
-FOREIGN_FLOOD: Final = 2.0  # times the median rate of a bus that training did not see, whose highest rate is not known
-# Scales above the centre of benign validation scores. The scale is a median excess: of scores that fall off
-# exponentially, one in 4,000 lies further out.
+SHORT_SHARE: Final = 0.01  # share of benign validation windows that are shorter than `BenignScores.shortest_s`
+FLOOD: Final = 1.25  # suspicious frame rate ÷ highest benign frame rate
+FOREIGN_FLOOD: Final = 2.0  # suspicious frame rate ÷ median rate, for an unknown bus, whose highest rate is not known
+# A score this many scales above the centre of benign validation scores is suspicious. The scale is a median excess:
+# with an exponential tail, one score in 4,000 lies further out.
 FAR: Final = 12.0
-REGULAR_SHARE: Final = 0.1  # of the windows: an ID with a larger share belongs to the bus
-SHORTEST_S: Final = 1e-6  # of a window whose frames have the same time
+REGULAR_SHARE: Final = 0.1  # an ID in a larger share of the windows belongs to the bus
+SHORTEST_S: Final = 1e-6  # least length of a window, for windows whose frames have equal times
 NAMED_IDS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreScale:
-    """Where benign scores lie.
+    """Centre and scale of benign scores.
 
     Attributes:
-        centre: Their median.
-        scale: The median of how far those above it exceed it. One odd window would stretch a mean.
+        centre: Median of the scores.
+        scale: Median excess over the centre, of the scores above it. A single odd window would stretch a mean.
     """
 
     centre: float
@@ -57,13 +56,13 @@ class ScoreScale:
 
     @classmethod
     def of(cls, score: Floats) -> Self:
-        """Measures [R] benign scores, at least one."""
+        """Measures benign scores [R], at least one."""
         centre = float(np.median(score))
         above = score[score > centre]
         return cls(centre=centre, scale=float(np.median(above)) - centre if len(above) else 0.0)
 
     def to(self, other: Self, score: Floats) -> Floats:
-        """Converts scores [R] of this scale to another one."""
+        """Converts scores [R] from this scale to the scale `other`."""
         ratio = other.scale / self.scale if self.scale > 0 else 1.0
         converted: Floats = (score - self.centre) * ratio + other.centre
         return converted
@@ -74,10 +73,10 @@ class BenignScores:
     """The distribution of scores over the benign validation windows of a run.
 
     Attributes:
-        scale: Where they lie.
-        hours: How long they observed the bus.
-        shortest_s: Seconds that nearly none of the windows is shorter than.
-        levels: By hold, [L, 2] a level and how many events exceed it, from the highest level down.
+        scale: Centre and scale of the scores.
+        hours: Hours of bus traffic in the windows.
+        shortest_s: Length in seconds that nearly all windows exceed.
+        levels: For each hold, level and number of events above the level [L, 2], from the highest level down.
     """
 
     scale: ScoreScale
@@ -87,7 +86,7 @@ class BenignScores:
 
     @classmethod
     def of(cls, timeline: Timeline, score: Floats) -> Self:
-        """Counts the events of [R] benign windows, at least one, at every level and for every usual hold."""
+        """Counts the events of benign windows [R], at least one, at every level and for every hold."""
         holds = [Hold(needed, of) for of in range(1, LONGEST_HOLD + 1) for needed in range(1, of + 1)]
         return cls(
             scale=ScoreScale.of(score),
@@ -98,10 +97,10 @@ class BenignScores:
 
     @classmethod
     def from_result(cls, judgement: Mapping[str, Any], run_id: str) -> Self:
-        """Reads them from the judgement of a run.
+        """Reads the benign scores from the judgement of a run.
 
         Raises:
-            CheckpointError: It has none.
+            CheckpointError: The judgement has no benign scores.
         """
         plain = judgement.get("benign", {})
         if not {"centre", "scale", "hours", "shortest_s", "levels"} <= plain.keys():
@@ -112,7 +111,7 @@ class BenignScores:
         return cls(scale=scale, hours=plain["hours"], shortest_s=plain["shortest_s"], levels=levels)
 
     def plain(self) -> dict[str, Any]:
-        """Returns them as strict JSON."""
+        """Returns the benign scores as strict JSON."""
         levels = {hold: rows.tolist() for hold, rows in self.levels.items()}
         return {"centre": self.scale.centre, "scale": self.scale.scale, "hours": self.hours,
                 "shortest_s": self.shortest_s, "levels": levels}  # fmt: skip
@@ -120,11 +119,11 @@ class BenignScores:
     def threshold(self, per_hour: float, hold: Hold) -> Threshold:
         """Chooses the threshold that about `per_hour` false events an hour exceed.
 
-        Where fewer than `FEW_EVENTS` are expected in the benign time, the highest ones are taken for the tail of an
-        exponential distribution. The threshold lies on this tail, also beyond the highest score that was seen.
+        With fewer than `FEW_EVENTS` expected events in the benign time, the highest events are taken for the tail of an
+        exponential distribution. The threshold lies on this tail, which reaches beyond the highest score.
 
         Raises:
-            ConfigError: The hold is longer than those that were counted.
+            ConfigError: The hold is longer than `LONGEST_HOLD`.
         """
         if str(hold) not in self.levels:
             raise ConfigError(f"--alarms-per-hour needs a hold of up to {LONGEST_HOLD} windows", value=f"--hold {hold}",
@@ -141,9 +140,9 @@ class BenignScores:
             more = "" if events[-1] >= wanted else ", which have fewer at any threshold"
             return Threshold(value=float(level[enough[-1]]), rule=what + more)
         tail = min(int(np.searchsorted(events, TAIL_EVENTS)), len(events) - 1)
-        # The mean excess over the level is the area below the number of events that exceed each higher one.
+        # The mean excess over the level is the area under the curve of the number of events by level, above this level.
         excess = float((events[1 : tail + 1] * -np.diff(level[: tail + 1])).sum() / events[tail])
-        # All benign drives of a data set may be shorter than an event takes to come.
+        # The benign drives of a data set may be too short for a single event at this rate.
         beyond = ", from which it is extrapolated" if wanted < 1 else ""
         wanted = max(wanted, np.finfo(np.float64).tiny)
         value = float(level[tail]) + excess * math.log(events[tail] / wanted)
@@ -158,17 +157,17 @@ def _event_levels(timeline: Timeline, score: Floats, hold: Hold) -> Floats:
     chosen = np.unique(np.concatenate([np.arange(DENSE_LEVELS), sparse]))
     levels = levels[chosen[chosen < count]]
     events = np.array([timeline.count_events(held > level) for level in levels], np.float64)
-    # Further down alarms run together, and their number falls again.
+    # At lower levels alarms run together, and their number falls again.
     most = int(np.argmax(events)) + 1 if len(events) else 0
     table: Floats = np.column_stack([levels, np.maximum.accumulate(events) if len(events) else events])[:most]
     return table
 
 
 class Calibration:
-    """The first seconds of a bus, counted from its first frame and taken for benign: where its scores lie.
+    """The scores in the first seconds of a bus, counted from its first frame and taken for benign.
 
     Args:
-        seconds: How long they are; a slow bus takes longer to show `LEAST_CALIBRATION_WINDOWS`.
+        seconds: Length; a slow bus is calibrated on for longer, until it has `LEAST_CALIBRATION_WINDOWS`.
         benign: The benign scores of validation.
         threshold: The run flags windows with higher scores.
         vocabulary: CAN IDs of benign training windows.
@@ -187,7 +186,7 @@ class Calibration:
         self.last_frame = -1  # first frame of the last window that was calibrated on
 
     def wanted(self, flat: FlatGraphs, rows: Ints) -> int:
-        """Counts how many of the log's next windows `rows` the calibration still needs."""
+        """Returns the number of windows that the calibration still needs from the log's next windows `rows`."""
         if self._scale is not None:
             return 0
         if self._start_s is None:
@@ -199,7 +198,7 @@ class Calibration:
         return min(len(rows), max(count, LEAST_CALIBRATION_WINDOWS - self.windows))
 
     def add(self, flat: FlatGraphs, rows: Ints, score: Floats) -> None:
-        """Calibrates on the log's next windows `rows` [R], of these scores."""
+        """Calibrates on the log's next windows `rows` [R], with scores `score` [R]."""
         self._window = flat.window
         nodes = members(flat.node_ptr, rows)
         ids = np.split(flat.ids[flat.node_code[nodes.positions]], nodes.starts)[1:]  # none of no windows
@@ -210,7 +209,7 @@ class Calibration:
             self.last_frame = int(flat.first_frame[row])
 
     def finish(self, *, where: str) -> None:
-        """Measures where the scores lie, once a window has come that is not to be calibrated on.
+        """Measures the scale of the scores, after the last window of the calibration.
 
         Raises:
             DataError: There are too few windows.
@@ -219,22 +218,22 @@ class Calibration:
 
     @property
     def windows(self) -> int:
-        """Windows that were calibrated on so far."""
+        """Number of windows in the calibration so far."""
         return len(self._windows)
 
     @property
     def end_s(self) -> float:
-        """When the last of them ended, in seconds after the bus's first frame."""
+        """End of the calibration's last window, in seconds after the bus's first frame."""
         return self._windows[-1].end_s - (self._start_s or 0.0)
 
     @property
     def done(self) -> bool:
-        """Whether all windows that it needs have come."""
+        """Whether the calibration has all windows that it needs."""
         return self._scale is not None
 
     @property
     def score(self) -> Floats:
-        """[R] adapted scores of the windows that were calibrated on."""
+        """Adapted scores [R] of the calibration's windows."""
         return self.adapt(np.array([one.score for one in self._windows]))
 
     def adapt(self, score: Floats) -> Floats:
@@ -243,7 +242,7 @@ class Calibration:
         return self._scale.to(self._benign.scale, score)
 
     def suspicions(self) -> list[Suspicion]:
-        """Names the windows that look like an attack, by the property that does, and so spoil the calibration."""
+        """Names the windows that look like an attack, which would spoil the calibration, by kind of suspicion."""
         regular = self._regular_ids()
         known_bus = bool(np.isin(regular, self._vocabulary).mean() > LEAST_KNOWN_SHARE) if len(regular) else False
         usual = self._window / max(self._benign.shortest_s, SHORTEST_S)
@@ -272,7 +271,7 @@ class Calibration:
         return found
 
     def _regular_ids(self) -> Ints:
-        """Returns the IDs that a share of the windows have: an attack that makes up IDs rarely sends one twice."""
+        """Returns the IDs in at least `REGULAR_SHARE` of the windows: an attack rarely sends a made-up ID twice."""
         ids, counts = np.unique(np.concatenate([one.ids for one in self._windows]), return_counts=True)
         return ids[counts >= REGULAR_SHARE * self.windows]
 
@@ -304,10 +303,10 @@ class Suspicion:
 
     Attributes:
         kind: `RATE`, `UNSEEN` or `SCORE`.
-        windows: How many.
-        of: Windows of the whole calibration.
-        from_s: Beginning of the first one, in seconds after the bus's first frame.
-        to_s: End of the last one.
+        windows: Number of suspicious windows.
+        of: Number of windows of the calibration.
+        from_s: Beginning of the first suspicious window, in seconds after the bus's first frame.
+        to_s: End of the last suspicious window, in seconds after the bus's first frame.
         why: The suspicious property of the windows, in words.
     """
 
@@ -330,10 +329,10 @@ class CalibratedScores:
     """Scores of one test folder, with each log adapted to validation.
 
     Attributes:
-        score: [R] all of them.
-        judged: [R] whether each window lies wholly behind those that were calibrated on.
-        calibrations: By log, as an index of `FlatGraphs.sources`.
-        rows: The windows that were calibrated on; some may be none of the folder's.
+        score: [R] adapted scores of all windows of the folder.
+        judged: [R] whether the window shares no frame with the calibration's windows.
+        calibrations: Calibration of each log, by index of `FlatGraphs.sources`.
+        rows: The windows of the calibrations; they need not belong to the folder.
     """
 
     score: Floats
@@ -347,18 +346,18 @@ def calibrate_logs(
 ) -> CalibratedScores:
     """Takes the beginning of each log for benign; `rows` [R] are the windows to judge.
 
-    A log begins with its first frame, also where the windows there are not judged because they were trained on: live,
-    nobody knows which these are.
+    A log begins with its first frame, even if the windows there were trained on and are not judged: live detection
+    cannot know training windows either.
 
     Args:
         flat: The graphs.
-        rows: The windows.
-        score: [R] their scores.
+        rows: The windows to judge.
+        score: [R] scores of `rows`.
         make: Makes the calibration of one log.
-        compute: Scores other windows.
+        compute: Scores the windows at the beginning of a log.
 
     Raises:
-        DataError: A beginning has too few windows, or the log no others.
+        DataError: The beginning of a log has too few windows, or no windows are left after it.
     """
     scores, judged = score.copy(), np.zeros(len(rows), np.bool_)
     calibrations: dict[int, Calibration] = {}
@@ -383,8 +382,9 @@ def calibrate_logs(
 def calibration_notes(
     flat: FlatGraphs, folders: Sequence[CalibratedScores], *, tested: Ints, threshold: float
 ) -> list[str]:
-    """Describes the calibration of the test folders, in sentences; `tested` are the windows that training did not see,
-    and windows with scores above `threshold` are flagged.
+    """Describes the calibration of the test folders, in sentences.
+
+    `tested` are the windows that training did not see; windows with scores above `threshold` are flagged.
     """
     rows = np.concatenate([one.rows for one in folders])
     logs = {flat.sources[source].path: one for folder in folders for source, one in folder.calibrations.items()}
@@ -412,7 +412,7 @@ def calibration_notes(
 
 
 def calibrated_scale(score: Floats, validation: ScoreScale, *, where: str) -> ScoreScale:
-    """Measures where the scores of a log lie by [R] of its beginning, which is taken for benign.
+    """Estimates the scale of a log's scores from the scores [R] of its beginning, which is taken for benign.
 
     A beginning is calmer than the drive after it. So the log's scores are taken to spread at least as far as the
     scores of validation. Their centre is taken to lie above the centre of the beginning, by one such spread at most,
@@ -424,8 +424,8 @@ def calibrated_scale(score: Floats, validation: ScoreScale, *, where: str) -> Sc
     if len(score) < LEAST_CALIBRATION_WINDOWS:
         raise DataError(f"{counted(len(score), 'window')} in {where}: a calibration needs {LEAST_CALIBRATION_WINDOWS}",
                         remedy="Calibrate on more seconds, or leave it out")  # fmt: skip
-    # On simulated drives of 60 to 300 s, calibrated on 10 s, believing both ends as they are gave 2.5 times as many
-    # false alarms as this, and the same MCC.
+    # On simulated drives of 60 to 300 s, calibrated on 10 s, centre and scale of the beginning without this correction
+    # gave 2.5 times as many false alarms, and an equal MCC.
     found = ScoreScale.of(score)
     centre = max(found.centre, min(validation.centre, found.centre + validation.scale))
     return ScoreScale(centre=centre, scale=max(found.scale, validation.scale))

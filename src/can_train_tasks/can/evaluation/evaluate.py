@@ -1,4 +1,4 @@
-"""Judges a finished run once more: on its own test windows, or on everything in other logs.
+"""Judges a finished run again: on its test windows, or on all windows of other logs.
 
 Shapes: R rows (windows), F windows of a test folder, S columns of raw scores, W judged windows.
 """
@@ -55,32 +55,32 @@ from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, Finish
 from can_train_tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
 from can_train_tasks.can.synthetic.writing import synthetic_folder_name
 
-# By folder: [F] final scores, or [F, S] raw ones.
+# Final scores [F], or raw scores [F, S], of each test folder.
 FolderScores = Mapping[str, Floats]
-# Loads the finished model of a role that a run builds on; raises RunError if it is gone.
+# Loads a run's prerequisite model by role; raises RunError if the model is gone.
 LoadModel = Callable[[str], FinishedModel]
-# Computes the [R, S] raw scores of windows by a model, in parts that fit; and the [N, P] contributions to them.
+# Compute a model's raw scores [R, S] of windows, and the contributions to the scores, in batches that fit into memory.
 Score = Callable[[WindowModel, Ints], Floats]
 Contribute = Callable[[WindowModel, Ints], Floats]
 
-# Dataset settings that the weights of a model depend on, and those that decide which of its windows it was trained on.
+# Dataset settings that the weights of a model depend on, and dataset settings that decide which windows are tested.
 _MODEL_SETTINGS: Final = ("window", "features", "identity")
 _SPLIT_SETTINGS: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
 
-_MAX_NAMED_LOGS: Final = 3  # in a notice; the others are an ellipsis
+_MAX_NAMED_LOGS: Final = 3  # logs that a notice names; an ellipsis stands for the rest
 _MAX_NAMED_IDS: Final = 5
 
-# Baselines that need training windows. Other logs have none: all of their windows are judged.
+# Baselines that need training windows. Other logs have no training windows: all of their windows are judged.
 FITTED_BASELINES: Final = ("gap_lookup", "silence", "random_forest")
 _NOT_CALIBRATED: Final = "not calibrated"
 _NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
 
 
 def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: EvaluationData) -> WindowEvaluation:
-    """Prepares the windows that are judged; `load_model` loads the models that the run builds on.
+    """Prepares the windows that are judged; `load_model` loads the run's prerequisite models.
 
     Raises:
-        ConfigError: A setting is one that the model or its split depends on.
+        ConfigError: The request changes a setting that the model or its split depends on.
         DataError: A log cannot be read, or is too short.
         RunError: A model that scoring needs is gone.
         CheckpointError: The weights do not fit the run's settings, or its result has no threshold.
@@ -99,8 +99,9 @@ def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: Eva
 
 
 def _judged_data(finished: FinishedModel, request: EvaluationData) -> tuple[CanData, EvaluationData]:
-    """Loads the windows, and completes the request: whether they are the run's own, split as they were for training,
-    and how other logs are read.
+    """Loads the windows, and completes the request.
+
+    `own` becomes True if the windows are the run's, split as for training; otherwise `dataset` gets the number bases.
     """
     trained: CanDatasetSettings = finished.run.dataset
     dataset: CanDatasetSettings = request.dataset
@@ -124,10 +125,10 @@ def _judged_data(finished: FinishedModel, request: EvaluationData) -> tuple[CanD
 
 
 def _without_training_windows(trained: CanDatasetSettings, request: EvaluationData, data: CanData) -> CanData:
-    """Leaves out windows that the run was trained or validated on, in whatever file they are, and says so.
+    """Leaves out windows that the run was trained or validated on, also where another file has them; adds a notice.
 
     Raises:
-        DataError: Nothing is left to judge.
+        DataError: No window is left to judge.
     """
     if trained.is_synthetic:
         trained = replace(trained, path=str(request.cache / synthetic_folder_name(trained.synthetic)))
@@ -174,8 +175,8 @@ class EvaluatedWindows:
     samples: Mapping[str, Sequence[Any] | NDArray[Any]]  # columns of [W] cells, by name: windows with times and scores
     rows: Ints  # [W] the windows
     threshold: float
-    hold: Hold | None  # as asked for: when flagged windows raise an alarm; None: each of them does
-    notes: Sequence[str]  # sentences about how the windows were judged
+    hold: Hold | None  # the requested hold for alarms; None: each flagged window raises an alarm
+    notes: Sequence[str]  # sentences about the judgement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,14 +185,14 @@ class Explanation:
 
     alarms: Sequence[Alarm]  # in the order of the windows
     columns: Mapping[str, Any]  # more columns of the file of scores, with None where a window is not explained
-    notes: Sequence[str]  # how to read it, in sentences
+    notes: Sequence[str]  # sentences that help to read the explanation
 
 
 class WindowEvaluation(Evaluation):
     """Windows that are judged by the threshold that a run chose in validation.
 
     Attributes:
-        own_split: Whether the windows are split as they were for training; else all of them are judged.
+        own_split: Whether the windows are split as for training; otherwise all windows are judged.
     """
 
     def __init__(self, model: WindowModel, data: CanData, load_model: LoadModel, request: EvaluationData) -> None:
@@ -204,7 +205,7 @@ class WindowEvaluation(Evaluation):
         self.dataset = request.dataset.path or request.dataset.name
         self._rows = np.concatenate([*data.split.test.values()])
         self.counted = self._count()
-        # Of a student: its teacher and the same student without one, as far as their runs are still there.
+        # References of a student: its teacher, and the same student without a teacher, if their runs still exist.
         self._references: dict[str, FinishedNetwork] = {}
         self._absent: dict[str, str] = {}
         if "mixing" in self._result:
@@ -212,7 +213,7 @@ class WindowEvaluation(Evaluation):
         if "compared" in self._result:
             for role, record in self._result["references"].items():
                 with self._absent_on_error(role):
-                    # With the threshold and the units that the student's run found, as at the end of that run.
+                    # The threshold and the units come from the result of the student's run, as at the end of that run.
                     finished = replace(load_model(role), result={"judgement": record})
                     self._references[role] = FinishedNetwork(finished, data.flat, full_precision=True)
 
@@ -226,13 +227,13 @@ class WindowEvaluation(Evaluation):
     def _count(self) -> dict[str, int]:
         """Counts judged windows and frames; a frame that several windows share counts once."""
         flat, rows = self._data.flat, np.unique(self._rows)
-        # A window adds the frames since the start of the one before it, or all of its own where a log begins.
+        # A window adds the frames since the start of the previous window; the first window of a log adds all frames.
         steps = np.diff(flat.first_frame[rows])
         fresh = np.where(np.diff(flat.source[rows]) == 0, np.minimum(steps, flat.window), flat.window)
         return {"windows": len(self._rows), "frames": flat.window + int(fresh.sum())}
 
     def evaluate(self, score: Scorer) -> Verdict:
-        """Judges the windows; explains the flagged ones if the options ask for it."""
+        """Judges the windows; explains the flagged windows if the options ask for it."""
         options: EvaluationOptions = self._request.options
         with score.stage("scoring"):
             windows = self.judge(score, options)
@@ -243,7 +244,7 @@ class WindowEvaluation(Evaluation):
         scoring_s, began = score.seconds, time.perf_counter()
         writes = self._request.writes_samples
         with score.stage("explaining"):
-            # The reasons of windows that are not flagged stand in the file of scores only.
+            # Only the file of scores has reasons for windows that are not flagged.
             every = options.explain and writes and not options.flagged_only
             explanation = self.explain(score.contributions, windows, every=every)
         explaining_s = time.perf_counter() - began
@@ -263,7 +264,7 @@ class WindowEvaluation(Evaluation):
         )
 
     def judge(self, score: Score, rule: AlarmRule) -> EvaluatedWindows:
-        """Judges each folder by itself, together with baselines and references, by the run's own threshold or another.
+        """Judges each folder separately, together with baselines and references, by the threshold of `rule` or the run.
 
         Raises:
             ConfigError: The run's result lacks a figure that the rule needs.
@@ -318,7 +319,7 @@ class WindowEvaluation(Evaluation):
     ) -> tuple[Split, dict[str, judging.Detector], FolderScores, list[str]]:
         """Adapts the model's scores to the beginning of each log, and does not judge the windows of the beginning.
 
-        Other detectors are left out, too: no run's result tells how benign windows score with them.
+        Other detectors are left out, too: a run's result lacks the distribution of their benign scores.
         """
         model, flat, split = detectors[judging.TRAINED], self._data.flat, self._data.split
         benign = BenignScores.from_result(self._result, self._model.finished.run_id)
@@ -339,7 +340,7 @@ class WindowEvaluation(Evaluation):
         return replace(split, test=test), {judging.TRAINED: replace(model, scores=scores)}, kept, notes
 
     def explain(self, contribute: Contribute, verdict: EvaluatedWindows, *, every: bool) -> Explanation:
-        """Names the CAN IDs, and their properties, that drove the scores; adds the numbers of the windows' lines.
+        """Names the CAN IDs and properties that drove the scores; adds the line numbers of the windows.
 
         Args:
             contribute: Computes the contributions to the scores of windows.
@@ -391,7 +392,7 @@ class WindowEvaluation(Evaluation):
         )
 
     def _reference_scores(self, timed: judging.TimedScore) -> dict[str, judging.ModelScores]:
-        """Returns the final scores of the reference models, by role; one that fails is absent."""
+        """Returns the final scores of the reference models, by role; a model that fails is absent."""
         found = {}
         for role, model in self._references.items():
             with self._absent_on_error(role):
@@ -401,7 +402,7 @@ class WindowEvaluation(Evaluation):
         return found
 
     def _mix_scores(self, raw: FolderScores) -> dict[str, judging.ModelScores]:
-        """Returns the scores of the simple mixes of the two scores that an agent sees, as its run fitted them."""
+        """Returns the scores of the simple mixes that the agent's run has fitted, by name."""
         if "mixing" not in self._result:
             return {}
         # The last five columns of a finished agent's scores.
@@ -419,7 +420,7 @@ class WindowEvaluation(Evaluation):
         }
 
     def _complete(self, judgement: judging.Judgement, raw: FolderScores, timed: judging.TimedScore) -> dict[str, Any]:
-        """Adds to a judgement the sizes and speeds of a student, or the weights that an agent chose."""
+        """Adds to a judgement a student's sizes and speeds, or the weights that an agent chose."""
         if "mixing" in self._result:
             weights = {folder: columns[:, WEIGHT] for folder, columns in raw.items()}
             return with_choices(judgement, self._result["mixing"], weights)
@@ -437,7 +438,7 @@ class WindowEvaluation(Evaluation):
         return judging.judgement_tables(judgement)
 
     def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
-        """Writes a judgement as two tables, a row for each test folder: of windows, and of bursts."""
+        """Writes a judgement as two tables, of windows and of bursts, with a row for each test folder."""
         return [*judging.summary_tables(judgement), judging.burst_summary(judgement)]
 
     def _folder_scores(self, timed: judging.TimedScore, *role: str) -> FolderScores:
@@ -471,7 +472,7 @@ class WindowEvaluation(Evaluation):
     def _samples(
         self, split: Split, scores: FolderScores, threshold: float
     ) -> tuple[dict[str, Sequence[Any] | NDArray[Any]], Ints]:
-        """Lists the judged windows log by log, in the order of each log; returns their rows, too."""
+        """Lists the judged windows log by log, in the order of each log; also returns their rows."""
         flat, rows = self._data.flat, np.concatenate([*split.test.values()])
         score = np.concatenate([*scores.values()])
         folder = np.repeat(np.arange(len(scores)), [len(each) for each in scores.values()])

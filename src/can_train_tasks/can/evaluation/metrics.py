@@ -16,32 +16,32 @@ from can_train_tasks.can.data.graphs import Bools, Floats
 
 # False-positive rate of `recall_at_fpr_1pct`. It is customary, and means hundreds of alarms an hour.
 FIXED_FPR: Final = 0.01
-# Parts of an autoencoder's anomaly score: mean errors of a window's nodes and edges and of their latents, the mean
-# error of its worst nodes, and the IDs that no reconstruction shows: unknown ones, and overdue ones.
+# Terms of an autoencoder's anomaly score: mean errors of a window's nodes, edges and latents, the mean error of its
+# worst nodes, and the suspicion from unknown and overdue IDs, which no reconstruction shows.
 ERROR_TERMS: Final = ("node", "edge", "latent", "worst", "ids")
-# The first three are those that users of this detector know.
+# The first three weights are this detector's usual weights.
 ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25, 0.5, 1.0)
 RECONSTRUCTION_TERMS: Final = 3
-ODD: Final = 3.0  # times the usual reach of a benign window's score: a score that lies further out is odd
-# How much further another drive goes. MCC on other drives of six simulated vehicles, trained on 27 and 60 s of one:
-# 0.41 and 0.58 with 1, 0.44 and 0.64 with this.
+ODD: Final = 3.0  # a score further out than this multiple of the usual reach of benign scores is odd
+# Factor for the larger scores of another drive. MCC on other drives of six simulated vehicles, trained on 27 and 60 s
+# of one drive: 0.41 and 0.58 with a factor of 1, 0.44 and 0.64 with this factor.
 SHORT_DRIVE_MARGIN: Final = 1.75
-LEAST_IDS: Final = 0.02  # unit of the last term where benign windows have none: one weighs as 50 of them
+LEAST_IDS: Final = 0.02  # unit of the last term where benign windows have no such IDs: one ID then weighs 50 units
 
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """A threshold, which higher scores exceed, and a sentence about the rule that chose it."""
+    """A threshold, above which windows are flagged, and a sentence about the rule that chose it."""
 
     value: float
     rule: str
 
 
 def choose_threshold(is_attack: Bools, score: Floats, *, supervised: bool, fpr: float) -> Threshold:
-    """Chooses the threshold of a detector from [V] validation windows.
+    """Chooses the threshold of a detector from validation windows [V].
 
-    A supervised detector gets the best F1, if there are attacks to measure it on. Any other one may flag a share `fpr`
-    of the benign windows.
+    A supervised detector gets the threshold with the best F1, if there are attacks. Any other detector may flag a share
+    `fpr` of the benign windows.
 
     Raises:
         DataError: There is no benign window to measure the rate on.
@@ -57,11 +57,12 @@ def choose_threshold(is_attack: Bools, score: Floats, *, supervised: bool, fpr: 
     if fpr * len(benign) >= 1:
         rule = f"at most {100 * fpr:g} % of benign windows flagged {where}"
         return Threshold(value=threshold_at_fpr(benign, fpr), rule=rule)
-    # With fewer windows than would show the rate, the threshold is the largest score, which one odd window decides. And
-    # they are minutes of the same drive: another one goes further.
+    # Few windows cannot show the rate: their threshold is the largest score, which a single odd window may decide. And
+    # they are minutes of one drive: another drive has larger scores.
     usual = without_odd(benign, fpr)
     middle = float(np.median(benign))
-    # By an exponential tail, which each median of it halves: how much further than the highest score the rate lies.
+    # The tail is taken for exponential: each median of it halves the rate. `beyond` is the ratio by which the threshold
+    # lies further out than the highest score.
     beyond = math.log2(0.5 / fpr) / max(math.log2(len(benign) / 2), 1.0)
     margin = SHORT_DRIVE_MARGIN * beyond
     value = middle + margin * (threshold_at_fpr(usual, fpr) - middle)
@@ -82,9 +83,9 @@ def without_odd(benign_score: Floats, fpr: float) -> Floats:
 
 
 def threshold_max_f1(is_attack: Bools, score: Floats) -> float:
-    """Returns the threshold with the best attack-class F1; of equally good ones, the one that flags fewest windows.
+    """Returns the threshold with the best attack-class F1; if several are best, the one that flags fewest windows.
 
-    It lies midway between the lowest flagged score and the highest one that is not flagged. There must be an attack.
+    It lies midway between the lowest flagged score and the highest score without a flag. There must be an attack.
     """
     # Only the distinct scores can be thresholds. From the highest down, every level flags all windows above it.
     levels, level_of = np.unique(-score, return_inverse=True)
@@ -102,7 +103,7 @@ def threshold_max_f1(is_attack: Bools, score: Floats) -> float:
 
 
 def threshold_at_fpr(benign_score: Floats, fpr: float) -> float:
-    """Returns the lowest benign score that leaves at most a share `fpr` of them strictly above it.
+    """Returns the lowest benign score with at most a share `fpr` of the benign scores strictly above it.
 
     There must be at least one score.
     """
@@ -131,7 +132,7 @@ class Metrics(TypedDict):
     attack_windows: int
 
 
-_COUNTS: Final = ("windows", "attack_windows")  # which no detector changes
+_COUNTS: Final = ("windows", "attack_windows")  # figures that are equal for all detectors
 
 
 class KindRecall(TypedDict):
@@ -144,13 +145,13 @@ class KindRecall(TypedDict):
 def detector_metrics(is_attack: Bools, score: Floats, flagged: Bools, *, benign_hours: float) -> Metrics:
     """Computes every figure of one detector; figures that the windows do not define are None.
 
-    The precision is 0 where nothing is flagged, as in scikit-learn, and so is the MCC where all windows or none are.
+    As in scikit-learn, the precision is 0 if no window is flagged, and the MCC is 0 if all windows or no windows are.
 
     Args:
         is_attack: [W] the truth.
         score: [W] higher is more attack-like; finite.
         flagged: [W] which windows the detector calls attacks.
-        benign_hours: Hours that benign windows observed.
+        benign_hours: Hours of benign traffic in the windows.
     """
     # scikit-learn takes seconds to import; most of a training needs only the thresholds of this module.
     from sklearn.metrics import average_precision_score, roc_auc_score
@@ -189,7 +190,7 @@ def mean_metrics(several: Sequence[Metrics]) -> Metrics:
 
 
 def metric_ranges(several: Sequence[Metrics]) -> dict[str, list[float]]:
-    """Returns the lowest and the highest of each figure that all of several fits have."""
+    """Returns the lowest and the highest value of each figure that all fits have."""
     columns: dict[str, list[Any]] = {name: [dict(one)[name] for one in several] for name in several[0]}
     return {
         name: [min(values), max(values)]
@@ -222,7 +223,7 @@ def recall_at_fpr(is_attack: Bools, score: Floats, fpr: float) -> float:
 
 
 def recall_by_kind(label: NDArray[np.uint8], flagged: Bools, kinds: tuple[str, ...]) -> dict[str, KindRecall]:
-    """Computes the recall of every attack kind that occurs; labels are [W] indices into `kinds`, and 0 is benign."""
+    """Computes the recall of every attack kind that occurs; `label` [W] indexes `kinds`, and 0 is benign."""
     found = {}
     for code in np.unique(label[label > 0]):
         of_kind = label == code
@@ -231,14 +232,14 @@ def recall_by_kind(label: NDArray[np.uint8], flagged: Bools, kinds: tuple[str, .
 
 
 def error_units(benign_errors: Floats) -> list[float]:
-    """Returns the [5] units of `ERROR_TERMS`: their means over [R, 5] errors of benign validation windows."""
-    # The smallest positive number stands for a mean of 0, which could not be divided by.
+    """Returns the units [5] of `ERROR_TERMS`: means over the errors [R, 5] of benign validation windows."""
+    # The smallest positive number replaces a mean of 0, since errors are divided by units.
     least = [np.finfo(np.float64).tiny] * (len(ERROR_TERMS) - 1) + [LEAST_IDS]
     units: list[float] = np.maximum(benign_errors.mean(axis=0), least).tolist()
     return units
 
 
 def anomaly_scores(errors: Floats, units: Sequence[float]) -> Floats:
-    """Returns [R] weighted sums of [R, 5] `ERROR_TERMS`, in units of the mean benign window."""
+    """Returns the weighted sums [R] of `ERROR_TERMS` [R, 5], each in units of its mean over benign windows."""
     scores: Floats = errors @ (np.array(ERROR_WEIGHTS) / np.asarray(units))
     return scores

@@ -1,13 +1,13 @@
-"""The changes of attackers to a drive: which frames are added, removed or replaced, and which of them are labelled.
+"""Attacks on a drive: the frames that an attacker adds, removes or replaces, and their labels.
 
 Each attack comes in bursts whose strength is drawn anew, from blatant to barely visible. A frame that the attacker sent
-is an attack. A suppressed message leaves nothing to label; there the frame that became ready next after each missing
-one is labelled, so that the attack windows are those that lack a frame.
+is labelled as an attack. A suppressed frame cannot be labelled: the label goes to the next frame that becomes ready, so
+that the windows that lack a frame are attack windows.
 
-Masquerade at a plausible value is hard, and stays so. The victim is silent, and its frames come in its rhythm, with its
-counter and checksum; in version 2 the forged reading is one that the victim could have sent. Only its disagreement
-with other messages betrays it, and the first and the last frame, by less than the bus delays others. A detector
-that finds most of it there has found a flaw of the simulation.
+Masquerade at a plausible value is meant to be hard. The victim is silent, and the forged frames come in its rhythm,
+with its counter and checksum; in version 2 the victim could have sent the forged reading. Only two signs betray the
+attack: the reading disagrees with other messages, and the first and the last frame are shifted, by less than the usual
+delays of the bus. A detector that finds most of these attacks in version 2 has found a flaw of the simulation.
 
 Shapes: M frames.
 """
@@ -26,36 +26,36 @@ from can_train_tasks.can.synthetic.vehicles import Message, Signal, Vehicle, wri
 
 _T = TypeVar("_T")
 
-_FIRST_BURST_CYCLE_US: Final = 6 * SECOND_US  # version 1: a burst in each, which is a quarter of a drive
+_FIRST_BURST_CYCLE_US: Final = 6 * SECOND_US  # version 1: a burst in each cycle; bursts are a quarter of a drive
 
-# Version 2. In can-train-and-test 36 to 927 frames are benign for each attack; here it is windows.
-_ATTACK_SHARE: Final = 1 / 55  # of a drive's time: the windows at the edges of a burst are attacks too
-_MIN_BURSTS: Final = 2  # one in the part of a drive that trains, one in the part that validates
-_BURST_CYCLE_US: Final = 60 * SECOND_US  # longer drives have a burst in each
-_MIN_BURST_US: Final = SECOND_US // 4  # in drives of a few seconds: a fast message is sent ten times in it
-# Where the last burst of a drive lies: a plain cut that keeps the last fifth for validation leaves one to either part.
+# Version 2. can-train-and-test has 36 to 927 benign frames for each attack frame; here the ratio holds for windows.
+_ATTACK_SHARE: Final = 1 / 55  # share of a drive's time; the windows at the edges of a burst become attacks, too
+_MIN_BURSTS: Final = 2  # a burst in the training part of a drive, and a burst in the validation part
+_BURST_CYCLE_US: Final = 60 * SECOND_US  # longer drives have a burst in each cycle
+_MIN_BURST_US: Final = SECOND_US // 4  # length in drives of a few seconds: a fast message is sent ten times in it
+# Place of a drive's last burst, as shares of its time: with a last fifth for validation, both parts have a burst.
 _LAST_BURST: Final = (0.82, 0.97)
-_LAST_LENGTH: Final = 0.5  # of the last burst ÷ length of an earlier one, so that training keeps most attacks
+_LAST_LENGTH: Final = 0.5  # length of the last burst ÷ length of an earlier burst, so that training has most attacks
 # From a bus at four fifths of its capacity down to one frame in most windows.
 _DOS_PERIODS_US: Final = (400, 1_000, 4_000, 15_000, 60_000)
 _FUZZING_PERIODS_US: Final = (800, 3_000, 12_000, 40_000, 120_000)
-_SPOOFED_SHARES: Final = (1.0, 0.5, 0.2, 0.08)  # of the real frames are followed by a forged one
+_SPOOFED_SHARES: Final = (1.0, 0.5, 0.2, 0.08)  # shares of the real frames that a forged frame follows
 _MIN_SPOOF_DELAY_US: Final = 300
 # Longest delay of the forged frame, as a share of the period: the sooner it follows, the longer receivers believe it.
 _MAX_SPOOF_DELAYS: Final = (0.1, 0.5, 1.0)
 _INTERVAL_FACTORS: Final = (0.13, 0.3, 0.55, 0.85, 1.3)  # the attacker's period ÷ the real one
-# Version 2's masquerade: how late its frames are at most, and by which part of its range a reading drifts in a burst.
+# Version 2's masquerade: largest delay of its frames, and drift of a reading in a burst as a share of its range.
 _MAX_TAKEOVER_SHIFT_US: Final = 200
 _DRIFTS: Final = (0.05, 0.1, 0.2, 0.3)
-_REPLAYED_SHARES: Final = (1.0, 0.4, 0.1)  # of a vehicle's IDs are replayed together
-# Longest period of a message worth suppressing, and of the one that every replay includes: it shows in each window.
+_REPLAYED_SHARES: Final = (1.0, 0.4, 0.1)  # shares of a vehicle's IDs that are replayed together
+# Longest period of a suppressed message, and of a message that every replay includes: each window shows the change.
 _FAST_US: Final = 50_000
-_MODERATE_US: Final = 200_000  # longest period of a message sent at a wrong interval: several frames in a burst
+_MODERATE_US: Final = 200_000  # longest period of a message with a wrong interval: several frames in a burst
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttackContext:
-    """One drive before the attack: the traffic of the vehicle, ordered by time, and when the attacker is active."""
+    """One drive before the attack: the traffic of the vehicle, ordered by time, and the bursts of the attacker."""
 
     vehicle: Vehicle
     traffic: Traffic
@@ -70,41 +70,41 @@ class AttackContext:
 
     @staticmethod
     def edges(traffic: Traffic, burst: TimeSpan) -> tuple[int, int]:
-        """Returns the positions of a burst's first frame, and of the first one after it."""
+        """Returns the positions of a burst's first frame, and of the first frame after the burst."""
         first, last = np.searchsorted(traffic.time_us, [burst.start_us, burst.end_us])
         return int(first), int(last)
 
 
 def attack(kind: str, rng: np.random.Generator, vehicle: Vehicle, traffic: Traffic, duration_us: int) -> Traffic:
-    """Attacks a drive, as version 2 does.
+    """Attacks a drive of version 2.
 
     Args:
         kind: A name of `ATTACKS`.
         rng: The attacker's choices.
-        vehicle: The vehicle attacked.
-        traffic: The traffic that it wants to send, ordered by time.
-        duration_us: Length of the drive.
+        vehicle: The attacked vehicle.
+        traffic: The traffic that the vehicle wants to send, ordered by time.
+        duration_us: Length of the drive in microseconds.
 
     Returns:
-        The traffic that is sent instead, ordered by the time it is ready, attack frames labelled.
+        The traffic under attack, ordered by the time when a frame is ready, with attack frames labelled.
     """
     bursts = draw_bursts(rng, duration_us)
     while True:
         context = AttackContext(vehicle=vehicle, traffic=traffic, bursts=bursts, rng=rng)
         attacked = ATTACKS[kind](context)
-        # A weak attack may draw not a single frame.
+        # A weak attack may draw a burst without an attack frame; then the attack is drawn again.
         if all(attacked.attack[slice(*context.edges(attacked, burst))].any() for burst in bursts):
             return attacked
 
 
 def attack_often(kind: str, rng: np.random.Generator, vehicle: Vehicle, traffic: Traffic, duration_us: int) -> Traffic:
-    """Attacks a drive as version 1 does; `kind` is a name of `FIRST_ATTACKS`. Otherwise like `attack`."""
+    """Attacks a drive of version 1; `kind` is a name of `FIRST_ATTACKS`. Otherwise like `attack`."""
     bursts = draw_time_spans(rng, duration_us, cycle_us=_FIRST_BURST_CYCLE_US)
     return FIRST_ATTACKS[kind](AttackContext(vehicle=vehicle, traffic=traffic, bursts=bursts, rng=rng))
 
 
 def draw_bursts(rng: np.random.Generator, duration_us: int) -> tuple[TimeSpan, ...]:
-    """Draws when a drive is attacked: a few bursts that together take `_ATTACK_SHARE` of it, in order and apart."""
+    """Draws the bursts of a drive: a few bursts, in order and apart, that together take `_ATTACK_SHARE` of its time."""
     num_bursts = max(_MIN_BURSTS, round(duration_us / _BURST_CYCLE_US))
     last_from_us, last_to_us = (int(duration_us * share) for share in _LAST_BURST)
     cycle_us = last_from_us // (num_bursts - 1)
@@ -165,7 +165,7 @@ _Claim = Callable[[np.random.Generator, Signal, NDArray[np.uint8]], Ints]
 
 
 def _claim_another(rng: np.random.Generator, signal: Signal, payload: NDArray[np.uint8]) -> Ints:
-    """One value of any size, or the real values moved by up to a fifth of the range."""
+    """Claims one value of any size, or the real values moved by up to a fifth of the range."""
     span = signal.high - signal.low
     if rng.random() < 0.5:
         return np.full(len(payload), signal.low + int(span * rng.random()))
@@ -173,12 +173,12 @@ def _claim_another(rng: np.random.Generator, signal: Signal, payload: NDArray[np
 
 
 def _claim_zero(rng: np.random.Generator, signal: Signal, payload: NDArray[np.uint8]) -> Ints:
-    """No speed, or no gear."""
+    """Claims no speed, or no gear."""
     return np.full(len(payload), signal.low)
 
 
 def _spoof(channels: Sequence[str], claim: _Claim, context: AttackContext, burst: TimeSpan) -> Traffic:
-    """Sends a forged frame after the real ones that carry the channels."""
+    """Sends a forged frame after the real frames that carry the channels."""
     return Traffic.merge([_spoof_channel(channel, claim, context, burst) for channel in channels])
 
 
@@ -191,7 +191,7 @@ def _spoof_channel(channel: str, claim: _Claim, context: AttackContext, burst: T
     max_delay_us = int(message.period_us * _draw(rng, _MAX_SPOOF_DELAYS))
     forged.time_us[:] += rng.integers(_MIN_SPOOF_DELAY_US, max_delay_us, size=len(rows))
     signal.write(forged.payload, claim(rng, signal, forged.payload))
-    # Not every attacker knows the checksum.
+    # Half of the attackers do not know the checksum.
     if rng.random() < 0.5:
         write_checksum(message, forged.payload)
     forged.attack[:] = True
@@ -199,7 +199,7 @@ def _spoof_channel(channel: str, claim: _Claim, context: AttackContext, burst: T
 
 
 def _change_interval(context: AttackContext, burst: TimeSpan) -> Traffic:
-    """Sends a real message's latest payload again, with a period of the attacker's own."""
+    """Sends a real message's latest payload again, with the attacker's period."""
     message = _draw(context.rng, context.vehicle.cyclic_messages(_MODERATE_US))
     time_us = _periodic(context.rng, burst, int(message.period_us * _draw(context.rng, _INTERVAL_FACTORS)))
     own = np.flatnonzero(context.traffic.can_id == message.can_id)
@@ -209,12 +209,12 @@ def _change_interval(context: AttackContext, burst: TimeSpan) -> Traffic:
 
 
 def _replay(context: AttackContext, burst: TimeSpan) -> Traffic:
-    """Sends again the frames of some of the vehicle's IDs in an earlier time span as long as the burst."""
+    """Sends frames of some of the vehicle's IDs again, from an earlier time span of the burst's length."""
     rng = context.rng
     duration_us = min(burst.end_us - burst.start_us, burst.start_us)
     recorded_us = int((burst.start_us - duration_us) * rng.random())
     ids = np.array([message.can_id for message in context.vehicle.messages])
-    # One fast message at least, so that no burst is without a frame.
+    # At least one fast message, so that every burst has a frame.
     always = _draw(rng, context.vehicle.cyclic_messages(_FAST_US)).can_id
     ids = ids[(rng.random(len(ids)) < _draw(rng, _REPLAYED_SHARES)) | (ids == always)]
     first, last = np.searchsorted(context.traffic.time_us, [recorded_us, recorded_us + duration_us])
@@ -238,12 +238,12 @@ def _suppress(context: AttackContext) -> Traffic:
 
 
 def _masquerade_roughly(context: AttackContext) -> Traffic:
-    """Version 1: silences a message and sends it in its place, with a wrong reading and timing a little off."""
+    """Version 1: silences a message and sends it in the victim's place; a reading is wrong, timing is slightly off."""
     rng = context.rng
 
     def forge(message: Message, signal: Signal, rows: Ints) -> Traffic:
         forged = context.traffic.take(rows)
-        # The attacker's clock is not the victim's: another phase, and the jitter of software instead of a timer's.
+        # The attacker's clock has another phase than the victim's, and the jitter of software instead of a timer.
         shift_us = message.period_us * (0.3 * rng.random() + 0.1 * rng.random(len(rows)))
         forged.time_us[:] += np.floor(shift_us).astype(np.int64)
         raw = signal.read(forged.payload)
@@ -258,7 +258,7 @@ def _masquerade_roughly(context: AttackContext) -> Traffic:
 
 
 def _masquerade(context: AttackContext) -> Traffic:
-    """Silences a message and sends it in its place, in its rhythm; one reading is wrong, and plausible."""
+    """Silences a message and sends it in the victim's place and rhythm; one reading is wrong, and plausible."""
     return _take_over(context, partial(_forge_plausibly, context))
 
 
@@ -273,14 +273,14 @@ def _forge_plausibly(context: AttackContext, message: Message, signal: Signal, r
     before = int(np.searchsorted(own, rows[0]))
     earlier = own[int(rng.integers(max(1, before - len(rows)))) :][: len(rows)]
     claimed = _draw(rng, (np.full_like(real, real[0]), signal.read(context.traffic.payload[earlier]), drifting))
-    # While the vehicle stands, the first two often equal the victim's own values.
+    # While the vehicle stands, a frozen or repeated reading often equals the victim's reading: then it drifts.
     signal.write(forged.payload, drifting if np.array_equal(claimed, real) else claimed)
     return forged
 
 
 def _drift(rng: np.random.Generator, signal: Signal, real: Ints, time_us: Ints) -> Ints:
-    """Moves readings [M] ever more towards the other end of their range."""
-    # The error grows when the victim would have sampled, so that the reading changes as often as ever.
+    """Moves readings [M] more and more towards the other end of their range."""
+    # The error grows only when the victim would have sampled, so that the reading changes at the victim's rate.
     sampled_us = time_us - time_us % signal.every_us if signal.every_us else time_us
     progress = (sampled_us - sampled_us[0]) / max(1, sampled_us[-1] - sampled_us[0])
     span = signal.high - signal.low
@@ -290,7 +290,7 @@ def _drift(rng: np.random.Generator, signal: Signal, real: Ints, time_us: Ints) 
 
 
 def _take_over(context: AttackContext, forge: Callable[[Message, Signal, Ints], Traffic]) -> Traffic:
-    """Replaces a message in each burst by the forgery of `forge`, with the right checksum."""
+    """Replaces a message in each burst by frames from `forge`, with the right checksum."""
     replaced = np.zeros(len(context.traffic), np.bool_)
     parts = []
     for burst in context.bursts:
@@ -321,7 +321,7 @@ def _draw(rng: np.random.Generator, choices: Sequence[_T]) -> _T:
 
 _Attack = Callable[[AttackContext], Traffic]
 
-# By the name of its files; can-train-and-test names spoofed signals after their claims.
+# Attacks by the name of their files; can-train-and-test names spoofed signals after their claims.
 FIRST_ATTACKS: Final[Mapping[str, _Attack]] = {
     "DoS": partial(_inject, _flood),
     "fuzzing": partial(_inject, _fuzz),

@@ -1,8 +1,9 @@
-"""The traffic of a vehicle of version 2 while it is driven. As in version 1, only arithmetic that is the same on every
-platform, and uniform draws.
+"""The traffic of a vehicle of version 2 while it is driven.
 
-Control units send by clocks of their own, each a little fast or slow, and nearly punctually: a logged period
-scatters mostly by the bus, where frames that are due together wait for one another.
+As in version 1, only uniform draws and arithmetic with equal results on every platform occur.
+
+Each control unit sends by its clock, which is a little fast or slow, and nearly punctually. A logged period scatters
+mostly by the bus, where frames that are due together wait for one another.
 
 Shapes: M frames, T ticks of the vehicle's state.
 """
@@ -24,19 +25,19 @@ from can_train_tasks.can.synthetic.traffic import (
 )
 from can_train_tasks.can.synthetic.vehicles import STATUS_CHANNELS, Message, SendType, Vehicle, write_checksum
 
-_CLOCK_ERROR: Final = 1e-4  # largest error of a control unit's clock: 100 ppm, as of a cheap quartz
+_CLOCK_ERROR: Final = 1e-4  # largest error of a control unit's clock: 100 ppm, as for a cheap quartz
 _LATE: Final = 0.002  # share of frames delayed by other work of their control unit
 _MAX_LATE_US: Final = 2_000
 _LOSS: Final = 0.0002  # share of frames that a busy control unit skips
-_MAX_PHASE_US: Final = SECOND_US  # between the first control unit that wakes up and the last
-_REPETITIONS: Final = 3  # of a message that is sent on changes only
-_MAX_REACTION_US: Final = 5_000  # from a change to the frame that tells of it
-_ACTIVE_FROM: Final = 0.5  # reading of a status
-_STATUS_HOLD_S: Final = 12  # between two changes of a status
+_MAX_PHASE_US: Final = SECOND_US  # largest time from the first to the last control unit's wake-up
+_REPETITIONS: Final = 3  # repetitions of a message that is sent on changes only
+_MAX_REACTION_US: Final = 5_000  # largest time from a change to the frame that reports it
+_ACTIVE_FROM: Final = 0.5  # least reading of an active status
+_STATUS_HOLD_S: Final = 12  # seconds between two changes of a status
 
 
 def drive_vehicle(rng: np.random.Generator, vehicle: Vehicle, duration_us: int) -> Traffic:
-    """Simulates everything a vehicle of version 2 wants to send during one drive, ordered by the time it is ready."""
+    """Simulates all frames that a vehicle of version 2 wants to send in one drive, ordered by the time when ready."""
     state = _simulate_state(rng, duration_us)
     num_units = len(vehicle.jitters_us)
     clocks = _Clocks(
@@ -53,14 +54,15 @@ class _Clocks:
     """The clocks of a vehicle's control units in one drive, a value for each unit."""
 
     start_us: Ints  # a moment of a unit's schedule before the drive
-    error: Floats  # by how much a unit's second is too long
+    error: Floats  # excess of a unit's second over a second, in seconds
     jitters_us: tuple[int, ...]
     duration_us: int
 
 
 def _simulate_state(rng: np.random.Generator, duration_us: int) -> dict[str, Floats]:
-    """Returns the readings [T] of every channel, in [0, 1], one each 10 ms. They follow from a common course of speed
-    and steering, with stops, and so agree with one another.
+    """Returns the readings [T] of every channel, in [0, 1], one for each 10 ms.
+
+    The readings follow from a common course of speed and steering, with stops, and so agree with one another.
     """
     num_ticks = duration_us // TICK_US + 1
     speed = np.clip(1.6 * smooth_random(rng, num_ticks, hold_s=9) - 0.35, 0.0, 1.0)
@@ -109,7 +111,7 @@ def _message_traffic(rng: np.random.Generator, message: Message, state: dict[str
 
 
 def _sending_times(rng: np.random.Generator, message: Message, state: dict[str, Floats], clocks: _Clocks) -> Ints:
-    """Draws when a message is ready, [M] ascending."""
+    """Draws the times [M] when a message is ready, ascending."""
     changes_us = _changes(rng, message, state)
     if message.send_type is SendType.ON_CHANGE:
         due_us = (changes_us[:, None] + message.period_us * np.arange(_REPETITIONS)).ravel()
@@ -128,7 +130,7 @@ def _sending_times(rng: np.random.Generator, message: Message, state: dict[str, 
 
 
 def _schedule(message: Message, clocks: _Clocks) -> Ints:
-    """Returns the moments [M] of a message's period by its control unit's clock."""
+    """Returns the moments [M] when a message's period begins, by its control unit's clock."""
     period_us = message.period_us * (1 + clocks.error[message.unit])
     first_us = int((message.offset_us - clocks.start_us[message.unit]) % message.period_us)
     due_us: Ints = first_us + np.floor(np.arange(clocks.duration_us // message.period_us + 1) * period_us).astype(
@@ -138,7 +140,7 @@ def _schedule(message: Message, clocks: _Clocks) -> Ints:
 
 
 def _changes(rng: np.random.Generator, message: Message, state: dict[str, Floats]) -> Ints:
-    """Returns when a message tells of changes of its trigger, [M]; none where it has no trigger."""
+    """Returns the times [M] when a message reports changes of its trigger; no times without a trigger."""
     if not message.trigger:
         return np.empty(0, np.int64)
     ticks = np.flatnonzero(np.diff(state[message.trigger])) + 1

@@ -1,6 +1,7 @@
-"""The vehicles of version 2: a car with 11-bit IDs, a truck with the 29-bit IDs of SAE J1939, and two cars that have
-both; training never sees the last one. Their traffic is drawn so that periods, payloads and bus load are like
-those of logged vehicles (`scripts/bench/bus` compares them).
+"""The vehicles of version 2: a car with 11-bit IDs, a truck with the 29-bit IDs of SAE J1939, and two cars with both.
+
+Training never sees the last vehicle. Periods, payloads and bus load resemble logged vehicles; `scripts/bench/bus`
+compares them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,34 +25,34 @@ from can_train_tasks.can.synthetic.vehicles import (
 
 _T = TypeVar("_T")
 
-# Attacks forge them, so every vehicle sends each in a fast message of its own.
+# Attacks forge these readings, so every vehicle sends each of them in a separate fast message.
 TARGETS: Final = ("rpm", "speed", "steering", "gear")
 _LIVELY: Final = ("rpm", "speed", "steering", "throttle", "torque", "yaw", "brake")
 _SLOW: Final = ("coolant", "fuel", "speed", "speed", "rpm", "torque", "yaw")
-GEARS: Final = 6  # and neutral, which is a reading of 0
+GEARS: Final = 6  # gears besides neutral, which is a reading of 0
 
 _MS: Final = 1_000  # microseconds
-_STANDARD_IDS: Final = (0x010, 0x7E0)  # those below and above are left to bus management and diagnostics
+_STANDARD_IDS: Final = (0x010, 0x7E0)  # smaller and larger IDs are left to bus management and diagnostics
 _PARAMETER_GROUPS: Final = (0xF000, 0xFEFF)  # PGNs of SAE J1939 that are broadcast
-_PRIORITIES: Final = (3, 6)  # of J1939's control messages, and of all others
+_PRIORITIES: Final = (3, 6)  # J1939's priorities of control messages, and of other messages
 _PRIORITY_SHIFT: Final = 26
-_SHARED_IDS: Final = 24  # IDs that any vehicle may use, each with a meaning of its own, as makers do
-_SHARED_PART: Final = 8  # one in this many of a vehicle's IDs is a shared one
-_OWN_IDS: Final = 110  # reserved for each vehicle: enough for the largest
+_SHARED_IDS: Final = 24  # IDs that all vehicles may use, each vehicle with another meaning, as makers do
+_SHARED_PART: Final = 8  # one in this many of a vehicle's IDs is a shared ID
+_OWN_IDS: Final = 110  # IDs reserved for each vehicle: enough for the largest vehicle
 _UNITS: Final = (6, 10)  # fewest and most control units of a vehicle
-_MAX_ADDRESS: Final = 64  # of a control unit, in the last byte of a 29-bit ID
+_MAX_ADDRESS: Final = 64  # largest address of a control unit, in the last byte of a 29-bit ID
 _ADDRESS_BITS: Final = 8
-_CONTROL_MS: Final = 50  # longest period of a message that controls
-_SCHEDULE_US: Final = 5 * _MS  # a control unit looks this often for messages that are due
-_SAMPLES_MS: Final = (100, 200, 500, 1000)  # from one sample of a slow reading to the next
+_CONTROL_MS: Final = 50  # longest period of a control message
+_SCHEDULE_US: Final = 5 * _MS  # a control unit looks for due messages at this interval
+_SAMPLES_MS: Final = (100, 200, 500, 1000)  # intervals between samples of a slow reading
 _REPEAT_MS: Final = 50  # a message that is sent on changes only is repeated after this time
 
-# Shares of the messages that may be such.
-_TARGETS_PROTECTED: Final = 3  # times as often as other messages have they a counter and a checksum
+# Shares of the messages that can have a property.
+_TARGETS_PROTECTED: Final = 3  # messages of targets have a counter and a checksum this many times as often as others
 _MIN_PROTECTED_BYTES: Final = 4
 _MULTIPLEXED: Final = 0.1
 _MAX_LIVELY_MS: Final = 100  # longest period of a reading that always changes
-_NOISY: Final = 0.3  # of lively readings
+_NOISY: Final = 0.3  # share of lively readings with noise
 _MIN_EVENT_MS: Final = 100  # faster messages are control loops, which never pause
 _SENT_IF_ACTIVE: Final = 0.15
 _SENT_ON_CHANGE_TOO: Final = 0.25
@@ -59,19 +60,19 @@ _SENT_ON_CHANGE_TOO: Final = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class VehicleKind:
-    """The properties common to vehicles of a kind. Shares are of messages."""
+    """The properties common to vehicles of a kind."""
 
     periods_ms: Mapping[int, tuple[int, int]]  # fewest and most messages of each period
-    target_periods_ms: tuple[int, ...]  # of the messages that carry `TARGETS`, in their order
-    extended: float  # have a 29-bit ID
-    protected: float  # have a counter and a checksum
-    counted: float  # have a counter alone
-    constant: float  # never change
-    lively: float  # carry a reading that differs in most frames
-    on_change: int  # messages without a period
-    fillers: tuple[int, ...]  # bytes that stand where nothing is sent
+    target_periods_ms: tuple[int, ...]  # periods of the messages that carry `TARGETS`, in the order of `TARGETS`
+    extended: float  # share of messages with a 29-bit ID
+    protected: float  # share of messages with a counter and a checksum
+    counted: float  # share of messages with a counter alone
+    constant: float  # share of messages that never change
+    lively: float  # share of messages with a reading that differs in most frames
+    on_change: int  # number of messages without a period
+    fillers: tuple[int, ...]  # bytes in unused places of a payload
     lengths: tuple[int, ...]  # payload bytes to draw from
-    jitters_us: tuple[int, ...]  # largest usual delays of a control unit behind its own schedule, to draw from
+    jitters_us: tuple[int, ...]  # largest usual delays of a control unit behind its schedule, to draw from
     bit_us: int
     max_id: int
 
@@ -125,7 +126,7 @@ _KINDS: Final = (_CAR, _TRUCK, _MIXED, _MIXED)
 
 
 def make_fleet(seed: int) -> tuple[Vehicle, ...]:
-    """Designs the vehicles of a data set; vehicle i does not depend on how many others there are."""
+    """Designs the vehicles of a data set; vehicle i does not depend on the number of vehicles."""
     order = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
     standard = order.permutation(np.arange(*_STANDARD_IDS)).tolist()
     groups = order.permutation(np.arange(*_PARAMETER_GROUPS)).tolist()
@@ -138,7 +139,7 @@ def make_fleet(seed: int) -> tuple[Vehicle, ...]:
 
 
 def _draw_part(rng: np.random.Generator, pool: Sequence[int], number: int) -> list[int]:
-    """Returns a vehicle's part of a pool of IDs, in random order; a few of them are other vehicles' too."""
+    """Returns a vehicle's part of a pool of IDs, in random order; other vehicles share a few of these IDs."""
     own = _SHARED_IDS + number * _OWN_IDS
     shared = rng.permutation(pool[:_SHARED_IDS]).tolist()
     mixed: list[int] = rng.permutation([*shared[: _OWN_IDS // _SHARED_PART], *pool[own : own + _OWN_IDS]]).tolist()
@@ -208,7 +209,7 @@ def _make_message(rng: np.random.Generator, kind: VehicleKind, slot: _Slot) -> M
     free_bytes = length - protected - counted
     signals = _draw_signals(rng, slot, free_bytes)
     send_type = _draw_send_type(rng, slot) if signals else SendType.CYCLIC
-    # The first byte tells the page.
+    # In a multiplexed message, the first byte is the number of the page.
     paged = length == MAX_PAYLOAD_BYTES and all(signal.byte for signal in signals) and rng.random() < _MULTIPLEXED
     return Message(
         can_id=slot.can_id,
@@ -254,7 +255,7 @@ def _draw_signals(rng: np.random.Generator, slot: _Slot, free_bytes: int) -> tup
         return ()
     if slot.content in TARGETS:
         return _target_signals(rng, slot)
-    # Sent on changes: of a status first, which triggers it.
+    # A message that is sent on changes begins with a status, which triggers it.
     content = "flags" if slot.content == "on_change" else slot.content
     signals = []
     byte = int(rng.integers(max(1, free_bytes // 2)))
@@ -268,7 +269,7 @@ def _draw_signals(rng: np.random.Generator, slot: _Slot, free_bytes: int) -> tup
 
 
 def _target_signals(rng: np.random.Generator, slot: _Slot) -> tuple[Signal, ...]:
-    """The reading that attackers are after, and one more."""
+    """Returns the signal of the reading that attackers forge, and one more signal."""
     channel = slot.content
     if channel == "gear":
         target = Signal(
@@ -283,7 +284,7 @@ def _target_signals(rng: np.random.Generator, slot: _Slot) -> tuple[Signal, ...]
 
 
 def _channels(content: str, period_ms: int) -> Sequence[str]:
-    """Lists the fields that may be in a message; a fast message has none of the attackers' targets."""
+    """Lists the readings that a message may carry; a fast message carries no target of attackers."""
     names = {"flags": STATUS_CHANNELS, "slow": _SLOW, "lively": _LIVELY}[content]
     return [name for name in names if period_ms > _CONTROL_MS or name not in TARGETS]
 
@@ -291,7 +292,7 @@ def _channels(content: str, period_ms: int) -> Sequence[str]:
 def _draw_signal(rng: np.random.Generator, content: str, channel: str, byte: int, width: int) -> Signal:
     low, high = np.sort(rng.integers(256**width, size=2)).tolist()
     if content == "flags":
-        # Readings of a status have four levels: in so many raw values they are two, three or four.
+        # Readings of a status have four levels; a small range of raw values keeps two, three or four of them apart.
         low, span = int(rng.integers(4)), _draw(rng, (2, 3, 4, 64))
         return Signal(channel=channel, byte=byte, width=width, low=low, high=low + span)
     if content == "slow":

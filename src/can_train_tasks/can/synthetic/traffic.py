@@ -1,7 +1,7 @@
-"""Frames on their way over the bus, who may send there next, and the traffic of a vehicle of version 1.
+"""Frames on their way over the bus, the arbitration of the bus, and the traffic of a vehicle of version 1.
 
-Only additions, multiplications, divisions and uniform draws occur here, and time is counted in whole microseconds:
-these give the same bytes on every platform, which sines and logarithms do not.
+Only additions, multiplications, divisions and uniform draws occur, and time is counted in whole microseconds: the bytes
+are equal on every platform. Sines and logarithms may differ between platforms.
 
 Shapes: M frames, T ticks of the vehicle's state.
 """
@@ -26,15 +26,15 @@ from can_train_tasks.can.synthetic.vehicles import (
 
 SECOND_US: Final = 1_000_000
 TICK_US: Final = 10_000  # resolution of the vehicle's state: the period of the fastest message
-_FRAME_BITS: Final = 47  # of a data frame with an 11-bit ID, without payload and stuff bits, with the gap after it
-_EXTENDED_BITS: Final = 20  # more in a frame with a 29-bit ID
-_ID_EXTENSION_BITS: Final = 18  # that a 29-bit ID has after the 11 that it shares with the other kind
+_FRAME_BITS: Final = 47  # bits of a data frame with an 11-bit ID and the gap after it, without payload and stuff bits
+_EXTENDED_BITS: Final = 20  # additional bits of a frame with a 29-bit ID
+_ID_EXTENSION_BITS: Final = 18  # bits of a 29-bit ID after its first 11 bits
 _LOSS: Final = 0.002  # share of frames that a busy control unit skips: a missing frame alone proves no attack
 _JITTER: Final = 0.02  # largest usual deviation of a frame from its period, as a share of the period
 _LATE: Final = 0.01  # share of frames delayed by other work of their control unit, by up to a third of the period
-_REPEATED: Final = 0.3  # share of frames of an on-change message that are followed by another before the next is due
-_MIN_REPEAT_DELAY_US: Final = 500  # attackers are no faster, so a short interval alone proves no attack either
-_ACTIVITY_CYCLE_US: Final = 8 * SECOND_US  # how often a message becomes active, if it depends on events
+_REPEATED: Final = 0.3  # share of an on-change message's frames with an extra frame before the next due frame
+_MIN_REPEAT_DELAY_US: Final = 500  # attackers are no faster, so a short interval alone proves no attack
+_ACTIVITY_CYCLE_US: Final = 8 * SECOND_US  # a message that depends on events becomes active once in each cycle
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,8 +42,8 @@ class Traffic:
     """Frames on their way to the bus, or in a log of it.
 
     Attributes:
-        time_us: [M] int64, microseconds since the drive began at which the frame is ready to be sent or, after
-            `simulate_bus`, has been sent.
+        time_us: [M] int64, microseconds from the drive's beginning until the frame is ready or, after `simulate_bus`,
+            has been sent.
         can_id: [M] int64.
         length: [M] int64, payload bytes.
         payload: [M, 8] uint8, zero beyond the length.
@@ -60,7 +60,7 @@ class Traffic:
         return len(self.time_us)
 
     def take(self, rows: Bools | Ints) -> Self:
-        """Returns a copy of the rows given by a mask or by their positions."""
+        """Returns a copy of the rows that a mask or positions choose."""
         return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     @classmethod
@@ -79,7 +79,7 @@ class TimeSpan:
 
 
 def draw_time_spans(rng: np.random.Generator, duration_us: int, *, cycle_us: int) -> tuple[TimeSpan, ...]:
-    """Draws one time span in each cycle of about `cycle_us`, 15 to 35 % of it long and never at its very start.
+    """Draws one time span in each cycle of about `cycle_us`: 15 to 35 % of the cycle, and never at its very start.
 
     Returns:
         At least one time span, in order, not overlapping.
@@ -96,14 +96,15 @@ def draw_time_spans(rng: np.random.Generator, duration_us: int, *, cycle_us: int
 
 
 def vehicle_traffic(rng: np.random.Generator, vehicle: Vehicle, duration_us: int) -> Traffic:
-    """Simulates everything a vehicle wants to send during one drive, ordered by the time it is ready."""
+    """Simulates all frames that a vehicle wants to send in one drive, ordered by the time when ready."""
     state = _simulate_state(rng, duration_us)
     return Traffic.merge([_message_traffic(rng, message, state, duration_us) for message in vehicle.messages])
 
 
 def _simulate_state(rng: np.random.Generator, duration_us: int) -> dict[str, Floats]:
-    """Returns the readings [T] of every channel, in [0, 1], one each 10 ms. They follow from a common course of speed
-    and steering, and so agree with one another.
+    """Returns the readings [T] of every channel, in [0, 1], one for each 10 ms.
+
+    The readings follow from a common course of speed and steering, and so agree with one another.
     """
     num_ticks = duration_us // TICK_US + 1
     speed = np.clip(1.5 * smooth_random(rng, num_ticks, hold_s=5) - 0.25, 0.0, 1.0)
@@ -146,7 +147,7 @@ def _message_traffic(rng: np.random.Generator, message: Message, state: dict[str
 
 
 def _sending_times(rng: np.random.Generator, message: Message, duration_us: int) -> Ints:
-    """Draws when a message is ready, [M] ascending: its period from a random phase, with jitter, delays and gaps."""
+    """Draws the times [M] when a message is ready, ascending: its period, with random phase, jitter, delays, gaps."""
     period_us = message.period_us
     due_us = np.arange(int(rng.integers(period_us)), duration_us, period_us)
     sent = rng.random(len(due_us)) >= _LOSS
@@ -168,31 +169,31 @@ def _sending_times(rng: np.random.Generator, message: Message, duration_us: int)
 
 
 def random_levels(rng: np.random.Generator, num_ticks: int, *, hold_s: int) -> Floats:
-    """Random levels in [0, 1), each held for `hold_s`, from a random moment on, [T]."""
+    """Returns random levels [T] in [0, 1), each held for `hold_s`, from a random moment on."""
     hold = hold_s * SECOND_US // TICK_US
     levels = np.repeat(rng.random(num_ticks // hold + 2), hold)
     return levels[int(rng.integers(hold)) :][:num_ticks]
 
 
 def smooth_random(rng: np.random.Generator, num_ticks: int, *, hold_s: int) -> Floats:
-    """A smooth random course in [0, 1) that turns every `hold_s` or so, [T]."""
+    """Returns a smooth random course [T] in [0, 1) that turns about every `hold_s`."""
     width = hold_s * SECOND_US // TICK_US
     levels = random_levels(rng, num_ticks + 2 * width, hold_s=hold_s)
     return moving_average(moving_average(levels, width=width), width=width)[2 * width :]
 
 
 def moving_average(course: Floats, *, width: int) -> Floats:
-    """Averages each value [T] with the `width` - 1 before it; the first stands for those before the start."""
+    """Averages each value [T] with the `width` - 1 previous values; the first value continues before the start."""
     total = np.cumsum(np.concatenate([np.full(width, course[0]), course]))
     means: Floats = np.clip((total[width:] - total[:-width]) / width, 0.0, 1.0)
     return means
 
 
 def simulate_bus(traffic: Traffic, bit_us: int) -> Traffic:
-    """Sends frames over the bus: one at a time, never interrupted, among those waiting the lowest ID first.
+    """Sends frames over the bus: one at a time, never interrupted; of the waiting frames, the lowest ID goes first.
 
     Args:
-        traffic: Frames ordered by the time they are ready.
+        traffic: Frames ordered by the time when ready.
         bit_us: Duration of a bit in microseconds.
 
     Returns:
@@ -201,9 +202,9 @@ def simulate_bus(traffic: Traffic, bit_us: int) -> Traffic:
     frame_bits = _FRAME_BITS + _EXTENDED_BITS * (traffic.can_id > MAX_STANDARD_ID) + 8 * traffic.length
     frame_us = frame_bits * bit_us
     ready_us, sent_before_us = traffic.time_us, np.cumsum(frame_us) - frame_us
-    start_us = sent_before_us + np.maximum.accumulate(ready_us - sent_before_us)  # if all go in their order
-    # A busy period begins with a frame that finds the bus idle. Where no other frame is ready when the next one begins,
-    # all go in their order; only the rest are worth a loop, a frame at a time.
+    start_us = sent_before_us + np.maximum.accumulate(ready_us - sent_before_us)  # if all frames keep their order
+    # A busy period begins with a frame that finds the bus idle. Where never two frames wait at once, all frames of the
+    # period keep their order; only other periods need a loop, frame by frame.
     busy_period = np.cumsum(ready_us >= np.concatenate([[-1], (start_us + frame_us)[:-1]]))
     contended = np.isin(busy_period, busy_period[:-1][ready_us[1:] <= start_us[:-1]])
     order, sent_us = np.arange(len(traffic)), start_us + frame_us
@@ -216,7 +217,7 @@ def simulate_bus(traffic: Traffic, bit_us: int) -> Traffic:
 
 
 def _arbitrate(ready_us: Ints, frame_us: Ints, priority: Ints) -> tuple[Ints, Ints]:
-    """Returns the positions of frames in the order of the bus, and the end of each one's transmission."""
+    """Returns the positions of frames in the order of the bus, and the end of each frame's transmission."""
     num_frames = len(ready_us)
     durations_us = frame_us.tolist()
     arrivals_us = [*ready_us.tolist(), np.iinfo(np.int64).max]
@@ -239,7 +240,7 @@ def _arbitrate(ready_us: Ints, frame_us: Ints, priority: Ints) -> tuple[Ints, In
 
 
 def _priority(can_id: Ints) -> Ints:
-    """Returns the keys that arbitration compares, [M], lowest first: 11 bits of the ID, then a flag and 18 more."""
+    """Returns the keys [M] that arbitration compares, lowest first: 11 bits of the ID, a flag, and 18 more bits."""
     more_bits = can_id & ((1 << _ID_EXTENSION_BITS) - 1)
     extended = 2 * (can_id - more_bits) + (1 << _ID_EXTENSION_BITS) + more_bits
     return np.where(can_id > MAX_STANDARD_ID, extended, can_id << (_ID_EXTENSION_BITS + 1))

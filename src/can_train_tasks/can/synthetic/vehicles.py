@@ -1,5 +1,4 @@
-"""A simulated vehicle: which CAN IDs it sends, how often, and what the bytes of a payload mean. The vehicles of
-version 1.
+"""A simulated vehicle: its CAN IDs, their periods, and the meaning of payload bytes; and the vehicles of version 1.
 
 Shapes: M frames.
 """
@@ -14,22 +13,22 @@ from numpy.typing import NDArray
 
 from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Floats, Ints
 
-MAX_STANDARD_ID: Final = 0x7FF  # of 11 bits; larger ones have 29
+MAX_STANDARD_ID: Final = 0x7FF  # largest ID of 11 bits; larger IDs have 29 bits
 MAX_EXTENDED_ID: Final = 0x1FFF_FFFF
-NUM_VEHICLES: Final = 4  # three that training sees and one that only the tests have, as in can-train-and-test
+NUM_VEHICLES: Final = 4  # three vehicles in training, and one vehicle only in tests, as in can-train-and-test
 
-# Readings of the vehicle's state, most of them smooth. Attacks forge the first three, so every vehicle sends those.
+# Readings of the vehicle's state; most are smooth. Attacks forge the first three, so every vehicle sends these three.
 ANALOG_CHANNELS: Final = ("rpm", "speed", "steering", "throttle", "brake", "torque", "yaw", "coolant", "fuel", "gear")
 # Readings that hold one of a few levels for seconds: doors, lamps, modes.
 STATUS_CHANNELS: Final = ("status_1", "status_2", "status_3", "status_4")
-_NUM_TARGETS: Final = 3  # of `ANALOG_CHANNELS`, from the first, get a fast and cyclic message of their own
+_NUM_TARGETS: Final = 3  # the first channels of `ANALOG_CHANNELS`, each of which gets a separate fast, cyclic message
 
 # Fewest and most messages of each period: 25 to 43 IDs, some 800 to 1,200 frames/s, about a fifth of 500 kbit/s.
 _PERIODS_MS: Final = {10: (4, 6), 20: (5, 8), 50: (3, 6), 100: (5, 9), 200: (3, 5), 500: (2, 5), 1000: (3, 6)}
-_ID_RANGE: Final = (0x010, 0x7E0)  # 11 bits; those below and above are left to bus management and diagnostics
-_SHARED_IDS: Final = 24  # IDs that any vehicle may use, each with a meaning of its own, as makers do
-_SHARED_PART: Final = 3  # one in this many of a vehicle's IDs is a shared one
-_OWN_IDS: Final = 45  # reserved for each vehicle: enough for the largest
+_ID_RANGE: Final = (0x010, 0x7E0)  # 11 bits; smaller and larger IDs are left to bus management and diagnostics
+_SHARED_IDS: Final = 24  # IDs that all vehicles may use, each vehicle with another meaning, as makers do
+_SHARED_PART: Final = 3  # one in this many of a vehicle's IDs is a shared ID
+_OWN_IDS: Final = 45  # IDs reserved for each vehicle: enough for the largest vehicle
 # Payload bytes to draw from: most messages fill a frame, a few carry nothing but their ID.
 _LENGTHS: Final = (8, 8, 8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 0)
 _CRC8_POLYNOMIAL: Final = 0x1D  # SAE J1850: x^8 + x^4 + x^3 + x^2 + 1
@@ -46,7 +45,7 @@ class SendType(Enum):
 
 
 class Checksum(Enum):
-    """How the last byte protects the others and the ID."""
+    """The kind of checksum in the last byte, which protects the other bytes and the ID."""
 
     NONE = auto()
     XOR = auto()
@@ -57,12 +56,12 @@ class Checksum(Enum):
 class Signal:
     """One reading inside a payload, most significant byte first."""
 
-    channel: str  # the reading it carries
-    byte: int  # position of its first byte
+    channel: str  # the name of the reading
+    byte: int  # position of the reading's first byte
     width: int  # bytes: 1 or 2
     low: int  # raw value for a reading of 0
     high: int  # raw value for a reading of 1
-    every_us: int = 0  # from one sample of the reading to the next; 0: each frame has its own
+    every_us: int = 0  # microseconds between samples of the reading; 0: each frame has a new sample
     noise: int = 0  # largest error of a sample, in raw values
 
     def to_raw(self, reading: Floats) -> Ints:
@@ -88,18 +87,18 @@ class Signal:
 class Message:
     """One CAN ID of a vehicle."""
 
-    can_id: int  # 11 bits, or 29
-    period_us: int  # microseconds between two frames; of a message that is sent on changes, between its repetitions
+    can_id: int  # ID of 11 or 29 bits
+    period_us: int  # microseconds between two frames; for a message that is sent on changes, between repetitions
     length: int  # payload bytes
     send_type: SendType
-    constants: tuple[int, ...]  # the 8 payload bytes before anything is written into them; zero beyond `length`
-    signals: tuple[Signal, ...]  # the readings it carries
+    constants: tuple[int, ...]  # the 8 initial payload bytes, before readings are written; zero beyond `length`
+    signals: tuple[Signal, ...]  # the readings in the payload
     counter_byte: int | None  # byte whose low nibble counts the frames; None without a counter
-    checksum: Checksum  # of its last byte
+    checksum: Checksum  # kind of checksum in the last byte
     pages: tuple[tuple[int, ...], ...] = ()  # constants that take turns, where a message is multiplexed
-    trigger: str = ""  # the channel that decides when it is sent, where it is not merely cyclic
-    unit: int = 0  # the control unit that sends it, and whose clock it follows
-    offset_us: int = 0  # from the beginning of the unit's schedule
+    trigger: str = ""  # the channel that decides when the message is sent; empty for a cyclic message
+    unit: int = 0  # the control unit that sends the message by its clock
+    offset_us: int = 0  # microseconds from the beginning of the unit's schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +106,12 @@ class Vehicle:
     """A vehicle's messages, by ascending ID, and its bus."""
 
     messages: tuple[Message, ...]
-    jitters_us: tuple[int, ...] = ()  # largest usual delay of each control unit behind its own schedule
+    jitters_us: tuple[int, ...] = ()  # largest usual delay of each control unit behind its schedule
     bit_us: int = 2  # duration of a bit: at 500 kbit/s, the usual speed of a powertrain bus
     max_id: int = MAX_STANDARD_ID  # the largest ID that may be sent
 
     def fastest_carrier(self, channel: str) -> tuple[Message, Signal]:
-        """Returns the fastest message that is always sent and carries a channel, and the signal in it."""
+        """Returns the fastest message that is always sent and carries a channel, and the channel's signal."""
         cyclic = [m for m in self.messages if m.send_type is SendType.CYCLIC]
         found = [(m, s) for m in cyclic for s in m.signals if s.channel == channel]
         return min(found, key=lambda pair: (pair[0].period_us, pair[0].can_id))
@@ -123,7 +122,7 @@ class Vehicle:
 
 
 def make_vehicles(seed: int) -> tuple[Vehicle, ...]:
-    """Designs the vehicles of a data set; vehicle i does not depend on how many others there are."""
+    """Designs the vehicles of a data set; vehicle i does not depend on the number of vehicles."""
     ids = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,))).permutation(np.arange(*_ID_RANGE))
     vehicles = []
     for number in range(NUM_VEHICLES):
@@ -173,7 +172,7 @@ def _make_vehicle(rng: np.random.Generator, *, shared: Ints, own: Ints) -> Vehic
 
 
 def _make_target(rng: np.random.Generator, can_id: int, period_ms: int, channel: str) -> Message:
-    """A full frame with the channel in two bytes, another reading, a counter and a checksum."""
+    """Makes a full frame with the channel in two bytes, another reading, a counter and a checksum."""
     high = int(rng.integers(8_000, 60_000))
     second_channel = ANALOG_CHANNELS[int(rng.integers(_NUM_TARGETS, len(ANALOG_CHANNELS)))]
     return Message(
@@ -214,14 +213,14 @@ def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Mess
 
 
 def _constants(rng: np.random.Generator, length: int) -> tuple[int, ...]:
-    """Typical filler: mostly zeros and ones, now and then a fixed code."""
+    """Draws typical filler bytes: mostly zeros and ones, now and then a fixed code."""
     palette = [0x00, 0x00, 0x00, 0xFF, 0xFF, int(rng.integers(256))]
     filled = [palette[int(rng.integers(len(palette)))] for _ in range(length)]
     return tuple(filled + [0] * (MAX_PAYLOAD_BYTES - length))
 
 
 def _draw_signals(rng: np.random.Generator, free_bytes: int) -> tuple[Signal, ...]:
-    """Fills the bytes from the left with readings of one or two bytes and, where it draws none, leaves constants."""
+    """Fills the bytes from the left with readings of one or two bytes; where no reading is drawn, constants remain."""
     signals = []
     byte = 0
     while byte < free_bytes:

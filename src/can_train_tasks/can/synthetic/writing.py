@@ -1,5 +1,7 @@
-"""The drives of the synthetic data set, and their files: the folders, names and rows of can-train-and-test's newer
-release, so that the reader of real logs reads them back. The bytes depend on the settings only.
+"""The drives of the synthetic data set, and their files.
+
+The files have the folders, names and rows of can-train-and-test's newer release, so that the reader of real logs reads
+them. The bytes depend on the settings only.
 
 Shapes: M frames.
 """
@@ -31,26 +33,26 @@ _KNOWN_VEHICLES: Final = tuple(range(1, NUM_VEHICLES))
 _EPOCH_US: Final = 1_600_000_000 * SECOND_US  # Unix time of the first drive's beginning: constant, for equal bytes
 _BETWEEN_DRIVES_US: Final = 86_400 * SECOND_US
 _HEADER: Final = b"timestamp,arbitration_id,data_field,attack\n"
-_TIME_DIGITS: Final = 16  # of a Unix time in microseconds: ten before the decimal point, six after it
-_ID_DIGITS: Final = 3  # of an ID of 11 bits
+_TIME_DIGITS: Final = 16  # digits of a Unix time in microseconds: ten before the decimal point, six after it
+_ID_DIGITS: Final = 3  # digits of an ID of 11 bits
 _EXTENDED_ID_DIGITS: Final = 8
 
 
 class Generator(NamedTuple):
     """The parts that make the drives of a version."""
 
-    # Change it whenever the same settings give other bytes, so that folders written before are not taken for new ones.
+    # Change it whenever the same settings give other bytes, so that folders of an earlier version are not used.
     revision: str
-    make_vehicles: Callable[[int], tuple[Vehicle, ...]]  # from the seed
-    drive: Callable[[np.random.Generator, Vehicle, int], Traffic]  # from the duration in microseconds
+    make_vehicles: Callable[[int], tuple[Vehicle, ...]]  # takes the seed
+    drive: Callable[[np.random.Generator, Vehicle, int], Traffic]  # takes the duration in microseconds
     attack: Callable[[str, np.random.Generator, Vehicle, Traffic, int], Traffic]
-    unknown_attacks: tuple[str, ...]  # that training does not see
+    unknown_attacks: tuple[str, ...]  # attacks that training does not see
     test_share: float  # length of a test drive ÷ length of a training drive
 
 
 GENERATORS: Final[Mapping[int, Generator]] = {
     1: Generator("1", make_vehicles, vehicle_traffic, attack_often, ("replay", "speed", "double"), 0.5),
-    # Attacks are rare there: test drives as long as the others leave some forty attack windows to a folder.
+    # Attacks are rare in version 2: with test drives of full length, a test folder has some forty attack windows.
     2: Generator(
         "2", make_fleet, drive_vehicle, attack,
         ("replay", "speed", "double", "triple", "standstill", "force-neutral", "systematic"), 1.0,
@@ -61,13 +63,13 @@ GENERATORS: Final[Mapping[int, Generator]] = {
 class PlannedDrive(NamedTuple):
     """One drive and its file."""
 
-    folder: str  # that it lies in
+    folder: str  # folder of the file
     kind: str  # `ATTACK_FREE` or a kind of attack
     vehicle: int  # 1 to `NUM_VEHICLES`; the file's number, as in can-train-and-test
 
     @property
     def path(self) -> str:
-        """Where the file lies below the data set's folder."""
+        """Path of the file in the data set's folder."""
         return f"{self.folder}/{self.kind}-{self.vehicle}.csv"
 
 
@@ -94,10 +96,10 @@ def synthetic_folder_name(settings: SyntheticSettings) -> str:
 
 
 def synthetic_folder(cache: Path, settings: SyntheticSettings, reporter: Reporter) -> Path:
-    """Returns the data set's folder below `cache`; simulates and writes it if it is not there.
+    """Returns the data set's folder in `cache`; simulates and writes it if it is missing.
 
     Raises:
-        StateError: It cannot be written.
+        StateError: The folder cannot be written.
     """
     folder = cache / synthetic_folder_name(settings)
     if not folder.is_dir():
@@ -109,7 +111,7 @@ def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporte
     """Simulates the data set and writes it. The folder appears complete or not at all.
 
     Raises:
-        StateError: It cannot be written.
+        StateError: The folder cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -119,8 +121,7 @@ def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporte
             try:
                 staged.rename(folder)
             except OSError:
-                # Two runs may have started on the same settings. Their files are the same, so the first to finish
-                # stays.
+                # Another run may have written the folder from the same settings; the files are equal, so it stays.
                 if not (folder / plan_drives(settings.version)[-1].path).is_file():
                     raise
     except OSError as error:
@@ -129,7 +130,7 @@ def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporte
 
 
 def simulate(drive: PlannedDrive, position: int, vehicle: Vehicle, settings: SyntheticSettings) -> Traffic:
-    """Simulates one drive, whose random numbers follow from its position in the plan; returns the log."""
+    """Simulates one drive; its random numbers follow from `position`, its place in the plan. Returns the log."""
     traffic_rng, attack_rng = (
         np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(1, position, part))) for part in range(2)
     )
@@ -145,7 +146,7 @@ def simulate(drive: PlannedDrive, position: int, vehicle: Vehicle, settings: Syn
 def format_rows(log: Traffic, start_us: int) -> bytes:
     """Writes a log as the rows of a can-train-and-test file, without its header.
 
-    The drive began at the Unix time `start_us`. Published logs have no ID of 29 bits; here it has eight digits.
+    The drive began at the Unix time `start_us`. An ID of 29 bits, which published logs lack, has eight digits.
     """
     # Column by column: a Python loop over the rows would be many times slower.
     comma, point, newline = (np.uint8(ord(character)) for character in ",.\n")
@@ -186,6 +187,6 @@ def _write_drives(folder: Path, settings: SyntheticSettings, reporter: Reporter)
                 file.write(_HEADER)
                 file.write(format_rows(log, _EPOCH_US + position * _BETWEEN_DRIVES_US))
                 file.flush()
-                # Before the rename: after a power failure a complete folder must not hold empty files.
+                # Flushed before the folder's rename: after a power failure a complete folder must not hold empty files.
                 os.fsync(file.fileno())
             stage.advance()
