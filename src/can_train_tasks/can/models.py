@@ -22,7 +22,7 @@ from can_train_tasks.can.settings import GatSettings, VgaeSettings
 
 WORST_NODES: Final = 3  # nodes of a window with the largest errors, whose mean is a term of the score
 # Attack logits of an untrained classifier: for a shortest gap with a deviation of -1, and for one unknown ID on a known
-# bus. Training cannot teach the latter: by definition, benign training windows have no unknown IDs.
+# bus. Training cannot teach the logit of unknown IDs: by definition, benign training windows have no unknown IDs.
 CLOSE_FRAMES: Final = 2.0
 STRANGE_ID: Final = 8.0
 # Addition to a classifier's score for one overdue ID. It is not part of the loss: by definition, benign training
@@ -72,7 +72,7 @@ class EdgeAttention(nn.Module):
 
 
 def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives each node one self-loop, whose features are the mean features of its entering edges.
+    """Replaces self-loops: each node gets one self-loop, with the mean features of its other entering edges.
 
     Returns:
         Ends [2, E' + N] and features [E' + N, 11] of the edges: E' edges between nodes, then the self-loops.
@@ -263,7 +263,7 @@ def _mlp(widths: list[int]) -> nn.Sequential:
 
 
 def build_network(settings: Any, inputs: InputEncoder, *, projected: int = 0) -> nn.Module:
-    """Makes a classifier or an autoencoder; `projected` is the width of the autoencoder's teacher's latent, if any."""
+    """Makes a classifier or an autoencoder; `projected` is the latent width of the latter's teacher, 0: no teacher."""
     if isinstance(settings, GatSettings):
         return GatClassifier(settings, inputs)
     return Vgae(settings, inputs, projected=projected)

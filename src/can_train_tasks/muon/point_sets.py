@@ -20,7 +20,8 @@ from can_train_tasks.muon.settings import MuonGanSettings
 CONDITIONS: Final = 4
 """Number of conditions C: log10(E / PeV), cos θ, log10 A, depth / 1000 g/cm²."""
 _SLOPE: Final = 0.2  # Slope of leaky ReLU for negative inputs
-# Allowed spread of ln n: above 0, since no multiplicity is exact, and low enough that none is 1000 times too large.
+# Allowed standard deviations of ln n: above 0, since no multiplicity is exact; at most 2, so that no draw is 1000 times
+# too large.
 _SPREADS: Final = (0.02, 2.0)
 _FIRST_LOG_SPREAD: Final = -1.5  # Training starts with a spread of ln n of e^-1.5 = 0.22
 

@@ -208,7 +208,7 @@ class Transformer(Seq2seqModel):
         return logits
 
     def begin(self, encoded: Encoded, width: int) -> Tensor:
-        """Returns [N, B, 0]: the state is the written symbols, and there are none yet."""
+        """Returns [N, B, 0]: the state is the written symbols, and nothing has been written yet."""
         return encoded.padded.new_zeros((len(encoded.memory), width, 0), dtype=torch.int64)
 
     def step(self, encoded: Encoded, state: Any, last: Tensor) -> tuple[Tensor, Any]:

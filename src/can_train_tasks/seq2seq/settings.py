@@ -30,10 +30,11 @@ class Seq2seqDatasetSettings:
     path: str = ""
     """The training table, or a folder that holds one `…train….tsv`; empty: `name` under the data root."""
     dev: str = ""
-    """The table that validates; empty: the one beside the training table that has `dev` or `valid` in its name in place
-    of `train`, else a tenth of the training pairs."""
+    """The validation table; empty: the table beside the training table with `dev` or `valid` in place of `train` in its
+    name, else a tenth of the training pairs."""
     test: str = ""
-    """The table that is tested; empty: the one beside the training table with `test` in its name, if there is one."""
+    """The test table; empty: the table beside the training table with `test` in place of `train` in its name, if it
+    exists."""
     source_col: int = 1
     """Column of the source, counted from 1."""
     target_col: int = 2

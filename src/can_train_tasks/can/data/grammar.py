@@ -72,10 +72,10 @@ class Grammar:
     Attributes:
         name: The format's name.
         pattern: Regular expression of a whole row. Its groups are `timestamp`, `id`, `data` (or `data_0`, `data_1`, ...
-            for one column per byte) and, where the format has them, `dlc`, `label`, `kind` (the attack's name beside
-            the label), `channel` (the interface), `remote` or `request` (present in a remote frame), `fd` (present in
-            a CAN FD frame), `direction` (received or sent) and `code` (the DLC of a classical frame as its code in the
-            IDs' base: 9 to 15 are 8 bytes).
+            for one column per byte) and, where the format has them, `dlc`, `label`, `kind` (the attack's name in
+            addition to the label), `channel` (the interface), `remote` or `request` (present in a remote frame), `fd`
+            (present in a CAN FD frame), `direction` (received or sent) and `code` (the DLC of a classical frame as its
+            code in the IDs' base: 9 to 15 are 8 bytes).
         usual: Regular expression for most rows without a label, which is matched faster; empty: no such expression.
         separators: Characters that may stand between payload bytes.
         labels: The labels that the format allows; empty where it allows any text.
@@ -86,7 +86,7 @@ class Grammar:
         payload_code: Notation of the payload: `hex`, `base64`, or `decimal` numbers.
         cut_to_dlc: Whether other fields that look like bytes may follow the payload.
         padded: Whether padding bytes may follow the bytes of the DLC: they are cut off, and the rows are counted.
-        fd_groups: Groups each of which marks a row whose payload may be a CAN FD frame's.
+        fd_groups: Groups; a row that has any of these groups may have a CAN FD frame's payload.
         ticks_per_second: Unit of the timestamps.
         unit_known: Whether the format or the user has named the unit.
         time_code: Notation of the timestamps: `number`, `comma` (a number with a decimal comma), `date` (ISO 8601, or

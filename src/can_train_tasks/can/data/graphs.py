@@ -38,8 +38,8 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MAX_PAYLOAD_BYTES: Final = 8  # of a classical CAN frame
-FD_PAYLOAD_BYTES: Final = 64  # of a CAN FD frame
+MAX_PAYLOAD_BYTES: Final = 8  # most payload bytes of a classical CAN frame
+FD_PAYLOAD_BYTES: Final = 64  # most payload bytes of a CAN FD frame
 LARGEST_SHORT_ID: Final = 0x7FF  # 11 bits
 BENIGN: Final = "benign"  # the kind of label code 0
 MAX_KINDS: Final = 256  # label codes are bytes; a label column with more values is no label column
@@ -145,7 +145,7 @@ def counted(count: int, noun: str, verb: str = "") -> str:
 class SourceFile:
     """One log that contributed windows."""
 
-    path: str  # path at which the log was found
+    path: str  # path of the log when it was read
     # "train" (its time is cut into training and validation), "test" (all of it is for testing) or "log" (its time is
     # cut into training, validation and test).
     role: str

@@ -45,7 +45,7 @@ class LogFile:
 
     path: Path
     role: str  # `TRAIN`, `TEST` or `LOG`
-    group: str  # the folder of a `TEST` log, which is a test folder of its own; the name of a `LOG`
+    group: str  # the test folder of a `TEST` log; the name of a `LOG`
     kind: str  # kind of the attacks whose labels name no kind
 
 

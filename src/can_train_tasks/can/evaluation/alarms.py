@@ -333,7 +333,7 @@ class FlaggedLog:
         begins = np.flatnonzero(np.diff(timeline.groups(raised), prepend=-1))
         alarms = []
         for first, last in zip(raised[begins], raised[np.append(begins[1:], len(raised)) - 1], strict=True):
-            # The flagged windows that raised the alarm lie before the window in which it was raised.
+            # The hold raises the alarm at the window `first`; the hold's other flagged windows lie before it.
             event = np.arange(max(0, first - self.hold.of + 1), last + 1)
             alarms.append(self._alarm(event[self.flagged[event]]))
         return alarms

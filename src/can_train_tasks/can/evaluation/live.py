@@ -136,7 +136,7 @@ def make_live_detector(
     judgement = finished.result.get("judgement", {})
     if "threshold" not in judgement:
         raise CheckpointError(f"The result of {finished.run_id} has no threshold", remedy="Train anew")
-    # A rule without a hold: with `alarms_per_hour`, the hold with which `evaluate` counts false events; otherwise each
+    # A rule without a hold: with `alarms_per_hour`, `evaluate`'s usual hold for counting false events; otherwise each
     # flagged window raises an alarm.
     hold = Hold(*(rule.hold or (EACH_WINDOW if rule.alarms_per_hour is None else USUAL_HOLD)))
     threshold = Threshold(value=judgement["threshold"], rule=f"{judgement['threshold_rule']}")
@@ -201,7 +201,7 @@ class LiveAlarm:
         end_s: End of the last flagged window.
         windows: Number of flagged windows.
         score: Highest score of a flagged window.
-        raised_until_s: End of the last window at which the hold was fulfilled.
+        raised_until_s: End of the last window that fulfilled the hold.
     """
 
     start_s: float

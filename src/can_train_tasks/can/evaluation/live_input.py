@@ -132,7 +132,7 @@ class FrameInput(ABC):
         """Closes the input."""
 
     def malformed_text(self) -> str:
-        """Counts the lines that were left out, as a sentence; empty if there are none."""
+        """Counts the lines that were left out, as a sentence; empty without such lines."""
         count = self.malformed.total()
         if not count:
             return ""

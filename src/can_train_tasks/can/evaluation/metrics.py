@@ -31,7 +31,7 @@ LEAST_IDS: Final = 0.02  # unit of the last term where benign windows have no su
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """A threshold, above which windows are flagged, and a sentence about the rule that chose it."""
+    """A threshold, and a sentence about the rule that chose it; windows with higher scores are flagged."""
 
     value: float
     rule: str
@@ -61,8 +61,8 @@ def choose_threshold(is_attack: Bools, score: Floats, *, supervised: bool, fpr: 
     # they are minutes of one drive: another drive has larger scores.
     usual = without_odd(benign, fpr)
     middle = float(np.median(benign))
-    # The tail is taken for exponential: each median of it halves the rate. `beyond` is the ratio by which the threshold
-    # lies further out than the highest score.
+    # The tail is taken for exponential: each median of it halves the rate. `beyond` is the distance of the threshold
+    # from the median ÷ the distance of the highest score.
     beyond = math.log2(0.5 / fpr) / max(math.log2(len(benign) / 2), 1.0)
     margin = SHORT_DRIVE_MARGIN * beyond
     value = middle + margin * (threshold_at_fpr(usual, fpr) - middle)

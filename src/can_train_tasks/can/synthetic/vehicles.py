@@ -21,7 +21,7 @@ NUM_VEHICLES: Final = 4  # three vehicles in training, and one vehicle only in t
 ANALOG_CHANNELS: Final = ("rpm", "speed", "steering", "throttle", "brake", "torque", "yaw", "coolant", "fuel", "gear")
 # Readings that hold one of a few levels for seconds: doors, lamps, modes.
 STATUS_CHANNELS: Final = ("status_1", "status_2", "status_3", "status_4")
-_NUM_TARGETS: Final = 3  # the first channels of `ANALOG_CHANNELS`, each of which gets a separate fast, cyclic message
+_NUM_TARGETS: Final = 3  # each of the first three `ANALOG_CHANNELS` gets a separate fast, cyclic message
 
 # Fewest and most messages of each period: 25 to 43 IDs, some 800 to 1,200 frames/s, about a fifth of 500 kbit/s.
 _PERIODS_MS: Final = {10: (4, 6), 20: (5, 8), 50: (3, 6), 100: (5, 9), 200: (3, 5), 500: (2, 5), 1000: (3, 6)}
