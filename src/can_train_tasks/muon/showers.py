@@ -67,7 +67,7 @@ def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
     """Lists the files of a data set, sorted; the list is empty for simulated showers.
 
     Raises:
-        MissingDataError: The file or folder does not exist, or holds no showers in a known format.
+        MissingDataError: The data set has no path, the path does not exist, or it holds no showers in a known format.
     """
     if dataset.is_synthetic:
         return []
