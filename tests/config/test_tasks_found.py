@@ -39,11 +39,11 @@ def test_both_names_of_a_setting_with_different_values_contradict_each_other() -
 def test_a_package_names_its_tasks_by_entry_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    about = tmp_path / "site" / "own_points-1.0.dist-info"
+    about = tmp_path / "site" / "own_single_point-1.0.dist-info"
     about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own-points\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[can_train.tasks]\npoints = own_points:MyTask\n")
-    (about.parent / "own_points.py").write_text(OWN)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own-single-point\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[can_train.tasks]\npoints = own_single_point:MyTask\n")
+    (about.parent / "own_single_point.py").write_text(OWN)
     monkeypatch.syspath_prepend(about.parent)
     monkeypatch.chdir(tmp_path)
     assert main(("--task", "points", *PLAN)) == 0
