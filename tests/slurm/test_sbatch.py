@@ -129,7 +129,7 @@ def test_an_option_of_sbatch_with_a_flag_of_its_own_is_given_once() -> None:
 @pytest.mark.parametrize("nodes", ["[n1,n2]", "n1 n2", "n[1-3", "n1,", "choice(n1,n2)"])
 def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
     for name in ("exclude", "nodelist"):
-        with pytest.raises(ConfigError, match=f"cluster.{name} lists nodes"):
+        with pytest.raises(ConfigError, match=f"cluster.{name} must list nodes"):
             ClusterSettings(**{name: nodes})
 
 
