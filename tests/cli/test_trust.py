@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from can_train.cli.main import _COMMANDS, main
-from can_train.config.task_loading import command_entries
+from can_train.config.task_settings import command_entries
 from can_train.runs.run_folder import RunFolder
 from fakes.own_tasks import write_task
 

@@ -26,8 +26,7 @@ from can_train.config.resolved import (
     state_folder,
 )
 from can_train.config.settings import CHOICES, ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
-from can_train.config.task_loading import task_names
-from can_train.config.task_settings import TaskSettings
+from can_train.config.task_settings import TaskSettings, task_names
 from can_train.errors import unknown_name
 from can_train.factors.policies import POLICIES
 

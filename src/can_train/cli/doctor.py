@@ -26,7 +26,7 @@ from can_train.cli.output import make_reporter, print_json, print_text, print_wr
 from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command, resolve_runs
 from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
 from can_train.config.settings import split_list
-from can_train.config.task_loading import package_folders
+from can_train.config.task_settings import package_folders
 from can_train.errors import CanTrainError, ConfigError, DeviceError, first_sentence, with_command_name
 from can_train.io.ownership import Account, is_private_group, other_writer, places_on_the_way
 from can_train.io.units import size_text
@@ -563,8 +563,7 @@ def _examine_data(paths: PathSettings) -> Finding:
     # Composition imports Hydra.
     from can_train.config.compose import RunRequest, resolve
     from can_train.config.resolved import preset_folders, presets
-    from can_train.config.task_loading import described_tasks
-    from can_train.config.task_settings import load_task_settings
+    from can_train.config.task_settings import described_tasks, load_task_settings
     from can_train.errors import DataError
 
     root, found = data_root(paths), []

@@ -20,8 +20,7 @@ from can_train.cli.output import (
     print_wrapped,
 )
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
-from can_train.config.task_loading import described_tasks, load_object
-from can_train.config.task_settings import NoSettings, load_task_settings
+from can_train.config.task_settings import NoSettings, described_tasks, load_object, load_task_settings
 from can_train.errors import CanTrainError, ConfigError, RunError
 from can_train.io.records import expanded
 

@@ -17,8 +17,7 @@ from can_train import __version__
 from can_train.cli.output import print_aside, print_json, print_text
 from can_train.config.resolved import default_task
 from can_train.config.settings import canonical_name
-from can_train.config.task_loading import command_entries, command_usage, load_object
-from can_train.config.task_settings import load_task_settings
+from can_train.config.task_settings import command_entries, command_usage, load_object, load_task_settings
 from can_train.errors import (
     CanTrainError,
     ConfigError,

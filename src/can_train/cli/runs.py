@@ -15,7 +15,7 @@ from can_train import __version__
 from can_train.cli.output import clear_screen, print_json, print_note, print_tables, print_text, print_wrapped
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.config.resolved import config_folder
-from can_train.config.task_loading import key_name, package_folders
+from can_train.config.task_settings import key_name, package_folders
 from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import is_file

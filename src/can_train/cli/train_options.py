@@ -22,8 +22,7 @@ from can_train.config.resolved import (
     user_file,
 )
 from can_train.config.settings import TrainingSettings, split_list
-from can_train.config.task_loading import described_tasks, locate
-from can_train.config.task_settings import TaskSettings, load_task_settings
+from can_train.config.task_settings import TaskSettings, described_tasks, load_task_settings, locate
 from can_train.errors import ConfigError, unknown_name
 from can_train.io.records import expanded
 

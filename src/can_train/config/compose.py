@@ -40,8 +40,7 @@ from can_train.config.resolved import (
     presets,
 )
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
-from can_train.config.task_loading import locate
-from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings
+from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate
 from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
 from can_train.io.records import expanded, is_file
 
@@ -56,7 +55,6 @@ _OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
 _SWEPT_GROUPS: Final = ("task", "settings", "model", "size", "dataset", "mode", "training", "memory")
 """Groups of settings and choices of presets that a sweep may list values for: they decide the result of a training. A
 comma anywhere else belongs to the value: to a list of nodes, or to the path of a folder."""
-_WRONG_FORM: Final = "A value cannot be read"
 _WRITE_IT: Final = "Write it as --set training.lr=0.01; text that is more than a word: --set 'group.key=\"text\"'"
 # The parser's exceptions; the last two for thousands of digits or brackets.
 _UNREADABLE: Final = (HydraException, ValueError, RecursionError)
@@ -120,8 +118,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
             range, or settings that contradict each other.
     """
     sets = [from_set(text) for text in request.sets]
-    chosen: dict[str, Any] = {choice.key: _chosen(choice) for choice in sets if choice.key in _CHOICES}
-    request = replace(request, **chosen)
+    request = replace(request, **_chosen(sets))
     task_name, code_dir, task = _task(request)
     folders = preset_folders(task_name, task.configs, request.config_dir)
     if request.config_dir and not Path(request.config_dir).is_dir():
@@ -135,7 +132,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
         if name is not None and name not in presets(group, folders):
             raise unknown_name(f"{group} preset", name, presets(group, folders))
     classes = _classes(task, spec, mode)
-    overrides = _overrides(task, classes, sets, request)
+    overrides = _overrides(task, classes, [each for each in sets if each.key not in _CHOICES], request)
     _check_roles(task, model, mode, overrides)
     model_preset = f"{model}_{size}" if size else model
     named_presets = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
@@ -175,16 +172,11 @@ def _overrides(
     task: TaskSettings, classes: Mapping[str, type], sets: Sequence[Override], request: RunRequest
 ) -> list[Override]:
     """Returns the settings that a request gives, each with the key that it has in this task."""
-    found = [override for override in sets if override.key not in _CHOICES]
     groups = ("training", "model", "mode", "settings")
-    found += from_model_args(request.model_args, {group: classes[group] for group in groups})
-    found += _from_flags(request.values)
-    return _resolve_task_aliases(task, classes, found)
-
-
-def _resolve_task_aliases(
-    task: TaskSettings, classes: Mapping[str, type], overrides: Sequence[Override]
-) -> list[Override]:
+    overrides = [*sets, *from_model_args(request.model_args, {group: classes[group] for group in groups})]
+    for key, value in request.values.items():
+        spelling = f"--{key.rpartition('.')[2].replace('_', '-')}"
+        overrides.append(Override(key=_as_stored(key), value=value, spelling=spelling, grammar=False))
     keys = {f"training.{alias}": f"training.{name}" for alias, name in task.aliases.items()}
     if not fields(classes["model"]):
         # A task whose only model has no settings keeps the model's settings in its own.
@@ -203,43 +195,37 @@ def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
     return _make_run(*_load(plain))
 
 
-def with_changes(plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[str, Any]) -> ResolvedRun:
+def with_changes(
+    plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[str, Any], model_args: str = ""
+) -> ResolvedRun:
     """Makes a run from the plain values of another one, with some of them changed.
 
     Args:
         plain: The other run's `config.yaml`.
         sets: `group.key=value`, in Hydra's grammar.
         values: Further values by dotted key, taken literally.
+        model_args: `k=v,k=v`.
 
     Raises:
         ConfigError: A setting is unknown (the nearest are listed), has two values, or does not fit.
     """
     config, classes = _load(plain)
-    overrides = _resolve_task_aliases(_task_of(plain), classes, [*map(from_set, sets), *_from_flags(values)])
-    _let_follow(config)
-    return _make_changed(config, overrides, classes)
-
-
-def _let_follow(config: DictConfig) -> None:
-    """Lets settings follow others again: a file has resolved values, and where both are equal, a change of the leader
-    moves the follower too.
-    """
-    for follower, leader in _task_of(config).follows.items():
+    task, request = _task_of(plain), RunRequest(values=values, model_args=model_args)
+    overrides = _overrides(task, classes, [from_set(text) for text in sets], request)
+    _check_roles(task, config.model_name, config.mode.name, overrides)
+    # A file has resolved values: where two settings are equal, a change of the leader moves the follower too.
+    for follower, leader in task.follows.items():
         if config.dataset[follower] == config.dataset[leader]:
             config.dataset[follower] = 0
+    return _make_changed(config, overrides, classes)
 
 
 def preset_request(plain: Mapping[str, Any]) -> RunRequest:
     """Returns the request for a run with the presets of the run whose configuration is `plain`."""
-    return RunRequest(
-        task=plain["task"],
-        code_dir=plain["paths"]["code_dir"],
-        config_dir=plain["paths"]["config_dir"],
-        model=plain["model_name"] or None,
-        size=plain["size"] or None,
-        mode=plain["mode"]["name"] or None,
-        dataset=plain["dataset"].get("path") or plain["dataset"]["name"] or None,
-    )
+    paths, dataset, task, mode = plain["paths"], plain["dataset"], plain["task"], plain["mode"]["name"] or None
+    return RunRequest(task=task, code_dir=paths["code_dir"], config_dir=paths["config_dir"], mode=mode,
+                      model=plain["model_name"] or None, size=plain["size"] or None,
+                      dataset=dataset.get("path") or dataset["name"] or None)  # fmt: skip
 
 
 def changed_settings(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
@@ -247,28 +233,24 @@ def changed_settings(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]] | No
     the `default`. Folders, cluster and device are left out. None: this version has no such presets.
     """
     try:
-        request, mine = preset_request(plain), flat_settings(plain)
-        defaults = _preset_settings(request)
-        follows = _task_of(plain).follows.items()
-        # One that follows another by itself was not set.
-        follow = {f"dataset.{one}" for one, other in follows if mine[f"dataset.{one}"] == mine[f"dataset.{other}"]}
+        request, settings = preset_request(plain), flat_settings(plain)
+        defaults = _preset_settings(**{name: getattr(request, name) for name in _PRESET_FIELDS})
+        # A setting that follows another by itself was not set.
+        following = {f"dataset.{follower}" for follower, leader in _task_of(plain).follows.items()
+                     if settings[f"dataset.{follower}"] == settings[f"dataset.{leader}"]}  # fmt: skip
     except (CanTrainError, KeyError, TypeError, AttributeError):
         return None
-    return {name: {"value": value, "default": defaults.get(name)} for name, value in mine.items()
-            if value != defaults.get(name) and name not in follow}  # fmt: skip
-
-
-def _preset_settings(request: RunRequest) -> Mapping[str, Any]:
-    # A listing asks for the same ones over and over, and a composition takes a tenth of a second.
-    return _resolved_settings(*(getattr(request, name) for name in _PRESET_FIELDS))
+    return {name: {"value": value, "default": defaults.get(name)} for name, value in settings.items()
+            if value != defaults.get(name) and name not in following}  # fmt: skip
 
 
 _PRESET_FIELDS: Final = ("task", "code_dir", "config_dir", "model", "size", "mode", "dataset")
 
 
+# A listing asks for the same settings over and over, and a composition takes a tenth of a second.
 @lru_cache(maxsize=64)
-def _resolved_settings(*values: Any) -> Mapping[str, Any]:
-    return flat_settings(resolve(RunRequest(**dict(zip(_PRESET_FIELDS, values, strict=True)))).config)
+def _preset_settings(**fields: Any) -> Mapping[str, Any]:
+    return flat_settings(resolve(RunRequest(**fields)).config)
 
 
 def resolve_again(plain: Mapping[str, Any], request: RunRequest, chosen: Mapping[str, str]) -> ResolvedRun:
@@ -284,45 +266,38 @@ def resolve_again(plain: Mapping[str, Any], request: RunRequest, chosen: Mapping
     Raises:
         ConfigError: As `resolve` does.
     """
-    sets = [from_set(text) for text in request.sets]
-    chosen = {**chosen, **{choice.key: _chosen(choice) for choice in sets if choice.key in _CHOICES}}
+    chosen = {**chosen, **_chosen([from_set(text) for text in request.sets])}
     if not chosen.keys() <= {"device"}:
         plain = _on_other_presets(plain, chosen, request.user_file)
-    config, classes = _load({**plain, "device": chosen.get("device", plain["device"])})
-    task = _task_of(config)
-    overrides = _overrides(task, classes, sets, request)
-    _check_roles(task, config.model_name, config.mode.name, overrides)
-    _let_follow(config)
-    return _make_changed(config, overrides, classes)
-
-
-def _other_task(chosen: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the fields of a request that another task changes: its code lies elsewhere."""
-    return {"task": chosen["task"], "code_dir": None} if "task" in chosen else {}
+    plain = {**plain, "device": chosen.get("device", plain["device"])}
+    sets = [text for text in request.sets if from_set(text).key not in _CHOICES]
+    return with_changes(plain, sets, request.values, request.model_args)
 
 
 def _on_other_presets(
-    plain: Mapping[str, Any], chosen: Mapping[str, str], user_file: UserFile | None
+    plain: Mapping[str, Any], chosen: Mapping[str, Any], user_file: UserFile | None
 ) -> Mapping[str, Any]:
     """Returns a configuration with other presets, and the settings that differed from the earlier presets."""
     old = preset_request(plain)
-    if chosen.get("model", old.model) != old.model:
+    # The code of another task lies elsewhere.
+    places: dict[str, Any] = {"code_dir": None} if "task" in chosen else {}
+    request = replace(old, **chosen, **places, user_file=user_file)
+    if request.model != old.model:
         # Another model has modes of its own, and may come in one size.
-        spec = _task(replace(old, **_other_task(chosen)))[2].models.get(chosen["model"])
-        old = replace(old, mode=None, size=old.size if spec is not None and old.size in spec.sizes else None)
-    choices: dict[str, Any] = {**chosen, **_other_task(chosen), "user_file": user_file}
-    request = replace(old, **choices)
+        spec = _task(request)[2].models.get(chosen["model"])
+        size = old.size if spec is not None and old.size in spec.sizes else None
+        request = replace(request, mode=chosen.get("mode"), size=chosen.get("size", size))
     new, without = resolve(request).config, flat_settings(resolve(replace(request, memory=None)).config)
     by_memory = {name for name, value in flat_settings(new).items() if value != without[name]}
-    replaced = {
-        "model.": bool(chosen.keys() & {"model", "size", "task"}),
-        "mode.": bool(chosen.keys() & {"model", "mode", "task"}),
-        "dataset.": bool(chosen.keys() & {"dataset", "task"}),
+    decided_by = {
+        "model.": {"model", "size", "task"},
+        "mode.": {"model", "mode", "task"},
+        "dataset.": {"dataset", "task"},
     }
+    gone = tuple(group for group, choices in decided_by.items() if chosen.keys() & choices)
     inherited = {f"dataset.{name}" for name in _task_of(new).inherited}
-    gone = tuple(group for group, is_gone in replaced.items() if is_gone)
     kept = {
-        name: one["value"] for name, one in (changed_settings(plain) or {}).items()
+        name: setting["value"] for name, setting in (changed_settings(plain) or {}).items()
         if "." in name and name not in by_memory and (name in inherited or not name.startswith(gone))
         and not name.endswith((".name", ".path"))
     }  # fmt: skip
@@ -422,11 +397,6 @@ def _as_stored(key: str) -> str:
     return f"{_SETTINGS}{key.removeprefix(_TASK)}" if key.startswith(_TASK) else key
 
 
-def _from_flags(values: Mapping[str, Any]) -> list[Override]:
-    spellings = {key: f"--{key.rpartition('.')[2].replace('_', '-')}" for key in values}
-    return [Override(key=_as_stored(key), value=values[key], spelling=spellings[key], grammar=False) for key in values]
-
-
 def check_contradictions(overrides: Iterable[Override]) -> None:
     """Raises ConfigError if a setting is given under two spellings with different values."""
     first: dict[str, Override] = {}
@@ -472,12 +442,13 @@ def _swept(text: str) -> Sequence[str]:
     return [f"{text.partition('=')[0]}={value}" for value in values]
 
 
-def _chosen(override: Override) -> str:
-    """Reads which preset, model or device is chosen."""
-    name = str(_parsed(override)).strip()
-    if not name:
-        raise ConfigError(f"{override.spelling} is empty", remedy="Give a value, or leave it out")
-    return name
+def _chosen(sets: Iterable[Override]) -> dict[str, Any]:
+    """Reads which presets, model and device are chosen."""
+    choices = {override.key: str(_parsed(override)).strip() for override in sets if override.key in _CHOICES}
+    for override in sets:
+        if choices.get(override.key) == "":
+            raise ConfigError(f"{override.spelling} is empty", remedy="Give a value, or leave it out")
+    return choices
 
 
 def _parsed(override: Override) -> Any:
@@ -488,7 +459,7 @@ def _parsed(override: Override) -> Any:
     try:
         parsed = _parser().parse_override(text)
     except _UNREADABLE as error:
-        raise ConfigError(_WRONG_FORM, value=text, remedy=_WRITE_IT) from error
+        raise ConfigError("A value cannot be read", value=text, remedy=_WRITE_IT) from error
     if parsed.is_sweep_override():
         raise _several_values(override)
     return parsed.value()
@@ -504,15 +475,66 @@ def _several_values(override: Override) -> ConfigError:
                        remedy=f"Give {_as_given(override.key)} one value")  # fmt: skip
 
 
-def _parsed_text(override: Override, *, is_open: bool) -> Any:
-    """Reads a text that cannot be swept. Hydra's grammar counts where it reads a text, which may be quoted; all else is
-    meant literally: `n[1-3,7]`, `END,FAIL`, `007`.
+def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Mapping[str, type]) -> ResolvedRun:
+    """Makes a run from a config with overrides; an error names the flag where a setting was given by one."""
+    try:
+        run = _make_run(_apply(config, overrides), classes)
+    except ConfigError as error:
+        for override in overrides:
+            if not override.grammar and error.rule.startswith(f"{override.key} "):
+                rule = error.rule.replace(override.key, override.spelling, 1)
+                raise ConfigError(rule, value=error.value, remedy=error.remedy) from error
+        raise
+    # Requests to SLURM for a run that does not go there would be ignored.
+    requests = [override.spelling for override in overrides if override.key.removeprefix("cluster.") in CLUSTER_FLAGS]
+    if requests and run.cluster.executor != "slurm":
+        have = "has" if len(requests) == 1 else "have"
+        raise ConfigError(f"{' and '.join(requests)} {have} no effect with --cluster {run.cluster.executor}",
+                          remedy="Leave it out, or train with --submit --cluster slurm")  # fmt: skip
+    return run
 
-    Args:
-        override: The setting.
-        is_open: Whether the setting may also be a switch, a list or empty, as an option of sbatch.
+
+def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
+    """Sets the values in a config, whose types they must fit."""
+    known = list(_keys(OmegaConf.to_container(config)))
+    for override in overrides:
+        key, is_open = override.key, f"{override.key}.".startswith(f"{_OPEN_GROUP}.")
+        if key not in known and not is_open:
+            nearest = ", ".join(map(_as_given, _nearest_settings(key, known)[:_SUGGESTIONS]))
+            raise ConfigError("Unknown setting", value=repr(_as_given(key)), remedy=f"Nearest: {nearest}")
+        value, node = _value(config, override, is_open=is_open and key != _OPEN_GROUP), OmegaConf.select(config, key)
+        if OmegaConf.is_list(node) and not override.grammar and isinstance(value, str):
+            # A flag lists values as they are: --freeze encoder,head.
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        for kind, is_wanted, types in (("Dict", OmegaConf.is_dict, dict), ("List", OmegaConf.is_list, (list, tuple))):
+            if is_wanted(node) and not isinstance(value, types):
+                raise ConfigError(f"{_as_given(key)} must be {_KINDS[kind]}", value=repr(value))
+        try:
+            # Of a group within a group only the given keys change, as in Hydra.
+            OmegaConf.update(config, key, _escaped(value), merge=isinstance(value, dict), force_add=is_open)
+            # `${…}` is accepted for any type, and converted only when it is read.
+            if OmegaConf.is_config(found := OmegaConf.select(config, key)):
+                OmegaConf.to_container(found, resolve=True)
+        except OmegaConfBaseException as error:
+            raise _misfit(error, key, value) from error
+    return config
+
+
+def _value(config: DictConfig, override: Override, *, is_open: bool) -> Any:
+    """Reads the value of a setting; `is_open` tells that it is an option of sbatch, which may also be a switch, a list
+    or empty. In a text that cannot be swept, Hydra's grammar counts where it reads a text, which may be quoted; all
+    else is meant literally: `n[1-3,7]`, `END,FAIL`, `007`.
     """
-    raw = str(override.value).strip()
+    node, raw = OmegaConf.select(config, override.key), str(override.value).strip()
+    if not override.grammar or _may_sweep(override.key) or not (is_open or isinstance(node, str)):
+        try:
+            return _parsed(override)
+        except ConfigError as error:
+            if OmegaConf.is_list(node) and not _may_sweep(override.key):
+                error.remedy = (
+                    f"""Write its lines as a list: --set '{override.key}=["module load a,b","ulimit -c 0"]'"""
+                )
+            raise
     try:
         parsed = _parser().parse_override(f"{override.key}={raw}")
     except _UNREADABLE:
@@ -527,79 +549,12 @@ def _parsed_text(override: Override, *, is_open: bool) -> Any:
     return value if as_read else raw
 
 
-def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Mapping[str, type]) -> ResolvedRun:
-    """Makes a run from a config with overrides; an error names the flag where a setting was given by one."""
-    try:
-        run = _make_run(_apply(config, overrides), classes)
-    except ConfigError as error:
-        for override in overrides:
-            if not override.grammar and error.rule.startswith(f"{override.key} "):
-                rule = error.rule.replace(override.key, override.spelling, 1)
-                raise ConfigError(rule, value=error.value, remedy=error.remedy) from error
-        raise
-    _check_cluster(run, overrides)
-    return run
-
-
-def _check_cluster(run: ResolvedRun, overrides: Sequence[Override]) -> None:
-    """Refuses requests to SLURM for a run that does not go there: they would be ignored."""
-    executor = run.cluster.executor
-    ignored = [one.spelling for one in overrides if one.key.removeprefix("cluster.") in CLUSTER_FLAGS]
-    if ignored and executor != "slurm":
-        have = "has" if len(ignored) == 1 else "have"
-        raise ConfigError(f"{' and '.join(ignored)} {have} no effect with --cluster {executor}",
-                          remedy="Leave it out, or train with --submit --cluster slurm")  # fmt: skip
-
-
-def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
-    """Sets the values in a config, whose types they must fit."""
-    known = list(_keys(OmegaConf.to_container(config)))
-    for override in overrides:
-        key, is_open = override.key, f"{override.key}.".startswith(f"{_OPEN_GROUP}.")
-        if key not in known and not is_open:
-            nearest = ", ".join(map(_as_given, _nearest_settings(key, known)[:_SUGGESTIONS]))
-            raise ConfigError("Unknown setting", value=repr(_as_given(key)), remedy=f"Nearest: {nearest}")
-        value = _value(config, override, is_open=is_open and key != _OPEN_GROUP)
-        if OmegaConf.is_dict(OmegaConf.select(config, key)) and not isinstance(value, dict):
-            raise ConfigError(f"{_as_given(key)} must be {_KINDS['Dict']}", value=repr(value))
-        if OmegaConf.is_list(OmegaConf.select(config, key)) and not override.grammar and isinstance(value, str):
-            # A flag lists values as they are: --freeze encoder,head.
-            value = [part.strip() for part in value.split(",") if part.strip()]
-        if OmegaConf.is_list(OmegaConf.select(config, key)) and not isinstance(value, list | tuple):
-            raise ConfigError(f"{_as_given(key)} must be {_KINDS['List']}", value=repr(value))
-        try:
-            # Of a group within a group only the given keys change, as in Hydra.
-            OmegaConf.update(config, key, _escaped(value), merge=isinstance(value, dict), force_add=is_open)
-            # `${…}` is accepted for any type, and converted only when it is read.
-            if OmegaConf.is_config(found := OmegaConf.select(config, key)):
-                OmegaConf.to_container(found, resolve=True)
-        except OmegaConfBaseException as error:
-            raise _misfit(error, key, value) from error
-    return config
-
-
-def _value(config: DictConfig, override: Override, *, is_open: bool) -> Any:
-    """Reads the value of a setting; `is_open` tells that it is an option of sbatch."""
-    node = OmegaConf.select(config, override.key)
-    if override.grammar and not _may_sweep(override.key) and (is_open or isinstance(node, str)):
-        return _parsed_text(override, is_open=is_open)
-    try:
-        return _parsed(override)
-    except ConfigError as error:
-        if OmegaConf.is_list(node) and not _may_sweep(override.key):
-            error.remedy = f"""Write its lines as a list: --set '{override.key}=["module load a,b","ulimit -c 0"]'"""
-        raise
-
-
-def _nearest_settings(key: str, known: Sequence[str]) -> list[str]:
+def _nearest_settings(key: str, settings: Sequence[str]) -> list[str]:
     """Returns the settings most like a key, first those that only their group tells from it: `lr`, `model.lr`."""
-    last = key.rpartition(".")[2]
-    words = {name: name.rpartition(".")[2] for name in known}
-    if "." in key:
-        like = [*(name for name in known if words[name] == last), *nearest_first(key, known)]
-    else:
-        like = [name for word in nearest_first(last, words.values()) for name in known if words[name] == word]
-    return list(dict.fromkeys(like))
+    last = {name: name.rpartition(".")[2] for name in settings}
+    words = [key.rpartition(".")[2]] if "." in key else nearest_first(key, last.values())
+    like = [name for word in words for name in settings if last[name] == word]
+    return list(dict.fromkeys([*like, *nearest_first(key, settings)]))
 
 
 def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, type]) -> None:

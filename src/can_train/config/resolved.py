@@ -10,8 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.config.task_loading import described_tasks, key_name, task_names
-from can_train.config.task_settings import Prerequisite, TaskSettings, load_task_settings
+from can_train.config.task_settings import (
+    Prerequisite,
+    TaskSettings,
+    described_tasks,
+    key_name,
+    load_task_settings,
+    task_names,
+)
 from can_train.errors import ConfigError, StateError, unknown_name
 from can_train.io.records import expanded
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.resolved import state_folder
-from can_train.config.task_loading import task_names
+from can_train.config.task_settings import task_names
 from can_train.errors import UntrustedCodeError
 from can_train.io.ownership import Account, other_writer, places_on_the_way
 from can_train.runs.registry import Registry

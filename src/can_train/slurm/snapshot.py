@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from can_train.config.resolved import ResolvedRun
-from can_train.config.task_loading import load_object, package_folders
+from can_train.config.task_settings import load_object, package_folders
 from can_train.errors import ConfigError, RunError
 from can_train.io.records import (
     TEMPORARY_SUFFIX,

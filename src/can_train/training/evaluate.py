@@ -24,7 +24,7 @@ from torch import nn
 from can_train.config.compose import evaluation_dataset
 from can_train.config.resolved import EvaluationData, PathSettings, data_root
 from can_train.config.settings import TrainingSettings
-from can_train.config.task_loading import load_object
+from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, StateError
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision

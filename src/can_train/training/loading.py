@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, cache_folder, data_root
-from can_train.config.task_loading import load_object
+from can_train.config.task_settings import load_object
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RunError, StateError
 from can_train.fit.optimizer import Precision, seed_everything
 from can_train.fit.phases import freeze

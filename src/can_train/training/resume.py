@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from can_train.config.compose import changed_settings, from_plain, with_changes
 from can_train.config.resolved import ResolvedRun, data_root
-from can_train.config.task_loading import load_object
+from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, DeviceError, MissingDataError, RunError
 from can_train.io.records import expanded, parse_object, sketch, text_or_nothing
 from can_train.io.units import parse_size

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.resolved import EvaluationData, FinishedModel, ResolvedRun
-from can_train.config.task_loading import load_object, missing_extra
-from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings
+from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
 from can_train.errors import CanTrainError, DataError, TaskError
 from can_train.fit.collate import leaves, pad_and_stack, to_device
 from can_train.io.records import sketch
