@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from can_train.factors.observations import Event, Observation, Records, next_time, read_records, write_record
 from can_train.factors.store import FactorStore
 from can_train.factors.summary import read_figures
-from can_train.io.index import Kind, read_folder, write_index
+from can_train.io.index import Kind, read_folder
 from can_train.io.records import write_document
 from fakes.samples import A100, KEY, V100, at, observation, out_of_memory, started
 
@@ -172,7 +172,7 @@ OF_RUN = Kind(Observation, group=lambda run: run.key, latest=lambda run: run.end
 def test_a_folder_that_was_left_alone_is_not_listed_again(tmp_path: Path) -> None:
     folder, index = tmp_path / "records", tmp_path / "index" / "records"
     write_document(folder / "a.json", observation())
-    write_index(read_folder(folder, index, OF_RUN)[0], {"a.json": observation()})
+    read_folder(folder, index, OF_RUN)[0].extend({"a.json": observation()})
     (folder / "b.json").write_text("")
     time.sleep(0.05)
     assert read_folder(folder, index, OF_RUN, settled_s=0.02)[1] == ["b.json"]
@@ -190,6 +190,6 @@ def test_a_folder_that_was_left_alone_is_not_listed_again(tmp_path: Path) -> Non
 def test_a_folder_that_has_just_changed_is_listed_again(tmp_path: Path) -> None:
     folder, index = tmp_path / "records", tmp_path / "index" / "records"
     write_document(folder / "a.json", observation())
-    write_index(read_folder(folder, index, OF_RUN)[0], {"a.json": observation()})
+    read_folder(folder, index, OF_RUN)[0].extend({"a.json": observation()})
     read_folder(folder, index, OF_RUN)
     assert not list(index.parent.glob("*.listing"))

@@ -18,8 +18,7 @@ from can_train.config.resolved import with_absolute_paths
 from can_train.errors import EarlierAttemptError, RunError
 from can_train.reporter import LineReporter, SilentReporter
 from can_train.runs.attempts import Attempts, SlurmContext
-from can_train.runs.run_folder import RunFolder, make_run
-from can_train.runs.run_lock import read_holder, try_lock, wait_for_lock, write_holder
+from can_train.runs.run_folder import RunFolder, make_run, read_holder, try_lock, wait_for_lock, write_holder
 from fakes.bitwise import assert_ends_like
 from fakes.own_tasks import CLASSIFIER, write_task
 from fakes.run_facts import CLUSTER, slurm_job

@@ -130,7 +130,11 @@ class ResolvedRun:
     @property
     def key(self) -> str:
         """The configuration's name in the factor store: task, data set, model, size and mode."""
-        parts = (_key_prefix(self.task), self.dataset.name, self.model_name, self.size, self.mode.name)
+        prefix: str | None = key_name(self.task)
+        # The code of a task of one's own may be gone.
+        if self.task in described_tasks():
+            prefix = load_task_settings(self.task).key_prefix
+        parts = (self.task if prefix is None else prefix, self.dataset.name, self.model_name, self.size, self.mode.name)
         return "_".join(filter(None, parts))
 
     @property
@@ -185,14 +189,6 @@ class EvaluationData:
     writes_samples: bool = False
 
 
-def _key_prefix(task: str) -> str:
-    # The code of a task of one's own may be gone.
-    if task not in described_tasks():
-        return key_name(task)
-    prefix = load_task_settings(task).key_prefix
-    return task if prefix is None else prefix
-
-
 # Groups of settings that change the place of a run, not its result.
 _LOCATIONS: Final = ("paths", "cluster", "device")
 
@@ -209,7 +205,7 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Returns the settings that differ between configurations, each with its value in every one; None: not set."""
     names = dict.fromkeys(name for each in settings for name in each)
     values = {name: [each.get(name) for each in settings] for name in names}
-    return {name: found for name, found in values.items() if any(one != found[0] for one in found)}
+    return {name: row for name, row in values.items() if any(value != row[0] for value in row)}
 
 
 def flat(plain: Mapping[str, Any], *, separator: str = ".", before: str = "") -> Iterator[tuple[str, Any]]:
@@ -261,11 +257,8 @@ def check_yaml(text: str) -> None:
     """
     if text.count("[") + text.count("{") > _MOST_NESTED:
         raise ValueError(f"more than {_MOST_NESTED:,} brackets")
-    if "*" in text:
-        _check_aliases(text)
-
-
-def _check_aliases(text: str) -> None:
+    if "*" not in text:
+        return
     import yaml
 
     sizes, open_values = dict[str, int](), [("", 0)]
@@ -316,10 +309,8 @@ def user_file(environ: Mapping[str, str] = os.environ) -> UserFile:
         raise ConfigError(f"The file that {_USER_FILE} names does not exist", value=named, remedy=remedy) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("Your settings file cannot be read", value=f"{path}: {error}") from error
-    return UserFile(path, _user_values(path, text) if text.strip() else {})
-
-
-def _user_values(path: Path, text: str) -> dict[str, str]:
+    if not text.strip():
+        return UserFile(path)
     import yaml
 
     try:
@@ -340,7 +331,7 @@ def _user_values(path: Path, text: str) -> dict[str, str]:
             remedy = "Give it one value, or remove the line"
             raise ConfigError(f"{path}: {key} must have one value", value=repr(value), remedy=remedy)
         values[name] = str(_expanded(value)) if name in PATH_FLAGS else value
-    return values
+    return UserFile(path, values)
 
 
 def _expanded(path: str) -> Path:

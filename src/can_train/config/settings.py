@@ -374,7 +374,20 @@ class TrainingSettings:
         check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)
         # These properties raise if they are not as they should be.
         _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib, self.lr_factor_of)
-        self._check_accumulation()
+        fixed, least = self.micro_batch_size, self.min_micro_batch_size
+        if 0 < fixed < least:
+            raise ConfigError("training.micro_batch_size is smaller than training.min_micro_batch_size",
+                              value=f"{fixed} < {least}", remedy="Change either")  # fmt: skip
+        if self.accumulation_threshold > 0 and self.gradient_accumulation_steps > 1:
+            # With a threshold, "accumulation steps" usually means the parts of one batch, not several batches.
+            steps = self.gradient_accumulation_steps
+            raise ConfigError(
+                "training.gradient_accumulation_steps and training.accumulation_threshold cannot be combined: the first"
+                " multiplies the batch, the second splits it",
+                value=f"gradient_accumulation_steps {steps}, accumulation_threshold {self.accumulation_threshold:g}",
+                remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps}"
+                f" --gradient-accumulation-steps 1. To make one step of {steps} batches: --accumulation-threshold 0",
+            )
 
     @property
     def splits(self) -> int:
@@ -414,22 +427,6 @@ class TrainingSettings:
                                   remedy="Write it as [backbone=0.1]") from error  # fmt: skip
             check_range(f"training.lr_factors: {name.strip()}", factors[name.strip()], low=0.0)
         return factors
-
-    def _check_accumulation(self) -> None:
-        fixed, least = self.micro_batch_size, self.min_micro_batch_size
-        if 0 < fixed < least:
-            raise ConfigError("training.micro_batch_size is smaller than training.min_micro_batch_size",
-                              value=f"{fixed} < {least}", remedy="Change either")  # fmt: skip
-        if self.accumulation_threshold > 0 and self.gradient_accumulation_steps > 1:
-            # With a threshold, "accumulation steps" usually means the parts of one batch, not several batches.
-            steps = self.gradient_accumulation_steps
-            raise ConfigError(
-                "training.gradient_accumulation_steps and training.accumulation_threshold cannot be combined: the first"
-                " multiplies the batch, the second splits it",
-                value=f"gradient_accumulation_steps {steps}, accumulation_threshold {self.accumulation_threshold:g}",
-                remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps}"
-                f" --gradient-accumulation-steps 1. To make one step of {steps} batches: --accumulation-threshold 0",
-            )
 
 
 ALIASES: Final[Mapping[str, str]] = {

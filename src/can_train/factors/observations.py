@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from can_train.errors import StateError
 from can_train.fit.factor_rule import RememberedLimits
-from can_train.io.index import INDEX_FROM, Index, Kind, digest, index_folder, read_folder, write_index
+from can_train.io.index import INDEX_FROM, Index, Kind, digest, index_folder, read_folder
 from can_train.io.records import (
     DOCUMENT_SUFFIX,
     AttemptStart,
@@ -324,7 +324,7 @@ def read_records(state: Path, *, index_from: int = INDEX_FROM) -> Records:
     decisions = read_documents(events, decided, Event, aside, most_bytes=_MOST_EVENT_BYTES)
     certain = {name: run for name, run in runs.items() if name not in doubtful}
     if index.is_worth_extending(len(certain), index_from):
-        write_index(index, certain)
+        index.extend(certain)
     return Records(
         # The sorts are stable: records of one moment stay in the order of their files' names.
         unfinished=sorted(running.values(), key=lambda started: started.started),

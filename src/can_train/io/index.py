@@ -141,10 +141,9 @@ class Index(Generic[_Record]):
         """Returns whether a number of files outside the index should be added to it."""
         return files >= max(index_from, self._header.files // _SHARE)
 
-    def extended(self, records: Mapping[str, _Record]) -> bytes:
-        """Returns the content of the index after adding records."""
-        groups = {name: msgspec.structs.replace(group) for name, group in self._header.groups.items()}
-        latest, body = self._header.latest, bytearray(self._body)
+    def extend(self, records: Mapping[str, _Record]) -> None:
+        """Writes the index with more records, if its folder is writable."""
+        groups, latest, body = dict(self._header.groups), self._header.latest, bytearray(self._body)
         by_group: dict[str, dict[str, msgspec.Raw]] = {}
         for name, record in records.items():
             # A number from elsewhere may be too large, and a name of no encoding.
@@ -164,7 +163,7 @@ class Index(Generic[_Record]):
         every = self.names.union(*by_group.values())
         names = zlib.compress("\0".join(every).encode(), 0)
         header = msgspec.msgpack.encode(_Header(len(every), (len(names), len(body)), latest, groups))
-        return b"".join((len(header).to_bytes(_NUMBER_BYTES), header, names, body))
+        _write(self.path, b"".join((len(header).to_bytes(_NUMBER_BYTES), header, names, body)))
 
 
 def read_folder(
@@ -185,7 +184,8 @@ def read_folder(
     if not index.check:
         return index, list_names(folder)
     started, changed_ns = time.monotonic(), _changed_ns(folder)
-    listing = recall(_listing_path(index), _Listing)
+    listing_path = index.path.with_name(f"{index.path.name}.listing")
+    listing = recall(listing_path, _Listing)
     if listing is not None and (listing.check, listing.changed_ns) == (index.check, changed_ns):
         return index, listing.names
     names = set(list_names(folder))
@@ -197,14 +197,14 @@ def read_folder(
         name for name in names - index.names
         if not (end and name.endswith(kind.superseded) and name[:-end] + kind.suffix in index.names)
     )  # fmt: skip
-    if _server_time(index.path) - (time.monotonic() - started) - changed_ns / 1e9 > settled_s:
-        remember(_listing_path(index), _Listing(index.check, changed_ns, unindexed))
+    # By the clock of the file system; 0 if the index cannot be touched.
+    server_time = 0.0
+    with suppress(OSError):
+        os.utime(index.path)
+        server_time = index.path.stat().st_mtime
+    if server_time - (time.monotonic() - started) - changed_ns / 1e9 > settled_s:
+        remember(listing_path, _Listing(index.check, changed_ns, unindexed))
     return index, unindexed
-
-
-def write_index(index: Index[_Record], records: Mapping[str, _Record]) -> None:
-    """Adds records to an index, if its folder is writable."""
-    _write(index.path, index.extended(records))
 
 
 def remember(path: Path, value: object) -> None:
@@ -250,15 +250,3 @@ def _changed_ns(folder: Path) -> int:
         return os.fstat(descriptor).st_ctime_ns
     finally:
         os.close(descriptor)
-
-
-def _server_time(path: Path) -> float:
-    """Returns the time by the clock of a file's file system; 0.0 if the file cannot be touched."""
-    with suppress(OSError):
-        os.utime(path)
-        return path.stat().st_mtime
-    return 0.0
-
-
-def _listing_path(index: Index[_Record]) -> Path:
-    return index.path.with_name(f"{index.path.name}.listing")

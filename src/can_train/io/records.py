@@ -239,11 +239,9 @@ def open_to_append(path: Path, *, reads: bool = False) -> TextIO:
             descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         except OSError as error:
             # A pipe that nobody reads has no device.
-            why = {errno.ELOOP: "a link, which is not followed", errno.ENXIO: "not a regular file"}.get(
-                error.errno or 0
-            )
-            if why is None:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
                 raise
+            why = "a link, which is not followed" if error.errno == errno.ELOOP else "not a regular file"
             raise OSError(errno.EINVAL, why, name) from None
         if not S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -405,7 +403,13 @@ def read_documents(
     for name in names:
         path = f"{folder}{os.sep}{name}"
         try:
-            data, written = _read_bytes(path, most_bytes)
+            with open_regular(path) as file:
+                data, status = file.read(_READ_BYTES), os.fstat(file.fileno())
+                if len(data) == _READ_BYTES:
+                    if status.st_size > most_bytes:
+                        raise ValueError(f"larger than {most_bytes >> 20} MiB, so not written by can-train")
+                    data += file.read()
+            written = utc_text(datetime.fromtimestamp(status.st_mtime, UTC))
             record = parse_document(data, kind)
             if ahead := _times_ahead(record, written):
                 dated = ", ".join(sorted({getattr(record, field) for field in ahead}))
@@ -437,18 +441,6 @@ def _times_ahead(record: Any, written: str) -> list[str]:
     later = [name for name, text in texts.items() if not text.endswith("+00:00") or text > written]
     end = datetime.fromisoformat(written) + timedelta(seconds=_CLOCKS_APART_S)
     return [name for name in later if datetime.fromisoformat(texts[name]) > end]
-
-
-def _read_bytes(path: str, most_bytes: int) -> tuple[bytes, str]:
-    """Reads a file and the time of its last change."""
-    with open_regular(path) as file:
-        data = file.read(_READ_BYTES)
-        status = os.fstat(file.fileno())
-        if len(data) == _READ_BYTES:
-            if status.st_size > most_bytes:
-                raise ValueError(f"larger than {most_bytes >> 20} MiB, so not written by can-train")
-            data += file.read()
-    return data, utc_text(datetime.fromtimestamp(status.st_mtime, UTC))
 
 
 class _Header(msgspec.Struct):

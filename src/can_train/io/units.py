@@ -41,8 +41,9 @@ def parse_size(text: str, *, or_zero: bool = False) -> int:
     size_bytes = int(Fraction(match[1]) * _UNIT_BYTES.get(match[2].lower(), 0)) if match else 0
     is_zero = or_zero and match is not None and match[2].lower() in _UNIT_BYTES and not float(match[1])
     if size_bytes < 1 and not is_zero:
-        rule = "A size is a number with its unit" if or_zero else "A size is a number above zero with its unit"
-        raise ConfigError(rule, value=repr(text), remedy="Write it as 512MiB, 1.5GiB or 2GB")
+        number = "a number" if or_zero else "a number above zero"
+        remedy = f"A size is {number} with its unit. Write it as 512MiB, 1.5GiB or 2GB"
+        raise ConfigError("This is no size", value=repr(text), remedy=remedy)
     return size_bytes
 
 
@@ -94,8 +95,9 @@ def parse_time_min(text: str) -> int:
             hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
         total_s = int(colons["days"] or 0) * _DAY_S + hours * 3600 + minutes * 60 + seconds
     if total_s == 0:
-        remedy = "Write it as 90, 1:30:00 or 2-12 (days-hours), or with a unit: 90min, 12h, 2d"
-        raise ConfigError("A time limit is a number of minutes, or as SLURM writes it", value=repr(text), remedy=remedy)
+        remedy = ("A time limit is a number of minutes, or as SLURM writes it. Write it as 90, 1:30:00 or 2-12 "
+                  "(days-hours), or with a unit: 90min, 12h, 2d")  # fmt: skip
+        raise ConfigError("This is no time limit", value=repr(text), remedy=remedy)
     return math.ceil(total_s / 60)
 
 
@@ -121,8 +123,8 @@ def parse_memory_mib(text: str) -> int:
     """
     match = _MEMORY.fullmatch(text.strip())
     if match is None:
-        rule = "Memory is a whole number of MiB, or has K, M, G or T behind it"
-        raise ConfigError(rule, value=repr(text), remedy="Write it as 900M or 16G")
+        remedy = "Memory is a whole number of MiB, or has K, M, G or T behind it. Write it as 900M or 16G"
+        raise ConfigError("This is no amount of memory", value=repr(text), remedy=remedy)
     return math.ceil(int(match[1]) * _UNIT_KIB[match[2].upper()] / 2**10)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Timer, get_ident
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -62,13 +63,14 @@ class StopRequests:
     Attributes:
         received: Number of the first signal; None: no signal yet.
         terminated: Whether SIGTERM arrived, first or later.
+        has_interrupted: Whether a signal has raised its `SystemExit` in the middle of other code.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.terminated = False
         self._deferring = False
-        self._has_interrupted = False
+        self.has_interrupted = False
         self._postponed: list[Timer] = []
 
     @contextmanager
@@ -100,16 +102,10 @@ class StopRequests:
         """Raises `SystemExit` with 128 + the number of the signal received."""
         raise SystemExit(128 + (self.received or 0))
 
-    def cause_of(self, error: BaseException) -> BaseException:
-        """Returns `SystemExit` in place of an error that follows from a signal: code that a signal interrupts may fail
-        as it cleans up.
-        """
-        if self._has_interrupted and isinstance(error, Exception):
-            return SystemExit(128 + (self.received or 0))
-        return error
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._deferring and len(self._postponed) < _MAX_POSTPONED and _is_initializing_extension(frame):
+        callers = [each.f_code.co_qualname for each, _ in walk_stack(frame)] if frame else []
+        is_initializing = any(name.startswith("ExtensionFileLoader.") for name in callers)
+        if not self._deferring and len(self._postponed) < _MAX_POSTPONED and is_initializing:
             # Extension modules turn an exception that is raised meanwhile into an ImportError, or lose it.
             timer = Timer(_POSTPONED_S, signal.pthread_kill, (get_ident(), number))
             timer.daemon = True
@@ -117,24 +113,15 @@ class StopRequests:
             self._postponed.append(timer)
             return
         first = self.received is None
-        if first:
-            self.received = number
+        self.received = self.received or number
         self.terminated |= number == signal.SIGTERM
         if first and not self._deferring:
-            self._has_interrupted = True
+            self.has_interrupted = True
             self.exit()
         # SLURM sends SIGTERM twice, and again after its warning. The second signal must not interrupt the saving that
         # the first signal began; SLURM kills a process that takes too long. Only a person sends SIGINT, and means it.
         if not first and number == signal.SIGINT:
             raise SystemExit(128 + number)
-
-
-def _is_initializing_extension(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_qualname.startswith("ExtensionFileLoader."):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +178,13 @@ class Attempts:
     def starts(self, *, after: int = 0) -> list[AttemptStart]:
         """Reads the starts of the attempts above a number, in order. Damaged records are left out."""
         paths = [path for path in sorted(self._folder.glob("*-began.json")) if path.name > f"{after:04d}-began.json"]
-        starts = [_read_record(path, AttemptStart) for path in paths]
+        starts = [read_record(path, AttemptStart) for path in paths]
         return [start for start in starts if start is not None and _is_time(start.start_time)]
 
     def end(self, attempt: int) -> AttemptEnd | None:
         """Reads the end of an attempt: the most informative record; None if there is none."""
         paths = self._folder.glob(f"{attempt:04d}-ended*.json")
-        ends = [_read_record(path, AttemptEnd) for path in paths]
+        ends = [read_record(path, AttemptEnd) for path in paths]
         valid = [end for end in ends if end is not None and end.ending in _BY_SIGNIFICANCE and _is_time(end.time)]
         # A record made after the job counts before the record of a rank.
         return min(valid, key=lambda end: (_BY_SIGNIFICANCE.index(end.ending), end.rank is not None, end.time),
@@ -271,10 +258,12 @@ class Attempts:
                     self._current = self._begin()
             yield
         except BaseException as raised:
-            error = stops.cause_of(raised)
-            if error is raised:
-                raise
-            raise error from None
+            error = raised
+            if stops.has_interrupted and isinstance(raised, Exception):
+                # Code that a signal interrupts may fail as it cleans up.
+                error = SystemExit(128 + (stops.received or 0))
+                raise error from None
+            raise
         finally:
             with stops.deferred():
                 self.record_end(*_describe_end(error), rank=self._context.rank)
@@ -318,7 +307,8 @@ def slurm_node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or this_host()
 
 
-def _read_record(path: Path, kind: type[T]) -> T | None:
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """Reads a dataclass; None where the file is damaged. Raises OSError where it cannot be read."""
     try:
         return msgspec.json.decode(records.read_bytes(path), type=kind)
     except (ValueError, RecursionError):

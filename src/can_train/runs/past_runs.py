@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -50,12 +51,18 @@ class PastRuns:
         self.registry = Registry(state)
         self.known = known_runs(self.registry, runs_dir)
         self.awaited = [find_run(self.known, name) for name in awaited]
+        self.awaited_ids = {known.run_id for known in self.awaited}
 
     def newest(self, run: ResolvedRun, needed: Prerequisite) -> KnownRun | None:
         """Returns the newest finished run that fits; None if there is none."""
+        modes = tuple(f"_{mode}_" for mode in needed.modes)
         for known in self.known:
-            # Cheap checks first: most of hundreds of runs are of another kind or unfinished.
-            if not (_may_fit(known, needed) and is_file(known.folder.result_path)):
+            key = f"_{known.record.key}_"
+            # The name of a task's only model is empty, and is in no key.
+            is_of_kind = any(not model or f"_{model}_" in key for model in needed.models) and key.endswith(modes)
+            # Cheap checks first: most of hundreds of runs are of another kind or unfinished. A renamed folder has its
+            # name in place of a key.
+            if not ((is_of_kind or known.record.key == known.run_id) and is_file(known.folder.result_path)):
                 continue
             if not misfits(known.config, run, needed) and is_whole(known.folder):
                 return known
@@ -81,8 +88,16 @@ def resolve_prerequisites(
         RunError: A run is unknown or unreadable, or has not finished.
         CheckpointError: A run has lost its weights.
     """
-    run, notices = _with_start_run(run, past)
-    folders = {}
+    notices, folders = [], {}
+    if run.training.start_from:
+        start = find_run(past.known, run.training.start_from)
+        if start.folder.result() is None and start.run_id not in past.awaited_ids:
+            remedy = f"Finish it first: can-train resume {shlex.quote(str(start.folder.path))}"
+            raise RunError(
+                "The run to start from has not finished", value=f"{start.run_id} has no result", remedy=remedy
+            )
+        run = replace(run, training=replace(run.training, start_from=str(start.folder.path.resolve())))
+        notices = [f"weights to start from: {start.run_id}"]
     for needed in run.prerequisites:
         if needed.role in later:
             continue
@@ -100,18 +115,6 @@ def resolve_prerequisites(
             folders[needed.role] = source.folder.path
             notices.append(source_notice(needed, source, is_awaited=awaited is not None))
     return with_folders(run, folders), notices
-
-
-def _with_start_run(run: ResolvedRun, past: PastRuns) -> tuple[ResolvedRun, list[str]]:
-    """Finds the run whose weights training starts from; returns also a notice with its id."""
-    if not run.training.start_from:
-        return run, []
-    known = find_run(past.known, run.training.start_from)
-    if known.folder.result() is None and known.run_id not in {one.run_id for one in past.awaited}:
-        raise RunError("The run to start from has not finished", value=f"{known.run_id} has no result",
-                       remedy=f"Finish it first: can-train resume {shlex.quote(str(known.folder.path))}")  # fmt: skip
-    training = replace(run.training, start_from=str(known.folder.path.resolve()))
-    return replace(run, training=training), [f"weights to start from: {known.run_id}"]
 
 
 def source_notice(needed: Prerequisite, known: KnownRun, *, is_awaited: bool = False) -> str:
@@ -165,14 +168,6 @@ def _differences(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) 
     return differences
 
 
-def _may_fit(known: KnownRun, needed: Prerequisite) -> bool:
-    """Returns False if the run's key rules it out. A renamed folder has its name in place of a key."""
-    key, modes = f"_{known.record.key}_", tuple(f"_{mode}_" for mode in needed.modes)
-    # The name of a task's only model is empty, and is in no key.
-    right_kind = any(not model or f"_{model}_" in key for model in needed.models) and key.endswith(modes)
-    return right_kind or known.record.key == known.run_id
-
-
 def is_whole(folder: RunFolder) -> bool:
     """Returns whether a run has finished, with a readable result and its weights."""
     try:
@@ -192,7 +187,7 @@ def _find_named(name: str, needed: Prerequisite, run: ResolvedRun, request: "Run
         raise ConfigError(f"The {_words(needed)} does not fit this run",
                           value=f"{known.run_id}: {'; '.join(different)}",
                           remedy=_remedy("This makes one that does", needed, run, request, named=True))  # fmt: skip
-    if known.run_id in {one.run_id for one in past.awaited}:
+    if known.run_id in past.awaited_ids:
         return known
     if known.folder.result() is None:
         state = run_statuses([known], past.registry, past.scheduler)[0].state
@@ -211,13 +206,6 @@ def _find_named(name: str, needed: Prerequisite, run: ResolvedRun, request: "Run
 
 
 def _remedy(what: str, needed: Prerequisite, run: ResolvedRun, request: "RunRequest", *, named: bool = False) -> str:
-    # A line that names a run would name the same unsuitable run again.
-    then = f"Then give the same line without the run that it names: the newest {_words(needed)} that fits is taken"
-    # The command stands on a line of its own, without a full stop, because it will be pasted.
-    return f"{what}:\n  {_command_for(needed, run, request)}\n{then if named else 'Then give the same line again'}"
-
-
-def _command_for(needed: Prerequisite, run: ResolvedRun, request: "RunRequest") -> str:
     """Returns the command that trains a run which `run` could build on, on the same data and in the same folders."""
     size = needed.sizes[0] if needed.sizes else run.size if needed.same_model else ""
     dataset = ["--dataset", request.dataset] if request.dataset else []
@@ -231,7 +219,10 @@ def _command_for(needed: Prerequisite, run: ResolvedRun, request: "RunRequest") 
     for key, value in request.values.items():
         group, _, name = key.partition(".")
         words += [f"--{name.replace('_', '-')}", str(value)] if group == "paths" else []
-    return shlex.join(words)
+    # A line that names a run would name the same unsuitable run again.
+    then = f"Then give the same line without the run that it names: the newest {_words(needed)} that fits is taken"
+    # The command stands on a line of its own, without a full stop, because it will be pasted.
+    return f"{what}:\n  {shlex.join(words)}\n{then if named else 'Then give the same line again'}"
 
 
 def _words(needed: Prerequisite) -> str:
@@ -266,17 +257,13 @@ def identity_config(config: Mapping[str, Any], roles: Iterable[str]) -> dict[str
         roles: Settings of the mode that are folders of other runs; their run ids take the place of the paths.
     """
     mode = dict(config.get("mode") or {})
-    run_ids = {role: _run_id_in(Path(mode[role])) for role in roles if mode.get(role)}
-    return {name: value for name, value in config.items() if name not in _LOCATIONS} | {"mode": {**mode, **run_ids}}
-
-
-def _run_id_in(path: Path) -> str:
-    try:
-        result = RunFolder(path).result()
-    except (RunError, OSError):
-        result = None
-    # A copied folder may have any name; the result in it keeps the run's.
-    return str(result["run_id"]) if result and "run_id" in result else path.name
+    for role in filter(mode.get, roles):
+        path, result = Path(mode[role]), None
+        with suppress(RunError, OSError):
+            result = RunFolder(path).result()
+        # A copied folder may have any name; the result in it keeps the run's.
+        mode[role] = str(result["run_id"]) if result and "run_id" in result else path.name
+    return {name: value for name, value in config.items() if name not in _LOCATIONS} | {"mode": mode}
 
 
 def data_files(run: ResolvedRun) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from can_train.io import records
-from can_train.io.index import INDEX_FROM, Kind, index_folder, read_folder, write_index
+from can_train.io.index import INDEX_FROM, Kind, index_folder, read_folder
 from can_train.io.records import JobId, SetAside
 
 _LONGEST_NAME: Final = 255  # characters of a file's name, on most file systems
@@ -17,16 +17,9 @@ _MAX_ENTRY_BYTES: Final = 2**20  # larger files are no entries of the registry
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """A run in the registry."""
-
+class _Entry:
     run_id: str
-    path: str  # absolute path of its folder, whose name is the run id
-    key: str  # key of the configuration in the factor store
     time: str
-    identity: str = ""  # digest of configuration, code and data; equal for equal runs
-    after: str = ""  # ids of the runs that the run waits for, separated by commas
-    sweep: str = ""  # name of the run's sweep; empty: no sweep
 
     def __post_init__(self) -> None:
         if self.run_id != Path(self.run_id).name or len(self.run_id) > _LONGEST_NAME:
@@ -35,21 +28,27 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecord:
+class RunRecord(_Entry):
+    """A run in the registry."""
+
+    path: str  # absolute path of its folder, whose name is the run id
+    key: str  # key of the configuration in the factor store
+    identity: str = ""  # digest of configuration, code and data; equal for equal runs
+    after: str = ""  # ids of the runs that the run waits for, separated by commas
+    sweep: str = ""  # name of the run's sweep; empty: no sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord(_Entry):
     """A job that was started for a run: a scheduler's, or a process of a machine."""
 
-    run_id: str
     executor: str  # slurm, local or debug
     job_id: str  # 123, 123_4 for an element of an array, or a process id
-    time: str
     host: str  # machine of the submission
     log_path: str
     reason: str = ""  # of a later submission, in words: "host out-of-memory: 600M instead of 400M"
     resources: dict[str, Any] = field(default_factory=dict)  # requested resources, by sbatch's names
     cluster: str = ""  # SLURM cluster of the job; empty: a process, or not recorded
-
-    def __post_init__(self) -> None:
-        records.check_time("time", self.time)
 
     @property
     def slurm_job(self) -> JobId | None:
@@ -58,17 +57,11 @@ class JobRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CancelRecord:
+class CancelRecord(_Entry):
     """A person's request to cancel a run."""
 
-    run_id: str
-    time: str
 
-    def __post_init__(self) -> None:
-        records.check_time("time", self.time)
-
-
-_Record = TypeVar("_Record", RunRecord, JobRecord, CancelRecord)
+_Record = TypeVar("_Record", bound=_Entry)
 _RUN_KIND: Final = Kind(RunRecord, group=lambda record: "", latest=lambda record: datetime.fromisoformat(record.time))
 
 
@@ -79,7 +72,7 @@ class Registry:
         self.folder = state_dir / _RUNS
         self._index = index_folder(state_dir) / _RUNS
 
-    def add(self, record: RunRecord | JobRecord | CancelRecord) -> None:
+    def add(self, record: _Entry) -> None:
         """Writes an entry.
 
         Raises:
@@ -91,10 +84,6 @@ class Registry:
             # Two machines may write in the same microsecond, and process ids repeat between machines.
             name = f"{kind}-{records.time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}"
         records.write_document(self.folder / record.run_id / f"{name}{records.DOCUMENT_SUFFIX}", record)
-
-    def has(self, run_id: str) -> bool:
-        """Returns whether there is an entry of a run."""
-        return (self.folder / run_id).is_dir()
 
     def entry(self, run_id: str) -> Path:
         """Returns the path of the entry of a run."""
@@ -116,7 +105,7 @@ class Registry:
                 else:
                     certain[run_id] = record
         if index.is_worth_extending(len(certain), index_from):
-            write_index(index, certain)
+            index.extend(certain)
         every_record = [*index.records(index.groups).values(), *certain.values(), *doubtful]
         return sorted(every_record, key=lambda record: (record.time, record.run_id))
 

@@ -1,30 +1,36 @@
-"""The folder of one run: its configuration, its result, its lock, and its name."""
+"""The folder of one run: its configuration, its result, its lock, and its name.
 
+An attempt in a job waits for the lock while the process of an earlier attempt still trains although SLURM has given up
+its job: the slurmd of the node has died, or the network, but not the node.
+"""
+
+import fcntl
 import json
 import os
 import platform
 import re
 import secrets
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import msgspec
 
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir, state_folder
-from can_train.errors import RunError, StateError
+from can_train.errors import EarlierAttemptError, RunError, StateError
 from can_train.io import records
-from can_train.io.records import AttemptStart, is_file, read_text, utc_now, write_json_atomic, write_text_atomic
+from can_train.io.records import AttemptStart, is_file, utc_now
 from can_train.reporter import Reporter
-from can_train.runs.attempts import Attempts
+from can_train.runs.attempts import Attempts, read_record
 from can_train.runs.registry import Registry, RunRecord
-from can_train.runs.run_lock import holder_in_words, read_holder, try_lock, wait_for_lock, write_holder
 
 CONFIG: Final = "config.yaml"
 """The file that makes a folder a run's."""
@@ -49,20 +55,15 @@ _CHANGES: Final = "changes.json"  # in a run's folder: changes that `resume` mad
 _CHANGED: Final = "changed_settings.json"  # in a run's folder: settings that differ from the presets
 _EPOCHS: Final = "training.epochs"
 
+WAIT_S: Final = 900.0
+"""Longest wait for an earlier attempt, which ends at its next checkpoint; meanwhile the job's nodes do nothing."""
+SAVE_S: Final = 120.0
+"""Time for a process that was asked to end; a job is warned as long before its time limit."""
+_LOOK_INTERVAL_S: Final = 1.0
 
 Changed = Mapping[str, Mapping[str, Any]] | None  # by setting: its `value` and the `default`; None: not known
 _LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
 """Packages whose versions a run records; the packages of tasks are added."""
-
-
-def _packages_of_tasks() -> list[str]:
-    """Lists the packages in the extras of can-train, as `polars>=1.34 ; extra == 'all'` names them."""
-    try:
-        requirements = requires("can-train") or []
-    except PackageNotFoundError:
-        return []
-    names = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in requirements if "extra ==" in text}
-    return sorted(names - {*_LIBRARIES})
 
 
 class RunFolder:
@@ -99,8 +100,12 @@ class RunFolder:
         Raises:
             RunError: It cannot be written.
         """
-        libraries = dict.fromkeys(_LIBRARIES, "")
-        for name in (*_LIBRARIES, *_packages_of_tasks()):
+        libraries, packages = dict.fromkeys(_LIBRARIES, ""), list(_LIBRARIES)
+        with suppress(PackageNotFoundError):
+            # `polars>=1.34 ; extra == 'all'`: the packages in the extras of can-train are those of tasks.
+            extras = [text for text in requires("can-train") or [] if "extra ==" in text]
+            packages += sorted({re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in extras} - {*_LIBRARIES})
+        for name in packages:
             with suppress(PackageNotFoundError):
                 libraries[name] = version(name)
         environment = {"python": platform.python_version(), "platform": platform.platform(),
@@ -108,7 +113,7 @@ class RunFolder:
         try:
             self.path.mkdir(mode=_FOLDER_MODE, parents=True)
             self._write_config(config, changed)
-            write_json_atomic(self.path / "environment.json", environment)
+            records.write_json_atomic(self.path / "environment.json", environment)
         except OSError as error:
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
                            remedy="Give another place with --runs-dir") from error  # fmt: skip
@@ -120,20 +125,20 @@ class RunFolder:
             RunError: It cannot be read.
         """
         try:
-            return plain_from_yaml(read_text(self.path / CONFIG))
+            return plain_from_yaml(records.read_text(self.path / CONFIG))
         except (OSError, ValueError) as error:
             raise _unreadable("configuration", self.path / CONFIG, error) from error
 
     def _write_config(self, config: Mapping[str, Any], changed: Changed) -> None:
-        write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
-        write_text_atomic(self.path / _CHANGED, json.dumps(changed, indent=2, default=str) + "\n")
+        records.write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
+        records.write_text_atomic(self.path / _CHANGED, json.dumps(changed, indent=2, default=str) + "\n")
 
     def changed_settings(self) -> dict[str, dict[str, Any]] | None:
         """Reads the settings that differed from the presets when the run was configured, each with its `value` and the
         `default`; None if the file is missing or damaged.
         """
         try:
-            settings = msgspec.convert(json.loads(read_text(self.path / _CHANGED)), dict[str, dict[str, Any]])
+            settings = msgspec.convert(json.loads(records.read_text(self.path / _CHANGED)), dict[str, dict[str, Any]])
         except (OSError, ValueError, RecursionError):
             return None
         return settings if all({"value", "default"} <= setting.keys() for setting in settings.values()) else None
@@ -143,7 +148,7 @@ class RunFolder:
         the run continued from, and `settings`, each with its value `before` and `after`. A damaged file has no changes.
         """
         try:
-            return msgspec.convert(json.loads(read_text(self.path / _CHANGES))["changes"], list[dict[str, Any]])
+            return msgspec.convert(json.loads(records.read_text(self.path / _CHANGES))["changes"], list[dict[str, Any]])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
 
@@ -160,7 +165,7 @@ class RunFolder:
         """
         record = {"time": utc_now(), "step": step, "settings": settings}
         # The record first: after a kill in between, the same command line makes the recorded change.
-        write_json_atomic(self.path / _CHANGES, {"changes": [*self.changes(), record]})
+        records.write_json_atomic(self.path / _CHANGES, {"changes": [*self.changes(), record]})
         self._write_config(config, changed)
         if _EPOCHS in settings and is_file(self.result_path):
             self.result_path.replace(self.path / f"result-at-step-{step}.json")
@@ -176,15 +181,15 @@ class RunFolder:
             RunError: It cannot be read.
         """
         try:
-            result = json.loads(read_text(self.result_path))
+            result = json.loads(records.read_text(self.result_path))
             # The file is written atomically, but a person may have edited it.
             if not isinstance(result, dict):
                 raise ValueError("not an object")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError) as error:
-            if isinstance(error, OSError):
-                raise _unreadable("result", self.result_path, error) from error
+        except OSError as error:
+            raise _unreadable("result", self.result_path, error) from error
+        except (ValueError, RecursionError) as error:
             raise self.damaged_result() from error
         return result
 
@@ -244,6 +249,95 @@ class RunFolder:
     def _in_use(self, doing: str, holder: AttemptStart | None) -> RunError:
         who = f": {holder_in_words(holder)}" if holder else ""
         return RunError(f"The run is being {doing} by another process", value=f"{self.run_id}{who}")
+
+
+# The lock
+
+
+def try_lock(file: TextIO) -> bool:
+    """Locks a file without waiting; returns whether this process has the lock."""
+    try:
+        # The kernel's lock, not the existence of the file: a killed process leaves no lock behind. Not filelock: its
+        # releases up to 3.24 empty the file as they open it, even without getting the lock, and the holder's name is
+        # lost.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def write_holder(file: TextIO, holder: AttemptStart) -> None:
+    """Writes the process that has a lock into the lock file."""
+    file.truncate(0)
+    file.write(records.json_text(asdict(holder)))
+    file.flush()
+
+
+def read_holder(path: Path) -> AttemptStart | None:
+    """Reads the process that has a lock or had it last; None if the file is empty or damaged."""
+    with suppress(OSError):
+        return read_record(path, AttemptStart)
+    return None
+
+
+def holder_in_words(holder: AttemptStart) -> str:
+    """Names the process that has a lock."""
+    job = f" (job {holder.slurm_job})" if holder.slurm_job else ""
+    return f"process {holder.pid} of {holder.host}{job}"
+
+
+def wait_for_lock(
+    file: TextIO, holder: AttemptStart, reporter: Reporter, *, wait_s: float = WAIT_S, save_s: float = SAVE_S
+) -> None:
+    """Locks a file after the process of an earlier attempt has released it. A process on this machine gets SIGTERM, and
+    later SIGKILL; a process on another machine ends by itself (`Attempts.is_superseded`).
+
+    Args:
+        file: The open lock file.
+        holder: The process that has the lock.
+        reporter: Gets a notice about the wait.
+        wait_s: Longest wait in seconds.
+        save_s: Seconds after which a process of this machine is killed.
+
+    Raises:
+        EarlierAttemptError: The process still has the lock after `wait_s`.
+    """
+    who, began, is_asked = holder_in_words(holder), time.monotonic(), _send(signal.SIGTERM, holder, file)
+    ends = "it was asked to save and to end" if is_asked else "it ends at its next checkpoint"
+    reporter.notice(f"An earlier attempt, {who}, still trains this run, whose job was started again: {ends}")
+    while not try_lock(file):
+        waited_s = time.monotonic() - began
+        if waited_s > wait_s:
+            raise EarlierAttemptError("An earlier attempt still trains the run",
+                                      value=f"{who} did not end within {wait_s / 60:.0f} min",
+                                      remedy="End it where it runs, or wait until it has saved")  # fmt: skip
+        if is_asked and waited_s > save_s:
+            is_asked = False
+            if _send(signal.SIGKILL, holder, file):
+                reporter.notice(f"It did not within {save_s:.0f} s, and was killed")
+        time.sleep(_LOOK_INTERVAL_S)
+
+
+def _send(number: int, holder: AttemptStart, file: TextIO) -> bool:
+    """Sends a signal to the holder of a lock if that process is on this machine and has the lock file open."""
+    # Imported here: few commands look for processes.
+    import psutil
+
+    if holder.host != records.this_host():
+        return False
+    try:
+        process = records.find_process(holder.pid, holder.start_time)
+        # Machines may share a name, and a process id may be reused: the holder of the lock has the lock file open.
+        has_file = process and str(Path(file.name).resolve()) in {opened.path for opened in process.open_files()}
+        if process is None or not has_file:
+            return False
+        process.send_signal(number)
+    except psutil.Error:
+        return False
+    return True
+
+
+# The name
 
 
 def new_run_id(key: str) -> str:
@@ -323,8 +417,8 @@ def register_run(run: ResolvedRun, folder: RunFolder, *, identity: str = "", aft
 def name_to_type(folder: RunFolder) -> str:
     """Returns the name of a run on a command line, ready to be typed."""
     # A run outside the registry of the command is named by its folder.
-    is_known = Registry(state_folder()).has(folder.run_id)
-    return short_name(folder.run_id) if is_known else shlex.quote(str(folder.path))
+    is_listed = Registry(state_folder()).entry(folder.run_id).exists()
+    return short_name(folder.run_id) if is_listed else shlex.quote(str(folder.path))
 
 
 def resume_hint(folder: RunFolder) -> str:

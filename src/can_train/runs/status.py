@@ -7,6 +7,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -25,11 +26,10 @@ from can_train.io.records import (
     this_host,
     utc_text,
 )
-from can_train.runs.attempts import Attempts
 from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import CONFIG, RunFolder, is_run_id, may_be_called, short_name, split_run_id
 from can_train.runs.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
-from can_train.runs.scheduler import AccountRow, NoControllerError, QueueRow, Scheduler, SchedulerAnswer
+from can_train.runs.scheduler import AccountRow, NoControllerError, QueueRow, Scheduler
 
 LAST: Final = "last"
 """Name of the newest run on a command line."""
@@ -124,21 +124,19 @@ def run_statuses(runs: Iterable[KnownRun], registry: Registry, scheduler: Schedu
     for known, facts in on_disk:
         if facts.result is None and slurm_jobs(facts):
             facts = _with_clusters(facts, answer.local, answered, scheduler)
-            foreign = _foreign_jobs(facts, queue, scheduler)
+            # SLURM reuses numbers after its state was lost, or above its largest number: a job of the number may belong
+            # to somebody else. A person may have renamed the job.
+            foreign = {job for record in facts.jobs if (job := record.slurm_job) is not None
+                       and {row.name for row in queue.get(job, ())} - {"", facts.run.key}
+                       and not _is_own(job, record, scheduler, otherwise=True)}  # fmt: skip
             jobs = [job for job in slurm_jobs(facts) if job not in foreign]
             silent, unnamed = dict(answer.silent), [job.number for job in jobs if not job.cluster]
             if unnamed and answer.local:
-                reason = (
-                    f"its record does not name the cluster, and {answer.local} has no job {unnamed[-1]} of this run"
-                )
-                silent[""] = reason
-            answer_about_run = SchedulerAnswer(
-                queue=[row for job in jobs for row in queue.get(job, ())],
-                accounts=[row for job in jobs for row in accounts.get(job, ())],
-                silent=silent,
-                local=answer.local,
-            )
-            facts = replace(facts, answer=answer_about_run)
+                which = f"{answer.local} has no job {unnamed[-1]} of this run"
+                silent[""] = f"its record does not name the cluster, and {which}"
+            rows = [row for job in jobs for row in queue.get(job, ())]
+            ended = [row for job in jobs for row in accounts.get(job, ())]
+            facts = replace(facts, answer=replace(answer, queue=rows, accounts=ended, silent=silent))
         progress = read_progress(known.folder, facts.result)
         statuses.append(RunStatus(known=known, facts=facts, state=infer_run_state(facts), progress=progress))
     return statuses
@@ -148,31 +146,13 @@ def _with_clusters(facts: RunFacts, local: str, answered: Collection[JobId], sch
     """Adds this machine's cluster to records without a cluster, if that cluster has the job and the job logs into the
     run's folder.
     """
-    here = set()
-    for record in facts.jobs:
-        job = JobId(number=record.job_id, cluster=local)
-        if record.slurm_job is not None and not record.cluster and job in answered and _is_own(job, record, scheduler):
-            here.add(JobId(number=record.job_id, cluster=""))
+    here = {record.slurm_job for record in facts.jobs if record.slurm_job is not None and not record.cluster
+            and (job := replace(record.slurm_job, cluster=local)) in answered
+            and _is_own(job, record, scheduler)}  # fmt: skip
     jobs = [replace(record, cluster=local) if record.slurm_job in here else record for record in facts.jobs]
-    attempts = [
-        replace(attempt, start=replace(attempt.start, cluster=local)) if attempt.start.slurm_job in here else attempt
-        for attempt in facts.attempts
-    ]
+    attempts = [replace(attempt, start=replace(attempt.start, cluster=local)) if attempt.start.slurm_job in here
+                else attempt for attempt in facts.attempts]  # fmt: skip
     return replace(facts, jobs=jobs, attempts=attempts)
-
-
-def _foreign_jobs(facts: RunFacts, queue: Mapping[JobId, Sequence[QueueRow]], scheduler: Scheduler) -> set[JobId]:
-    """Finds jobs in the queue that have the number of a job of the run and belong to somebody else: SLURM reuses
-    numbers after its state was lost, or above its largest number.
-    """
-    foreign = set()
-    for record in facts.jobs:
-        job = record.slurm_job
-        names = {row.name for row in queue.get(job, ())} if job is not None else set()
-        # A person may have renamed the job.
-        if job is not None and names - {"", facts.run.key} and not _is_own(job, record, scheduler, otherwise=True):
-            foreign.add(job)
-    return foreign
 
 
 def _is_own(job: JobId, record: JobRecord, scheduler: Scheduler, *, otherwise: bool = False) -> bool:
@@ -193,31 +173,21 @@ def _facts_on_disk(known: KnownRun, registry: Registry) -> RunFacts:
     # A finished run needs no log, which takes long to read.
     last = jobs[-1] if jobs and result is None else None
     is_seen = last and last.executor != "slurm" and last.host == this_host() and last.job_id.isdecimal()
+    attempts: list[AttemptFacts] = []
+    # Unreadable attempts must not hide the run: the other facts decide.
+    with suppress(OSError):
+        starts = folder.attempts.starts()
+        attempts = [AttemptFacts(start=start, end=folder.attempts.end(start.attempt)) for start in starts]
+    if attempts and attempts[-1].end is None:
+        start = attempts[-1].start
+        alive = None if start.job_id else start.is_running()
+        attempts[-1] = replace(attempts[-1], alive=alive, waits_for=folder.attempts.waits_for(start.attempt))
     return RunFacts(
-        run=known.record,
-        jobs=jobs,
-        cancels=registry.cancels(known.run_id),
-        attempts=_attempts(folder),
-        result=result,
-        is_damaged=is_damaged,
-        has_folder=is_folder(folder.path),
+        run=known.record, jobs=jobs, cancels=registry.cancels(known.run_id), attempts=attempts, result=result,
+        is_damaged=is_damaged, has_folder=is_folder(folder.path),
         job_alive=is_running(int(last.job_id), last.time) if last and is_seen else None,
         log_tail=read_tail(log_path(last, known)) if last and last.log_path else "",
-    )
-
-
-def _attempts(folder: RunFolder) -> list[AttemptFacts]:
-    attempts = Attempts(folder.path)
-    try:
-        facts = [AttemptFacts(start=start, end=attempts.end(start.attempt)) for start in attempts.starts()]
-    except OSError:
-        # Unreadable attempts must not hide the run: the other facts decide.
-        return []
-    if facts and facts[-1].end is None:
-        start = facts[-1].start
-        alive = None if start.job_id else start.is_running()
-        facts[-1] = replace(facts[-1], alive=alive, waits_for=attempts.waits_for(start.attempt))
-    return facts
+    )  # fmt: skip
 
 
 def log_path(job: JobRecord, known: KnownRun) -> Path:
@@ -299,12 +269,12 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
     if (folder := _run_folder(name)) is not None:
         here = folder.resolve()
         # Resolving paths takes time, and most folders have the name of their run: these are compared first.
-        likely = sorted(runs, key=lambda known: known.run_id != here.name)
-        return next((known for known in likely if known.folder.path.resolve() == here), None) or _unregistered(here)
-    matching = [known for known in runs if may_be_called(known.run_id, name) and name in _names(known)]
+        by_name = sorted(runs, key=lambda known: known.run_id != here.name)
+        return next((known for known in by_name if known.folder.path.resolve() == here), None) or _unregistered(here)
+    likely = [(known, (known.run_id, short_name(known.run_id))) for known in runs if may_be_called(known.run_id, name)]
+    matching = [known for known, names in likely if name in names]
     if not matching and name:
-        matching = [known for known in runs if may_be_called(known.run_id, name)]
-        matching = [known for known in matching if any(name in each for each in _names(known))]
+        matching = [known for known, names in likely if any(name in each for each in names)]
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -316,10 +286,6 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
         nearest = nearest_first(name, (known.run_id for known in runs))
         remedy = f"The nearest names:{_listed(nearest)}\ncan-train runs lists all runs"
     raise RunError("There is no such run", value=repr(name), remedy=remedy)
-
-
-def _names(known: KnownRun) -> tuple[str, str]:
-    return known.run_id, short_name(known.run_id)
 
 
 def _listed(run_ids: Iterable[str]) -> str:
@@ -370,12 +336,10 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunPro
     """
     if result is not None:
         steps, epochs = _integer(result, "steps"), _integer(result, "epochs")
-        return RunProgress(
-            step=steps, steps=steps, saved_step=steps, epoch=epochs, epochs=epochs,
-            best_validation_loss=_number(result, "best_validation_loss"),
-            peak_share=_number(result, "peak_memory_pct"),
-            safety_factor=_number(result, "plan", "plan", "safety_factor"),
-        )  # fmt: skip
+        return RunProgress(step=steps, steps=steps, saved_step=steps, epoch=epochs, epochs=epochs,
+                           best_validation_loss=_number(result, "best_validation_loss"),
+                           peak_share=_number(result, "peak_memory_pct"),
+                           safety_factor=_number(result, "plan", "plan", "safety_factor"))  # fmt: skip
     metrics = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
     plan = parse_object(text_or_nothing(folder.plan_path)).get("plan")
     manifest = parse_object(text_or_nothing(folder.checkpoints_path / "manifest.json"))
@@ -388,16 +352,11 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunPro
     done = [step for step in (_integer(last, "step"), saved_step) if step is not None]
     losses = [loss for line in metrics if (loss := _number(line, "validation_loss")) is not None]
     peaks = [peak for line in metrics if (peak := _number(line, "peak_memory_pct")) is not None]
-    return RunProgress(
-        step=max(done, default=None),
-        steps=round(steps_per_epoch * epochs) if steps_per_epoch and epochs else None,
-        epoch=_integer(last, "epoch"),
-        epochs=epochs,
-        saved_step=saved_step,
-        best_validation_loss=min(losses, default=None),
-        peak_share=peaks[-1] if peaks else None,
-        safety_factor=_number(plan, "safety_factor"),
-    )
+    return RunProgress(step=max(done, default=None), epoch=_integer(last, "epoch"), epochs=epochs,
+                       steps=round(steps_per_epoch * epochs) if steps_per_epoch and epochs else None,
+                       saved_step=saved_step, best_validation_loss=min(losses, default=None),
+                       peak_share=peaks[-1] if peaks else None,
+                       safety_factor=_number(plan, "safety_factor"))  # fmt: skip
 
 
 def _number(values: Any, *path: str | int) -> float | None:

@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from can_train.config.resolved import flat
 from can_train.errors import ConfigError
@@ -63,19 +63,14 @@ def check_packages(names: Sequence[str]) -> None:
         if name == "mlflow" and store and not store.startswith("sqlite"):
             missing = [module for module in missing if module == "mlflow"]
         if missing:
+            packages = " ".join(missing)
+            # Without an installed package (source on the path), pip would look for the extra on its index.
+            with suppress(PackageNotFoundError):
+                if name in (distribution("can-train").metadata.get_all("Provides-Extra") or ()):
+                    packages = f"'can-train[{name}]'"
+            line = f"{sys.executable} -m pip install {packages}"
             raise ConfigError(f"--tracker {name} needs packages that are not installed", value=", ".join(missing),
-                              remedy=f"This installs them:\n  {_install_line(name, missing)}\n"
-                              "Or leave it out: --tracker off")  # fmt: skip
-
-
-def _install_line(name: str, missing: Sequence[str]) -> str:
-    try:
-        extras = distribution("can-train").metadata.get_all("Provides-Extra") or ()
-    except PackageNotFoundError:
-        extras = ()
-    # Without an installed package (source on the path), pip would look for the extra on its index.
-    wanted = f"'can-train[{name}]'" if name in extras else " ".join(missing)
-    return f"{sys.executable} -m pip install {wanted}"
+                              remedy=f"This installs them:\n  {line}\nOr leave it out: --tracker off")  # fmt: skip
 
 
 def scores(judgement: Mapping[str, Any]) -> dict[str, float]:
@@ -118,7 +113,7 @@ class Figures:
 
 
 class Tracker:
-    """The training's side of a tracker's process. Only `finish_all` waits for the process, for seconds.
+    """The training's side of a tracker's process. Only the end of `tracked` waits for the process, for seconds.
 
     Args:
         name: Name of the tracker.
@@ -217,7 +212,7 @@ class Tracker:
 
 @contextmanager
 def tracked(run: TrackedRun, names: Sequence[str], reporter: Reporter) -> Iterator[Sequence[Tracker]]:
-    """Starts the trackers, and sends them the end of the block."""
+    """Starts the trackers, sends them the end of the block, and waits for them, at most `_FINISH_S` together."""
     trackers = []
     for name in names:
         try:
@@ -232,18 +227,13 @@ def tracked(run: TrackedRun, names: Sequence[str], reporter: Reporter) -> Iterat
         status = "killed"
         raise
     finally:
-        finish_all(trackers, status)
-
-
-def finish_all(trackers: Sequence[Tracker], status: str) -> None:
-    """Ends the trackers, and waits for all of them, at most `_FINISH_S` together."""
-    for tracker in trackers:
-        tracker.end(status)
-    deadline = time.monotonic() + _FINISH_S
-    while [tracker for tracker in trackers if tracker.is_busy()] and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    for tracker in trackers:
-        tracker.close()
+        for tracker in trackers:
+            tracker.end(status)
+        deadline = time.monotonic() + _FINISH_S
+        while [tracker for tracker in trackers if tracker.is_busy()] and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for tracker in trackers:
+            tracker.close()
 
 
 # The process of a tracker
@@ -253,22 +243,8 @@ Say = Callable[[str], None]
 """Sends a message about the tracker to the person, through the training: `is offline`."""
 
 
-class TrackerRun(Protocol):
-    """A run in a tracker.
-
-    Args:
-        run: The tracked run.
-        state: State that this attempt leaves for the next attempt; empty in the first attempt.
-        say: Sends a message to the person.
-    """
-
-    def __init__(self, run: TrackedRun, state: dict[str, Any], say: Say) -> None: ...
-
-    def log(self, points: Sequence[Figures]) -> None:
-        """Writes figures durably."""
-
-    def finish(self, status: str) -> None:
-        """Ends the run; a later attempt may resume it."""
+# A class for each tracker: it is made from the run and the state that an attempt leaves for the next one (empty in the
+# first attempt), logs figures durably, and ends the run, which a later attempt may resume.
 
 
 class TensorBoardRun:
@@ -330,11 +306,8 @@ class MlflowRun:
 
     def log(self, points: Sequence[Figures]) -> None:
         """Writes figures as metrics."""
-        metrics = [
-            self._metric(name, value, round(point.time_s * 1000), point.step)
-            for point in points
-            for name, value in point.values.items()
-        ]
+        metrics = [self._metric(name, value, round(point.time_s * 1000), point.step)
+                   for point in points for name, value in point.values.items()]  # fmt: skip
         for start in range(0, len(metrics), _MOST_FIGURES):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _MOST_FIGURES])
 
@@ -379,11 +352,8 @@ class WandbRun:
         self._run.finish(exit_code=int(status != "finished"))
 
 
-_KINDS: Final[Mapping[str, type[TrackerRun]]] = {
-    "tensorboard": TensorBoardRun,
-    "mlflow": MlflowRun,
-    "wandb": WandbRun,
-}
+_Run = TensorBoardRun | MlflowRun | WandbRun
+_KINDS: Final[Mapping[str, type[_Run]]] = {"tensorboard": TensorBoardRun, "mlflow": MlflowRun, "wandb": WandbRun}
 
 
 def serve(name: str, say: Say) -> None:

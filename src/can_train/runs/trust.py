@@ -51,7 +51,12 @@ class CodeTrust:
             RunError: The configuration cannot be read.
         """
         config = folder.config()
-        if not self.trusts_all and (has_code or _runs_own_code(config, submits=submits)):
+        cluster = config.get("cluster")
+        requests = cluster if submits and isinstance(cluster, Mapping) else {}
+        has_commands = any(value for name, value in requests.items() if name not in _REQUESTS)
+        # A task, presets or commands from outside can-train.
+        is_foreign = config.get("task") not in task_names() or any(_named(config, name) for name in _PLACES)
+        if not self.trusts_all and (has_code or is_foreign or has_commands):
             self._check(folder, config)
         return config
 
@@ -72,14 +77,6 @@ class CodeTrust:
                     _check_place(passed, account, is_passed=True)
                 for file in _read_from(place, endings):
                     _check_place(file, account)
-
-
-def _runs_own_code(config: Mapping[str, Any], *, submits: bool) -> bool:
-    """Returns whether a configuration names a task, presets or commands from outside can-train."""
-    cluster = config.get("cluster")
-    requests = cluster if submits and isinstance(cluster, Mapping) else {}
-    has_commands = any(value for name, value in requests.items() if name not in _REQUESTS)
-    return config.get("task") not in task_names() or any(_named(config, name) for name in _PLACES) or has_commands
 
 
 def _named(config: Mapping[str, Any], name: str) -> list[Path]:

@@ -31,15 +31,7 @@ from can_train.runs.run_folder import RunFolder
 from can_train.runs.run_state import HOST_OOM, error_in_words, log_causes
 from can_train.runs.scheduler import NoControllerError
 from can_train.runs.status import read_tail
-from can_train.slurm.client import (
-    is_job_running,
-    left_at_time_limit,
-    move_dependents,
-    node_names,
-    query_own_accounts,
-    requeue_job,
-    usable_nodes,
-)
+from can_train.slurm import client
 
 if TYPE_CHECKING:
     from can_train.slurm.script import Submission
@@ -96,9 +88,9 @@ def _return_to_queue(folder: RunFolder, stops: StopRequests) -> None:
     if context.job is None or context.rank or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
     # SIGTERM after the warning comes from the time limit or from a person's scancel.
-    if stops.terminated and not left_at_time_limit(context.job):
+    if stops.terminated and not client.left_at_time_limit(context.job):
         return
-    if refusal := requeue_job(context.job):
+    if refusal := client.requeue_job(context.job):
         folder.attempts.record_end("time_limit", f"{_SAVED}; {_not_put_back(refusal)}", {})
 
 
@@ -147,29 +139,26 @@ class JobOutcome:
 
 
 @dataclass(frozen=True)
-class Requeue:
-    """The job goes back into the queue unchanged."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Resubmit:
-    """The run gets a new job, with more memory or without the nodes of the old job."""
-
-    reason: str
-    memory_mib: int | None = None
-    elsewhere: bool = False
-
-
-@dataclass(frozen=True)
-class NoRestart:
-    """Nothing is started. The reason may be empty."""
+class Decision:
+    """Whether and how a run starts again, and why; only a `NoRestart` may have no reason."""
 
     reason: str = ""
 
 
-Decision = Requeue | Resubmit | NoRestart
+class Requeue(Decision):
+    """The job goes back into the queue unchanged."""
+
+
+class NoRestart(Decision):
+    """Nothing is started."""
+
+
+@dataclass(frozen=True)
+class Resubmit(Decision):
+    """The run gets a new job, with more memory or without the nodes of the old job."""
+
+    memory_mib: int | None = None
+    elsewhere: bool = False
 
 
 def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
@@ -202,30 +191,31 @@ _RESTART_REASONS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 
-def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Decision:
+def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Requeue | NoRestart | Resubmit:
     """Decides whether and how a run starts again, within the number that its settings allow."""
     if outcome.ending in RESTARTED:
         what = _RESTART_REASONS[outcome.ending]
         if outcome.restarts < limits.max_restarts:
             return Requeue(what)
         return NoRestart(f"{what}, after {_times(outcome.restarts)} back into the queue (cluster.max_restarts)")
-    if outcome.ending not in ("host_oom", "gpu_oom"):
+    if outcome.ending == "host_oom":
+        had, most = outcome.memory_mib, outcome.most_memory_mib
+        if had is None:
+            return NoRestart("host out-of-memory, and how much the job had is not known")
+        if most is not None and had >= most:
+            return NoRestart(f"host out-of-memory with {had}M, and no node of the partition has more")
+        memory = grown_memory_mib(had, most_mib=most)
+        decision = Resubmit(f"host out-of-memory: {memory}M instead of {had}M", memory_mib=memory)
+    elif outcome.ending == "gpu_oom" and outcome.should_fit and not outcome.one_sample:
+        why = f"others held {outcome.foreign_bytes >> 20} MiB" if outcome.foreign_bytes else "it should fit"
+        where = "another node" if outcome.has_other_nodes else "again, for want of another node"
+        decision = Resubmit(f"CUDA out-of-memory: {why}; {where}", elsewhere=outcome.has_other_nodes)
+    else:
         return NoRestart()
-    decision = _with_more_memory(outcome) if outcome.ending == "host_oom" else _on_another_device(outcome)
-    if isinstance(decision, Resubmit) and outcome.resubmits >= limits.oom_resubmits:
+    if outcome.resubmits >= limits.oom_resubmits:
         what = decision.reason.partition(":")[0]
         return NoRestart(f"{what}, after {_times(outcome.resubmits)} submitted again (cluster.oom_resubmits)")
     return decision
-
-
-def _with_more_memory(outcome: JobOutcome) -> Decision:
-    had, most = outcome.memory_mib, outcome.most_memory_mib
-    if had is None:
-        return NoRestart("host out-of-memory, and how much the job had is not known")
-    if most is not None and had >= most:
-        return NoRestart(f"host out-of-memory with {had}M, and no node of the partition has more")
-    memory = grown_memory_mib(had, most_mib=most)
-    return Resubmit(f"host out-of-memory: {memory}M instead of {had}M", memory_mib=memory)
 
 
 def grown_memory_mib(had_mib: int, *, most_mib: int | None = None) -> int:
@@ -238,14 +228,6 @@ def grown_memory_mib(had_mib: int, *, most_mib: int | None = None) -> int:
     step = _FINE_STEP_MIB if wanted <= _FINE_UP_TO_MIB else _COARSE_STEP_MIB
     memory = -int(-wanted // step) * step
     return memory if most_mib is None else min(memory, most_mib)
-
-
-def _on_another_device(outcome: JobOutcome) -> Decision:
-    if outcome.one_sample or not outcome.should_fit:
-        return NoRestart()
-    why = f"others held {outcome.foreign_bytes >> 20} MiB" if outcome.foreign_bytes else "it should fit"
-    where = "another node" if outcome.has_other_nodes else "again, for want of another node"
-    return Resubmit(f"CUDA out-of-memory: {why}; {where}", elsewhere=outcome.has_other_nodes)
 
 
 def _times(number: int) -> str:
@@ -312,7 +294,7 @@ class _EndedJob:
     @property
     def nodes_to_avoid(self) -> list[str]:
         """The nodes that this job avoided, and the node whose memory ran out."""
-        before = node_names(str(self.job.resources.get("exclude", "")))
+        before = client.node_names(str(self.job.resources.get("exclude", "")))
         return list(dict.fromkeys([*before, self.end.host if self.end else slurm_node_name()]))
 
 
@@ -341,7 +323,7 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     decision = decide_restart(_outcome(ended, ending), cluster_settings(ended.folder))
     silence = ""
     try:
-        is_running = is_job_running(ended.slurm_job)
+        is_running = client.is_job_running(ended.slurm_job)
     except NoControllerError as error:
         is_running, silence = False, error.value
     # SLURM knows why it ends a job. If it loses a node, srun fails, and the training there may still go on.
@@ -362,7 +344,7 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     except CanTrainError as error:
         return _record_failed_restart(ended, ending, _not_submitted_again(error.in_short.rstrip(".")))
     if job.slurm_job is not None:
-        move_dependents(ended.slurm_job, job.slurm_job)
+        client.move_dependents(ended.slurm_job, job.slurm_job)
     return f"{decision.reason}: submitted again as job {job.job_id}"
 
 
@@ -371,7 +353,7 @@ def _requeue(ended: _EndedJob, ending: str, decision: Requeue, silence: str) -> 
     if ended.end is not None and ended.end.rank is None:
         # The training has recorded its own failed attempt to requeue the job.
         ended.attempts.record_end(ending, "", ended.end.details)
-    refusal = silence or requeue_job(ended.slurm_job)
+    refusal = silence or client.requeue_job(ended.slurm_job)
     if refusal:
         return _record_failed_restart(ended, ending, _not_put_back(refusal))
     return f"{decision.reason}: put back into the queue"
@@ -414,13 +396,13 @@ def host_memory_ran_out(job: JobId, log: str) -> bool:
     if any(re.fullmatch(r"job_\d+", group.path.name) and group.has_killed() for group in control_groups()):
         return True
     # The last row belongs to this attempt; earlier rows to earlier attempts, or to an older job of the same number.
-    rows = query_own_accounts(job)
+    rows = client.query_own_accounts(job)
     return any(step.state == "OUT_OF_MEMORY" for row in rows[-1:] for step in row.steps)
 
 
 def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
     details: Mapping[str, Any] = ended.end.details if ended.end and ending == "gpu_oom" else {}
-    nodes = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) if ending in ("host_oom", "gpu_oom") else []
+    nodes = client.usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) if ending in ("host_oom", "gpu_oom") else []
     other_nodes = {node.name for node in nodes}.difference(ended.nodes_to_avoid if nodes else ())
     return JobOutcome(
         ending=ending,

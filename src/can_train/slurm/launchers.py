@@ -86,8 +86,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     several = [launch for launch in nested if launch.size > 1]
     if not nested and "PMIX_RANK" in environment:
         remedy = _typed_otherwise("the launcher", "torchrun, mpirun and srun tell it")
-        raise ConfigError("The number of processes is unknown", value="PMIX_RANK is set, and no size",
-                          remedy=remedy)  # fmt: skip
+        raise ConfigError("The number of processes is unknown", value="PMIX_RANK is set, and no size", remedy=remedy)
     if step is not None and step in several and _ELASTIC not in environment:
         # MPI libraries and scripts repeat srun's values under other names.
         return next((launch for launch in several if (launch.rank, launch.size) != (step.rank, step.size)), step)
@@ -168,27 +167,24 @@ def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) 
     if not (address and port) and launch.is_on_one_machine and namespace is not None:
         address, port = "127.0.0.1", FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS
     if not (address and port):
-        raise ConfigError("The address of rank 0 is unknown",
-                          value=f"{launch}, and MASTER_ADDR and MASTER_PORT are not both set",
-                          remedy=_with_address(launch))  # fmt: skip
+        arguments = shlex.join(sys.argv[1:])
+        remedy = ("Set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, for every process; "
+                  f"or have SLURM form the ranks: can-train {arguments} --gpus N --nodes M --submit")  # fmt: skip
+        if launch.is_on_one_machine:
+            line = f"MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 {launch.launcher} -n {launch.size} can-train {arguments}"
+            remedy = f"Set both:\n  {line}\nAny free port will do"
+        value = f"{launch}, and MASTER_ADDR and MASTER_PORT are not both set"
+        raise ConfigError("The address of rank 0 is unknown", value=value, remedy=remedy)
     if launch.local_rank is None:
         value = f"{launch}, and LOCAL_RANK is not set"
-        raise ConfigError("The local rank of this process is unknown", value=value,
-                          remedy="Set LOCAL_RANK: 0 for the first process of a machine, 1 for the second")  # fmt: skip
+        remedy = "Set LOCAL_RANK: 0 for the first process of a machine, 1 for the second"
+        raise ConfigError("The local rank of this process is unknown", value=value, remedy=remedy)
     from can_train.training.distributed import RankPlace
 
     has_store = environment.get(_AGENT_STORE, "").lower() == "true"
     prefix = f"can-train/{environment.get(_RESTART, '0')}" if has_store else ""
     return RankPlace(rank=launch.rank, size=launch.size, local_rank=launch.local_rank, address=address, port=port,
                      store_prefix=prefix)  # fmt: skip
-
-
-def _with_address(launch: Launch) -> str:
-    line = f"{launch.launcher} -n {launch.size} can-train {shlex.join(sys.argv[1:])}"
-    if launch.is_on_one_machine:
-        return f"Set both:\n  MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 {line}\nAny free port will do"
-    return ("Set MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there, for every process; or have "
-            f"SLURM form the ranks: can-train {shlex.join(sys.argv[1:])} --gpus N --nodes M --submit")  # fmt: skip
 
 
 def check_started_once(what: str, more: str = "", environment: Mapping[str, str] = os.environ) -> None:

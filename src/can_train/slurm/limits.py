@@ -137,12 +137,21 @@ def with_allowed(
     """
     notices = []
     for limit in limits:
-        if not _is_outside(limit, completed):
+        if limit.resource == _JOBS:
+            continue
+        amount = _asked_for(limit, completed)
+        total = amount * (parse_time_min(completed.time) if limit.column.endswith("Mins") else 1)
+        if amount >= limit.bound if limit.column == "MinTRES" else total <= limit.bound:
             continue
         option, value = _allowed_value(limit, completed)
         has_default = option in ("time", "cpus", "mem") and not getattr(asked, option)
         if value is None or limit.column == "MinTRES" or not has_default:
-            raise _never(limit, completed)
+            for_time = f" for {completed.time}" if limit.column.endswith("Mins") else ""
+            how = "more" if limit.column == "MinTRES" else "less"
+            change = f"Give --{option} {value} or {how}, or another" if value else "Give another"
+            raise ConfigError(f"This job can never start. {limit}",
+                              value=f"asked for {_amount(limit.resource, amount)}{for_time}",
+                              remedy=f"{change} --qos or --account")  # fmt: skip
         completed = replace(completed, **{option: value})
         notices.append(f"{limit}: it asks for --{option} {value}")
     return completed, notices
@@ -174,15 +183,6 @@ def _nodes(limit: Limit, cluster: ClusterSettings) -> int:
     return 1 if limit.column == "MaxTRESPerNode" else cluster.nodes
 
 
-def _is_outside(limit: Limit, cluster: ClusterSettings) -> bool:
-    if limit.resource == _JOBS:
-        return False
-    amount = _asked_for(limit, cluster)
-    if limit.column == "MinTRES":
-        return amount < limit.bound
-    return amount * (parse_time_min(cluster.time) if limit.column.endswith("Mins") else 1) > limit.bound
-
-
 def _allowed_value(limit: Limit, cluster: ClusterSettings) -> tuple[str, Any]:
     """Returns the setting that a limit bounds, and its extreme value; None: no value is allowed."""
     if limit.resource == _TIME or limit.column.endswith("Mins"):
@@ -198,16 +198,6 @@ def _allowed_value(limit: Limit, cluster: ClusterSettings) -> tuple[str, Any]:
     gpus = f"{cluster.gpu_type}:{limit.bound // nodes}".removeprefix(":")
     option, value = ("gpus", gpus) if cluster.num_gpus else ("gres", f"gpu:{gpus}")
     return option, value if limit.bound >= nodes else None
-
-
-def _never(limit: Limit, cluster: ClusterSettings) -> ConfigError:
-    option, value = _allowed_value(limit, cluster)
-    for_time = f" for {cluster.time}" if limit.column.endswith("Mins") else ""
-    change = f"Give --{option} {value} or {'more' if limit.column == 'MinTRES' else 'less'}, or another" if value else (
-        "Give another")  # fmt: skip
-    return ConfigError(f"This job can never start. {limit}",
-                       value=f"asked for {_amount(limit.resource, _asked_for(limit, cluster))}{for_time}",
-                       remedy=f"{change} --qos or --account")  # fmt: skip
 
 
 def outranks_partition(cluster: ClusterSettings, partition: Partition) -> bool:

@@ -300,28 +300,20 @@ def check_folder(folder: Path) -> None:
     """
     text = str(folder)
     if "%" in text or "\\" in text or not text.isprintable():
-        raise ConfigError(
-            "SLURM cannot write a log into a folder with %, a backslash or a control character in its path",
-            value=repr(text),
-            remedy="Give another folder with --runs-dir",
-        )
+        rule = "SLURM cannot write a log into a folder with %, a backslash or a control character in its path"
+        raise ConfigError(rule, value=repr(text), remedy="Give another folder with --runs-dir")
 
 
 def _options(cluster: ClusterSettings) -> dict[str, Any]:
     """Returns the non-empty settings under submitit's names."""
+    named_alike = ("partition", "account", "qos", "nodes", "mem", "constraint", "gres", "exclude", "nodelist",
+                   "comment", "mail_user", "mail_type")  # fmt: skip
     options = {
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
+        **{name: getattr(cluster, name) for name in named_alike},
         "time": parse_time_min(cluster.time) if cluster.time else "",
-        "nodes": cluster.nodes,
         "ntasks_per_node": cluster.ranks_per_node,
         "gpus_per_node": "" if cluster.gpus in ("auto", "0") else cluster.gpus,
         "cpus_per_task": cluster.cpus or "",
-        "mem": cluster.mem,
-        "constraint": cluster.constraint,
-        "gres": cluster.gres,
-        **{name: getattr(cluster, name) for name in ("exclude", "nodelist", "comment", "mail_user", "mail_type")},
         "exclusive": cluster.exclusive or "",
     }
     return {name: value for name, value in options.items() if value != ""}

@@ -10,9 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 from can_train.config.resolved import ResolvedRun
@@ -45,17 +44,17 @@ class Code:
     """The code as it is now.
 
     Attributes:
+        root: Folder of the original.
         digest: Digest of all files' paths and contents.
         files: Content by path in the snapshot.
-        root: Folder of the original.
         revision: Revision in git; empty outside git.
         difference: Difference from that revision, in git's notation.
         untracked: Files outside git.
     """
 
-    digest: str
-    files: Mapping[str, bytes]
     root: Path
+    digest: str = ""
+    files: Mapping[str, bytes] = field(default_factory=dict)
     revision: str = ""
     difference: str = ""
     untracked: tuple[str, ...] = ()
@@ -86,21 +85,19 @@ def read_code(*packages: Path) -> Code:
     folders = packages or package_folders()
     package = folders[0]
     if (package / "configs").is_dir():
-        return _code(package, {}, {f"src/{folder.name}/{name}": folder / name
-                                   for folder in folders for name in _walk(folder)})  # fmt: skip
+        places = {f"src/{folder.name}/{name}": folder / name for folder in folders for name in _walk(folder)}
+        return _with_files(Code(root=package), places)
     root = package.parents[1]
     names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS)
     if names is None:
         files = {part: root / part for part in _PARTS if (root / part).is_file()}
-        return _code(root, {}, files | {f"{part}/{name}": root / part / name
-                                        for part in _PARTS for name in _walk(root / part)})  # fmt: skip
+        files |= {f"{part}/{name}": root / part / name for part in _PARTS for name in _walk(root / part)}
+        return _with_files(Code(root=root), files)
     untracked = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *_PARTS) or ""
-    return replace(
-        _code(root, {}, {name: root / name for name in {*names.split("\0")} - {""}}),
-        revision=(_git(root, "rev-parse", "HEAD") or "").strip(),
-        difference=_git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--", *_PARTS) or "",
-        untracked=tuple(sorted({*untracked.split("\0")} - {""})),
-    )
+    code = Code(root=root, revision=(_git(root, "rev-parse", "HEAD") or "").strip(),
+                difference=_git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--", *_PARTS) or "",
+                untracked=tuple(sorted({*untracked.split("\0")} - {""})))  # fmt: skip
+    return _with_files(code, {name: root / name for name in {*names.split("\0")} - {""}})
 
 
 def code_of_run(run: ResolvedRun) -> Code:
@@ -114,7 +111,18 @@ def code_of_run(run: ResolvedRun) -> Code:
     if not run.paths.code_dir:
         return code
     cls = load_object(run.task_settings.task_class)
-    places = _task_files(folder, sys.modules[cls.__module__])
+    module = sys.modules[cls.__module__]
+    package = folder / module.__name__.partition(".")[0]
+    # Of a module: its top-level package. Of a file: the Python files and packages in its folder, and its presets.
+    if package.is_dir() and Path(str(module.__file__)).is_relative_to(package):
+        paths = _code_below(package)
+    else:
+        packages = [folder / "configs", *(init.parent for init in folder.glob("*/__init__.py"))]
+        paths = {*folder.glob("*.py"), *(path for place in packages for path in _code_below(place))}
+    # Of both: the modules that are imported from the folder.
+    files = [Path(file) for each in [*sys.modules.values()] if isinstance(file := getattr(each, "__file__", None), str)]
+    paths |= {file for file in files if file.suffix == ".py" and file.is_relative_to(folder)}
+    places = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     size = sum(place.stat().st_size for place in places.values())
     if len(places) > _MOST_FILES or size > _MOST_BYTES:
         raise ConfigError(
@@ -123,8 +131,7 @@ def code_of_run(run: ResolvedRun) -> Code:
             remedy=f"At most {_MOST_FILES} files and {size_text(_MOST_BYTES)} travel with a job: put the task into a "
             "folder that contains only its code",
         )
-    return replace(_code(code.root, code.files, {f"{_TASK}/{name}": place for name, place in places.items()}),
-                   revision=code.revision, difference=code.difference, untracked=code.untracked)  # fmt: skip
+    return _with_files(code, {f"{_TASK}/{name}": place for name, place in places.items()})
 
 
 def with_code(run: ResolvedRun, code: Code, state_dir: Path) -> ResolvedRun:
@@ -132,23 +139,6 @@ def with_code(run: ResolvedRun, code: Code, state_dir: Path) -> ResolvedRun:
     if not run.paths.code_dir:
         return run
     return replace(run, paths=replace(run.paths, code_dir=str(code.folder(state_dir) / _TASK)))
-
-
-def _task_files(folder: Path, module: ModuleType) -> dict[str, Path]:
-    """Finds the code of a task. Of a module: its top-level package. Of a file: the Python files and packages in its
-    folder, and its presets. Of both: the modules that are imported from the folder.
-    """
-    top = str(module.__name__).partition(".")[0]
-    package = folder / top
-    if package.is_dir() and Path(str(module.__file__)).is_relative_to(package):
-        found = _code_below(package)
-    else:
-        found = {*folder.glob("*.py"), *_code_below(folder / "configs")}
-        for init in folder.glob("*/__init__.py"):
-            found |= _code_below(init.parent)
-    files = [Path(file) for one in [*sys.modules.values()] if isinstance(file := getattr(one, "__file__", None), str)]
-    found |= {file for file in files if file.suffix == ".py" and file.is_relative_to(folder)}
-    return {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
 
 
 def _code_below(folder: Path) -> set[Path]:
@@ -227,21 +217,21 @@ def code_of(run_path: Path) -> Path:
         raise RunError("The run was not submitted, or the note of its code is damaged",
                        value=str(run_path / _DESCRIPTION)) from error  # fmt: skip
     of_task = {name: path for name, path in files.items() if name.startswith(f"{_TASK}/")}
-    package = _code(folder, {}, {name: path for name, path in files.items() if name not in of_task})
-    if _code(folder, package.files, of_task).digest != digest:
+    package = _with_files(Code(root=folder), {name: files[name] for name in files.keys() - of_task.keys()})
+    if _with_files(package, of_task).digest != digest:
         fact = "The code of the run's submission " + ("was changed" if files else "is gone")
         raise RunError(fact, value=str(folder),
                        remedy=f"Start a new run with today's code: can-train resubmit {run_path.name}")  # fmt: skip
     return folder
 
 
-def _code(root: Path, contents: Mapping[str, bytes], places: Mapping[str, Path]) -> Code:
+def _with_files(code: Code, places: Mapping[str, Path]) -> Code:
     # A file in git's list may have been deleted.
-    files = {**contents, **{name: place.read_bytes() for name, place in sorted(places.items()) if place.is_file()}}
+    files = {**code.files, **{name: place.read_bytes() for name, place in sorted(places.items()) if place.is_file()}}
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
-    return Code(digest=digest.hexdigest()[:_DIGITS], files=files, root=root)
+    return replace(code, digest=digest.hexdigest()[:_DIGITS], files=files)
 
 
 def _walk(folder: Path) -> list[str]:

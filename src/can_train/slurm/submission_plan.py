@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
@@ -28,6 +28,8 @@ from can_train.slurm import client
 from can_train.slurm.client import Partition, node_names
 from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
 from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
+
+T = TypeVar("T")
 
 EARLY_S: Final = 60  # SLURM may send its warning signal so much too early (man sbatch, --signal)
 START_S: Final = 30  # from a job's start until Python handles the signal: it imports from a network file system
@@ -68,14 +70,24 @@ def check_job(cluster: ClusterSettings, partitions: Sequence[Partition]) -> None
         ConfigError: The job could not start, or not be warned.
     """
     check_warning(parse_time_min(cluster.time), cluster.signal_delay_s)
+    _first_allowed(partitions, lambda partition: _check_partition(cluster, partition))
+
+
+def _first_allowed(partitions: Sequence[Partition], check: Callable[[Partition], T]) -> T | None:
+    """Returns the result of a check in the first partition that passes it; None without partitions.
+
+    Raises:
+        ConfigError: No partition passes it; the error is the first partition's.
+    """
     refusals = []
     for partition in partitions:
         try:
-            _check_partition(cluster, partition)
+            return check(partition)
         except ConfigError as error:
             refusals.append(error)
-    if refusals and len(refusals) == len(partitions):
+    if refusals:
         raise refusals[0]
+    return None
 
 
 def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
@@ -315,10 +327,9 @@ def plan_submission(
         elif duplicates[candidate.index] is None:
             groups.append([candidate])
     cluster = candidates[0].run.cluster
-    for place in (
-        find_partitions(cluster.partition, partitions)[:1] if cluster.executor == "slurm" and partitions else []
-    ):
-        check_number_of_jobs(sum(map(len, groups)), job_limits(cluster, place))
+    if cluster.executor == "slurm":
+        for place in find_partitions(cluster.partition, partitions)[:1] if partitions else []:
+            check_number_of_jobs(sum(map(len, groups)), job_limits(cluster, place))
     return SubmissionPlan(
         groups=groups,
         duplicate_runs=[duplicate for duplicate in duplicates.values() if duplicate is not None],
@@ -356,25 +367,12 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
     places = find_partitions(asked.partition, partitions) if partitions else []
     places = [replace(place, max_time_min=None) if outranks_partition(asked, place) else place for place in places]
     cluster = with_cluster_defaults(asked, places[0] if places else None, run.device)
-    cluster, cuts = _allowed(asked, cluster, places)
+    # Defaults are lowered to the limits of the first partition that allows the job.
+    lowered = _first_allowed(places, lambda place: with_allowed(asked, cluster, job_limits(asked, place)))
+    cluster, cuts = lowered or (cluster, [])
     check_job(cluster, places)
     notices = [*cuts, check_device(run.device, cluster), waiting_notice(places)]
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
-
-
-def _allowed(
-    asked: ClusterSettings, completed: ClusterSettings, places: Sequence[Partition]
-) -> tuple[ClusterSettings, list[str]]:
-    """Lowers defaults to the limits of the first partition that allows the job (`with_allowed`)."""
-    refusals = []
-    for place in places:
-        try:
-            return with_allowed(asked, completed, job_limits(asked, place))
-        except ConfigError as error:
-            refusals.append(error)
-    if refusals:
-        raise refusals[0]
-    return completed, []
 
 
 def dependency_on(parents: Sequence[RunStatus], executor: str) -> str:
@@ -383,34 +381,28 @@ def dependency_on(parents: Sequence[RunStatus], executor: str) -> str:
     Raises:
         RunError: A run will not finish, or cannot be waited for.
     """
-    return ",".join(filter(None, [_dependency(parent, executor) for parent in parents]))
-
-
-def _dependency(parent: RunStatus, executor: str) -> str:
-    """Returns sbatch's condition to wait for a run, empty if the run has finished.
-
-    Raises:
-        RunError: The run will not finish, or it cannot be waited for.
-    """
-    run_id, state, row = parent.known.run_id, parent.state, live_row(parent.facts)
-    if state.state == FINISHED:
-        return ""
-    if not state.live:
-        raise RunError("The run to wait for has ended without finishing", value=run_id,
-                       remedy=f"See why: can-train status {run_id}; then: can-train resume {run_id}")  # fmt: skip
-    jobs, answer = slurm_jobs(parent.facts), parent.facts.answer
-    if row is None and jobs and jobs[-1].cluster in answer.silent:
-        cluster = jobs[-1].cluster
-        raise RunError("The cluster of the run to wait for does not answer",
-                       value=f"{run_id} is {state.state} as far as its files say; "
-                             f"{silence_in_words(jobs[-1], answer)}",
-                       remedy=f"Submit on {f'a login node of {cluster}' if cluster else 'its cluster'}, or when that "
-                              "run has finished")  # fmt: skip
-    if row is None or executor != "slurm":
-        raise RunError("The run cannot be waited for", value=f"{run_id} is {state.state}",
-                       remedy="Submit when that run has finished, or submit both to SLURM")  # fmt: skip
-    if row.job.cluster != answer.local:
-        raise RunError("The run to wait for is on another cluster", value=f"{run_id} is job {row.job}",
-                       remedy=f"Submit on a login node of {row.job.cluster}, or when that run has finished",
-                       )  # fmt: skip
-    return f"afterok:{row.job.number}"
+    conditions = []
+    for parent in parents:
+        run_id, state, row = parent.known.run_id, parent.state, live_row(parent.facts)
+        if state.state == FINISHED:
+            continue
+        if not state.live:
+            raise RunError("The run to wait for has ended without finishing", value=run_id,
+                           remedy=f"See why: can-train status {run_id}; then: can-train resume {run_id}")  # fmt: skip
+        jobs, answer = slurm_jobs(parent.facts), parent.facts.answer
+        if row is None and jobs and jobs[-1].cluster in answer.silent:
+            where = f"a login node of {jobs[-1].cluster}" if jobs[-1].cluster else "its cluster"
+            silence = silence_in_words(jobs[-1], answer)
+            raise RunError("The cluster of the run to wait for does not answer",
+                           value=f"{run_id} is {state.state} as far as its files say; {silence}",
+                           remedy=f"Submit on {where}, or when that run has finished")  # fmt: skip
+        if row is None or executor != "slurm":
+            raise RunError("The run cannot be waited for", value=f"{run_id} is {state.state}",
+                           remedy="Submit when that run has finished, or submit both to SLURM")  # fmt: skip
+        if row.job.cluster != answer.local:
+            remedy = f"Submit on a login node of {row.job.cluster}, or when that run has finished"
+            raise RunError(
+                "The run to wait for is on another cluster", value=f"{run_id} is job {row.job}", remedy=remedy
+            )
+        conditions.append(f"afterok:{row.job.number}")
+    return ",".join(conditions)

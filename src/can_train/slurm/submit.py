@@ -213,8 +213,12 @@ def start_process(entry: Entry, run: RunFolder) -> JobRecord:
         RunError: The process could not be started.
     """
     folder = run.path / "submitit"
-    # Before the variables of an enclosing job are removed: the process stays in that job.
-    command = [*_same_gpus(os.environ), sys.executable]
+    # Read before the variables of an enclosing job are removed: the process stays in that job. submitit sets
+    # CUDA_VISIBLE_DEVICES to other numbers, or to none: ids of GPUs (GPU-…) and of their parts (MIG-…), and GPUs that
+    # no driver lists, would be hidden from the job.
+    hidden = [word for name in GPU_VARIABLES if name not in os.environ for word in ("-u", name)]
+    visible = [f"{name}={os.environ[name]}" for name in GPU_VARIABLES if name in os.environ]
+    command = ["env", *hidden, *visible, sys.executable]
     source = code_of(run.path) / "src"
     reading, writing = os.pipe()
     # submitit starts its controller in the session of this process, which ends with the terminal: a child that has left
@@ -249,16 +253,6 @@ def _start_detached(job: Job, folder: Path, python: Sequence[str], writing: int)
     finally:
         # Not sys.exit: the parent's cleanup must not run twice.
         os._exit(0)
-
-
-def _same_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Returns the words before a command that give it the visible GPUs of this process.
-
-    submitit sets CUDA_VISIBLE_DEVICES to other numbers, or to none: ids of GPUs (GPU-…) and of their parts (MIG-…),
-    and GPUs that no driver lists, would be hidden from the job.
-    """
-    hidden = [word for name in GPU_VARIABLES if name not in environment for word in ("-u", name)]
-    return ["env", *hidden, *(f"{name}={environment[name]}" for name in GPU_VARIABLES if name in environment)]
 
 
 def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobRecord:
