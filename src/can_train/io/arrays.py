@@ -131,12 +131,18 @@ class ArrayWriter:
     def __enter__(self) -> Self:
         with _as_state_error(self._folder.parent):
             self._folder.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self._folder.parent)
+            # Unfinished folders of processes that were killed.
+            for leftover in self._folder.parent.glob(".*.*-*/"):
+                newest = max((file.stat().st_mtime for file in leftover.iterdir()), default=leftover.stat().st_mtime)
+                if time.time() - newest > _LEFTOVER_SECONDS:
+                    shutil.rmtree(leftover, ignore_errors=True)
             self._temporary.mkdir()
             self._stack.callback(shutil.rmtree, self._temporary, ignore_errors=True)
+            # On a full disk, writing the buffer of a file fails again when it is closed.
+            self._stack.enter_context(suppress(OSError))
             for name, (dtype, row_shape) in self._kinds.items():
                 self._arrays[name] = _ArrayFile(self._temporary / f"{name}.npy", np.dtype(dtype), row_shape)
-                self._stack.callback(self._arrays[name].abandon)
+                self._stack.callback(self._arrays[name].file.close)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -201,28 +207,23 @@ class _ArrayFile:
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
         self.path, self._dtype, self._row_shape = path, dtype, row_shape
         self._rows = self._crc32 = 0
-        self._file = path.open("wb")
-        self._file.write(bytes(_HEADER_BYTES))
+        self.file = path.open("wb")
+        self.file.write(bytes(_HEADER_BYTES))
 
     def append(self, rows: NDArray[Any]) -> None:
         data = np.ascontiguousarray(rows, dtype=self._dtype).data
         self._crc32 = zlib.crc32(data, self._crc32)
-        self._file.write(data)
+        self.file.write(data)
         self._rows += len(rows)
 
     def finish(self) -> dict[str, Any]:
         """Writes the header, closes the file and returns its entry in meta.json."""
         # Not flushed to the disk: after a power failure the checksum is wrong, and the folder is made again.
         shape = (self._rows, *self._row_shape)
-        self._file.seek(0)
-        self._file.write(_npy_header(self._dtype.str, shape))
-        self._file.close()
+        self.file.seek(0)
+        self.file.write(_npy_header(self._dtype.str, shape))
+        self.file.close()
         return {"dtype": self._dtype.str, "shape": shape, "crc32": self._crc32}
-
-    def abandon(self) -> None:
-        # On a full disk, writing the buffer fails again.
-        with suppress(OSError):
-            self._file.close()
 
 
 def _npy_header(dtype: str, shape: Sequence[int]) -> bytes:
@@ -260,14 +261,6 @@ def _map_array(path: Path, *, dtype: str, shape: Sequence[int], crc32: int, veri
 def _temporary_folder(folder: Path) -> Path:
     # In the same parent, so that the rename stays inside one file system.
     return folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _remove_leftovers(parent: Path) -> None:
-    # Unfinished folders of processes that were killed.
-    for folder in parent.glob(".*.*-*/"):
-        newest = max((file.stat().st_mtime for file in folder.iterdir()), default=folder.stat().st_mtime)
-        if time.time() - newest > _LEFTOVER_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

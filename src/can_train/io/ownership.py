@@ -45,7 +45,10 @@ def other_writer(status: os.stat_result, account: Account, *, is_passed: bool = 
     """
     mode = status.st_mode
     if status.st_uid not in (0, account.uid):
-        return f"it belongs to {_user_name(status.st_uid)}"
+        owner = f"user {status.st_uid}"
+        with suppress(KeyError):
+            owner = pwd.getpwuid(status.st_uid).pw_name
+        return f"it belongs to {owner}"
     # The mode of a link means nothing.
     if stat.S_ISLNK(mode) or (is_passed and mode & stat.S_ISVTX):
         return ""
@@ -53,7 +56,10 @@ def other_writer(status: os.stat_result, account: Account, *, is_passed: bool = 
         return "every user may write to it"
     # The members of group 0 are administrators.
     if mode & stat.S_IWGRP and status.st_gid not in (0, account.private_gid):
-        return f"the group {_group_name(status.st_gid)} may write to it"
+        group = str(status.st_gid)
+        with suppress(KeyError):
+            group = grp.getgrgid(status.st_gid).gr_name
+        return f"the group {group} may write to it"
     return ""
 
 
@@ -76,15 +82,3 @@ def places_on_the_way(path: Path) -> Iterator[Path]:
                 waiting.append(Path(os.path.abspath(folder.parent / folder.readlink())))  # noqa: PTH100
             if folder != end:
                 yield folder
-
-
-def _user_name(uid: int) -> str:
-    with suppress(KeyError):
-        return pwd.getpwuid(uid).pw_name
-    return f"user {uid}"
-
-
-def _group_name(gid: int) -> str:
-    with suppress(KeyError):
-        return grp.getgrgid(gid).gr_name
-    return str(gid)

@@ -317,7 +317,14 @@ def infer_run_state(facts: RunFacts) -> RunState:
         return _state_in_queue(row, facts)
     state = _state_after_queue(facts)
     if not facts.has_folder and not state.live:
-        return _state_without_folder(state, facts)
+        # The folder was deleted or moved: only SLURM can know how the run ended.
+        rows = [final for job in slurm_jobs(facts) if (final := _final_row(job, facts)) is not None]
+        gone = f"its folder {facts.run.path} is gone"
+        if not rows:
+            return RunState(FAILED, f"{gone}, and with it how it ended", certain=False)
+        if rows[-1].state == "COMPLETED":
+            return RunState(FINISHED, f"as SLURM says; {gone}")
+        return replace(state, sentence="; ".join(filter(None, [state.sentence, gone])))
     if facts.is_damaged and not state.live:
         return RunState(FINISHED, "but its result.json is damaged")
     if state.state == FINISHED:
@@ -393,7 +400,7 @@ def _state_after_queue(facts: RunFacts) -> RunState:
             attempt = None
     slurm_job = attempt.start.slurm_job if attempt else job.slurm_job if job else None
     if slurm_job is None:
-        return _process_state(attempt, facts) if attempt else _unstarted_process_state(job, facts)
+        return _process_state(attempt, facts)
     end = attempt.end if attempt else None
     # A job whose process stopped at a signal may have been requeued.
     if slurm_job.cluster in facts.answer.silent and (end is None or end.ending in _MAY_RETURN):
@@ -404,15 +411,13 @@ def _state_after_queue(facts: RunFacts) -> RunState:
 
 def _unanswered_state(attempt: AttemptFacts | None, job: JobId, facts: RunFacts) -> RunState:
     """Returns the state of a run whose job is on a cluster that does not answer."""
-    state = RUNNING if attempt and attempt.end is None else CANCELLED if _is_cancelled(attempt, facts) else QUEUED
+    begins = [record.time for record in facts.jobs[-1:]] + ([attempt.start.start_time] if attempt else [])
+    state = RUNNING if attempt and attempt.end is None else QUEUED
+    # A job that can-train cancelled after it was submitted or began does not go back into the queue.
+    if state == QUEUED and any(cancel.time >= max(begins) for cancel in facts.cancels):
+        state = CANCELLED
     sentence = f"as far as its files say; {silence_in_words(job, facts.answer)}; {where_to_ask(job, facts.answer)}"
     return RunState(state, sentence, certain=False)
-
-
-def _is_cancelled(attempt: AttemptFacts | None, facts: RunFacts) -> bool:
-    """Whether can-train cancelled the run after its last job or attempt began; no such job goes back into the queue."""
-    begins = [record.time for record in facts.jobs[-1:]] + ([attempt.start.start_time] if attempt else [])
-    return any(cancel.time >= max(begins) for cancel in facts.cancels)
 
 
 def silence_in_words(job: JobId, answer: SchedulerAnswer) -> str:
@@ -462,32 +467,18 @@ def _final_row(job: JobId, facts: RunFacts) -> AccountRow | None:
     return AccountRow(job=job, state=last.state, nodes=last.nodes, time_limit=last.time_limit, reason=last.reason)
 
 
-def _process_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
-    """Returns the state of a run whose latest attempt is a process outside SLURM."""
-    if attempt.end is None and attempt.alive is not False:
-        host = "this machine" if attempt.alive else f"{attempt.start.host}, which cannot be seen from here"
-        return RunState(RUNNING, f"process {attempt.start.pid} of {host}", certain=bool(attempt.alive))
-    return classify_exit(attempt, None, facts.log_tail, facts)
-
-
-def _unstarted_process_state(job: JobRecord | None, facts: RunFacts) -> RunState:
-    if job is None:
+def _process_state(attempt: AttemptFacts | None, facts: RunFacts) -> RunState:
+    """Returns the state of a run whose latest attempt, or job without an attempt, is a process outside SLURM."""
+    if attempt is None and not facts.jobs:
         return RunState(NEVER_STARTED, "no job was started for it")
-    if facts.job_alive is not False:
-        sentence = "starting" if facts.job_alive else f"on {job.host}, which cannot be seen from here"
-        return RunState(RUNNING, sentence, certain=bool(facts.job_alive))
-    return classify_exit(None, None, facts.log_tail, facts)
-
-
-def _state_without_folder(state: RunState, facts: RunFacts) -> RunState:
-    """Returns the state of a run whose folder was deleted or moved: only SLURM can know how the run ended."""
-    rows = [row for job in slurm_jobs(facts) if (row := _final_row(job, facts)) is not None]
-    gone = f"its folder {facts.run.path} is gone"
-    if not rows:
-        return RunState(FAILED, f"{gone}, and with it how it ended", certain=False)
-    if rows[-1].state == "COMPLETED":
-        return RunState(FINISHED, f"as SLURM says; {gone}")
-    return replace(state, sentence="; ".join(filter(None, [state.sentence, gone])))
+    alive, unseen = attempt.alive if attempt else facts.job_alive, "which cannot be seen from here"
+    if alive is False or (attempt and attempt.end):
+        return classify_exit(attempt, None, facts.log_tail, facts)
+    if attempt is None:
+        sentence = "starting" if alive else f"on {facts.jobs[-1].host}, {unseen}"
+    else:
+        sentence = f"process {attempt.start.pid} of {'this machine' if alive else f'{attempt.start.host}, {unseen}'}"
+    return RunState(RUNNING, sentence, certain=bool(alive))
 
 
 def _in_words(state: RunState) -> str:

@@ -68,7 +68,13 @@ class CodeTrust:
         record = registry.run(path.name)
         # A run lies in its registered folder, or was moved from there.
         if record is None or (os.path.realpath(record.path) != str(path) and Path(record.path).exists()):
-            code = f"; it names {', '.join(named)}" if (named := _names_of_code(config)) else ""
+            # The file or the module of the run's own task, and its folder of presets.
+            task, named = str(config.get("task", "")), [*map(str, _named(config, "config_dir"))]
+            if task not in task_names():
+                module = task.rpartition(":")[0]
+                files = [str(place / module) for place in _named(config, "code_dir")]
+                named = [*(files if module.endswith(".py") else [task]), *named]
+            code = f"; it names {', '.join(named)}" if named else ""
             raise UntrustedCodeError(f"{path} is not in your list of runs, {registry.folder}{code}")
         _check_place(registry.entry(path.name), account)
         for name, endings in _PLACES.items():
@@ -83,14 +89,6 @@ def _named(config: Mapping[str, Any], name: str) -> list[Path]:
     paths = config.get("paths")
     place = paths.get(name) if isinstance(paths, Mapping) else ""
     return [Path(str(place))] if place else []
-
-
-def _names_of_code(config: Mapping[str, Any]) -> list[str]:
-    """Names the file or the module of a run's own task, and its folder of presets."""
-    task = str(config.get("task", ""))
-    file = task.rpartition(":")[0]
-    own = [str(place / file) for place in _named(config, "code_dir")] if file.endswith(".py") else [task]
-    return [*(own if task not in task_names() else []), *map(str, _named(config, "config_dir"))]
 
 
 def _read_from(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:

@@ -259,31 +259,13 @@ def cancel_jobs(jobs: Sequence[JobId]) -> str:
 # The job around this process: the programs on its node ask its cluster
 
 
-def is_job_running(job: JobId) -> bool:
-    """Returns whether the job runs, and is not about to end.
+def query_own_job(job: JobId) -> QueueRow | None:
+    """Asks squeue about the job; None if squeue no longer knows it.
 
     Raises:
         NoControllerError: SLURM does not answer.
     """
-    row = _query_own(job)
-    return row is not None and row.state == "RUNNING"
-
-
-def left_at_time_limit(job: JobId) -> bool:
-    """Returns whether the job, which got SIGTERM, ends for its time limit, or does not end at all.
-
-    Such a job may be requeued. A cancelled job must not be, and SLURM requeues a preempted job.
-    """
-    try:
-        row = _query_own(job)
-    except NoControllerError:
-        return False
-    return row is not None and (row.state == "RUNNING" or row.reason == "TimeLimit")
-
-
-def _query_own(job: JobId) -> QueueRow | None:
-    rows = _query_queue(job.number, job.cluster, job.cluster)
-    return rows[0] if rows else None
+    return next(iter(_query_queue(job.number, job.cluster, job.cluster)), None)
 
 
 def query_own_accounts(job: JobId) -> list[AccountRow]:
@@ -406,12 +388,6 @@ def is_installed() -> bool:
     return all(shutil.which(program) for program in ("scontrol", "sbatch"))
 
 
-def programs_folder() -> str:
-    """Returns the folder of SLURM's programs on this machine; empty if they are not installed."""
-    program = shutil.which("scontrol")
-    return str(Path(program).absolute().parent) if program else ""
-
-
 def read_partitions() -> list[Partition]:
     """Asks the controller for its partitions and their nodes.
 
@@ -438,41 +414,28 @@ def read_partitions_and_limits() -> list[Partition]:
     Raises:
         NoControllerError: There is none, or it does not answer.
     """
-    partitions, accounting = read_partitions(), _read_accounting()
-    return [replace(partition, accounting=accounting) for partition in partitions]
-
-
-def _read_accounting() -> Accounting:
+    partitions, lines = read_partitions(), run_command("scontrol", "show", "config").output.splitlines()
     # Without an answer there are no limits, as on a cluster that enforces none: SLURM decides.
-    lines = run_command("scontrol", "show", "config").output.splitlines()
     settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
     if {"limits", "safe"}.isdisjoint(settings.get("AccountingStorageEnforce", "").split(",")):
-        return Accounting()
+        return partitions
     user, cluster = pwd.getpwuid(os.geteuid()).pw_name, f"cluster={settings.get('ClusterName', '')}"
     user_rows, account_rows = (
         _sacctmgr(("assoc", "where", cluster, f"user={name}"), _ASSOCIATION_COLUMNS) for name in (user, "")
     )
     default = _sacctmgr(("user", "where", f"name={user}"), ("DefaultAccount",))
-    return Accounting(
+    accounting = Accounting(
         qualities=_sacctmgr(("qos",), _QOS_COLUMNS),
         associations=[*user_rows, *account_rows],
         default_account=default[0]["DefaultAccount"] if default else "",
     )
+    return [replace(partition, accounting=accounting) for partition in partitions]
 
 
 def _sacctmgr(what: Sequence[str], columns: Sequence[str]) -> list[dict[str, str]]:
     result = run_command("sacctmgr", "--noheader", "--parsable2", "show", *what, f"format={','.join(columns)}")
     cells = [line.split("|") for line in result.output.splitlines()]
     return [dict(zip(columns, row, strict=True)) for row in cells if len(row) == len(columns)]
-
-
-def usable_nodes(partition: str) -> list[Node]:
-    """Lists the nodes of a partition that may start a job; empty if the controller does not answer."""
-    try:
-        partitions = read_partitions()
-    except NoControllerError:
-        return []
-    return [node for each in partitions if each.name == partition for node in each.nodes if node.is_up]
 
 
 def query_cluster(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -88,8 +89,13 @@ def _return_to_queue(folder: RunFolder, stops: StopRequests) -> None:
     if context.job is None or context.rank or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
     # SIGTERM after the warning comes from the time limit or from a person's scancel.
-    if stops.terminated and not client.left_at_time_limit(context.job):
-        return
+    if stops.terminated:
+        row = None
+        with suppress(NoControllerError):
+            row = client.query_own_job(context.job)
+        # A cancelled job must not go back, and SLURM requeues a preempted job.
+        if row is None or (row.state != "RUNNING" and row.reason != "TimeLimit"):
+            return
     if refusal := client.requeue_job(context.job):
         folder.attempts.record_end("time_limit", f"{_SAVED}; {_not_put_back(refusal)}", {})
 
@@ -321,11 +327,12 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     host_oom = host_memory_ran_out(ended.slurm_job, log)
     ending = infer_ending(ended.end.ending if ended.end else "", status=status, host_oom=host_oom)
     decision = decide_restart(_outcome(ended, ending), cluster_settings(ended.folder))
-    silence = ""
+    is_running, silence = False, ""
     try:
-        is_running = client.is_job_running(ended.slurm_job)
+        row = client.query_own_job(ended.slurm_job)
+        is_running = row is not None and row.state == "RUNNING"
     except NoControllerError as error:
-        is_running, silence = False, error.value
+        silence = error.value
     # SLURM knows why it ends a job. If it loses a node, srun fails, and the training there may still go on.
     if is_running or ended.end or ending != "failed":
         _record_end(ended, ending, decision, error_in_words(log, f"exit status {status}"))
@@ -402,7 +409,12 @@ def host_memory_ran_out(job: JobId, log: str) -> bool:
 
 def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
     details: Mapping[str, Any] = ended.end.details if ended.end and ending == "gpu_oom" else {}
-    nodes = client.usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) if ending in ("host_oom", "gpu_oom") else []
+    nodes: list[client.Node] = []
+    if ending in ("host_oom", "gpu_oom"):
+        name = os.environ.get("SLURM_JOB_PARTITION", "")
+        with suppress(NoControllerError):
+            partitions = [partition for partition in client.read_partitions() if partition.name == name]
+            nodes = [node for partition in partitions for node in partition.nodes if node.is_up]
     other_nodes = {node.name for node in nodes}.difference(ended.nodes_to_avoid if nodes else ())
     return JobOutcome(
         ending=ending,

@@ -7,6 +7,7 @@ import shlex
 import sys
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -73,8 +74,12 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     named = [(torch, _TORCH), *(("mpirun", names) for names in _MPI.values()), ("mpiexec", _PMI)]
     inner = [launch for launcher, names in named if (launch := _read(launcher, names, environment)) is not None]
     # srun --pty starts its command once: it ends all tasks but the first.
-    is_interactive = "SLURM_PTY_PORT" in environment and _has_terminal()
-    step = None if is_interactive else _read(SRUN, _STEP, environment)
+    step = _read(SRUN, _STEP, environment)
+    if "SLURM_PTY_PORT" in environment:
+        # The tasks of a step have a controlling terminal only under --pty.
+        with suppress(OSError):
+            os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+            step = None
     nested = [*inner, *([step] if step is not None else [])]
     for index, launch in enumerate(nested):
         outer = next((each for each in nested[index + 1 :] if each.size > 1), None)
@@ -113,15 +118,6 @@ def _count(name: str, environment: Mapping[str, str]) -> int | None:
     if text and not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{name} is not a whole number", value=repr(text), remedy=f"Unset it: env -u {name}")
     return int(text) if text else None
-
-
-def _has_terminal() -> bool:
-    """Whether the process has a controlling terminal; the tasks of a step have one only under --pty."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":

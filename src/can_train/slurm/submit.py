@@ -77,7 +77,14 @@ def start_jobs(
     job_parameters = parameters(cluster, submission, code_of(folders[0].path))
     check_folder(folder)
     executor = _Executor(folder)
-    executor.job_cluster = _own_cluster()
+    try:
+        executor.job_cluster = local_cluster()
+    except NoControllerError:
+        # In a job that submits its run again, PATH may lack scontrol.
+        job = SlurmContext.from_environment().job
+        if job is None or not job.cluster:
+            raise
+        executor.job_cluster = job.cluster
     _take_back_unseen(str(job_parameters["job_name"]), folder, executor.job_cluster)
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomic(folder / _SENT_TO, executor.job_cluster)
@@ -146,22 +153,6 @@ class _Executor(submitit.SlurmExecutor):
         if not jobs:
             raise _unanswered("it did not take the job")
         return jobs[-1].number
-
-
-def _own_cluster() -> str:
-    """Returns the name of the cluster that sbatch asks.
-
-    Raises:
-        NoControllerError: SLURM does not answer.
-    """
-    try:
-        return local_cluster()
-    except NoControllerError:
-        job = SlurmContext.from_environment().job
-        # In a job that submits its run again, PATH may lack scontrol.
-        if job is None or not job.cluster:
-            raise
-        return job.cluster
 
 
 def _unanswered(outcome: str) -> RunError:
@@ -296,7 +287,8 @@ def run_line(arguments: Sequence[str], output: TextIO | None = None) -> tuple[in
     try:
         # In another process group: the terminal's Ctrl-C would reach the child twice, and the second does not wait.
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, process_group=0) as child:
-            signals.send_to(child)
+            signals.child = child
+            signals.forward()
             status = child.wait()
     finally:
         for number, handler in before.items():
@@ -313,20 +305,15 @@ class _Signals:
     def __init__(self) -> None:
         self.first: int | None = None
         self._waiting: deque[int] = deque()
-        self._child: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes] | None = None
 
     def handle(self, number: int, _: FrameType | None) -> None:
         self.first = self.first or number
         self._waiting.append(number)
-        self._forward()
+        self.forward()
 
-    def send_to(self, child: "subprocess.Popen[bytes]") -> None:
-        """Forwards the signals received so far, and all later signals."""
-        self._child = child
-        self._forward()
-
-    def _forward(self) -> None:
+    def forward(self) -> None:
         """Empties the queue. A signal in between may empty it first: each signal is taken once."""
         with suppress(IndexError):
-            while self._child is not None:
-                self._child.send_signal(self._waiting.popleft())
+            while self.child is not None:
+                self.child.send_signal(self._waiting.popleft())
