@@ -10,7 +10,7 @@ Every value that a person gives becomes an `Override`, and `_apply` is the only 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
@@ -27,18 +27,8 @@ from hydra_zen import ZenStore, builds, make_config
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from can_train.config.resolved import (
-    CLUSTER_FLAGS,
-    PathSettings,
-    ResolvedRun,
-    UserFile,
-    check_yaml,
-    default_task,
-    flat_settings,
-    plain_to_yaml,
-    preset_folders,
-    presets,
-)
+from can_train.config import resolved
+from can_train.config.resolved import PathSettings, ResolvedRun, UserFile
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate
 from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
@@ -120,7 +110,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     sets = [from_set(text) for text in request.sets]
     request = replace(request, **_chosen(sets))
     task_name, code_dir, task = _task(request)
-    folders = preset_folders(task_name, task.configs, request.config_dir)
+    folders = resolved.preset_folders(task_name, task.configs, request.config_dir)
     if request.config_dir and not Path(request.config_dir).is_dir():
         raise ConfigError("--config-dir is not a folder", value=request.config_dir,
                           remedy="Make it, with folders such as dataset/ and model/ in it")  # fmt: skip
@@ -129,15 +119,17 @@ def resolve(request: RunRequest) -> ResolvedRun:
     size = _size(task, replace(request, model=model), spec, mode)
     dataset, named = _dataset(task, request.dataset, folders)
     for group, name in (("cluster", request.cluster), ("memory", request.memory)):
-        if name is not None and name not in presets(group, folders):
-            raise unknown_name(f"{group} preset", name, presets(group, folders))
+        if name is not None and name not in resolved.presets(group, folders):
+            raise unknown_name(f"{group} preset", name, resolved.presets(group, folders))
     classes = _classes(task, spec, mode)
     overrides = _overrides(task, classes, [each for each in sets if each.key not in _CHOICES], request)
     _check_roles(task, model, mode, overrides)
     model_preset = f"{model}_{size}" if size else model
     named_presets = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
     # A group with the defaults of its class needs no preset.
-    choices = {group: name if name in presets(group, folders) else "schema" for group, name in named_presets.items()}
+    choices = {
+        group: name if name in resolved.presets(group, folders) else "schema" for group, name in named_presets.items()
+    }
     config = _compose(task, classes, choices | ({"memory": request.memory} if request.memory else {}), folders)
     scalars = {"task": task_name, "model_name": model, "size": size, "device": request.device,
                "paths.code_dir": code_dir, "paths.config_dir": request.config_dir}  # fmt: skip
@@ -151,12 +143,12 @@ def resolve(request: RunRequest) -> ResolvedRun:
 def folders_of(request: RunRequest) -> list[Path]:
     """Lists the folders of presets for the task of a request; a later folder wins."""
     name, _, task = _task(request)
-    return preset_folders(name, task.configs, request.config_dir)
+    return resolved.preset_folders(name, task.configs, request.config_dir)
 
 
 def _task(request: RunRequest) -> tuple[str, str, TaskSettings]:
     """Returns the task of a request as a run has it: its name, the folder of its code, its description."""
-    name = request.task or default_task()
+    name = request.task or resolved.default_task()
     name, code_dir = (name, request.code_dir) if request.code_dir is not None else locate(name)
     return name, code_dir, load_task_settings(name, code_dir)
 
@@ -233,7 +225,7 @@ def changed_settings(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]] | No
     the `default`. Folders, cluster and device are left out. None: this version has no such presets.
     """
     try:
-        request, settings = preset_request(plain), flat_settings(plain)
+        request, settings = preset_request(plain), resolved.flat_settings(plain)
         defaults = _preset_settings(**{name: getattr(request, name) for name in _PRESET_FIELDS})
         # A setting that follows another by itself was not set.
         following = {f"dataset.{follower}" for follower, leader in _task_of(plain).follows.items()
@@ -250,7 +242,7 @@ _PRESET_FIELDS: Final = ("task", "code_dir", "config_dir", "model", "size", "mod
 # A listing asks for the same settings over and over, and a composition takes a tenth of a second.
 @lru_cache(maxsize=64)
 def _preset_settings(**fields: Any) -> Mapping[str, Any]:
-    return flat_settings(resolve(RunRequest(**fields)).config)
+    return resolved.flat_settings(resolve(RunRequest(**fields)).config)
 
 
 def resolve_again(plain: Mapping[str, Any], request: RunRequest, chosen: Mapping[str, str]) -> ResolvedRun:
@@ -287,8 +279,8 @@ def _on_other_presets(
         spec = _task(request)[2].models.get(chosen["model"])
         size = old.size if spec is not None and old.size in spec.sizes else None
         request = replace(request, mode=chosen.get("mode"), size=chosen.get("size", size))
-    new, without = resolve(request).config, flat_settings(resolve(replace(request, memory=None)).config)
-    by_memory = {name for name, value in flat_settings(new).items() if value != without[name]}
+    new, without = resolve(request).config, resolved.flat_settings(resolve(replace(request, memory=None)).config)
+    by_memory = {name for name, value in resolved.flat_settings(new).items() if value != without[name]}
     decided_by = {
         "model.": {"model", "size", "task"},
         "mode.": {"model", "mode", "task"},
@@ -427,18 +419,14 @@ def _swept(text: str) -> Sequence[str]:
         return [text]
     if not override.is_sweep_override():
         return [text]
-    if not override.is_discrete_sweep():
-        raise ConfigError("The sweep has more values than can be listed", value=text,
-                          remedy="Write them out, as 0.1,0.01, or as range(0,3)")  # fmt: skip
-    try:
-        values = list(override.sweep_string_iterator())
-    except (HydraException, ValueError) as error:
-        # glob(*), which in Hydra stands for the presets of a group, or a range with a step of zero.
-        raise ConfigError(
-            "The values of the sweep cannot be listed", value=text, remedy="Write them out, as 0.1,0.01"
-        ) from error
+    values: list[str] = []
+    # interval(0,1) has no values to list; nor has glob(*), which in Hydra stands for the presets of a group, or a range
+    # that is empty or has a step of zero.
+    with suppress(HydraException, ValueError):
+        values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
     if not values:
-        raise ConfigError("The sweep has no value", value=text, remedy="Write them out, as 0.1,0.01")
+        remedy = "Write them out, as 0.1,0.01, or as range(0,3)"
+        raise ConfigError("The values of the sweep cannot be listed", value=text, remedy=remedy)
     return [f"{text.partition('=')[0]}={value}" for value in values]
 
 
@@ -486,7 +474,9 @@ def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Ma
                 raise ConfigError(rule, value=error.value, remedy=error.remedy) from error
         raise
     # Requests to SLURM for a run that does not go there would be ignored.
-    requests = [override.spelling for override in overrides if override.key.removeprefix("cluster.") in CLUSTER_FLAGS]
+    requests = [
+        override.spelling for override in overrides if override.key.removeprefix("cluster.") in resolved.CLUSTER_FLAGS
+    ]
     if requests and run.cluster.executor != "slurm":
         have = "has" if len(requests) == 1 else "have"
         raise ConfigError(f"{' and '.join(requests)} {have} no effect with --cluster {run.cluster.executor}",
@@ -559,7 +549,7 @@ def _nearest_settings(key: str, settings: Sequence[str]) -> list[str]:
 
 def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, type]) -> None:
     """Applies the user's settings file to a config; its requests to SLURM only if the run goes there."""
-    of_jobs = CLUSTER_FLAGS if config.cluster.executor == "slurm" else ()
+    of_jobs = resolved.CLUSTER_FLAGS if config.cluster.executor == "slurm" else ()
     groups = {"runs_dir": "paths", "tracker": "paths"} | dict.fromkeys(of_jobs, "cluster")
     for name, value in file.values.items():
         if (group := groups.get(name)) is None:
@@ -636,7 +626,7 @@ def _compose(
 def _check_preset(path: Path) -> None:
     """Raises ValueError where a preset would take Hydra for ever."""
     try:
-        check_yaml(path.read_text())
+        resolved.check_yaml(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         pass  # Hydra's error when it reads the preset is better
     except ValueError as error:
@@ -662,7 +652,7 @@ def _rewritten_presets(
         package = _PACKAGE.match(text)
         blocks = _blocks(group, package[1] if package else group, plain, aliases)
         if blocks is not None:
-            texts[f"{group}/{name}.yaml"] = f"# @package _global_\n{plain_to_yaml(blocks)}"
+            texts[f"{group}/{name}.yaml"] = f"# @package _global_\n{resolved.plain_to_yaml(blocks)}"
     if not texts:
         yield folders[-1]
         return
@@ -802,7 +792,7 @@ def _default(task: TaskSettings, what: str, names: Sequence[str]) -> str:
 
 def _dataset(task: TaskSettings, text: str | None, folders: Sequence[Path]) -> tuple[str, dict[str, str]]:
     """Decides whether a data set is a preset or a path; returns the preset, and the settings that a path decides."""
-    named = presets("dataset", folders)
+    named = resolved.presets("dataset", folders)
     if text is None:
         return _default(task, "dataset", named), {}
     name = text.replace("-", "_")

@@ -15,15 +15,7 @@ import msgspec
 
 from can_train.errors import CanTrainError, DoesNotFitError, EarlierAttemptError, RankGoneError, without_positions
 from can_train.io import records
-from can_train.io.records import (
-    AttemptStart,
-    JobId,
-    text_or_nothing,
-    this_host,
-    utc_now,
-    write_json_atomic,
-    write_text_atomic,
-)
+from can_train.io.records import AttemptStart, JobId
 from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
 
 WARNED: Final = 128 + signal.SIGUSR2
@@ -219,7 +211,7 @@ class Attempts:
     def waiting(self, reason: str) -> Iterator[None]:
         """Records the reason why this attempt waits in the block."""
         path = self._folder / f"{self.current:04d}-waits.txt"
-        write_text_atomic(path, reason)
+        records.write_text_atomic(path, reason)
         try:
             yield
         finally:
@@ -227,7 +219,7 @@ class Attempts:
 
     def waits_for(self, attempt: int) -> str:
         """Reads the reason why an attempt waits; empty: it does not wait."""
-        return text_or_nothing(self._folder / f"{attempt:04d}-waits.txt")
+        return records.text_or_nothing(self._folder / f"{attempt:04d}-waits.txt")
 
     @property
     def current(self) -> int:
@@ -272,10 +264,10 @@ class Attempts:
         """Records the end of this job's attempt. `rank` is None for a record that is made after the job."""
         # A process may end before it has begun an attempt: it was killed while it imported torch.
         attempt = self._current or self._last_in(self._context) or self._begin()
-        end = AttemptEnd(attempt=attempt, ending=ending, message=message, details=details, time=utc_now(), rank=rank,
-                         host=slurm_node_name())  # fmt: skip
+        end = AttemptEnd(attempt=attempt, ending=ending, message=message, details=details, time=records.utc_now(),
+                         rank=rank, host=slurm_node_name())  # fmt: skip
         writer = "-job" if rank is None else f"-rank{rank}" if rank else ""
-        write_json_atomic(self._folder / f"{attempt:04d}-ended{writer}.json", asdict(end))
+        records.write_json_atomic(self._folder / f"{attempt:04d}-ended{writer}.json", asdict(end))
 
     def _last_in(self, context: SlurmContext) -> int | None:
         job_and_restarts = (context.job, context.restarts)
@@ -285,9 +277,9 @@ class Attempts:
     def this_process(self, attempt: int | None = None) -> AttemptStart:
         """Describes this process; the attempt's number is 0 before the attempt begins."""
         job = self._context.job
-        return AttemptStart(attempt=attempt or self._current or 0, start_time=utc_now(), host=this_host(),
-                            pid=os.getpid(), job_id=job.number if job else "", restarts=self._context.restarts,
-                            cluster=job.cluster if job else "")  # fmt: skip
+        return AttemptStart(attempt=attempt or self._current or 0, start_time=records.utc_now(), pid=os.getpid(),
+                            host=records.this_host(), job_id=job.number if job else "",
+                            restarts=self._context.restarts, cluster=job.cluster if job else "")  # fmt: skip
 
     def _begin(self) -> int:
         self._folder.mkdir(exist_ok=True)
@@ -304,7 +296,7 @@ class Attempts:
 
 def slurm_node_name() -> str:
     """Returns the name that SLURM gives this machine, else the host name: `exclude` of the next job must name it."""
-    return os.environ.get("SLURMD_NODENAME") or this_host()
+    return os.environ.get("SLURMD_NODENAME") or records.this_host()
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:

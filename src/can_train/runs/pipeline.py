@@ -10,16 +10,7 @@ from can_train.config.compose import RunRequest
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, presets
 from can_train.config.task_settings import Prerequisite
 from can_train.errors import ConfigError, unknown_name
-from can_train.runs.past_runs import (
-    PastRuns,
-    data_files,
-    identity_config,
-    is_whole,
-    misfits,
-    resolve_prerequisites,
-    source_notice,
-    with_folders,
-)
+from can_train.runs import past_runs
 from can_train.runs.run_state import RunState
 from can_train.runs.status import KnownRun
 
@@ -170,7 +161,7 @@ class PipelineContext:
     """
 
     stages: Mapping[str, PipelineStage]
-    past: PastRuns
+    past: past_runs.PastRuns
     state_of: Callable[[KnownRun], RunState]
     force: bool = False
 
@@ -189,13 +180,13 @@ def plan_stages(requests: Sequence[StageRequest], context: PipelineContext) -> l
             if isinstance(source, PlannedStage):
                 sources[needed.role] = source.name
             elif source is not None:
-                run = with_folders(run, {needed.role: source.folder.path})
-                notices.append(source_notice(needed, source))
-        run, more = resolve_prerequisites(run, wanted.request, context.past, later=sources)
+                run = past_runs.with_folders(run, {needed.role: source.folder.path})
+                notices.append(past_runs.source_notice(needed, source))
+        run, more = past_runs.resolve_prerequisites(run, wanted.request, context.past, later=sources)
         made = {role: known for role, name in sources.items() if (known := steps[name].known) is not None}
-        run = with_folders(run, {role: known.folder.path for role, known in made.items()})
+        run = past_runs.with_folders(run, {role: known.folder.path for role, known in made.items()})
         # Called also with `force`: it raises an error if the data do not exist.
-        data_time = max((file.stat().st_mtime for file in data_files(run)), default=0.0)
+        data_time = max((file.stat().st_mtime for file in past_runs.data_files(run)), default=0.0)
         step = PlannedStage(stage=wanted.stage, run=run, sources=sources, what=NEW, notices=[*notices, *more])
         if not context.force and len(made) == len(sources):
             step = _with_earlier_run(step, data_time, context)
@@ -212,7 +203,7 @@ def _find_source(
     """
     for name in wanted.stage.needs.get(needed.role, ()):
         if name in before:
-            different = misfits(before[name].run.config, wanted.run, needed)
+            different = past_runs.misfits(before[name].run.config, wanted.run, needed)
             if different:
                 raise ConfigError(f"The run of stage {name} does not fit as {needed.what}",
                                   value="; ".join(different),
@@ -230,15 +221,15 @@ def _find_source(
 def _with_earlier_run(step: PlannedStage, since: float, context: PipelineContext) -> PlannedStage:
     """Looks for a finished or unfinished run with the same configuration, begun after the data last changed."""
     roles = [needed.role for needed in step.run.prerequisites]
-    wanted = identity_config(step.run.config, roles)
+    wanted = past_runs.identity_config(step.run.config, roles)
     same = [
         known
         for known in context.past.known
         if known.record.key == step.run.key
         and datetime.fromisoformat(known.record.time).timestamp() >= since
-        and identity_config(known.config, roles) == wanted
+        and past_runs.identity_config(known.config, roles) == wanted
     ]
-    finished = next((known for known in same if is_whole(known.folder)), None)
+    finished = next((known for known in same if past_runs.is_whole(known.folder)), None)
     if finished is not None:
         return replace(step, what=REUSED, known=finished)
     begun = next((known for known in same if not known.folder.result_path.exists()), None)

@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from can_train.errors import without_positions
 from can_train.reporter import COLUMNS
-from can_train.runs.scheduler import (
-    ACTIVE,
-    NEVER_SATISFIED,
-    UNFINISHED,
-    WAITING,
-    AccountRow,
-    QueueRow,
-    SchedulerAnswer,
-    reason_in_words,
-)
+from can_train.runs import scheduler
+from can_train.runs.scheduler import AccountRow, SchedulerAnswer
 
 if TYPE_CHECKING:
     from can_train.io.records import AttemptStart, JobId
@@ -342,7 +334,7 @@ def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
     is_last = attempt is facts.attempts[-1]
     if is_last and attempt.end is None:
         row = live_row(facts)
-        if row is not None and row.job == job and row.state in ACTIVE:
+        if row is not None and row.job == job and row.state in scheduler.ACTIVE:
             return RunState(RUNNING)
         if job is None and attempt.alive is not False:
             return _process_state(attempt, facts)
@@ -350,7 +342,7 @@ def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
             return _unanswered_state(attempt, job, facts)
     rows = [row for row in facts.answer.accounts if row.job == job]
     account = rows[attempt.start.restarts] if attempt.start.restarts < len(rows) else None
-    if account is None or account.state in UNFINISHED:
+    if account is None or account.state in scheduler.UNFINISHED:
         account = _final_row(job, facts) if is_last and job is not None else None
     # The log in the facts belongs to the last job.
     log = facts.log_tail if is_last and job is not None else ""
@@ -365,18 +357,18 @@ def slurm_jobs(facts: RunFacts) -> list[JobId]:
     return list(dict.fromkeys(job for _, job in sorted(jobs)))
 
 
-def live_row(facts: RunFacts) -> QueueRow | None:
+def live_row(facts: RunFacts) -> scheduler.QueueRow | None:
     """Returns the row of the newest job of a run that waits or runs; None if there is none."""
-    rows = {row.job: row for row in facts.answer.queue if row.state in WAITING | ACTIVE}
+    rows = {row.job: row for row in facts.answer.queue if row.state in scheduler.WAITING | scheduler.ACTIVE}
     return next((rows[job] for job in reversed(slurm_jobs(facts)) if job in rows), None)
 
 
-def _state_in_queue(row: QueueRow, facts: RunFacts) -> RunState:
+def _state_in_queue(row: scheduler.QueueRow, facts: RunFacts) -> RunState:
     attempts = [attempt for attempt in facts.attempts if attempt.start.slurm_job == row.job]
     again = f"submitted again ({facts.jobs[-1].reason})" if facts.jobs and facts.jobs[-1].reason else ""
-    if row.state in WAITING:
-        why = reason_in_words(row.reason)
-        if row.reason == NEVER_SATISFIED and not attempts:
+    if row.state in scheduler.WAITING:
+        why = scheduler.reason_in_words(row.reason)
+        if row.reason == scheduler.NEVER_SATISFIED and not attempts:
             return RunState(NEVER_STARTED, f"{why}; can-train cancel takes it out of the queue")
         history = f"before that: {_in_words(infer_attempt_state(attempts[-1], facts))}" if attempts else ""
         return RunState(QUEUED, "; ".join(filter(None, [why, history, again])))
@@ -448,19 +440,21 @@ def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
     reasons = [row.reason, *(queued.reason for queued in facts.answer.queue if queued.job == row.job)]
     unmet = not row.by_person and any(reason.startswith("Dependency") for reason in reasons)
     if row.state == "CANCELLED" and not unmet:
-        why = reason_in_words(row.reason)
+        why = scheduler.reason_in_words(row.reason)
         return RunState(CANCELLED, "before it started" + (f"; then, {why}" if why else ""))
-    reason = NEVER_SATISFIED if unmet else _UNLAUNCHED if unopened else row.reason
-    return RunState(NEVER_STARTED, reason_in_words(reason))
+    reason = scheduler.NEVER_SATISFIED if unmet else _UNLAUNCHED if unopened else row.reason
+    return RunState(NEVER_STARTED, scheduler.reason_in_words(reason))
 
 
 def _final_row(job: JobId, facts: RunFacts) -> AccountRow | None:
     """Returns the last account of a job that has left the queue; None if SLURM has none."""
     rows = [row for row in facts.answer.accounts if row.job == job]
-    if rows and rows[-1].state not in UNFINISHED:
+    if rows and rows[-1].state not in scheduler.UNFINISHED:
         return rows[-1]
     # The accounting lags by seconds, or is off altogether; the controller remembers the last minutes.
-    left = [row for row in facts.answer.queue if row.job == job and row.state not in WAITING | ACTIVE]
+    left = [
+        row for row in facts.answer.queue if row.job == job and row.state not in scheduler.WAITING | scheduler.ACTIVE
+    ]
     if not left:
         return None
     last = left[-1]

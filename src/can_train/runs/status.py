@@ -15,17 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.errors import RunError, nearest_first
-from can_train.io.records import (
-    JobId,
-    is_file,
-    is_folder,
-    is_running,
-    open_regular,
-    parse_object,
-    text_or_nothing,
-    this_host,
-    utc_text,
-)
+from can_train.io import records
+from can_train.io.records import JobId
 from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import CONFIG, RunFolder, is_run_id, may_be_called, short_name, split_run_id
 from can_train.runs.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
@@ -172,7 +163,7 @@ def _facts_on_disk(known: KnownRun, registry: Registry) -> RunFacts:
         result, is_damaged = None, True
     # A finished run needs no log, which takes long to read.
     last = jobs[-1] if jobs and result is None else None
-    is_seen = last and last.executor != "slurm" and last.host == this_host() and last.job_id.isdecimal()
+    is_seen = last and last.executor != "slurm" and last.host == records.this_host() and last.job_id.isdecimal()
     attempts: list[AttemptFacts] = []
     # Unreadable attempts must not hide the run: the other facts decide.
     with suppress(OSError):
@@ -184,8 +175,8 @@ def _facts_on_disk(known: KnownRun, registry: Registry) -> RunFacts:
         attempts[-1] = replace(attempts[-1], alive=alive, waits_for=folder.attempts.waits_for(start.attempt))
     return RunFacts(
         run=known.record, jobs=jobs, cancels=registry.cancels(known.run_id), attempts=attempts, result=result,
-        is_damaged=is_damaged, has_folder=is_folder(folder.path),
-        job_alive=is_running(int(last.job_id), last.time) if last and is_seen else None,
+        is_damaged=is_damaged, has_folder=records.is_folder(folder.path),
+        job_alive=records.is_running(int(last.job_id), last.time) if last and is_seen else None,
         log_tail=read_tail(log_path(last, known)) if last and last.log_path else "",
     )  # fmt: skip
 
@@ -211,7 +202,7 @@ def run_logs(facts: RunFacts, known: KnownRun) -> list[Path]:
 def read_tail(log: Path) -> str:
     """Reads the end of a log; empty if the log cannot be read."""
     try:
-        with open_regular(log) as file:
+        with records.open_regular(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:
@@ -228,15 +219,19 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
     Raises:
         StateError: The registry cannot be read.
     """
-    records = {record.run_id: record for record in registry.runs() if is_run_id(record.run_id)}
+    registered = {record.run_id: record for record in registry.runs() if is_run_id(record.run_id)}
     names = {name for name in _names_in(runs_dir) if is_run_id(name)}
     real = os.path.realpath(runs_dir)
-    runs = [_unregistered(runs_dir / name) for name in names - records.keys() if is_file(runs_dir / name / CONFIG)]
-    for run_id, record in records.items():
+    runs = [
+        _unregistered(runs_dir / name)
+        for name in names - registered.keys()
+        if records.is_file(runs_dir / name / CONFIG)
+    ]
+    for run_id, record in registered.items():
         path = record.path
         # A person may move the folder of runs and give the new path: the registry has the old path.
         may_have_moved = run_id in names and path != f"{real}{os.sep}{run_id}"
-        if may_have_moved and not is_folder(Path(path)) and is_file(runs_dir / run_id / CONFIG):
+        if may_have_moved and not records.is_folder(Path(path)) and records.is_file(runs_dir / run_id / CONFIG):
             path = str(runs_dir / run_id)
         runs.append(KnownRun(record=record, path=path))
     return sorted(runs, key=lambda known: (known.record.time, known.run_id), reverse=True)
@@ -244,7 +239,9 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
 
 def misnamed_runs(runs_dir: Path) -> list[str]:
     """Lists the folders that contain a configuration, but whose name is no run id."""
-    return sorted(name for name in _names_in(runs_dir) if not is_run_id(name) and is_file(runs_dir / name / CONFIG))
+    return sorted(
+        name for name in _names_in(runs_dir) if not is_run_id(name) and records.is_file(runs_dir / name / CONFIG)
+    )
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -323,7 +320,7 @@ def _unregistered(path: Path) -> KnownRun:
     time, key = split_run_id(run_id)
     # A renamed folder has no time in its name.
     created = time or datetime.fromtimestamp((path / CONFIG).stat().st_mtime)
-    record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=utc_text(created.astimezone()))
+    record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=records.utc_text(created.astimezone()))
     return KnownRun(record=record, path=str(path))
 
 
@@ -340,13 +337,13 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunPro
                            best_validation_loss=_number(result, "best_validation_loss"),
                            peak_share=_number(result, "peak_memory_pct"),
                            safety_factor=_number(result, "plan", "plan", "safety_factor"))  # fmt: skip
-    metrics = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
-    plan = parse_object(text_or_nothing(folder.plan_path)).get("plan")
-    manifest = parse_object(text_or_nothing(folder.checkpoints_path / "manifest.json"))
+    metrics = [records.parse_object(line) for line in records.text_or_nothing(folder.metrics_path).splitlines()]
+    plan = records.parse_object(records.text_or_nothing(folder.plan_path)).get("plan")
+    manifest = records.parse_object(records.text_or_nothing(folder.checkpoints_path / "manifest.json"))
     saved_step = _integer(manifest, "checkpoints", 0, "step")
     steps_per_epoch = _number(plan, "mean_steps_per_epoch") or _number(plan, "steps_per_epoch")
     # A regular expression: parsing the configuration takes as long as all else about a run.
-    setting = _EPOCHS.search(text_or_nothing(folder.path / CONFIG)) if plan else None
+    setting = _EPOCHS.search(records.text_or_nothing(folder.path / CONFIG)) if plan else None
     epochs = int(setting[1]) if setting else None
     last: Mapping[str, Any] = next((line for line in reversed(metrics) if line), {})
     done = [step for step in (_integer(last, "step"), saved_step) if step is not None]

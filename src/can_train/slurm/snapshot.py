@@ -17,17 +17,7 @@ from typing import Any, Final
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object, package_folders
 from can_train.errors import ConfigError, RunError
-from can_train.io.records import (
-    TEMPORARY_SUFFIX,
-    is_file,
-    parse_object,
-    read_text,
-    text_or_nothing,
-    unusable,
-    write_bytes_atomic,
-    write_json_atomic,
-    write_text_atomic,
-)
+from can_train.io import records
 from can_train.io.units import size_text
 
 _DESCRIPTION: Final = "code.json"
@@ -71,7 +61,7 @@ def code_folder(state_dir: Path) -> Path:
 
 def described_folder(run_path: Path) -> Path | None:
     """Returns the folder of a run's snapshot; None if the run's folder names no snapshot."""
-    folder = parse_object(text_or_nothing(run_path / _DESCRIPTION)).get("folder")
+    folder = records.parse_object(records.text_or_nothing(run_path / _DESCRIPTION)).get("folder")
     return Path(folder) if isinstance(folder, str) else None
 
 
@@ -161,7 +151,7 @@ def keep(code: Code, state_dir: Path) -> Path:
         else:
             _make(folder, code.files)
     except OSError as error:
-        raise unusable("written", folder, error) from error
+        raise records.unusable("written", folder, error) from error
     return folder
 
 
@@ -171,14 +161,14 @@ def _restore(folder: Path, files: Mapping[str, bytes]) -> None:
     """
     for path in sorted(folder.rglob("*")):
         # A temporary file of another submission has a name that nothing imports.
-        is_ours = path.relative_to(folder).as_posix() in files or path.name.endswith(TEMPORARY_SUFFIX)
+        is_ours = path.relative_to(folder).as_posix() in files or path.name.endswith(records.TEMPORARY_SUFFIX)
         if path.is_symlink() or (path.is_file() and not is_ours):
             path.unlink(missing_ok=True)
     for name, content in files.items():
         path = folder / name
-        if not is_file(path) or path.read_bytes() != content:
+        if not records.is_file(path) or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes_atomic(path, content)
+            records.write_bytes_atomic(path, content)
 
 
 def describe(code: Code, state_dir: Path, run_path: Path) -> None:
@@ -196,9 +186,9 @@ def describe(code: Code, state_dir: Path, run_path: Path) -> None:
         "untracked": list(code.untracked),
     }
     try:
-        write_json_atomic(run_path / _DESCRIPTION, description)
+        records.write_json_atomic(run_path / _DESCRIPTION, description)
         if code.difference:
-            write_text_atomic(run_path / "code.diff", code.difference)
+            records.write_text_atomic(run_path / "code.diff", code.difference)
     except OSError as error:
         raise RunError("The run folder cannot be written", value=f"{run_path}: {error.strerror}") from error
 
@@ -210,9 +200,9 @@ def code_of(run_path: Path) -> Path:
         RunError: The run has no snapshot, or its files have changed since the submission.
     """
     try:
-        description: dict[str, Any] = json.loads(read_text(run_path / _DESCRIPTION))
+        description: dict[str, Any] = json.loads(records.read_text(run_path / _DESCRIPTION))
         folder, digest = Path(description["folder"]), description["digest"]
-        files = {name: folder / name for name in _walk(folder) if not name.endswith(TEMPORARY_SUFFIX)}
+        files = {name: folder / name for name in _walk(folder) if not name.endswith(records.TEMPORARY_SUFFIX)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError("The run was not submitted, or the note of its code is damaged",
                        value=str(run_path / _DESCRIPTION)) from error  # fmt: skip
