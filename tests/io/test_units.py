@@ -38,7 +38,7 @@ def test_a_size_is_a_number_with_its_unit(text: str, size: int) -> None:
      "2 G iB", "inf GiB", "nan", "٢GiB", "2B", "2i", "9" * 5000 + "GiB"],
 )  # fmt: skip
 def test_anything_else_is_an_error_with_an_example(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"number above zero with its unit: '.*\n.*512MiB"):
+    with pytest.raises(ConfigError, match=r"This is no size: '.*\n.*number above zero with its unit.*512MiB"):
         parse_size(text)
 
 

@@ -145,22 +145,22 @@ class JobOutcome:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RestartDecision:
     """Whether and how a run starts again, and why; only a `NoRestart` may have no reason."""
 
     reason: str = ""
 
 
-class Requeue(Decision):
+class Requeue(RestartDecision):
     """The job goes back into the queue unchanged."""
 
 
-class NoRestart(Decision):
+class NoRestart(RestartDecision):
     """Nothing is started."""
 
 
 @dataclass(frozen=True)
-class Resubmit(Decision):
+class Resubmit(RestartDecision):
     """The run gets a new job, with more memory or without the nodes of the old job."""
 
     memory_mib: int | None = None
@@ -436,7 +436,7 @@ def job_memory_mib(environment: Mapping[str, str]) -> int | None:
     return None
 
 
-def _record_end(ended: _EndedJob, ending: str, decision: Decision, error: str) -> None:
+def _record_end(ended: _EndedJob, ending: str, decision: RestartDecision, error: str) -> None:
     """Records an ending that the processes of the attempt could not know or record."""
     end, why_not = ended.end, decision.reason if isinstance(decision, NoRestart) else ""
     is_recorded = end is not None and end.ending == ending
