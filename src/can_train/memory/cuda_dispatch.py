@@ -210,7 +210,7 @@ class _Recorder(StorageTracker[int]):
         self._resident_threads = resident_threads
         # Kernels that PyTorch runs on a GPU in place of composite operations.
         attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
-        self._kernels = attention | recurrent_kernels(None)
+        self._kernels = attention | recurrent_kernels(has_values=False)
         self._span = ""  # library whose memory is made now; empty: tensors
         self._fake = _FakeGpu(allow_non_fake_inputs=True)
         self._on_gpu = WeakIdKeyDictionary()  # tensors outside the GPU to their copies there
@@ -473,7 +473,7 @@ def _sums(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[Tenso
 
 def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
     """Runs the kernel of attention that CUDA would choose; a build without CUDA has only the composite operation."""
-    call = AttentionCall.bound(*args, **kwargs)
+    call = AttentionCall(*args, **kwargs)
     backend = call.backend(capability)
     if backend is SDPBackend.FLASH_ATTENTION:
         attended = _aten._scaled_dot_product_flash_attention(

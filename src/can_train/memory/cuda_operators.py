@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from can_train.memory.cuda_workspaces import AMPERE, CUDNN, Capability, flash_backward_bytes
 
@@ -76,7 +76,16 @@ class CudaOperators:
         with self._lock:
             self._num_open += 1
             if self._num_open == 1:
-                self.kernels = _cpu_kernels(capability)
+                self.kernels = {
+                    _aten.dropout.default: _dropout,
+                    _aten.scaled_dot_product_attention.default: partial(_attention, capability),
+                    _aten.softmax.int: partial(_softmax, _aten.softmax.int),
+                    _aten.log_softmax.int: partial(_softmax, _aten.log_softmax.int),
+                    **recurrent_kernels(has_values=True),
+                }
+                # Versions of PyTorch without this operator take RMS norm apart on CUDA, too.
+                if hasattr(_aten, "_fused_rms_norm"):
+                    self.kernels[_aten.rms_norm.default] = _rms_norm
                 self._libraries = [register("AutogradCPU", self.kernels), register("AutocastCPU", _autocast_kernels())]
 
     def close(self) -> None:
@@ -101,18 +110,6 @@ def register(key: str, kernels: Kernels) -> Library:
         for operator, kernel in kernels.items():
             library.impl(operator, kernel)
     return library
-
-
-def _cpu_kernels(capability: Capability) -> Kernels:
-    kernels: Kernels = {
-        _aten.dropout.default: _dropout,
-        _aten.scaled_dot_product_attention.default: partial(_attention_on_cpu, capability),
-        _aten.softmax.int: partial(_softmax, _aten.softmax.int),
-        _aten.log_softmax.int: partial(_softmax, _aten.log_softmax.int),
-        **recurrent_kernels(composite),
-    }
-    # Versions of PyTorch without this operator take RMS norm apart on CUDA, too.
-    return kernels | ({_aten.rms_norm.default: _rms_norm} if hasattr(_aten, "_fused_rms_norm") else {})
 
 
 def composite(operator: OpOverload) -> Callable[..., Any]:
@@ -162,11 +159,23 @@ class _Fused(torch.autograd.Function):
         """Computes the gradients of the inputs."""
         saved = ctx.saved_tensors
         copies, computed = ctx.graph
-        trained = [tensor for tensor in copies if tensor is not None and tensor.requires_grad]
+        places = [place for place, tensor in enumerate(copies) if tensor is not None and tensor.requires_grad]
+        trained = [copies[place] for place in places]
+        pairs = [
+            (result, gradient)
+            for result, gradient in zip(computed, gradients, strict=True)
+            if gradient is not None and result.requires_grad
+        ]
         with _on_host():
-            input_gradients = iter(_gradients_of(computed, trained, gradients))
-        result = [None if tensor is None or not tensor.requires_grad else next(input_gradients) for tensor in copies]
-        result = [None if gradient is None else gradient.clone() for gradient in result]
+            if pairs:
+                results, given = zip(*pairs, strict=True)
+                input_gradients = torch.autograd.grad(results, trained, given, retain_graph=True, allow_unused=True)
+            else:
+                # The results were computed from shapes alone.
+                input_gradients = tuple(torch.empty_like(tensor) for tensor in trained)
+        result: list[Tensor | None] = [None] * len(copies)
+        for place, gradient in zip(places, input_gradients, strict=True):
+            result[place] = None if gradient is None else gradient.clone()
         with _everywhere(lambda mode: mode.library(ctx.kernel.library)):
             torch.empty(ctx.kernel.backward_bytes, dtype=torch.uint8, device=saved[-1].device)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -189,21 +198,6 @@ class _FusedTwice(_Fused):
         input_gradients = iter(torch.autograd.grad(computed, trained, gradients, create_graph=True))
         needs = [tensor is not None and tensor.requires_grad for tensor in inputs]
         return (None, None, *(next(input_gradients) if needed else None for needed in needs))
-
-
-def _gradients_of(
-    computed: Sequence[Tensor], trained: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
-    pairs = [
-        (result, gradient)
-        for result, gradient in zip(computed, gradients, strict=True)
-        if gradient is not None and result.requires_grad
-    ]
-    if not pairs:
-        # Computed from shapes alone.
-        return [torch.empty_like(tensor) for tensor in trained]
-    results, wanted = zip(*pairs, strict=True)
-    return torch.autograd.grad(results, trained, wanted, retain_graph=True, allow_unused=True)
 
 
 def run_fused(kernel: FusedKernel, *inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -272,9 +266,11 @@ def _rms_norm(
 _EFFICIENT_ROWS: Final = 32  # queries that the sums of memory-efficient attention are rounded up to
 
 
-@dataclass(kw_only=True)
+@dataclass
 class AttentionCall:
-    """Arguments of `scaled_dot_product_attention`: [N, H, L, E] queries, [N, H, S, E] keys, [N, H, S, V] values."""
+    """Arguments of `scaled_dot_product_attention`, in its order: [N, H, L, E] queries, [N, H, S, E] keys, [N, H, S, V]
+    values.
+    """
 
     query: Tensor
     key: Tensor
@@ -285,46 +281,36 @@ class AttentionCall:
     scale: float | None = None
     enable_gqa: bool = False
 
-    @classmethod
-    def bound(cls, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> AttentionCall:
-        """Reads the operator's arguments."""
-        names = ("attn_mask", "dropout_p", "is_causal")
-        return cls(query=query, key=key, value=value, **dict(zip(names, args, strict=False)), **kwargs)
-
     def backend(self, capability: Capability) -> SDPBackend:
         """Returns the kernel that CUDA chooses on a card.
 
         Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`, and attention.cpp.
         """
-        if self.query.dim() != 4:
+        query, key, value = self.query, self.key, self.value
+        if query.dim() != 4:
             return SDPBackend.MATH
-        if torch.backends.cuda.flash_sdp_enabled() and self._suits_flash(capability):
+        widest = 192 if capability in ((8, 6), (8, 9)) else 256
+        suits_flash = (
+            capability >= AMPERE
+            and query.dtype in _HALF
+            and self.attn_mask is None
+            and query.size(-1) == key.size(-1) == value.size(-1) <= widest
+            and (query.size(-2) == key.size(-2) or not self.is_causal)
+        )
+        if suits_flash and torch.backends.cuda.flash_sdp_enabled():
             return SDPBackend.FLASH_ATTENTION
-        if torch.backends.cuda.mem_efficient_sdp_enabled() and self._suits_efficient(capability):
+        # `minimum_gemm_alignment`: 16 bytes where tensor cores multiply.
+        with_cores = capability >= AMPERE or (capability >= (7, 0) and query.dtype in _HALF)
+        alignment = 16 // query.element_size() if with_cores else 1
+        suits_efficient = (
+            query.dtype is not torch.float64
+            and (query.dtype is not torch.bfloat16 or capability >= AMPERE)
+            and query.size(1) == key.size(1) == value.size(1)
+            and query.size(-1) % alignment == value.size(-1) % alignment == 0
+        )
+        if suits_efficient and torch.backends.cuda.mem_efficient_sdp_enabled():
             return SDPBackend.EFFICIENT_ATTENTION
         return SDPBackend.MATH
-
-    def _suits_flash(self, capability: Capability) -> bool:
-        width = self.query.size(-1)
-        widest = 192 if capability in ((8, 6), (8, 9)) else 256
-        is_square = self.query.size(-2) == self.key.size(-2)
-        return (
-            capability >= AMPERE
-            and self.query.dtype in _HALF
-            and self.attn_mask is None
-            and width == self.key.size(-1) == self.value.size(-1) <= widest
-            and (is_square or not self.is_causal)
-        )
-
-    def _suits_efficient(self, capability: Capability) -> bool:
-        if self.query.dtype is torch.float64 or (self.query.dtype is torch.bfloat16 and capability < AMPERE):
-            return False
-        # `minimum_gemm_alignment`: 16 bytes where tensor cores multiply.
-        with_cores = capability >= AMPERE or (capability >= (7, 0) and self.query.dtype in _HALF)
-        alignment = 16 // self.query.element_size() if with_cores else 1
-        sizes = (self.query.size(-1), self.value.size(-1))
-        same_heads = self.query.size(1) == self.key.size(1) == self.value.size(1)
-        return same_heads and all(size % alignment == 0 for size in sizes)
 
     def padded(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values as flash attention takes them, their widths a multiple of 8."""
@@ -353,33 +339,32 @@ class AttentionCall:
             mask = F.pad(mask.expand(*mask.shape[:-1], columns), (0, -columns % 8))[..., :columns]
         return mask.expand(*self.query.shape[:-1], columns)
 
-    def composed(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Sequence[Tensor]:
-        """Computes attention with any kernel there is; the result's [N, L, H, V] lie one after the other."""
+    def composed(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, is_flash: bool = False
+    ) -> Sequence[Tensor]:
+        """Computes attention with any kernel there is. The result's [N, L, H, V] lie one after the other; flash
+        attention's result lies in memory like the queries.
+        """
         attended = composite(_aten.scaled_dot_product_attention.default)(
             query, key, value, bias, self.dropout_p, self.is_causal, scale=self.factor, enable_gqa=self.enable_gqa
         )
-        return (attended.transpose(1, 2).contiguous().transpose(1, 2),)
-
-    def composed_like_query(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        """Computes attention; the result lies in memory as flash attention's does, like the queries."""
-        (attended,) = self.composed(query, key, value)
-        return (torch.empty_like(query.transpose(1, 2)).transpose(1, 2).copy_(attended),)
+        attended = attended.transpose(1, 2).contiguous()
+        if is_flash:
+            attended = torch.empty_like(query.transpose(1, 2)).copy_(attended)
+        return (attended.transpose(1, 2),)
 
 
-def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
-    call = AttentionCall.bound(*args, **kwargs)
+def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
+    call = AttentionCall(*args, **kwargs)
     backend = call.backend(capability)
     batch, heads, queries, width = (1, *call.query.shape)[-4:]
+    sums = batch * heads * torch.float32.itemsize
     if backend is SDPBackend.FLASH_ATTENTION:
-        query, key, value = call.padded()
-        sums = batch * heads * queries * torch.float32.itemsize
-        kernel = FusedKernel(
-            compute=call.composed_like_query, kept_bytes=sums, backward_bytes=flash_backward_bytes(query)
-        )
-        return run_fused(kernel, query, key, value)[0][..., :width]
+        compute, backward_bytes = partial(call.composed, is_flash=True), flash_backward_bytes(call.padded()[0])
+        kernel = FusedKernel(compute=compute, kept_bytes=sums * queries, backward_bytes=backward_bytes)
+        return run_fused(kernel, *call.padded())[0][..., :width]
     if backend is SDPBackend.EFFICIENT_ATTENTION:
         rows = -(-queries // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
-        sums = batch * heads * torch.float32.itemsize
         kernel = FusedKernel(compute=call.composed, kept_bytes=sums * rows, backward_bytes=sums * queries)
         return run_fused(kernel, call.query, call.key, call.value, call.bias())[0]
     with sdpa_kernel(SDPBackend.MATH):
@@ -395,23 +380,19 @@ _RUNNING: Final = {"lstm": 6, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
 _RUN_BYTES: Final = 8 * 2**20
 
 
-def recurrent_kernels(composed: Callable[[OpOverload], Callable[..., Any]] | None) -> Kernels:
-    """Returns the kernels of recurrent layers and cells; `composed` makes the function that computes an operator. None:
-    results are tensors without values.
-    """
-    kernels: Kernels = {}
-    for name in _KEPT:
-        for overload in ("input", "data"):
-            operator = getattr(getattr(_aten, name), overload)
-            kernels[operator] = partial(_recurrent, operator, composed)
-    for operator in (_aten.lstm_cell.default, _aten.gru_cell.default):
-        kernels[operator] = partial(_cell, operator, composed)
-    return kernels
+def recurrent_kernels(*, has_values: bool) -> Kernels:
+    """Returns the kernels of recurrent layers and cells, whose results have values or are tensors without values."""
+    layers = [getattr(getattr(_aten, name), overload) for name in _KEPT for overload in ("input", "data")]
+    return {
+        **{operator: partial(_recurrent, operator, has_values) for operator in layers},
+        **{
+            operator: partial(_cell, operator, has_values)
+            for operator in (_aten.lstm_cell.default, _aten.gru_cell.default)
+        },
+    }
 
 
-def _recurrent(
-    operator: OpOverload, composed: Callable[[OpOverload], Callable[..., Any]] | None, *args: Any
-) -> tuple[Tensor, ...]:
+def _recurrent(operator: OpOverload, has_values: bool, *args: Any) -> tuple[Tensor, ...]:
     """Runs the layers of a recurrent network as cuDNN does, at once."""
     is_packed = operator._overloadname == "data"
     name = operator._schema.name.removeprefix("aten::")
@@ -423,36 +404,34 @@ def _recurrent(
     batch_first = not is_packed and options[5]
 
     def compute(inputs: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
-        first = list(tensors[: len(states)])
-        if composed is None:
-            width = first[0].size(-1) * (1 + bidirectional)
-            return (inputs.new_empty(*inputs.shape[:-1], width), *(torch.empty_like(state) for state in first))
+        if not has_values:
+            width = tensors[0].size(-1) * (1 + bidirectional)
+            made = (torch.empty_like(state) for state in tensors[: len(states)])
+            return (inputs.new_empty(*inputs.shape[:-1], width), *made)
         # The CPU's library lacks half precision for some of them.
         with torch.autocast("cpu", enabled=False):
             wide = [tensor.float() if tensor.dtype in _HALF else tensor for tensor in (inputs, *tensors)]
-            first, parameters = wide[1 : 1 + len(first)], wide[1 + len(first) :]
-            results = composed(operator)(wide[0], *lengths, first if is_lstm else first[0], parameters, *options)
+            first, parameters = wide[1 : 1 + len(states)], wide[1 + len(states) :]
+            results = composite(operator)(wide[0], *lengths, first if is_lstm else first[0], parameters, *options)
             return [result.to(inputs.dtype) for result in results]
 
-    each = inputs.shape[:-1].numel() * states[-1].size(-1) * (1 + bidirectional)
-    kernel = partial(FusedKernel, compute=compute, library=CUDNN)
     tensors = _as_autocast(inputs, *states, *weights)
+    each = inputs.shape[:-1].numel() * states[-1].size(-1) * (1 + bidirectional)
     size = tensors[0].element_size() * each
-    drops = bool(train and dropout and layers > 1)
-    workspace = (_RUNNING[name] + drops) * size
-    if composed is None:
+    workspace = (_RUNNING[name] + bool(train and dropout and layers > 1)) * size
+    if not has_values:
         # Of any batch, and more than some simulated GPUs have.
         workspace += recurrent_bytes(tensors[1 + len(states) :], layers * (1 + bidirectional))
     # cuDNN's steps come first, so tensors whose samples come first are copied: the input, and the result's gradient.
-    copied = tensors[0].nbytes * batch_first
-    return run_fused(
-        kernel(
-            kept_bytes=(_KEPT[name] * layers - 1) * size * train,
-            forward_bytes=workspace + copied,
-            backward_bytes=workspace + copied + size * batch_first,
-        ),
-        *tensors,
+    workspace += tensors[0].nbytes * batch_first
+    kernel = FusedKernel(
+        compute=compute,
+        kept_bytes=(_KEPT[name] * layers - 1) * size * train,
+        forward_bytes=workspace,
+        backward_bytes=workspace + size * batch_first,
+        library=CUDNN,
     )
+    return run_fused(kernel, *tensors)
 
 
 def recurrent_bytes(weights: Sequence[Tensor], runs: int) -> int:
@@ -462,47 +441,39 @@ def recurrent_bytes(weights: Sequence[Tensor], runs: int) -> int:
     return sum(weight.nbytes for weight in weights) + runs * _RUN_BYTES
 
 
-def _cell(
-    operator: OpOverload, composed: Callable[[OpOverload], Callable[..., Any]] | None, *args: Any
-) -> tuple[Tensor, ...] | Tensor:
+def _cell(operator: OpOverload, has_values: bool, *args: Any) -> tuple[Tensor, ...] | Tensor:
     """Runs a step of an LSTM or a GRU, which CUDA fuses after the two matrix products."""
     inputs, states, weights, state_weights, *biases = args
     is_lstm = operator is _aten.lstm_cell.default
-    hidden = states[0] if is_lstm else states
     bias, state_bias = biases or (None, None)
-    gates, state_gates = F.linear(inputs, weights, bias), F.linear(hidden, state_weights, state_bias)
+    gates = F.linear(inputs, weights, bias)
+    state_gates = F.linear(states[0] if is_lstm else states, state_weights, state_bias)
     (state,) = _as_autocast(states[1] if is_lstm else states)
-    gates = state_gates + gates if is_lstm else _gru_gates(gates, state_gates)
+    if is_lstm:
+        gates = state_gates + gates
+    else:
+        # The gates that reset and keep, and both parts of the new state, before the second part is reset.
+        width = gates.size(1) // 3
+        summed = state_gates[:, : 2 * width] + gates[:, : 2 * width]
+        gates = torch.cat([summed, gates[:, 2 * width :], state_gates[:, 2 * width :]], dim=1)
+        del summed
     del state_gates
 
     def compute(state: Tensor, gates: Tensor) -> Sequence[Tensor]:
-        if composed is None:
+        if not has_values:
             return [torch.empty_like(state) for _ in range(1 + is_lstm)]
-        return _lstm_step(state, gates) if is_lstm else (_gru_step(state, gates),)
+        if is_lstm:
+            into, forget, new, out = gates.chunk(4, dim=1)
+            cell = forget.sigmoid() * state + into.sigmoid() * new.tanh()
+            return out.sigmoid() * cell.tanh(), cell
+        reset, keep, new, state_new = gates.chunk(4, dim=1)
+        new = (new + reset.sigmoid() * state_new).tanh()
+        return ((state - new) * keep.sigmoid() + new,)
 
     # A GRU keeps a copy of its state beside four gates. Source: aten/src/ATen/native/cuda/RNN.cu, `workspace`.
     kernel = FusedKernel(compute=compute, kept_bytes=0 if is_lstm else state.nbytes, is_repeatable=True)
     results = run_fused(kernel, state, gates)
     return results if is_lstm else results[0]
-
-
-def _lstm_step(cell: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    into, forget, new, out = gates.chunk(4, dim=1)
-    cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
-    return out.sigmoid() * cell.tanh(), cell
-
-
-def _gru_gates(gates: Tensor, state_gates: Tensor) -> Tensor:
-    """Returns the gates that reset and keep, and both parts of the new state, before the second part is reset."""
-    width = gates.size(1) // 3
-    summed = state_gates[:, : 2 * width] + gates[:, : 2 * width]
-    return torch.cat([summed, gates[:, 2 * width :], state_gates[:, 2 * width :]], dim=1)
-
-
-def _gru_step(state: Tensor, gates: Tensor) -> Tensor:
-    reset, keep, new, state_new = gates.chunk(4, dim=1)
-    new = (new + reset.sigmoid() * state_new).tanh()
-    return (state - new) * keep.sigmoid() + new
 
 
 def _as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -540,12 +511,9 @@ _IN_HALF: Final = ("addmv", "addr", "mv", "linalg_multi_dot", "chain_matmul")
 
 
 def _autocast_kernels() -> Kernels:
-    kinds = (
-        (_IN_FP32, _in_fp32), (_INTO_FP32, _into_fp32), (_IN_WIDEST, _in_widest), (_IN_HALF, _in_half)
-    )  # fmt: skip
     # The loss is composed of operators that have their own places in CUDA's lists.
     kernels: Kernels = {_aten.cross_entropy_loss.default: composite(_aten.cross_entropy_loss.default)}
-    for names, cast in kinds:
+    for names in (_IN_FP32, _INTO_FP32, _IN_WIDEST, _IN_HALF):
         for name in names:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(_aten, packet, None), overload or "default", None)
@@ -553,45 +521,28 @@ def _autocast_kernels() -> Kernels:
             if operator is None:
                 continue
             if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCPU"):
-                kernels[operator] = partial(_run_autocast, operator, cast)
+                kernels[operator] = partial(_run_autocast, operator, names)
     return kernels
 
 
-def _run_autocast(operator: OpOverload, cast: Callable[[Any, Any], tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
+def _run_autocast(operator: OpOverload, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Any:
+    """Runs an operator of one of the lists with the arguments that CUDA's autocast would give it."""
+
+    def is_eligible(tensor: Tensor) -> bool:
+        return tensor.is_cpu and tensor.is_floating_point() and tensor.dtype is not torch.float64
+
     with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU)):
-        args, kwargs = cast(args, kwargs)
+        if names is _INTO_FP32:
+            # These make results of single precision from inputs of half precision, by an argument.
+            is_chosen = any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values()))
+            is_wide = not is_chosen and is_eligible(args[0])
+            return operator(*args, **(kwargs | {"dtype": torch.float32} if is_wide else kwargs))
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+        is_widest = names is _IN_WIDEST and any(tensor.dtype is torch.float32 for tensor in tensors)
+        dtype = torch.float32 if names is _IN_FP32 or is_widest else torch.get_autocast_dtype("cpu")
+        args, kwargs = tree_map_only(
+            Tensor, lambda tensor: tensor.to(dtype) if is_eligible(tensor) else tensor, (args, kwargs)
+        )
+        # Nothing but the arguments may hold the tensors that were cast: they are freed as CUDA frees them.
+        del tensors
         return operator(*args, **kwargs)
-
-
-def _is_eligible(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_floating_point() and tensor.dtype is not torch.float64
-
-
-def _cast_to(dtype: torch.dtype, arguments: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if _is_eligible(tensor) else tensor, arguments)
-
-
-def _in_fp32(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _cast_to(torch.float32, (args, kwargs))  # type: ignore[no-any-return]
-
-
-def _in_half(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _cast_to(torch.get_autocast_dtype("cpu"), (args, kwargs))  # type: ignore[no-any-return]
-
-
-def _into_fp32(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Lets an operator with an argument for it make results of single precision."""
-    is_chosen = any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values()))
-    return args, kwargs if is_chosen or not _is_eligible(args[0]) else {**kwargs, "dtype": torch.float32}
-
-
-def _in_widest(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    widest = torch.get_autocast_dtype("cpu")
-
-    def look(tensor: Tensor) -> Tensor:
-        nonlocal widest
-        widest = torch.float32 if tensor.dtype is torch.float32 else widest
-        return tensor
-
-    tree_map_only(Tensor, look, (args, kwargs))
-    return _cast_to(widest, (args, kwargs))  # type: ignore[no-any-return]
