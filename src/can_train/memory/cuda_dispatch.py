@@ -20,38 +20,22 @@ from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from can_train.memory import cuda_workspaces
 from can_train.memory.cuda_library import MAX_QUOTED_CHARACTERS, NoCudaDispatchError, compiled_library
-from can_train.memory.cuda_operators import AttentionCall, composite, recurrent_kernels, register
-from can_train.memory.cuda_workspaces import (
-    CUBLAS,
-    CUDNN,
-    TENSORS,
-    Capability,
-    capability_of,
-    cublas_bytes,
-    cudnn_bytes,
-    flash_backward_bytes,
-    is_on_gpu,
-    sum_bytes,
-)
+from can_train.memory.cuda_operators import AttentionCall, composed_attention, recurrent_kernels, register
+from can_train.memory.cuda_workspaces import CUBLAS, CUDNN, TENSORS, Capability, is_on_gpu
 from can_train.memory.simulated.gpu import StorageTracker
 
 if TYPE_CHECKING:
@@ -69,11 +53,9 @@ _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 
 _aten: Final = torch.ops.aten
 _PRODUCTS: Final = frozenset(
-    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.addmv.default,
-     _aten.mv.default, _aten.dot.default}
-)  # fmt: skip
+    getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot")
+)
 # Operations that take tensors of two devices as they are.
-_SUMS: Final = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
 _ACROSS_DEVICES: Final = frozenset({_aten.copy_.default, _aten._to_copy.default, torch.ops.prim.device.default})
 _INDEXING: Final = frozenset(
     {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
@@ -184,14 +166,13 @@ def _answer(
     try:
         ctypes.CDLL(str(library)).can_train_start_autograd()
         recorder = _Recorder(model, *gpu)
-        with recorder.recording():
-            run()
+        recorder.record(run)
         answers.send((recorder.events, recorder.workspaces))
     except BaseException as error:  # noqa: BLE001 - it is the parent that says so
         answers.send(f"{type(error).__name__}: {error}"[:MAX_QUOTED_CHARACTERS])
 
 
-class _FakeGpu(FakeTensorMode):
+class _FakeGpu(fake_tensor.FakeTensorMode):
     """Fake tensors of a GPU that is not there, although `torch.cuda.is_available()` says that it is: `torch.tensor`
     makes its tensor on the host then, and copies it by an operation that is dispatched.
     """
@@ -206,7 +187,7 @@ class _Recorder(StorageTracker[int]):
         super().__init__(cuda=None)
         self.events: list[tuple[int, int]] = []
         self.workspaces: dict[int, str] = {}
-        self._capability = capability_of(generation)
+        self._capability = cuda_workspaces.capability_of(generation)
         self._resident_threads = resident_threads
         # Kernels that PyTorch runs on a GPU in place of composite operations.
         attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
@@ -221,21 +202,32 @@ class _Recorder(StorageTracker[int]):
         # state of fake tensors.
         self._one_by_one = RLock()
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Puts the model on the GPU, and records the allocations of the block."""
-        fused = register("CUDA", dict.fromkeys(_FUSED_ON_CUDA, _never_run))
-        chosen = register("AutogradCUDA", self._kernels)
+    def record(self, run: Callable[[], object]) -> None:
+        """Puts the model on the GPU, and records the allocations of a program. The process must end afterwards."""
+
+        def never_run(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError("a kernel was run on a fake tensor")
+
+        def release_cached() -> None:
+            self._free_dead()
+            self.events.append((CACHE_RELEASED, 0))
+
+        def move_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            # Autograd must see the move: inputs may need gradients.
+            return tree_map_only(Tensor, lambda given: given if is_on_gpu(given) else given.to("cuda"), (args, kwargs))
+
+        # A library's kernels go with it.
+        self._libraries = [
+            register("CUDA", dict.fromkeys(_FUSED_ON_CUDA, never_run)), register("AutogradCUDA", self._kernels)
+        ]  # fmt: skip
         _pretend_cuda(self._capability)
-        torch.cuda.empty_cache = self._release_cached
+        torch.cuda.empty_cache = release_cached
         with self._fake:
             self._move_model()
-        self._model.register_forward_pre_hook(self._move_inputs, with_kwargs=True)
+        self._model.register_forward_pre_hook(move_inputs, with_kwargs=True)
         self.seed_resident([*self._model.parameters(), *self._model.buffers()])
         with self._fake, self:
-            yield
-        for library in (fused, chosen):
-            library._destroy()
+            run()
 
     @contextmanager
     def library(self, name: str) -> Iterator[None]:
@@ -258,38 +250,43 @@ class _Recorder(StorageTracker[int]):
         if _is_real(func, tensors, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if (in_parts := self._in_parts(func, args, kwargs)) is not None:
+        # Some are composed of other operations, which are dispatched in their place.
+        parts: Callable[..., Any] | None = None
+        if _is_composite(func):
+            parts = self._kernels.get(func, func.decompose)
+        elif func is _aten.masked_select.default:
+            parts = _selected
+        elif (parts := _FROM_VALUES.get(func)) is not None:
+            args = tree_map_only(Tensor, lambda tensor: self._values.get(tensor, tensor), args)
+        if parts is not None:
             with self._fake, self:
-                return in_parts()
+                return parts(*args, **kwargs)
         values = self._compute(func, args, kwargs, tensors)
-        if values is not None and func is _aten._to_copy.default and _is_on_host(kwargs.get("device")):
+        if values is not None and func is _aten._to_copy.default and _device_type(kwargs) == "cpu":
             return values
         if func in _INDEXING:
             args = (args[0], self._positions(args[1]), *args[2:])
         if func not in _ACROSS_DEVICES and any(is_on_gpu(tensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self._move, (args, kwargs))
-        args, kwargs = tree_map_only(Tensor, self._without_values, (args, kwargs))
+        args, kwargs = tree_map_only(
+            Tensor,
+            lambda tensor: tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor),
+            (args, kwargs),
+        )
         try:
             result = self._run_counted(func, args, kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
             if values is None:
                 raise
             result = tree_map_only(Tensor, self._copy_to_gpu, values)
-        self._keep_values(func, args, result, values)
+        if values is not None:
+            for made, value in zip(tree_iter(result), tree_iter(values), strict=True):
+                if is_on_gpu(made) and not value.is_floating_point():
+                    self._values[made] = value
+        elif func._schema.is_mutable:
+            self._forget_values(args[:1])
         self._take_workspaces(func, args, result)
         return result
-
-    def _in_parts(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-        """Returns a function that composes an operation of other operations, which are dispatched in its place; None
-        where it stays whole.
-        """
-        if _is_composite(func):
-            return partial(self._kernels.get(func, func.decompose), *args, **kwargs)
-        if func is _aten.masked_select.default:
-            return partial(_selected, *args)
-        if (computed := _FROM_VALUES.get(func)) is not None:
-            return partial(computed, *tree_map_only(Tensor, lambda tensor: self._values.get(tensor, tensor), args))
-        return None
 
     def _compute(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
@@ -316,21 +313,13 @@ class _Recorder(StorageTracker[int]):
     def _has_value(self, tensor: Tensor) -> bool:
         return tensor in self._values or not (isinstance(tensor, FakeTensor) or tensor.is_floating_point())
 
-    def _keep_values(self, func: Any, args: tuple[Any, ...], result: Any, values: Any) -> None:
-        if values is None:
-            for changed in tree_iter(args[:1]) if func._schema.is_mutable else ():
-                self._forget_values(changed)
-            return
-        for made, value in zip(tree_iter(result), tree_iter(values), strict=True):
-            if is_on_gpu(made) and not value.is_floating_point():
-                self._values[made] = value
-
-    def _forget_values(self, changed: Any) -> None:
-        """Forgets the values of a tensor that was written to, and of all tensors that share its memory."""
-        if is_on_gpu(changed) and not changed.is_floating_point():
-            shared = changed.untyped_storage()._cdata
-            for tensor in [tensor for tensor in self._values if tensor.untyped_storage()._cdata == shared]:
-                del self._values[tensor]
+    def _forget_values(self, tensors: Any) -> None:
+        """Forgets the values of tensors that were written to, and of all tensors that share their memory."""
+        for changed in tree_iter(tensors):
+            if is_on_gpu(changed) and not changed.is_floating_point():
+                shared = changed.untyped_storage()._cdata
+                for tensor in [tensor for tensor in self._values if tensor.untyped_storage()._cdata == shared]:
+                    del self._values[tensor]
 
     def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
         return (tensor.untyped_storage(),) if is_on_gpu(tensor) and tensor.layout is torch.strided else ()
@@ -345,10 +334,6 @@ class _Recorder(StorageTracker[int]):
     def _free(self, allocation: int) -> None:
         self.events.append((allocation, 0))
 
-    def _release_cached(self) -> None:
-        self._free_dead()
-        self.events.append((CACHE_RELEASED, 0))
-
     def _move(self, tensor: Tensor) -> Tensor:
         """Returns a tensor's copy on the GPU, one for as long as the tensor lives; single values stay on the host."""
         if is_on_gpu(tensor) or (tensor.dim() == 0 and tensor not in self._on_gpu):
@@ -362,20 +347,15 @@ class _Recorder(StorageTracker[int]):
         with self._fake, self:
             return tensor.detach().to("cuda")
 
-    def _without_values(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
-
-    def _move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # Autograd must see the move: inputs may need gradients.
-        return tree_map_only(Tensor, lambda given: given if is_on_gpu(given) else given.to("cuda"), (args, kwargs))
-
     def _move_model(self) -> None:
         """Replaces parameters and buffers by fake tensors on the GPU; modules go on sharing shared tensors."""
         for module in self._model.modules():
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None and tensor not in self._on_gpu:
-                        self._on_gpu[tensor] = _fake_like(tensor)
+                        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        self._on_gpu[tensor] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
                         if not (tensor.is_floating_point() or tensor.is_meta):
                             self._values[self._on_gpu[tensor]] = tensor
                     if tensor is not None:
@@ -390,15 +370,12 @@ class _Recorder(StorageTracker[int]):
             is_backward = torch._C._current_graph_task_id() != -1
             if is_backward not in self._has_cublas:
                 self._has_cublas.add(is_backward)
-                self.workspaces[self._allocate(cublas_bytes(self._capability))] = CUBLAS
-        if func is _aten._scaled_dot_product_flash_attention_backward.default:
-            self._free(self._allocate(flash_backward_bytes(args[1])))
-        for source, dims in _sums(func, args, result):
-            if size := sum_bytes(source, dims, resident_threads=self._resident_threads):
-                self._free(self._allocate(size))
-        with self.library(CUDNN):
-            for size in cudnn_bytes(func, args, result):
-                self._free(self._allocate(size))
+                self.workspaces[self._allocate(cuda_workspaces.cublas_bytes(self._capability))] = CUBLAS
+        of_kernels = cuda_workspaces.kernel_bytes(func, args, result, resident_threads=self._resident_threads)
+        for name, sizes in (("", of_kernels), (CUDNN, cuda_workspaces.cudnn_bytes(func, args, result))):
+            with self.library(name):
+                for size in filter(None, sizes):
+                    self._free(self._allocate(size))
 
 
 def _selected(inputs: Tensor, mask: Tensor) -> Tensor:
@@ -459,35 +436,31 @@ _FROM_VALUES: Final[Mapping[Any, Callable[..., Any]]] = {
 }
 
 
-def _is_on_host(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cpu"
-
-
-def _sums(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[Tensor, Sequence[int]]]:
-    """Yields the tensor and the dimensions of each sum in an operation, but for sums of all numbers."""
-    if func in _SUMS and args[1] and is_on_gpu(result):
-        yield args[0], args[1]
-    elif func is _aten.convolution_backward.default and is_on_gpu(result[2]):
-        yield args[0], (0, *range(2, args[0].dim()))
+def _device_type(kwargs: Mapping[str, Any]) -> str | None:
+    """Returns the type of the device that an operation is given; None where it is given none."""
+    device = kwargs.get("device")
+    return None if device is None else torch.device(device).type
 
 
 def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
     """Runs the kernel of attention that CUDA would choose; a build without CUDA has only the composite operation."""
     call = AttentionCall(*args, **kwargs)
     backend = call.backend(capability)
+    attended: Tensor
     if backend is SDPBackend.FLASH_ATTENTION:
         attended = _aten._scaled_dot_product_flash_attention(
             *call.padded(), call.dropout_p, call.is_causal, False, scale=call.factor
         )[0]
-        return cast("Tensor", attended)[..., : call.query.size(-1)]
+        return attended[..., : call.query.size(-1)]
     if backend is SDPBackend.EFFICIENT_ATTENTION:
-        needs_sums = any(tensor.requires_grad for tensor in (call.query, call.key, call.value))
-        return cast("Tensor", _aten._scaled_dot_product_efficient_attention(
-            call.query, call.key, call.value, call.bias(), needs_sums, call.dropout_p, call.is_causal, scale=call.scale
-        )[0])  # fmt: skip
+        inputs = (call.query, call.key, call.value)
+        needs_sums = any(tensor.requires_grad for tensor in inputs)
+        attended = _aten._scaled_dot_product_efficient_attention(
+            *inputs, call.bias(), needs_sums, call.dropout_p, call.is_causal, scale=call.scale
+        )[0]
+        return attended
     # With another kernel to choose from, a build with CUDA would ask the driver for the card.
-    with sdpa_kernel(SDPBackend.MATH):
-        return cast("Tensor", composite(_aten.scaled_dot_product_attention.default)(*args, **kwargs))
+    return composed_attention(*args, **kwargs)
 
 
 @cache
@@ -496,17 +469,13 @@ def _is_composite(func: OpOverload) -> bool:
     it comes whole.
     """
     has_kernel = func.has_kernel_for_dispatch_key
-    return (
-        func.namespace == "aten"
-        and has_kernel(DispatchKey.CompositeImplicitAutograd)
-        and not has_kernel(DispatchKey.CUDA)
-    )
+    is_composed = func.namespace == "aten" and has_kernel(DispatchKey.CompositeImplicitAutograd)
+    return is_composed and not has_kernel(DispatchKey.CUDA)
 
 
 def _is_real(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Tells whether an operation runs for real: on integers or single values of the host, or to make them."""
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type != "cpu":
+    if _device_type(kwargs) not in ("cpu", None):
         return False
     if tensors:
         return not any(isinstance(item, FakeTensor) or (item.is_floating_point() and item.dim()) for item in tensors)
@@ -521,17 +490,6 @@ def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if func is _aten.full.default:
         return isinstance(args[1], int)
     return func._schema.name in ("aten::randint", "aten::randperm") or all(isinstance(value, int) for value in args)
-
-
-def _fake_like(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made
-
-
-def _never_run(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("a kernel was run on a fake tensor")
 
 
 def _pretend_cuda(capability: Capability) -> None:

@@ -53,8 +53,31 @@ def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
     key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
     name = f"cuda_dispatch-{torch.__version__}-{platform.machine()}-{key}.so"
     library = _cache_folder(environment) / name
-    if not _is_private(library):
-        _compile(library, environment)
+    if _is_private(library):
+        return library
+    named = [environment["CXX"]] if environment.get("CXX") else _COMPILERS
+    compiler = next(filter(None, (shutil.which(name, path=environment.get("PATH")) for name in named)), None)
+    if compiler is None:
+        raise NoCudaDispatchError("There is no C++ compiler for CUDA's dispatch", value=f"no {' or '.join(named)}",
+                                  remedy="Install g++, or name a compiler in $CXX")  # fmt: skip
+    installed = Path(torch.__file__).parent
+    # torch.utils.cpp_extension would need setuptools, ninja and Python's headers, for a library that needs none.
+    # Torch's packages were built with the older strings of the standard library before 2.7.
+    strings = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", strings, f"-I{installed / 'include'}", str(_SOURCE),
+               f"-L{installed / 'lib'}", "-ltorch_cpu", "-lc10"]  # fmt: skip
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            command = [compiler, *options, "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S)
+            made.chmod(0o700)
+            made.replace(library)
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or f"{error}"
+        raise NoCudaDispatchError(
+            "The library of CUDA's dispatch cannot be compiled", value=output.strip()[:MAX_QUOTED_CHARACTERS]
+        ) from error
     return library
 
 
@@ -83,36 +106,8 @@ def _private_folder(parent: str) -> Path:
 
 def _is_private(path: Path) -> bool:
     """Returns whether there is a file or a folder, no link, that belongs to the user and that nobody else may write."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    account = Account.current()
-    is_link = stat.S_ISLNK(status.st_mode)
-    return not is_link and status.st_uid == account.uid and not other_writer(status, account)
-
-
-def _compile(library: Path, environment: Mapping[str, str]) -> None:
-    named = [environment["CXX"]] if environment.get("CXX") else _COMPILERS
-    compiler = next(filter(None, (shutil.which(name, path=environment.get("PATH")) for name in named)), None)
-    if compiler is None:
-        raise NoCudaDispatchError("There is no C++ compiler for CUDA's dispatch", value=f"no {' or '.join(named)}",
-                                  remedy="Install g++, or name a compiler in $CXX")  # fmt: skip
-    installed = Path(torch.__file__).parent
-    # torch.utils.cpp_extension would need setuptools, ninja and Python's headers, for a library that needs none.
-    # Torch's packages were built with the older strings of the standard library before 2.7.
-    strings = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", strings, f"-I{installed / 'include'}"]
-    linked = [f"-L{installed / 'lib'}", "-ltorch_cpu", "-lc10"]
-    try:
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
-            command = [compiler, *options, str(_SOURCE), *linked, "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S)
-            made.chmod(0o700)
-            made.replace(library)
-    except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or f"{error}"
-        raise NoCudaDispatchError(
-            "The library of CUDA's dispatch cannot be compiled", value=output.strip()[:MAX_QUOTED_CHARACTERS]
-        ) from error
+    with suppress(OSError):
+        status, account = path.lstat(), Account.current()
+        is_link = stat.S_ISLNK(status.st_mode)
+        return not is_link and status.st_uid == account.uid and not other_writer(status, account)
+    return False

@@ -367,6 +367,11 @@ def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
         rows = -(-queries // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
         kernel = FusedKernel(compute=call.composed, kept_bytes=sums * rows, backward_bytes=sums * queries)
         return run_fused(kernel, call.query, call.key, call.value, call.bias())[0]
+    return composed_attention(*args, **kwargs)
+
+
+def composed_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Composes attention of matrix products."""
     with sdpa_kernel(SDPBackend.MATH):
         attended: Tensor = composite(_aten.scaled_dot_product_attention.default)(*args, **kwargs)
         return attended

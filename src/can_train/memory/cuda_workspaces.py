@@ -33,6 +33,17 @@ def capability_of(generation: str) -> Capability:
     return _CAPABILITIES.get(generation, _NEWEST)
 
 
+def kernel_bytes(func: Any, args: tuple[Any, ...], result: Any, *, resident_threads: int) -> Iterator[int]:
+    """Yields the bytes that PyTorch's kernels take for an operation in addition to its results, one after the other."""
+    if func is _aten._scaled_dot_product_flash_attention_backward.default:
+        yield flash_backward_bytes(args[1])
+    elif func in (_aten.sum.dim_IntList, _aten.mean.dim) and args[1] and is_on_gpu(result):
+        yield sum_bytes(args[0], args[1], resident_threads=resident_threads)
+    elif func is _aten.convolution_backward.default and is_on_gpu(result[2]):
+        # The gradient of the bias.
+        yield sum_bytes(args[0], (0, *range(2, args[0].dim())), resident_threads=resident_threads)
+
+
 _FLASH_ROWS: Final = 128  # queries that flash attention's backward kernel works on at once
 _FLASH_WIDTHS: Final = (32, 64)  # it rounds widths up to multiples of 32 (to at most 128), or of 64 (wider)
 
