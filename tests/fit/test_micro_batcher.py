@@ -12,6 +12,7 @@ from can_train.errors import ArgumentError, DoesNotFitError
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.packing import SplitRules
 from can_train.memory.meters import SimulatedMeter
+from can_train.memory.simulated.allocator import EXPANDABLE
 
 MIB = 2**20
 X = torch.arange(32.0).reshape(16, 2)
@@ -108,7 +109,7 @@ class Buffered(nn.Module):
 
 
 def test_setting_buffers_aside_may_run_out_of_memory_too() -> None:
-    meter = SimulatedMeter(60 * MIB, expandable=True)
+    meter = SimulatedMeter(60 * MIB, settings=EXPANDABLE)
     with meter.active():
         model = Buffered()
         made = MicroBatcher(model, meter=meter)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from can_train.errors import DoesNotFitError
 from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, measure_optimizer
 from can_train.memory.meters import SimulatedMeter
+from can_train.memory.simulated.allocator import EXPANDABLE
 
 MIB = 2**20
 PIECES = (4 * MIB, 4 * MIB, 2 * MIB)
@@ -18,7 +19,7 @@ NEEDS = OptimizerMemory(parameter_bytes=10 * MIB, state_bytes=20 * MIB, transien
 
 @pytest.fixture
 def meter() -> Any:
-    meter = SimulatedMeter(60 * MIB, expandable=True)
+    meter = SimulatedMeter(60 * MIB, settings=EXPANDABLE)
     with meter.active():
         yield meter
 
@@ -116,7 +117,7 @@ def stepped(capacity_mib: float, *, guarded: bool) -> tuple[int, bool]:
     parameters = [nn.Parameter(torch.zeros(size, size)) for size in (256, 256, 256, 512)]
     make = partial(torch.optim.AdamW, foreach=False)
     optimizer, needs = make(parameters), measure_optimizer(parameters, make)
-    meter = SimulatedMeter(int(capacity_mib * MIB), expandable=True)
+    meter = SimulatedMeter(int(capacity_mib * MIB), settings=EXPANDABLE)
     with meter.measuring(parameters):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)

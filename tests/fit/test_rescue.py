@@ -29,6 +29,7 @@ from can_train.fit.rescue import (
 )
 from can_train.memory.meters import CpuMeter, SimulatedMeter
 from can_train.memory.simulated import gpu as simulated_gpu
+from can_train.memory.simulated.allocator import EXPANDABLE
 from can_train.task import Feature
 from fakes.costly import Costly
 
@@ -83,7 +84,7 @@ class Device:
         self.batch, self.fits, self.after_wait = batch, fits, after_wait
         self.waits: list[float] = []
         self.noted = Noted()
-        self.meter = SimulatedMeter(64 * MIB, expandable=True)
+        self.meter = SimulatedMeter(64 * MIB, settings=EXPANDABLE)
 
     def attempt(self, start: int, stop: int) -> tuple[int, int]:
         if self.batch.cost(start, stop) > self.fits:
@@ -198,7 +199,7 @@ def test_other_errors_pass() -> None:
     def attempt(start: int, stop: int) -> None:
         raise ValueError("shapes differ")
 
-    rescue = Rescue(SimulatedMeter(MIB, expandable=True), RescueSettings())
+    rescue = Rescue(SimulatedMeter(MIB, settings=EXPANDABLE), RescueSettings())
     with pytest.raises(ValueError, match="shapes differ"):
         run_all(rescue, BatchCosts.uniform(4), MicroBatchLimit(), attempt, Noted())
 
@@ -219,7 +220,7 @@ def test_nothing_of_a_failed_attempt_is_held_when_the_next_one_starts() -> None:
                 kept.append(outer)
                 raise outer from error
 
-    rescue = Rescue(SimulatedMeter(MIB, expandable=True), RescueSettings())
+    rescue = Rescue(SimulatedMeter(MIB, settings=EXPANDABLE), RescueSettings())
     gc.disable()
     try:
         assert len(run_all(rescue, BatchCosts.uniform(16), MicroBatchLimit(), attempt, Noted())) == 8
@@ -246,7 +247,7 @@ class SmallGpu:
     """A model on a simulated GPU and its engine."""
 
     def __init__(self, capacity_mib: int, **settings: Any) -> None:
-        self.meter = SimulatedMeter(capacity_mib * MIB, expandable=True)
+        self.meter = SimulatedMeter(capacity_mib * MIB, settings=EXPANDABLE)
         with self.meter.active():
             self.model = Wide()
         self.batcher = MicroBatcher(self.model, meter=self.meter, rescue=RescueSettings(**settings))
@@ -328,7 +329,7 @@ class CountedRetries(SimulatedMeter):
     """An allocator that releases its cache in some steps."""
 
     def __init__(self, full_steps: set[int]) -> None:
-        super().__init__(2**30, expandable=True)
+        super().__init__(2**30, EXPANDABLE)
         self.step = 0
         self.full_steps = full_steps
 
@@ -486,7 +487,7 @@ def test_who_watches_is_called_when_memory_is_free_again() -> None:
 
 def test_what_ran_before_memory_ran_out_is_not_settled() -> None:
     model = nn.Linear(1, 1)
-    batcher = MicroBatcher(model, meter=SimulatedMeter(GIB, expandable=True), rules=SplitRules(safe_limit=10))
+    batcher = MicroBatcher(model, meter=SimulatedMeter(GIB, settings=EXPANDABLE), rules=SplitRules(safe_limit=10))
     fails = iter([False, True])
 
     def losses_of(start: int, stop: int) -> Losses:
@@ -503,7 +504,7 @@ def test_what_ran_before_memory_ran_out_is_not_settled() -> None:
 
 def gpu(*, at_start: int = 0, later: int = 0) -> SimulatedMeter:
     """A GPU of 100 MiB with others on it."""
-    meter = SimulatedMeter(100 * MIB, expandable=True, contention=lambda: at_start * MIB)
+    meter = SimulatedMeter(100 * MIB, settings=EXPANDABLE, contention=lambda: at_start * MIB)
     meter.gpu.allocator.foreign_bytes = (at_start + later) * MIB
     return meter
 

@@ -16,6 +16,7 @@ from can_train.fit.optimizer import Snapshot
 from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.rescue import RescueSettings, Undo
 from can_train.memory.meters import Meter, SimulatedMeter
+from can_train.memory.simulated.allocator import EXPANDABLE
 from fakes.costly import Costly
 from fakes.ragged import cut_at
 
@@ -84,7 +85,7 @@ def pareto_needs(step: int) -> Any:
 
 def train(capacity_bytes: int, case: Case, splits: Splits | None = None) -> Trained:
     """Trains some steps; cut as `splits` says where they are given, else only as memory demands."""
-    meter = SimulatedMeter(capacity_bytes, expandable=True)
+    meter = SimulatedMeter(capacity_bytes, settings=EXPANDABLE)
     torch.manual_seed(7)
     sizes: Splits = []
     with meter.active():

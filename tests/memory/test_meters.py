@@ -20,6 +20,7 @@ from can_train.memory.meters import (
     open_meter,
     resolve_device,
 )
+from can_train.memory.simulated.allocator import EXPANDABLE
 
 MIB = 2**20
 GIB = 2**30
@@ -93,7 +94,7 @@ def test_a_simulated_gpu_has_the_memory_that_it_is_given(text: str, key: str, si
 
 @pytest.fixture
 def simulated() -> SimulatedMeter:
-    return SimulatedMeter(60 * MIB, expandable=True)
+    return SimulatedMeter(60 * MIB, settings=EXPANDABLE)
 
 
 def mebibytes(count: int) -> torch.Tensor:
@@ -178,7 +179,7 @@ def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: Usable
     assert meter.peak_bytes() == 0
 
 
-@pytest.mark.parametrize("meter", [CpuMeter(), AbsentGpuMeter(TARGET), SimulatedMeter(GIB, expandable=False)])
+@pytest.mark.parametrize("meter", [CpuMeter(), AbsentGpuMeter(TARGET), SimulatedMeter(GIB)])
 def test_all_meters_are_of_one_shape(meter: Meter) -> None:
     with meter.active(), meter.measuring([]):
         torch.zeros(128)

@@ -16,6 +16,7 @@ from can_train.errors import ArgumentError
 from can_train.memory import meters
 from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter
 from can_train.memory.monitor import LEAST_BYTES, RISES, WINDOW_STEPS, LeakWatch, MemoryMonitor
+from can_train.memory.simulated.allocator import EXPANDABLE
 
 MIB = 2**20
 CPU = CpuMeter()
@@ -37,7 +38,7 @@ def steps(monitor: MemoryMonitor, *mebibytes: int) -> list[bool]:
 
 @pytest.fixture
 def gpu() -> SimulatedMeter:
-    return SimulatedMeter(100 * MIB, expandable=True)
+    return SimulatedMeter(100 * MIB, settings=EXPANDABLE)
 
 
 def test_the_example_is_true() -> None:
@@ -114,7 +115,7 @@ def test_on_the_cpu_only_measured_steps_count() -> None:
     assert monitor.peak_bytes == 20 * MIB
 
 
-@pytest.mark.parametrize("meter", [CpuMeter(), SimulatedMeter(100 * MIB, expandable=True)])
+@pytest.mark.parametrize("meter", [CpuMeter(), SimulatedMeter(100 * MIB, settings=EXPANDABLE)])
 def test_a_reset_elsewhere_does_not_lose_what_was_measured(meter: Meter) -> None:
     monitor = MemoryMonitor(meter=meter, interval=1, warmup=0)
     steps(monitor, 40)
@@ -145,7 +146,7 @@ def test_what_runs_before_the_first_step_and_in_a_pause_does_not_count(gpu: Simu
     assert monitor.peak_bytes == 20 * MIB
 
 
-@pytest.mark.parametrize("meter", [CpuMeter(), SimulatedMeter(100 * MIB, expandable=True)])
+@pytest.mark.parametrize("meter", [CpuMeter(), SimulatedMeter(100 * MIB, settings=EXPANDABLE)])
 def test_a_rescue_keeps_the_peak_and_tells_what_follows_apart(meter: Meter) -> None:
     monitor = MemoryMonitor(meter=meter, interval=1, warmup=0)
     steps(monitor, 20)

@@ -19,6 +19,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
 from can_train.fit.optimizer import make_optimizer
 from can_train.memory.meters import SimulatedMeter
+from can_train.memory.simulated.allocator import EXPANDABLE
 from can_train.reporter import SilentReporter
 from can_train.runs.attempts import StopRequests
 from can_train.runs.run_folder import RunFolder
@@ -223,7 +224,7 @@ class Told:
 def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
     """Trains one run to its end."""
     world, told = World.of(seed), Told()
-    meter = SimulatedMeter(world.capacity_bytes, expandable=True)
+    meter = SimulatedMeter(world.capacity_bytes, settings=EXPANDABLE)
     neighbours = Neighbours(meter, world)
     task = HeavyTask(world, neighbours.stir)
     run = replace(run, training=replace(run.training, seed=seed))

@@ -18,6 +18,7 @@ from can_train.factors.observations import Observation, read_records
 from can_train.factors.summary import summarize
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.monitor import RISES, WINDOW_STEPS
+from can_train.memory.simulated.allocator import EXPANDABLE
 from can_train.task import Feature
 from can_train.training import train as training_loop
 from can_train.training.session import Session
@@ -98,7 +99,7 @@ class HeavyTask(CostlyTask):
 
 
 def gpu(capacity_mib: int) -> SimulatedMeter:
-    return SimulatedMeter(capacity_mib * MIB, expandable=True)
+    return SimulatedMeter(capacity_mib * MIB, settings=EXPANDABLE)
 
 
 def session_on(folder: Path, task: CostlyTask, capacity_mib: int, **training: Any) -> Session:

@@ -15,6 +15,7 @@ from can_train.errors import DoesNotFitError
 from can_train.factors.observations import Observation, read_records
 from can_train.factors.store import factor_rule, get_safety_factor_db
 from can_train.memory.meters import SimulatedMeter
+from can_train.memory.simulated.allocator import EXPANDABLE
 from can_train.runs.run_folder import RunFolder
 from can_train.task import Feature
 from can_train.training import train as training_loop
@@ -63,7 +64,7 @@ class CostlyBatch(LineBatch):
 def train(folder: Path, *, hidden: float = 0.0, settings: Mapping[str, Any] = {}, **training: Any) -> Observation:
     """Trains a run of its own; a share of the GPU is taken once the plan is made. Returns what the run taught."""
     values = {"batch_size": SAMPLES, "oom_retries": 0} | training
-    meter = SimulatedMeter(CAPACITY, expandable=True)
+    meter = SimulatedMeter(CAPACITY, settings=EXPANDABLE)
     parts = replace(line_parts(folder, CostlyTask(), settings=settings, **values), meter=meter)
     parts = replace(parts, folder=RunFolder.create(folder / "runs", parts.run.key, parts.run.config))
     with meter.active():

@@ -28,7 +28,12 @@ def read_allocator_settings(environment: Mapping[str, str] = os.environ) -> Allo
     """Reads the user's settings, or can-train's where there are none; raises ConfigError where PyTorch would, or
     where a number cannot be read.
     """
-    given = dict(_pairs(allocator_settings(environment), _variable(environment)))
+    given: dict[str, str] = {}
+    for item in re.split(r",(?![^\[]*\])", "".join(allocator_settings(environment).split())):
+        key, _, value = item.partition(":")
+        if item and not (key and value):
+            raise _malformed("An allocator setting is not written key:value", item, _variable(environment))
+        given |= {key: value} if item else {}
 
     def take(key: str, rule: str, read: Callable[[str], T | None], default: T) -> T:
         if (text := given.pop(key, None)) is None:
@@ -38,26 +43,25 @@ def read_allocator_settings(environment: Mapping[str, str] = os.environ) -> Allo
         return value
 
     def mebibytes(key: str, least: int, default: float) -> float:
-        rule = f"a whole number of MiB, at least {least}"
-        return take(key, rule, lambda text: _whole(text, least), default / _MIB) * _MIB
+        def read(text: str) -> int | None:
+            return min(int(text), _LARGEST_MIB) if text.isdecimal() and int(text) >= least else None
+
+        return take(key, f"a whole number of MiB, at least {least}", read, default / _MIB) * _MIB
 
     # A page holds every allocation that has no segment of its own, up to 10 MiB.
     page = int(mebibytes("large_segment_size_mb", 11, LARGE_PAGE_BYTES))
+
+    def open_share(text: str) -> float | None:
+        return None if _share(text) == 1 else _share(text)
+
     rule = "a power of two, or a list of them by MiB, as [256:1,512:2,>:4]"
     return AllocatorSettings(
-        expandable_segments=take(
-            "expandable_segments", "True or False", {"True": True, "False": False}.get, default=False
-        ),
+        expandable_segments=take("expandable_segments", "True or False", {"True": True, "False": False}.get, False),
         large_page_bytes=page,
         max_split_bytes=mebibytes("max_split_size_mb", page // _MIB, math.inf),
         max_rounding_bytes=int(mebibytes("max_non_split_rounding_mb", page // _MIB, page)),
         divisions=take("roundup_power2_divisions", rule, _divisions, AllocatorSettings.divisions),
-        collection_threshold=take(
-            "garbage_collection_threshold",
-            "between 0 and 1",
-            lambda text: None if _share(text) == 1 else _share(text),
-            0.0,
-        ),
+        collection_threshold=take("garbage_collection_threshold", "between 0 and 1", open_share, 0.0),
         memory_fraction=take("per_process_memory_fraction", "above 0 and at most 1", _share, 1.0),
         ignored=tuple(
             f"{key}:{value}"
@@ -81,22 +85,8 @@ def _variable(environment: Mapping[str, str]) -> str:
     return next((name for name in SETTINGS_VARIABLES if name in environment), "")
 
 
-def _pairs(text: str, variable: str) -> list[tuple[str, str]]:
-    pairs = []
-    for item in re.split(r",(?![^\[]*\])", "".join(text.split())):
-        key, _, value = item.partition(":")
-        if item and not (key and value):
-            raise _malformed("An allocator setting is not written key:value", item, variable)
-        pairs += [(key, value)] if item else []
-    return pairs
-
-
 def _malformed(rule: str, value: str, variable: str) -> ConfigError:
     return ConfigError(rule, value=value, remedy=f"Correct it in ${variable}, or unset {variable}")
-
-
-def _whole(text: str, least: int) -> int | None:
-    return min(int(text), _LARGEST_MIB) if text.isdecimal() and int(text) >= least else None
 
 
 def _share(text: str) -> float | None:

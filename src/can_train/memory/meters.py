@@ -23,7 +23,7 @@ from can_train.memory.catalogue import UsableMemory, gpu_key
 from can_train.memory.cuda_workspaces import SUM_BYTES_PER_THREAD, Capability, capability_of
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
-from can_train.memory.simulated.allocator import AllocatorSettings, no_contention
+from can_train.memory.simulated.allocator import PLAIN, AllocatorSettings, no_contention
 from can_train.memory.simulated.gpu import LiveStorageTracker, SimulatedGpu
 
 # Most bytes that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not
@@ -288,27 +288,17 @@ def nvidia_driver_version() -> str:
 
 
 class SimulatedMeter(Meter):
-    """Reads a simulated GPU, `gpu`. `contention` returns the bytes that other processes hold of it; `expandable` stands
-    for settings whose segments expand.
-    """
+    """Reads a simulated GPU, `gpu`. `contention` returns the bytes that other processes hold of it."""
 
     def __init__(
-        self,
-        total_bytes: int,
-        *,
-        expandable: bool = False,
-        settings: AllocatorSettings | None = None,
-        contention: Callable[[], int] = no_contention,
+        self, total_bytes: int, settings: AllocatorSettings = PLAIN, contention: Callable[[], int] = no_contention
     ) -> None:
         self.device = torch.device("cpu")
         self.name = "Simulated GPU"
         self.total_bytes = total_bytes
-        self.gpu = SimulatedGpu(total_bytes, expandable=expandable, contention=contention)
-        if settings is not None:
-            self.gpu.allocator.settings = settings
-            if settings.ignored:
-                ignored = ", ".join(settings.ignored)
-                self.notices = (f"The simulated GPU ignores these allocator settings: {ignored}",)
+        self.gpu = SimulatedGpu(total_bytes, settings, contention=contention)
+        if settings.ignored:
+            self.notices = (f"The simulated GPU ignores these allocator settings: {', '.join(settings.ignored)}",)
         self.capacity_bytes = self.gpu.allocator.available_bytes
         self.foreign_bytes_at_start = total_bytes - self.capacity_bytes
         self.key = f"sim-{exact_size(total_bytes)}"
@@ -393,13 +383,17 @@ def open_meter(text: str) -> Meter:
         return _open_simulated(text)
     if device.type == "cpu":
         return CpuMeter()
-    expand_cuda_segments()
+    # The user's settings, if any, hold; ours must be made before any allocation. The call changes this process only; a
+    # variable would be inherited by every program that it starts. The first function is torch 2.9's, where the second
+    # one warns that it is deprecated.
+    if not any(name in os.environ for name in SETTINGS_VARIABLES):
+        newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (newer or torch.cuda.memory._set_allocator_settings)(OWN_SETTINGS)
     return CudaMeter(device)
 
 
 def _open_simulated(text: str) -> SimulatedMeter:
-    settings, contention = read_allocator_settings(), simulated_contention()
-    return SimulatedMeter(simulated_bytes(text), settings=settings, contention=contention)
+    return SimulatedMeter(simulated_bytes(text), read_allocator_settings(), simulated_contention())
 
 
 def meter_of(meter: Meter | str | None, device: str) -> Meter:
@@ -439,22 +433,26 @@ def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) ->
     """
     if text == "cpu" or is_simulated(text):
         return torch.device("cpu")
-    if text == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", 0)
-        # A job that was given a GPU must not train on the CPU for a day before somebody notices.
-        promised = _promised_gpu(environment)
-        if promised:
-            raise DeviceError("A GPU is here but torch cannot use it", value=promised, remedy=_cuda_remedy())
-        return torch.device("cpu")
-    if not re.fullmatch(r"cuda(:\d+)?", text):
+    if text != "auto" and not re.fullmatch(r"cuda(:\d+)?", text):
         raise DeviceError("Unknown device", value=repr(text), remedy=f"Valid: {', '.join(nearest_first(text, _FORMS))}")
     if not torch.cuda.is_available():
-        raise DeviceError("torch sees no CUDA GPU", value=f"--device {text}", remedy=_cuda_remedy())
-    device = torch.device(text)
-    if device.index is not None and device.index >= torch.cuda.device_count():
+        rule, evidence = "torch sees no CUDA GPU", f"--device {text}"
+        if text == "auto":
+            # A job that was given a GPU must not train on the CPU for a day before somebody notices.
+            rule, evidence = "A GPU is here but torch cannot use it", _promised_gpu(environment)
+        if not evidence:
+            return torch.device("cpu")
+        remedy = f"torch was built for CUDA {torch.version.cuda}: check the driver (nvidia-smi)"
+        if torch.version.cuda is None:
+            remedy = (
+                "This torch was built without CUDA: install a CUDA build, or set CAN_TRAIN_PYTHON to an environment"
+            )
+            remedy += " that has one"
+        raise DeviceError(rule, value=evidence, remedy=f"{remedy}; --device cpu trains without a GPU")
+    index = torch.device("cuda" if text == "auto" else text).index or 0
+    if index >= torch.cuda.device_count():
         raise DeviceError("There is no such GPU", value=text, remedy=f"torch sees {torch.cuda.device_count()}")
-    return torch.device("cuda", device.index or 0)
+    return torch.device("cuda", index)
 
 
 def is_simulated(text: str) -> bool:
@@ -484,26 +482,6 @@ def _promised_gpu(environment: Mapping[str, str]) -> str:
         return ""
     count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     return f"the NVIDIA driver lists {count} GPU(s)" if count else ""
-
-
-def _cuda_remedy() -> str:
-    if torch.version.cuda is None:
-        return (
-            "This torch was built without CUDA: install a CUDA build, or set CAN_TRAIN_PYTHON to an environment that "
-            "has one; --device cpu trains without a GPU"
-        )
-    built = f"torch was built for CUDA {torch.version.cuda}"
-    return f"{built}: check the driver (nvidia-smi); --device cpu trains without a GPU"
-
-
-def expand_cuda_segments(environment: Mapping[str, str] = os.environ) -> None:
-    """Makes CUDA's segments expand unless the user has settings of their own; to be called before any allocation."""
-    if any(name in environment for name in SETTINGS_VARIABLES):
-        return
-    # The call changes this process only; a variable would be inherited by every program that it starts. The first
-    # function is torch 2.9's, where the second one warns that it is deprecated.
-    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (newer or torch.cuda.memory._set_allocator_settings)(OWN_SETTINGS)
 
 
 def simulated_contention(environment: Mapping[str, str] = os.environ) -> Callable[[], int]:
@@ -540,7 +518,7 @@ def _settings_of_a_capacity() -> AllocatorSettings:
 
 def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[int, int]:
     """Runs a batch on a simulated GPU without a limit; returns allocated and reserved bytes at their peaks."""
-    meter = SimulatedMeter(_UNLIMITED, settings=_settings_of_a_capacity())
+    meter = SimulatedMeter(_UNLIMITED, _settings_of_a_capacity())
     with meter.measuring(resident):
         run()
     return meter.peak_bytes(), meter.peak_reserved_bytes()
@@ -549,7 +527,7 @@ def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[
 def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: int) -> bool:
     """Tells whether a batch runs on a simulated GPU of a capacity."""
     with CatchOutOfMemory():
-        meter = SimulatedMeter(capacity_bytes, settings=_settings_of_a_capacity())
+        meter = SimulatedMeter(capacity_bytes, _settings_of_a_capacity())
         with meter.measuring(resident):
             run()
             # The cache that the first run leaves may be in the way of the second run.

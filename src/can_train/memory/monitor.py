@@ -63,11 +63,9 @@ class MemoryMonitor:
         self._steps = 0
         # Whether the meter's peaks are of training: not before the first step, nor after `pause`.
         self._counts = False
-        self._peak_bytes = 0
-        self._peak_reserved_bytes = 0
-        self._peak_bytes_after_rescue = 0
-        self._step_peak_bytes = 0
-        self._step_peak_reserved_bytes = 0
+        # Largest (allocated, reserved) bytes: of the run, since the last rescue, and since the last step began; 0 where
+        # nothing was measured.
+        self._run = self._since_rescue = self.last_step = (0, 0)
 
     @contextmanager
     def step(self, *resident: Resident) -> Iterator[bool]:
@@ -85,7 +83,7 @@ class MemoryMonitor:
             # A validation since the last step counts for the run and not for this step.
             self.read()
             self.meter.reset_peak()
-        self._step_peak_bytes = self._step_peak_reserved_bytes = 0
+        self.last_step = (0, 0)
         # A device that counts always needs the resident tensors only now and then, and walking them takes time.
         walks = counted and (begins or measured)
         try:
@@ -98,17 +96,16 @@ class MemoryMonitor:
     def read(self) -> None:
         """Adds the meter's peaks to the largest so far; to be called before other code resets the meter."""
         if self._counts:
-            peak, reserved = self.meter.peak_bytes(), self.meter.peak_reserved_bytes()
-            self._peak_bytes_after_rescue = max(self._peak_bytes_after_rescue, peak)
-            self._peak_bytes = max(self._peak_bytes, peak)
-            self._peak_reserved_bytes = max(self._peak_reserved_bytes, reserved)
-            self._step_peak_bytes = max(self._step_peak_bytes, peak)
-            self._step_peak_reserved_bytes = max(self._step_peak_reserved_bytes, reserved)
+            allocated, reserved = self.meter.peak_bytes(), self.meter.peak_reserved_bytes()
+            self._run, self._since_rescue, self.last_step = (
+                (max(peak[0], allocated), max(peak[1], reserved))
+                for peak in (self._run, self._since_rescue, self.last_step)
+            )
 
     def rescued(self) -> None:
         """Starts `peak_bytes_after_rescue` again: an out-of-memory was undone and its memory released."""
         self.read()
-        self._peak_bytes_after_rescue = 0
+        self._since_rescue = (0, 0)
         if self._counts:
             self.meter.reset_peak()
 
@@ -126,24 +123,19 @@ class MemoryMonitor:
     def peak_bytes(self) -> int:
         """Largest allocated bytes so far; 0 before anything was measured."""
         self.read()
-        return self._peak_bytes
+        return self._run[0]
 
     @property
     def peak_reserved_bytes(self) -> int:
         """Largest reserved bytes so far; 0 where nothing is reserved."""
         self.read()
-        return self._peak_reserved_bytes
-
-    @property
-    def last_step(self) -> tuple[int, int]:
-        """Largest allocated and reserved bytes since the last step began; 0 where they were not measured."""
-        return self._step_peak_bytes, self._step_peak_reserved_bytes
+        return self._run[1]
 
     @property
     def peak_bytes_after_rescue(self) -> int:
         """Largest allocated bytes since the last rescue, or since the first step where there was none."""
         self.read()
-        return self._peak_bytes_after_rescue
+        return self._since_rescue[0]
 
     @property
     def peak_share(self) -> float | None:

@@ -71,7 +71,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, CanTrainError) or not isinstance(error, Exception):
         return False
-    return any(_is_failed_allocation(link) for link in _chain(error))
+    # An error of torch's class exists only where torch is imported already, so this module need not import it.
+    torch = sys.modules.get("torch")
+    classes = (MemoryError, torch.OutOfMemoryError) if torch else (MemoryError,)
+    # Torch and its libraries raise RuntimeError; a KeyError or ValueError only quotes such a message.
+    return any(
+        isinstance(link, classes) or (isinstance(link, RuntimeError) and _OUT_OF_MEMORY.search(str(link)))
+        for link in _chain(error)
+    )
 
 
 def is_host_memory(error: BaseException) -> bool:
@@ -132,16 +139,6 @@ def _chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseEx
         yield link
         context = link.__context__ if suppressed or not link.__suppress_context__ else None
         link = link.__cause__ or context
-
-
-def _is_failed_allocation(error: BaseException) -> bool:
-    # An error of torch's class exists only where torch is imported already, so this module need not import it.
-    torch = sys.modules.get("torch")
-    classes: tuple[type[BaseException], ...] = (MemoryError, torch.OutOfMemoryError) if torch else (MemoryError,)
-    if isinstance(error, classes):
-        return True
-    # Torch and its libraries raise RuntimeError; a KeyError or ValueError only quotes such a message.
-    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def without_others(foreign_bytes: int, otherwise: str) -> str:

@@ -5,7 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from can_train.memory.simulated.allocator import Block, CachingAllocator, block_bytes, segment_bytes
+from can_train.memory.simulated.allocator import (
+    EXPANDABLE,
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    block_bytes,
+    segment_bytes,
+)
 
 KIB = 2**10
 MIB = 2**20
@@ -16,11 +23,11 @@ EITHER = pytest.mark.parametrize("expandable", [False, True])
 
 
 def plain(capacity: int = 8 * GIB) -> CachingAllocator:
-    return CachingAllocator(capacity, expandable=False)
+    return CachingAllocator(capacity)
 
 
 def expandable(capacity: int = 8 * GIB) -> CachingAllocator:
-    return CachingAllocator(capacity, expandable=True)
+    return CachingAllocator(capacity, settings=EXPANDABLE)
 
 
 def taken(allocator: CachingAllocator, size: int) -> Block:
@@ -95,7 +102,7 @@ def test_the_smallest_block_that_fits_is_taken_and_of_equal_ones_the_lowest() ->
 
 @EITHER
 def test_neighbours_that_are_free_become_one_block(*, expandable: bool) -> None:
-    allocator = CachingAllocator(20 * MIB, expandable=expandable)
+    allocator = CachingAllocator(20 * MIB, settings=AllocatorSettings(expandable_segments=expandable))
     blocks = [taken(allocator, 5 * MIB) for _ in range(4)]
     for index in (0, 2, 1, 3):
         allocator.free(blocks[index])
@@ -217,7 +224,7 @@ def test_a_second_range_of_addresses_begins_where_the_first_has_run_out() -> Non
 
 @EITHER
 def test_what_others_hold_cannot_be_reserved(*, expandable: bool) -> None:
-    allocator = CachingAllocator(100 * MIB, expandable=expandable)
+    allocator = CachingAllocator(100 * MIB, settings=AllocatorSettings(expandable_segments=expandable))
     held = taken(allocator, 20 * MIB)
     allocator.foreign_bytes = 50 * MIB
     assert (allocator.free_bytes, allocator.available_bytes) == (30 * MIB, 50 * MIB)
@@ -232,7 +239,7 @@ def test_what_others_hold_cannot_be_reserved(*, expandable: bool) -> None:
 
 @EITHER
 def test_peaks_stay_until_they_are_reset(*, expandable: bool) -> None:
-    allocator = CachingAllocator(GIB, expandable=expandable)
+    allocator = CachingAllocator(GIB, settings=AllocatorSettings(expandable_segments=expandable))
     allocator.free(taken(allocator, 40 * MIB))
     allocator.release_cached()
     kept = taken(allocator, 20 * MIB)
@@ -243,7 +250,7 @@ def test_peaks_stay_until_they_are_reset(*, expandable: bool) -> None:
 
 @EITHER
 def test_more_than_the_capacity_never_fits_and_changes_nothing(*, expandable: bool) -> None:
-    allocator = CachingAllocator(30 * MIB, expandable=expandable)
+    allocator = CachingAllocator(30 * MIB, settings=AllocatorSettings(expandable_segments=expandable))
     for _ in range(3):
         assert allocator.malloc(10 * GIB) is None
     assert allocator.malloc(20 * MIB) is not None
@@ -258,7 +265,7 @@ class Workload(RuleBasedStateMachine):
 
     @initialize(expandable=st.booleans(), mebibytes=st.integers(1, 300))
     def begin(self, *, expandable: bool, mebibytes: int) -> None:
-        self.allocator = CachingAllocator(mebibytes * MIB, expandable=expandable)
+        self.allocator = CachingAllocator(mebibytes * MIB, settings=AllocatorSettings(expandable_segments=expandable))
         self.live: list[tuple[int, Block]] = []
 
     @rule(size=SIZES)
@@ -342,7 +349,7 @@ TestWorkload = Workload.TestCase
 @settings(deadline=None)
 def test_what_ran_once_runs_in_the_memory_that_it_had_reserved(*, sizes: list[int], expandable: bool) -> None:
     def replay(capacity: int) -> CachingAllocator | None:
-        allocator = CachingAllocator(capacity, expandable=expandable)
+        allocator = CachingAllocator(capacity, settings=AllocatorSettings(expandable_segments=expandable))
         live = []
         for index, size in enumerate(sizes):
             block = allocator.malloc(size)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.simulated.allocator import AllocatorSettings
 from can_train.memory.simulated.gpu import SimulatedGpu
 
 MIB = 2**20
@@ -245,13 +246,13 @@ def test_memory_can_run_out_in_every_phase(work: Callable[[list[str]], None], ph
 def test_work_fits_in_what_it_reserved_and_not_in_a_page_less(
     *, work: Callable[[list[str]], None], expandable: bool
 ) -> None:
-    with SimulatedGpu(GIB, expandable=expandable) as gpu:
+    with SimulatedGpu(GIB, settings=AllocatorSettings(expandable_segments=expandable)) as gpu:
         work([])
     reserved = gpu.allocator.peak_reserved_bytes
-    with SimulatedGpu(reserved, expandable=expandable) as tight:
+    with SimulatedGpu(reserved, settings=AllocatorSettings(expandable_segments=expandable)) as tight:
         work([])
     assert tight.allocator.num_alloc_retries == 0
-    with out_of_memory(), SimulatedGpu(reserved - 2 * MIB, expandable=expandable):
+    with out_of_memory(), SimulatedGpu(reserved - 2 * MIB, settings=AllocatorSettings(expandable_segments=expandable)):
         work([])
 
 
@@ -424,7 +425,7 @@ def test_the_books_are_those_of_the_live_tensors(makings: list[tuple[int, bool]]
 def test_dropout_takes_what_cudas_kernel_takes(*, expandable: bool) -> None:
     readings = []
     for drop in (lambda x: F.dropout(x, 0.2), lambda x: torch.native_dropout(x, 0.2, True)[0]):
-        with SimulatedGpu(GIB, expandable=expandable) as gpu:
+        with SimulatedGpu(GIB, settings=AllocatorSettings(expandable_segments=expandable)) as gpu:
             x = mebibytes(40).requires_grad_()
             drop(x).sum().backward()
             readings.append((gpu.allocator.peak_allocated_bytes, gpu.allocator.peak_reserved_bytes))

@@ -174,16 +174,11 @@ def segment_bytes(size: int, settings: AllocatorSettings = PLAIN) -> int:
 
 class CachingAllocator:
     """Replays allocations as they happen on a device with `capacity_bytes` to reserve; `contention` returns the bytes
-    that other processes hold, and `expandable` stands for settings whose segments expand.
+    that other processes hold.
     """
 
     def __init__(
-        self,
-        capacity_bytes: int,
-        *,
-        expandable: bool = False,
-        settings: AllocatorSettings | None = None,
-        contention: Callable[[], int] = no_contention,
+        self, capacity_bytes: int, settings: AllocatorSettings = PLAIN, contention: Callable[[], int] = no_contention
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self._contention = contention
@@ -193,25 +188,12 @@ class CachingAllocator:
         self.peak_reserved_bytes = 0
         self.num_alloc_retries = 0  # how often the cache was released because an allocation did not fit
         self._next_address = 0
-        self.settings = settings or (EXPANDABLE if expandable else PLAIN)
-
-    @property
-    def settings(self) -> AllocatorSettings:
-        """The settings in force; may be set before anything is allocated."""
-        return self._settings
-
-    @settings.setter
-    def settings(self, settings: AllocatorSettings) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.expandable = settings.expandable_segments
         self._pools = (Pool(SMALL_PAGE_BYTES), Pool(settings.large_page_bytes))
         # Every segment begins at a page, whichever pool it is of.
         self._alignment = math.lcm(SMALL_PAGE_BYTES, settings.large_page_bytes)
         self.allowed_bytes = int(settings.memory_fraction * self.capacity_bytes)  # the most that may be reserved
-
-    @property
-    def expandable(self) -> bool:
-        """Whether segments expand."""
-        return self.settings.expandable_segments
 
     @property
     def foreign_bytes(self) -> int:
@@ -249,18 +231,18 @@ class CachingAllocator:
         if block is None:
             return None
         pool.remove(block)
-        if self._leaves_a_block(size, block.size - size):
+        # The rest of a block becomes one of its own (`should_split`), but for so little that nothing would fit in it.
+        rest = block.size - size
+        if size <= SMALL_BYTES or self.expandable:
+            leaves_a_block = rest >= MIN_BLOCK_BYTES
+        else:
+            leaves_a_block = size < self.settings.max_split_bytes and rest > SMALL_BYTES
+        if leaves_a_block:
             pool.add(block.cut(size))
         block.allocated = True
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
-
-    def _leaves_a_block(self, size: int, rest: int) -> bool:
-        """Whether the rest of a block becomes one of its own (`should_split`): not where so little would never fit."""
-        if size <= SMALL_BYTES or self.expandable:
-            return rest >= MIN_BLOCK_BYTES
-        return size < self.settings.max_split_bytes and rest > SMALL_BYTES
 
     def free(self, block: Block) -> None:
         """Returns an allocated block to the cache."""

@@ -2,6 +2,7 @@
 
 import weakref
 from abc import abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,15 @@ from torch.utils._pytree import tree_iter
 
 from can_train.memory.cuda_operators import CUDA_OPERATORS, DeviceMode
 from can_train.memory.cuda_workspaces import AMPERE, Capability
-from can_train.memory.simulated.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator, no_contention, segment_bytes
+from can_train.memory.simulated.allocator import (
+    EXPANDABLE,
+    MIN_BLOCK_BYTES,
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    no_contention,
+    segment_bytes,
+)
 
 Allocation = TypeVar("Allocation")
 
@@ -88,12 +97,23 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
     def _run_counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operation as it is, then counts the storages of its results."""
         result = func(*args, **kwargs)
-        failure = self._track_results(result, func, args)
-        if failure:
-            # The error's traceback holds this frame: the result would live as long as the error.
-            del result
-            raise torch.OutOfMemoryError(failure)
-        return result
+        self._free_dead()
+        try:
+            # Most operations return one tensor, and `tree_iter` is slow.
+            for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
+                for storage in self._storages(tensor) if isinstance(tensor, Tensor) else ():
+                    tracked = self._find(storage)
+                    if tracked is None:
+                        self._track(storage, outside=self._outside or _is_view(func, args, storage))
+                    elif tracked.allocation is not None and tracked.size != storage.nbytes():
+                        self._resize(tracked, storage.nbytes())
+        except torch.OutOfMemoryError as error:
+            failure = str(error)
+        else:
+            return result
+        # The error's traceback holds this frame: the result would live as long as the error.
+        del result, tensor, storage, tracked
+        raise torch.OutOfMemoryError(failure)
 
     def seed_resident(self, tensors: Iterable[Tensor]) -> None:
         """Counts tensors that were made before the mode was entered, or outside the device, from now on."""
@@ -113,22 +133,6 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
                 del self._tracked[tracked.key]
             if tracked.allocation is not None:
                 self._free(tracked.allocation)
-
-    def _track_results(self, result: Any, func: Any, args: tuple[Any, ...]) -> str:
-        """Counts the storages of an operation's results; returns the error message where one does not fit."""
-        self._free_dead()
-        try:
-            # Most operations return one tensor, and `tree_iter` is slow.
-            for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
-                for storage in self._storages(tensor) if isinstance(tensor, Tensor) else ():
-                    tracked = self._find(storage)
-                    if tracked is None:
-                        self._track(storage, outside=self._outside or _is_view(func, args, storage))
-                    elif tracked.allocation is not None and tracked.size != storage.nbytes():
-                        self._resize(tracked, storage.nbytes())
-        except torch.OutOfMemoryError as error:
-            return str(error)
-        return ""
 
     def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
         """Returns the storages of a tensor that take memory of the device."""
@@ -237,13 +241,13 @@ class SimulatedGpu(StorageTracker[Block]):
     def __init__(
         self,
         capacity_bytes: int,
+        settings: AllocatorSettings = EXPANDABLE,
         *,
-        expandable: bool = True,
         resident: Iterable[Tensor] = (),
         contention: Callable[[], int] = no_contention,
     ) -> None:
         super().__init__(cuda=AMPERE)
-        self._allocator = CachingAllocator(capacity_bytes, expandable=expandable, contention=contention)
+        self._allocator = CachingAllocator(capacity_bytes, settings, contention)
         self.seed_resident(resident)
 
     @property
@@ -283,9 +287,5 @@ def _out_of_memory(allocator: CachingAllocator, tried_bytes: int) -> str:
 
 def _format_size(size: int) -> str:
     """Writes a size as c10's `format_size` does."""
-    if size <= 1024:
-        return f"{size} bytes"
-    for power, unit in ((1, "KiB"), (2, "MiB")):
-        if size <= 1024 ** (power + 1):
-            return f"{size / 1024**power:.2f} {unit}"
-    return f"{size / 1024**3:.2f} GiB"
+    power = bisect_left((2**10, 2**20, 2**30), size)
+    return f"{size / 1024**power:.2f} {('KiB', 'MiB', 'GiB')[power - 1]}" if power else f"{size} bytes"
