@@ -17,7 +17,6 @@ from can_train.memory.catalogue import (
     MIB,
     Card,
     GpuConstants,
-    _parse,
     cards_that_hold,
     find_card,
     gpu_key,
@@ -358,9 +357,11 @@ def test_a_file_that_cannot_be_read_is_passed_over_and_named(tmp_path: Path, tex
 
 
 @given(st.binary() | st.text().map(str.encode) | st.recursive(st.integers(), st.lists).map(lambda x: str(x).encode()))
-def test_whatever_is_in_a_file_nothing_but_its_own_error_is_raised(data: bytes) -> None:
-    with pytest.raises((ValueError, RecursionError)):
-        _parse(data, "v100-16gb")
+def test_whatever_is_in_a_file_it_is_passed_over(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    state = tmp_path_factory.mktemp("state")
+    (state / "gpus").mkdir()
+    (state / "gpus" / "v100-16gb.json").write_bytes(data)
+    assert read_gpu_constants(state, "v100-16gb", SilentReporter()) is None
 
 
 def test_what_a_later_version_adds_is_passed_over(tmp_path: Path) -> None:

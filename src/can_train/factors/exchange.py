@@ -40,16 +40,10 @@ def make_export(summaries: Sequence[FactorSummary]) -> dict[str, Any]:
 
 def _export_entry(summary: FactorSummary) -> dict[str, Any]:
     runs = [
-        {
-            "run_id": run.run_id,
-            "timestamp": run.end_time,
-            "peak_memory_pct": run.peak,
-            "batch_size": run.logical_batch,
-            "success": run.outcome in ("ok", "rescued"),
-            "notes": run_notes(run),
-        }
+        {"run_id": run.run_id, "timestamp": run.end_time, "peak_memory_pct": run.peak, "batch_size": run.logical_batch,
+         "success": run.outcome in ("ok", "rescued"), "notes": run_notes(run)}
         for run in summary.all_runs
-    ]
+    ]  # fmt: skip
     return {
         "safety_factor": summary.factor,
         "initial_factor_reason": summary.initial_reason or summary.reason,

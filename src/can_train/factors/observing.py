@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from can_train.fit.cost_model import SearchResult
     from can_train.fit.engine import Engine
     from can_train.fit.factor_rule import RememberedLimits, SafetyFactor
-    from can_train.fit.planner import FixedSize, RunPlan
+    from can_train.fit.planner import PredictedLimit, RunPlan
     from can_train.memory.meters import Meter
 
 
@@ -38,7 +38,7 @@ class PlannedMemory:
     largest_micro_batch: int  # Samples of the largest one that was planned
     largest_cost: float  # Of the costliest one that was planned
     binding_limit: str  # What decided the logical batch
-    fixed_size: FixedSize | None = None  # Prediction for micro-batches whose size was given
+    fixed_size: PredictedLimit | None = None  # Prediction for micro-batches whose size was given
     remembered: Mapping[str, RememberedLimits] = field(default_factory=dict)  # For later runs, by the phase's name
 
     @classmethod
@@ -130,7 +130,7 @@ def make_observation(
         safe_limit=None if limit is None else round(planned.safe_limit),
         used=planned.used(engine.largest_cost or planned.largest_cost),
         logical_batch=planned.logical_batch,
-        largest_micro_batch=max(one.largest_micro_batch for one in engines) or planned.largest_micro_batch,
+        largest_micro_batch=max(engine.largest_micro_batch for engine in engines) or planned.largest_micro_batch,
         binding_limit=planned.binding_limit,
         limits=dict(planned.remembered),
         oom_used=None if oom_cost is None else planned.used(oom_cost),
@@ -139,22 +139,18 @@ def make_observation(
         # One in evaluation, or while other processes held the memory, shows nothing of the plan's limit.
         ooms_rescued=0 if oom_cost is None else ooms,
         allocator_retries=engine.meter.retries(),
-        foreign_bytes=max(one.batcher.foreign_bytes for one in engines),
+        foreign_bytes=max(engine.batcher.foreign_bytes for engine in engines),
         torch_version=torch.__version__,
         **settings,
     )
-    if planned.fixed_size is None or oom_cost is None:
+    fixed = planned.fixed_size
+    if fixed is None or oom_cost is None:
         return observed
-    return _with_fixed_size(observed, planned.fixed_size, oom_cost / planned.largest_cost)
-
-
-def _with_fixed_size(observed: Observation, fixed: FixedSize, oom_share: float) -> Observation:
-    """Adds the prediction for micro-batches whose size was given, and which ran out of memory; `oom_share` is the cost
-    of the smallest of these ÷ that of the plan's largest.
-    """
+    # Micro-batches whose size was given ran out of memory: the prediction for them is recorded.
     largest = fixed.largest_cost / max(fixed.tuned_limit, 1.0)
+    oom_used = oom_cost / planned.largest_cost * largest
     # A limit that was not searched to its end does not tell of which share a cost is.
-    shares: dict[str, Any] = {} if fixed.capped else {"used": largest, "oom_used": oom_share * largest,
+    shares: dict[str, Any] = {} if fixed.capped else {"used": largest, "oom_used": oom_used,
                                       "predicted_base_bytes": round(fixed.base_bytes),
                                       "predicted_full_bytes": round(fixed.full_bytes)}  # fmt: skip
     factor = fixed.factor

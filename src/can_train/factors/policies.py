@@ -30,14 +30,6 @@ class Reading(NamedTuple):
     reserved: float | None = None  # peak memory that the allocator had reserved ÷ capacity
 
 
-def _student_deviations(z: float, degrees: float) -> float:
-    """Returns as many standard deviations of Student's distribution as `z` of a normal one are, for the same risk.
-
-    Source: Gaver and Kafadar, A Retrievable Recipe for Inverse t, The American Statistician 38 (1984).
-    """
-    return math.sqrt(degrees * math.expm1(z**2 * (degrees - 1.5) / (degrees - 1) ** 2))
-
-
 class PeakRegression(NamedTuple):
     """The fitted line `peak = base + slope · used` and its uncertainty."""
 
@@ -64,9 +56,13 @@ class PeakRegression(NamedTuple):
         """Returns how far above the expected peak the next one lies with the risk of `z` normal standard deviations.
 
         Few runs may all have been alike, and noise has heavier tails than a normal distribution, so an estimated noise
-        is given Student's.
+        is given Student's: as many of its standard deviations as `z` of a normal one are, for the same risk.
+
+        Source: Gaver and Kafadar, A Retrievable Recipe for Inverse t, The American Statistician 38 (1984).
         """
-        return math.hypot(z * self.uncertainty(used), _student_deviations(z, self.noise_runs) * self.noise)
+        degrees = self.noise_runs
+        deviations = math.sqrt(degrees * math.expm1(z**2 * (degrees - 1.5) / (degrees - 1) ** 2))
+        return math.hypot(z * self.uncertainty(used), deviations * self.noise)
 
     def used_for(self, peak: float) -> float:
         """Returns the share whose expected peak is `peak`; below 0 where the base alone is above it."""

@@ -31,9 +31,9 @@ from can_train.factors.summary import (
     find_summaries,
     history_of,
     read_figures,
+    separating,
     summarize,
     summarize_runs,
-    with_settings,
 )
 from can_train.fit.factor_rule import NO_AIM, STATIC, Aim, EarlierSearch, FactorRule, OtherDevice, SafetyFactor
 from can_train.io.records import write_json_atomic
@@ -164,21 +164,20 @@ class FactorStore:
         except (TypeError, ValueError, RecursionError) as error:
             raise StateError("A fingerprint cannot be written as JSON", value=str(error)) from error
         every = records.of_keys([key])
-        runs = with_settings(every, plain)
+        runs = [run for run in every if separating(run.fingerprint) == separating(plain)]
         here = [run for run in runs if run.device.key == device]
         active = active_events(records.events, key, device, size or (here[-1].size if here else ""))
         summary = summarize_runs((key, device), here, active, self.policy)
         earlier = _earlier_search(here, active.cutoff)
         if summary.factor is None or summary.state == "first":
-            elsewhere = [run for run in runs if run.device.key != device and _shows_ratio(run, records.events)]
-            return LearnedFactor(None, other_device=_other_device(elsewhere), earlier=earlier)
+            elsewhere = [run for run in runs if run.device.key != device]
+            return LearnedFactor(None, other_device=_other_device(elsewhere, records.events), earlier=earlier)
         aim = None if summary.interval is None else Aim(summary.aim, summary.aim_reason)
         attempts = [run for run in every if run_id and run.run_id == run_id]
         last = max((run.attempt for run in attempts), default=0)
         after_oom = any(run.outcome == "oom" for run in attempts if run.attempt == last)
         factor = SafetyFactor(summary.factor, summary.reason)
-        aim = NO_AIM if summary.state == "pinned" else aim
-        return LearnedFactor(factor, aim, after_oom=after_oom, earlier=earlier)
+        return LearnedFactor(factor, NO_AIM if summary.state == "pinned" else aim, after_oom=after_oom, earlier=earlier)
 
     def reset(self, key: str | None, device: str | None = None) -> Path:
         """Excludes the runs so far from learning; they stay in the history. None means every key, or every device.
@@ -252,8 +251,7 @@ class FactorStore:
 
     def _write_each(self, kind: Literal["reset", "pin", "unpin"], device: str | None, **fields: Any) -> Path:
         """Writes an event for each kind of device that a name means; returns the last event's file."""
-        store_devices = () if device is None else {summary.device for summary in self.records()}
-        devices = [None] if device is None else devices_named(device, store_devices)
+        devices = [None] if device is None else devices_named(device, {summary.device for summary in self.records()})
         return [self._write(kind, device=name, **fields) for name in devices][-1]
 
     def _write(self, kind: Literal["reset", "pin", "unpin", "import"], **fields: Any) -> Path:
@@ -270,31 +268,31 @@ def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorP
     return FactorStore(state_folder(None if state_dir is None else Path(state_dir)), policy)
 
 
-def _shows_ratio(run: Observation, events: Iterable[Event]) -> bool:
-    """Whether a run's measured and predicted peaks can be compared, and nothing since has reset it."""
-    cutoff = active_events(events, run.key, run.device.key, run.size).cutoff
-    disturbed = run.ran_out_of_memory or run.ooms_rescued or run.foreign_bytes
-    measured = run.peak_allocated_bytes and run.predicted_peak_bytes
-    is_after = cutoff is None or run.started >= cutoff.moment
-    return run.outcome in LEARNABLE_OUTCOMES and bool(measured) and not disturbed and is_after
+def _is_after(run: Observation, cutoff: Event | None) -> bool:
+    return cutoff is None or run.started >= cutoff.moment
 
 
 def _earlier_search(runs: Sequence[Observation], cutoff: Event | None) -> EarlierSearch | None:
     """Returns the limits of the last run; None where memory ran out within them, or they were reset since."""
     last = max(runs, key=lambda run: run.ended, default=None)
-    if last is None or last.ran_out_of_memory or not last.limits:
-        return None
-    if cutoff is not None and last.started < cutoff.moment:
+    if last is None or last.ran_out_of_memory or not last.limits or not _is_after(last, cutoff):
         return None
     return EarlierSearch(run_id=last.run_id, capacity_bytes=last.capacity_bytes, torch_version=last.torch_version,
                          phases=last.limits)  # fmt: skip
 
 
-def _other_device(runs: Sequence[Observation]) -> OtherDevice | None:
-    if not runs:
+def _other_device(runs: Iterable[Observation], events: Sequence[Event]) -> OtherDevice | None:
+    """Compares measured and predicted peaks on the device seen last, of runs that nothing disturbed or has reset."""
+    compared = [
+        run for run in runs
+        if run.outcome in LEARNABLE_OUTCOMES and run.peak_allocated_bytes and run.predicted_peak_bytes
+        and not (run.ran_out_of_memory or run.ooms_rescued or run.foreign_bytes)
+        and _is_after(run, active_events(events, run.key, run.device.key, run.size).cutoff)
+    ]  # fmt: skip
+    if not compared:
         return None
-    device = max(runs, key=lambda run: run.ended).device.key
-    recent = [run for run in runs if run.device.key == device][-_OTHER_DEVICE_RUNS:]
+    device = max(compared, key=lambda run: run.ended).device.key
+    recent = [run for run in compared if run.device.key == device][-_OTHER_DEVICE_RUNS:]
     ratios = sorted((run.peak_allocated_bytes or 0) / (run.predicted_peak_bytes or 1) for run in recent)
     return OtherDevice(ratios[len(ratios) // 2], len(ratios), device)
 
@@ -345,30 +343,29 @@ def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> 
         static = SafetyFactor(run.training.graph_memory_safety_factor, STATIC)
         return FactorRule(decided=static, aim=NO_AIM)
     first = _first_rule(run)
-    known = store_of(run).known(run.key, device_key, memory_fingerprint(run), size=run.size, run_id=run_id)
-    return rule_after(known, first)
+    learned = store_of(run).known(run.key, device_key, memory_fingerprint(run), size=run.size, run_id=run_id)
+    return rule_after(learned, first)
 
 
-def rule_after(known: LearnedFactor, first: FactorRule) -> FactorRule:
+def rule_after(learned: LearnedFactor, first: FactorRule) -> FactorRule:
     """Returns the rule of a run's factor after earlier runs; `first` is the rule of a first run."""
-    if known.factor is None:
+    if learned.factor is None:
         # A measurement on another device says more than an experience table.
-        table = None if known.other_device else first.decided
-        return replace(first, other_device=known.other_device, decided=table, earlier=known.earlier)
+        table = None if learned.other_device else first.decided
+        return replace(first, other_device=learned.other_device, decided=table, earlier=learned.earlier)
     # An import has no aim of its own, so the target stands until the limits lower it.
-    is_learned = known.aim not in (None, NO_AIM)
-    aim = known.aim or first.aim
-    return replace(first, decided=known.factor, aim=aim, aim_is_learned=is_learned, after_oom=known.after_oom,
-                   earlier=known.earlier)  # fmt: skip
+    is_learned = learned.aim not in (None, NO_AIM)
+    aim = learned.aim or first.aim
+    return replace(first, decided=learned.factor, aim=aim, aim_is_learned=is_learned, after_oom=learned.after_oom,
+                   earlier=learned.earlier)  # fmt: skip
 
 
 def _first_rule(run: ResolvedRun) -> FactorRule:
     factor = run.factor
-    known = None
+    decided = None
     if factor.from_table:
-        table = run.task_settings.experience(run.dataset.name, run.mode.name)
-        known = SafetyFactor(*experience_factor(*table))
-    return FactorRule(decided=known, aim=Aim(factor.target), minimum=factor.min, maximum=factor.max)
+        decided = SafetyFactor(*experience_factor(*run.task_settings.experience(run.dataset.name, run.mode.name)))
+    return FactorRule(decided=decided, aim=Aim(factor.target), minimum=factor.min, maximum=factor.max)
 
 
 def experience_factor(base: float, base_reason: str, adjustments: Sequence[tuple[float, str]]) -> tuple[float, str]:

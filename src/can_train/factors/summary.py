@@ -28,7 +28,7 @@ from can_train.factors.observations import (
 from can_train.factors.policies import POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy
 from can_train.fit.factor_rule import UNUSED
 from can_train.io.index import INDEX_FROM, index_folder, recall, remember
-from can_train.memory.catalogue import CARDS, cards_named, is_device_key
+from can_train.memory.catalogue import CARDS, DEVICE_KEY, cards_named
 
 # Outcomes whose peak counts. An interrupted attempt has measured real steps; a failed one may have failed at anything.
 LEARNABLE_OUTCOMES: Final = ("ok", "rescued", "interrupted")
@@ -97,21 +97,28 @@ State = Literal["pinned", "learned", "imported", "first", "reset"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactorFigures:
+class NextFactor:
+    """The factor of the next run of a configuration on one kind of device. Peaks are shares of the capacity."""
+
+    key: str  # configuration key
+    device: str  # kind of device, or ANY_DEVICE
+    state: State
+    # Factor of the next run; None where its plan decides: after a reset, or where no run has had a factor.
+    factor: float | None
+    learned_factor: float | None  # factor that would hold without the pin
+    interval: float | None  # half-width of its 95 % interval; None where nothing was learned
+    target: float  # peak that the user wants
+    aim: float  # peak that the policy works towards, at most the target
+    aim_reason: str  # why it is less; empty where it is not
+    initial_reason: str  # where the first run's factor came from
+    reason: str  # where the next run's factor comes from
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorFigures(NextFactor):
     """The figures of a summary without its runs: fields as in `FactorSummary`, and numbers of runs."""
 
-    key: str
-    device: str
     size: str
-    state: State
-    factor: float | None
-    learned_factor: float | None
-    interval: float | None
-    target: float
-    aim: float
-    aim_reason: str
-    reason: str
-    initial_reason: str
     runs: int
     runs_before_reset: int
     runs_with_other_settings: int
@@ -129,27 +136,15 @@ class FactorFigures:
         return self.runs + self.runs_before_reset > 0
 
 
-@dataclass(frozen=True)
-class FactorSummary:
-    """A configuration on one kind of device, with its last run's settings. Peaks are shares of the capacity."""
+@dataclass(frozen=True, kw_only=True)
+class FactorSummary(NextFactor):
+    """A configuration on one kind of device, with its last run's settings."""
 
-    key: str  # configuration key
-    device: str  # kind of device, or ANY_DEVICE
     fingerprint: Mapping[str, Any]  # the settings that change memory; other settings are summarized apart
-    state: State
-    # Factor of the next run; None where its plan decides: after a reset, or where no run has had a factor.
-    factor: float | None
-    learned_factor: float | None  # factor that would hold without the pin
-    interval: float | None  # half-width of its 95 % interval; None where nothing was learned
-    target: float  # peak that the user wants
-    aim: float  # peak that the policy works towards, at most the target
-    aim_reason: str  # why it is less; empty where it is not
-    initial_reason: str  # where the first run's factor came from
-    reason: str  # where the next run's factor comes from
     updated: datetime  # when the last run ended; without runs, when the last event was
     runs: tuple[Observation, ...]  # since the last reset or import, oldest first
     runs_before_reset: tuple[Observation, ...]  # not learned from
-    imported: Imported | None = None  # entry of an imported file, which holds until the next reset
+    imported: Imported | None  # entry of an imported file, which holds until the next reset
     other_settings: tuple["FactorSummary", ...] = ()  # the same configuration and device, oldest first
 
     @property
@@ -234,31 +229,25 @@ class FactorSummary:
 
     @property
     def converged(self) -> bool:
-        """Whether the last peaks lie near the aim, at a factor that hardly moves and is well known."""
-        if not self.runs and self.imported:
-            return self._imported_converged
-        if self.learned_factor is None or self.interval is None or len(self.runs) < _CONVERGED_RUNS:
-            return False
-        in_band = [
-            run.peak is not None and abs(run.peak - self.aim) <= _BAND and not run.teaches_out_of_memory
-            for run in self.runs[-_IN_BAND_RUNS:]
-        ]
-        is_known = self.interval < _CONVERGED_INTERVAL * self.learned_factor
-        return is_known and self.factor_variance < _CONVERGED_VARIANCE and all(in_band)
-
-    @property
-    def _imported_converged(self) -> bool:
-        """Whether the runs of an import had converged: as the file says, else by their peaks and factors."""
-        assert self.imported is not None, "an import"
-        if self.imported.converged is not None:
+        """Whether the last peaks lie near the aim, at a factor that hardly moves and is well known. Of imported runs it
+        is what the file says, else what their peaks and factors show.
+        """
+        if self.runs or not self.imported:
+            aim, num_runs = self.aim, len(self.runs)
+            last = [(run.peak, not run.teaches_out_of_memory) for run in self.runs[-_IN_BAND_RUNS:]]
+            if self.learned_factor is None or self.interval is None:
+                return False
+            if self.interval >= _CONVERGED_INTERVAL * self.learned_factor:
+                return False
+        elif self.imported.converged is not None:
             return self.imported.converged
-        last = self.imported_runs[-_IN_BAND_RUNS:]
-        in_band = [
-            run.get("success") is not False and abs(peak - self.target) <= _BAND
-            for run, peak in zip(last, self._imported("peak_memory_pct")[-_IN_BAND_RUNS:], strict=False)
-        ]
-        is_steady = self.factor_variance < _CONVERGED_VARIANCE
-        return self.num_runs >= _CONVERGED_RUNS and is_steady and len(in_band) == _IN_BAND_RUNS and all(in_band)
+        else:
+            aim, num_runs = self.target, self.num_runs
+            fitted = (run.get("success") is not False for run in self.imported_runs[-_IN_BAND_RUNS:])
+            last = list(zip(self._imported("peak_memory_pct")[-_IN_BAND_RUNS:], fitted, strict=False))
+        in_band = [peak is not None and fits and abs(peak - aim) <= _BAND for peak, fits in last]
+        is_steady = num_runs >= _CONVERGED_RUNS and self.factor_variance < _CONVERGED_VARIANCE
+        return is_steady and len(in_band) == _IN_BAND_RUNS and all(in_band)
 
     @property
     def last_seen(self) -> tuple[bool, datetime]:
@@ -326,12 +315,18 @@ def summarize_runs(
     learned = first if decision is None or (imported and not history) else decision.factor
     interval = decision.interval if history and decision else None
     aim, limited_by = (decision.aim, decision.limited_by) if decision else (policy.target, "target")
-    initial_reason = _initial_reason(active, runs)
+    reasons = [run.factor_reason for run in runs]
+    initial_reason = next((reason for reason in reasons if reason != UNUSED.reason), next(iter(reasons), ""))
+    if imported and cutoff:
+        reason = f": {imported.initial_factor_reason}" if imported.initial_factor_reason else ""
+        initial_reason = f"imported from {cutoff.source}{reason}"
+    elif cutoff and not runs:
+        initial_reason = f"reset on {cutoff.moment:%Y-%m-%d}; the next run is a first one"
     times = [run.ended for run in all_runs] or [event.moment for event in (active.pin, cutoff) if event]
     summary = FactorSummary(
         key=name[0],
         device=name[1],
-        fingerprint=_separating(all_runs[-1].fingerprint) if all_runs else {},
+        fingerprint=separating(all_runs[-1].fingerprint) if all_runs else {},
         state="learned" if history else "imported" if imported else "first" if runs else "reset",
         factor=learned,
         learned_factor=learned,
@@ -358,19 +353,13 @@ def by_settings(runs: Iterable[Observation]) -> list[list[Observation]]:
     """Groups runs by the settings that change memory; the group that was seen last comes last."""
     groups: list[tuple[dict[str, Any], list[Observation]]] = []
     for run in runs:
-        settings = _separating(run.fingerprint)
+        settings = separating(run.fingerprint)
         # From the end, since most runs have the settings of the run before. Settings are dicts, which do not hash.
         same = next((index for index in range(len(groups) - 1, -1, -1) if groups[index][0] == settings), None)
         group = (settings, []) if same is None else groups.pop(same)
         group[1].append(run)
         groups.append(group)
     return [group for _, group in groups]
-
-
-def with_settings(runs: Iterable[Observation], fingerprint: Mapping[str, Any]) -> list[Observation]:
-    """Returns the runs whose settings that change memory equal a fingerprint of plain JSON values."""
-    wanted = _separating(fingerprint)
-    return [run for run in runs if _separating(run.fingerprint) == wanted]
 
 
 _Summary = TypeVar("_Summary", FactorSummary, FactorFigures)
@@ -431,7 +420,7 @@ def devices_named(name: str, accepted: Collection[str] = ()) -> list[str]:
         return [name]
     if cards := cards_named(name):
         return [card.key for card in cards]
-    if not is_device_key(name):
+    if not DEVICE_KEY.fullmatch(name):
         raise unknown_name("device", name, {card.key for card in CARDS} | {*accepted} - {ANY_DEVICE})
     return [name]
 
@@ -475,18 +464,9 @@ def policy_of(run: Observation, name: str | None = None) -> FactorPolicy:
     return make_policy(wanted if wanted in POLICIES else _DEFAULT_POLICY, shares)
 
 
-def _separating(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+def separating(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a fingerprint that runs are learned apart by."""
     return {name: value for name, value in fingerprint.items() if name != TORCH_VERSION}
-
-
-def _initial_reason(active: ActiveEvents, runs: Sequence[Observation]) -> str:
-    if active.imported and active.cutoff:
-        reason = f": {active.imported.initial_factor_reason}" if active.imported.initial_factor_reason else ""
-        return f"imported from {active.cutoff.source}{reason}"
-    if runs:
-        reasons = [run.factor_reason for run in runs]
-        return next((reason for reason in reasons if reason != UNUSED.reason), reasons[0])
-    return f"reset on {active.cutoff.moment:%Y-%m-%d}; the next run is a first one" if active.cutoff else ""
 
 
 class _RememberedFigures(msgspec.Struct):

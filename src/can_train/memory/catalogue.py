@@ -241,7 +241,8 @@ _NO_NAME: Final = re.compile(
 _NO_KIND: Final = re.compile(r"nvidia|geforce|tesla|pcie|sxm\d*|hbm\d*e?|\d+gb")
 # A scheduler's request, `gres/gpu:a100=1`, `gpu:h100:4` or `gpu:a100:2(S:0-1)`, around the name of a card.
 _REQUEST: Final = re.compile(r"(?:gres[/:])?(?:gpus?[:/])?(?P<name>.*?)(?:[:=]\d+)?(?:\([^)]*\))?")
-_DEVICE_KEY: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*-\d+(gb|[kmgt]ib|b)")
+# A key of a kind of device, in the catalogue or not: `rtx-3080-laptop-gpu-16gb`, `cpu-64gb`, `sim-512mib`.
+DEVICE_KEY: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*-\d+(gb|[kmgt]ib|b)")
 _GIGABYTE: Final = ("gb", "g", "gib", "")  # how the unit behind a size is spelt
 # GiB that a driver shows ÷ gigabytes on the box, least and most: error correction takes a sixteenth, the driver some
 # more; sizes that are counted in thousands are a little above 1.
@@ -275,13 +276,6 @@ def cards_named(text: str) -> list[Card]:
     """
     request = _REQUEST.fullmatch(text.strip().lower())
     return _spelled(request["name"] if request else text)
-
-
-def is_device_key(text: str) -> bool:
-    """Whether a text has the form of a key of any kind of device, in the catalogue or not: `rtx-3080-laptop-gpu-16gb`,
-    `cpu-64gb`, `sim-512mib`.
-    """
-    return _DEVICE_KEY.fullmatch(text) is not None
 
 
 def gpu_key(name: str, total_bytes: int) -> str:
@@ -338,7 +332,13 @@ def read_gpu_constants(state: Path, key: str, reporter: Reporter) -> GpuConstant
     """
     path = _path(state, key)
     try:
-        return _parse(read_bytes(path), key)
+        constants = parse_document(read_bytes(path), GpuConstants)
+        if constants.key != key:
+            raise ValueError(f"its key is {constants.key}")
+        if constants.total_bytes <= constants.outside_bytes:
+            use = f"{constants.outside_bytes} of {constants.total_bytes} bytes"
+            raise ValueError(f"{use} are in use outside the allocator")
+        return constants
     except FileNotFoundError:
         pass
     except (OSError, ValueError, RecursionError) as error:
@@ -348,12 +348,3 @@ def read_gpu_constants(state: Path, key: str, reporter: Reporter) -> GpuConstant
 
 def _path(state: Path, key: str) -> Path:
     return state / "gpus" / f"{key}.json"
-
-
-def _parse(data: bytes, key: str) -> GpuConstants:
-    constants = parse_document(data, GpuConstants)
-    if constants.key != key:
-        raise ValueError(f"its key is {constants.key}")
-    if constants.total_bytes <= constants.outside_bytes:
-        raise ValueError(f"{constants.outside_bytes} of {constants.total_bytes} bytes are in use outside the allocator")
-    return constants
