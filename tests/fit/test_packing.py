@@ -298,7 +298,7 @@ def test_a_typical_batch_of_equal_samples_is_what_fits(limit: float, upper: int,
 
 def test_a_batch_knows_its_main_feature_and_mean_sample() -> None:
     batch = BatchCosts(np.array([[1.0, 4.0], [2.0, 8.0]]), PADDED, (10.0, 10.0))
-    assert (batch.main_feature(0, 2), batch.main_feature(1, 2)) == (3.0, 2.0)
+    assert (batch.in_units().cost(0, 2), batch.in_units().cost(1, 2)) == (3.0, 2.0)
     assert batch.mean_counts() == (1.5, 6.0)
     assert not batch.is_uniform
 

@@ -235,15 +235,15 @@ class PeakPrediction:
                 remedy="Give predict_peak the counts that memory grows with, or limits that find_max_size found",
             )  # fmt: skip
         widest = self.limits.training.half_width(self.limits.training.cost_within(room_bytes))
-        found = self.limits.predicted_on(device_key, capacity_bytes, room_bytes - widest)
-        if found.optimizer_peak_bytes > capacity_bytes or not found.training.tuned_limit:
+        limits = self.limits.predicted_on(device_key, capacity_bytes, room_bytes - widest)
+        if limits.optimizer_peak_bytes > capacity_bytes or not limits.training.tuned_limit:
             raise DoesNotFitError(
                 "Weights, gradients and optimizer state must fit on the device",
-                value=f"they take {size_text(max(self.base_bytes, found.optimizer_peak_bytes))} of "
+                value=f"they take {size_text(max(self.base_bytes, limits.optimizer_peak_bytes))} of "
                 f"{size_text(capacity_bytes)}",
                 remedy="Take a larger device or a smaller model",
             )
-        return found
+        return limits
 
 
 def typical_totals(model: CostModel, mean_totals: Sequence[float], cost: float) -> NDArray[np.float64]:
@@ -289,7 +289,7 @@ def fit_to_probes(
             break
         model = fit_cost_model(features, totals[first:], peaks[first:])
         if first:
-            costs = np.array([own @ np.asarray(model.coefficients) for own in totals[: first + 1]])
+            costs = totals[: first + 1] @ np.asarray(model.coefficients)
             line = model.base_bytes + costs - EXPLAINED * np.maximum(costs, ALLOCATION_QUANTUM)
             # Where a dropped reading is less than the line says, nothing hides the line: it does not hold.
             if (peaks[:first] < line[:first] - kernel_bytes).any():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -214,9 +214,9 @@ class BatchCosts:
         """Returns [F], the mean sample's counts."""
         return tuple(self._counts.mean(axis=0).tolist())
 
-    def main_feature(self, start: int, stop: int) -> float:
-        """Returns the sum of the first feature over samples `start:stop`, unpadded."""
-        return float(self._counts[start:stop, 0].sum())
+    def in_units(self) -> BatchCosts:
+        """Returns the batch whose samples cost their units of the main feature, which is the first one, unpadded."""
+        return BatchCosts.of_samples(self._counts[:, 0])
 
     def cost(self, start: int, stop: int) -> float:
         """Returns the cost of samples `start:stop` as one part."""
@@ -294,17 +294,22 @@ def cut(batch: BatchCosts, limit: MicroBatchLimit) -> tuple[int, ...]:
         even = solve_accumulation(size, max(1, min(most, max(fitting, limit.floor))))
         if even[-1] >= min(limit.floor, most):
             return even
-    sizes: list[int] = []
-    start = 0
-    while start < size:
-        stop = min(max(batch.reach(start, limit.cost), start + max(limit.floor, 1)), start + most, size)
-        sizes.append(stop - start)
-        start = stop
+    sizes = _next_fit(size, lambda start: min(max(batch.reach(start, limit.cost), start + limit.floor), start + most))
     if len(sizes) > 1 and sizes[-1] < limit.floor:
         # The part before the last gives the samples that it can spare.
         missing = min(limit.floor - sizes[-1], max(sizes[-2] - limit.floor, 0))
         sizes[-2:] = [sizes[-2] - missing, sizes[-1] + missing]
     return tuple(sizes)
+
+
+def _next_fit(size: int, reach: Callable[[int], int]) -> list[int]:
+    """Returns the sizes of the parts of a batch, each up to where `reach` says for its start, of 1 sample at least."""
+    sizes: list[int] = []
+    start = 0
+    while start < size:
+        sizes.append(min(max(reach(start), start + 1), size) - start)
+        start += sizes[-1]
+    return sizes
 
 
 def largest_typical_batch(
@@ -374,7 +379,7 @@ class SplitRules:
 
     def limit_for(self, batch: BatchCosts) -> MicroBatchLimit:
         """Decides the limit of a micro-batch of this logical batch."""
-        if self.threshold and batch.main_feature(0, len(batch)) <= self.threshold:
+        if self.threshold and batch.in_units().total <= self.threshold:
             return MicroBatchLimit(cost=self.tuned_limit, floor=self.floor, equal=self.equal)
         limit = MicroBatchLimit(cost=self.safe_limit, samples=self.samples, floor=self.floor, equal=self.equal)
         if self.target < self.safe_limit:
@@ -410,12 +415,5 @@ def optimizer_batches(batch: BatchCosts, threshold: float) -> tuple[int, ...]:
     """
     if threshold == math.inf:
         return (len(batch),)
-    sizes: list[int] = []
-    start = 0
-    while start < len(batch):
-        stop = start + 1
-        while stop < len(batch) and batch.main_feature(start, stop + 1) <= threshold:
-            stop += 1
-        sizes.append(stop - start)
-        start = stop
-    return tuple(sizes)
+    units = batch.in_units()
+    return tuple(_next_fit(len(batch), lambda start: units.reach(start, threshold)))

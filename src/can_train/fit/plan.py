@@ -66,8 +66,8 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The resolved decision."""
+class PhasePlan:
+    """The resolved decision for one phase."""
 
     logical_batch: int  # Samples that one optimizer step sees
     rules: SplitRules  # How it is cut, limits included
@@ -93,12 +93,10 @@ class Plan:
 
 def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
     """Returns the largest cost that a device's search need try: beyond it memory no longer decides anything."""
+    needed = request.batch_within(len(order))
     if request.takes_what_fits:
-        needed = max(
-            min(limit for limit, _ in _limits_beside_memory(request, len(order))), request.least_batch(len(order))
-        )
-    else:
-        needed = request.batch_within(len(order))
+        most, _ = min(_limits_beside_memory(request, len(order)))
+        needed = max(most, request.least_batch(len(order)))
     largest, ranks = float(order.each().max()), request.ranks
     # Shares are made of whole samples: the costliest may exceed the mean by all but an equal part of one.
     share = costliest(order, needed) / ranks + (1 - 1 / ranks) * largest
@@ -118,7 +116,7 @@ def resolve_plan(
     tuned_limit: float | None = None,
     factor: float = 1.0,
     other_epochs: Sequence[BatchCosts] = (),
-) -> Plan:
+) -> PhasePlan:
     """Resolves a plan for the training samples in the first epoch's order, or in the last one's, where epochs differ,
     and in those of `other_epochs`. No sample costs more than the tuned limit, which was searched for up to
     `search_upper` (None: without a search).
@@ -128,7 +126,7 @@ def resolve_plan(
     else:
         rules = replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
     logical, binding = _logical_batch(request, order, rules.safe_limit)
-    by_epoch = [_optimizer_steps(one, logical, request.preflight_threshold) for one in (order, *other_epochs)]
+    by_epoch = [_optimizer_steps(epoch, logical, request.preflight_threshold) for epoch in (order, *other_epochs)]
     num_batches, num_steps, ranks = -(-len(order) // logical), len(by_epoch[0]), request.ranks
     of_steps = [step.parts(share_out(step, ranks)) if ranks > 1 else [step] for steps in by_epoch for step in steps]
     # A rank whose share is empty has nothing to cut.
@@ -137,7 +135,7 @@ def resolve_plan(
     costs = [share.part_costs(parts) for share, parts in zip(shares, sizes, strict=True)]
     # Preflight is taken to split the batches of all epochs alike.
     counts = [round(-(-size // logical) * num_steps / num_batches) for size in request.epoch_sizes(len(order))]
-    return Plan(
+    return PhasePlan(
         logical_batch=logical,
         rules=rules,
         steps_per_epoch=num_steps,
@@ -153,8 +151,7 @@ def resolve_plan(
         lr_factor=_lr_factor(request, logical),
         safety_factor=None if tuned_limit is None else factor,
         notices=(
-            *_batch_notices(request, logical),
-            *_least_batch_notices(request, order, logical, rules.safe_limit),
+            *_batch_notices(request, order, logical, rules.safe_limit),
             *_epoch_notices(request, by_epoch[0], min(counts), logical, num_batches),
             *_divisor_notices(sizes, shares, rules),
         ),
@@ -201,31 +198,26 @@ def _lr_factor(request: PlanRequest, logical_batch: int) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scale]
 
 
-def _batch_notices(request: PlanRequest, logical_batch: int) -> Iterator[str]:
-    """Says where the logical batch is not the one that was asked for."""
+def _batch_notices(request: PlanRequest, order: BatchCosts, logical_batch: int, safe_limit: float) -> Iterator[str]:
+    """Says where the logical batch is not the one that was asked for, and where the preset's batch is more than the
+    bounds of `max` would leave.
+    """
     wanted = request.requested_batch or request.preset_batch
-    if request.takes_what_fits:
-        if request.requested_batch is not None:
-            yield f"find_batch_size=max chose a batch of {logical_batch}; the batch size of {wanted} was ignored"
+    if not request.takes_what_fits:
+        if request.mode == "max":
+            fixed = f"micro_batch_size={request.micro_batch_size} is fixed"
+            yield f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}"
+        if logical_batch < wanted:
+            yield f"The data set has {counted(logical_batch, 'sample')}: a batch of {wanted} is the whole of it"
         return
-    if request.mode == "max":
-        fixed = f"micro_batch_size={request.micro_batch_size} is fixed"
-        yield f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}"
-    if logical_batch < wanted:
-        yield f"The data set has {counted(logical_batch, 'sample')}: a batch of {wanted} is the whole of it"
-
-
-def _least_batch_notices(
-    request: PlanRequest, order: BatchCosts, logical_batch: int, safe_limit: float
-) -> Iterator[str]:
-    """Says where the preset's batch is more than the bounds of `max` would leave."""
-    if not request.takes_what_fits or logical_batch > request.least_batch(len(order)):
+    if request.requested_batch is not None:
+        yield f"find_batch_size=max chose a batch of {logical_batch}; the batch size of {wanted} was ignored"
+    if logical_batch > request.least_batch(len(order)):
         return
     smallest, bound = min(request.epoch_sizes(len(order))), request.min_steps_per_epoch
     kept = f"find_batch_size=max takes no less than the preset's batch, {logical_batch} samples"
     if smallest // bound < logical_batch:
-        steps = -(-smallest // logical_batch)
-        many = "1 step" if steps == 1 else f"{steps} steps"
+        many = counted(-(-smallest // logical_batch), "step")
         yield f"{kept}: {many} an epoch, fewer than min_steps_per_epoch={bound}"
     fits = largest_typical_batch(order, safe_limit, upper=logical_batch, shares=request.ranks)
     if fits < logical_batch:
@@ -258,8 +250,8 @@ def _epoch_notices(
 ) -> Iterator[str]:
     """Says where weights move only a few times per epoch, by single samples, or by less than a logical batch."""
     if fewest < _FEW_STEPS:
-        many = "1 optimizer step" if fewest == 1 else f"{fewest} optimizer steps"
-        yield f"An epoch has only {many}: smaller batches, or more epochs, move the weights more often"
+        few = counted(fewest, "optimizer step")
+        yield f"An epoch has only {few}: smaller batches, or more epochs, move the weights more often"
     if logical_batch == 1:
         yield "A batch is a single sample: gradients are noisy, and BatchNorm has no statistics"
     elif len(steps) > 1 and len(steps[-1]) == 1:

@@ -6,7 +6,7 @@ Shapes: R samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +22,7 @@ from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, Factor
 from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.phases import phase_training
-from can_train.fit.plan import Plan, PlanRequest, resolve_plan, search_upper, spare_room
+from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
 from can_train.memory.meters import CpuMeter, Meter
@@ -44,7 +44,7 @@ _PADDED_SHARE: Final = 0.02  # Share of a mean sample's cost below which padded 
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedSize:
+class PredictedLimit:
     """The prediction for micro-batches whose size was given, so that nothing was searched for."""
 
     tuned_limit: float  # Largest cost that is predicted to fit, in bytes
@@ -59,7 +59,7 @@ class FixedSize:
 class RunPlan:
     """The plan of a run with its basis."""
 
-    plan: Plan
+    plan: PhasePlan
     limits: DeviceLimits | None  # Limits of the device; None without a search
     factor: SafetyFactor = UNUSED  # The safety factor in force
     skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
@@ -67,7 +67,7 @@ class RunPlan:
     notices: tuple[str, ...] = ()  # Further sentences for the user
     phase: str = ""  # Name of the phase that it is for; empty where there is one only
     later: tuple[RunPlan, ...] = ()  # The plans of the phases after the first
-    fixed_size: FixedSize | None = None  # Prediction for micro-batches whose size was given
+    fixed_size: PredictedLimit | None = None  # Prediction for micro-batches whose size was given
 
     @property
     def phases(self) -> tuple[RunPlan, ...]:
@@ -82,7 +82,7 @@ class RunPlan:
     @property
     def all_notices(self) -> tuple[str, ...]:
         """The notices of all phases, which have most of them in common, each once."""
-        return tuple(dict.fromkeys(text for one in self.phases for text in (*one.plan.notices, *one.notices)))
+        return tuple(dict.fromkeys(text for phase in self.phases for text in (*phase.plan.notices, *phase.notices)))
 
     def shares_with(self, other: RunPlan) -> bool:
         """Tells whether two ranks' plans are for the same samples and the same logical batch."""
@@ -112,15 +112,6 @@ class RunPlan:
             return None
         return self.limits.step_peak_bytes(self.plan.largest_cost, self.plan.largest_later_cost)
 
-    def used(self, largest_cost: float) -> float | None:
-        """Returns a micro-batch's cost ÷ tuned limit; None where that limit is unknown.
-
-        A search that ended below the limit does not know it, and such a run says nothing of where a share of it leads.
-        """
-        if self.limits is None or self.plan.safety_factor is None or self.limits.training.capped:
-            return None
-        return largest_cost / self.limits.training.tuned_limit
-
     def to_plain(self) -> dict[str, Any]:
         """Returns strict JSON values: an infinite limit is null."""
         # Costs may be numpy's floats.
@@ -131,7 +122,7 @@ class RunPlan:
     def from_plain(cls, plain: dict[str, Any]) -> RunPlan:
         """Reads values that `to_plain` made; raises KeyError, TypeError or ValueError where they are not a plan."""
         rules = {name: np.inf if value is None else value for name, value in plain["plan"]["rules"].items()}
-        later = tuple(cls.from_plain(one) for one in plain["later"])
+        later = tuple(cls.from_plain(phase) for phase in plain["later"])
         first = msgspec.convert({**plain, "plan": {**plain["plan"], "rules": rules}, "later": ()}, cls)
         return replace(first, later=later)
 
@@ -258,13 +249,13 @@ class Planner:
             raise self._oversize_error(oversize, limits)
         return self._again(frozen, limits, factor)
 
-    def common(self, plans: Sequence[RunPlan], own: RunPlan, factor: FactorRule) -> RunPlan:
+    def common(self, plans: Sequence[RunPlan], ours: RunPlan, factor: FactorRule) -> RunPlan:
         """Plans the smallest logical batch of all ranks' plans, without the samples that any of them leaves out."""
         smallest = min(plans, key=lambda plan: plan.plan.logical_batch)
         agreed = replace(smallest, skipped=tuple(sorted({row for plan in plans for row in plan.skipped})))
-        if own.limits is None or own.shares_with(agreed):
-            return own
-        return self._again(agreed, own.limits, factor)
+        if ours.limits is None or ours.shares_with(agreed):
+            return ours
+        return self._again(agreed, ours.limits, factor)
 
     def explore(
         self, request: PlanRequest, factor: float, *, held_bytes: int = 0, earlier: EarlierSearch | None = None
@@ -297,7 +288,7 @@ class Planner:
     ) -> RunPlan:
         phase, training = None if limits is None else limits.training, self.training
         orders = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)
-        order, *other_epochs = (_price(self.task, one, phase) for one in orders)
+        order, *other_epochs = (_price(self.task, rows, phase) for rows in orders)
         decided = rule.decide(limits if request.searches else None)
         plan = resolve_plan(
             replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs)),
@@ -306,42 +297,27 @@ class Planner:
             factor=decided.value,
             other_epochs=other_epochs,
         )
-        notices = [
-            *self.task.notices(),
-            *self.meter.notices,
-            *self.batch_dependence.sentences(split=plan.most_parts > 1, ranks=self.ranks),
-        ]
+        notices = [*self.task.notices(), *self.meter.notices]
+        notices += self.batch_dependence.sentences(split=plan.most_parts > 1, ranks=self.ranks)
         if limits is not None:
             if request.searches:
                 room = self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9)
                 notices += spare_room(request, plan.logical_batch, len(order), int(room))
-            notices += _too_large_notices(plan, limits, self.training)
-            notices += _unexplained_notices("training", limits.training)
-            notices += _unexplained_notices("evaluation", limits.evaluation)
-            notices += _fixed_padding_notices(limits.training)
-            notices += _untried_notices("training", limits.training)
-            notices += _untried_notices("evaluation", limits.evaluation)
+            notices += _too_large_notices(plan, limits, training)
+            notices += _limits_notices(limits)
         if skipped:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
-        return RunPlan(
-            plan=plan,
-            limits=limits,
-            factor=decided,
-            skipped=skipped,
-            ranks=self.ranks,
-            notices=tuple(notices),
-            phase=self.phase.name,
-        )
+        return RunPlan(plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
+                       notices=tuple(notices), phase=self.phase.name)  # fmt: skip
 
     def _oversize(self, phase: SearchResult) -> Rows:
         """Returns the rows of the samples that do not fit by themselves, the costliest first."""
-        # A search that ended below the limit was up to a batch with every sample in it.
-        if phase.capped:
-            return np.array([], dtype=np.int64)
         rows = self.task.train_rows
         each = _price(self.task, rows, phase).each()
         ranked = np.argsort(-each, kind="stable")
-        return rows[ranked[each[ranked] > phase.tuned_limit * (1 + ROUNDING)]]
+        # A search that ended below the limit was up to a batch with every sample in it.
+        limit = np.inf if phase.capped else phase.tuned_limit * (1 + ROUNDING)
+        return rows[ranked[each[ranked] > limit]]
 
     def _oversize_error(self, oversize: Rows, limits: DeviceLimits) -> DoesNotFitError:
         named = ", ".join(self.task.describe(int(row)) for row in oversize[:_NAMED])
@@ -369,11 +345,11 @@ class Planners:
         phases = planner.task.phases()
         if len(phases) == 1 and phases[0].loss is None and not phases[0].parameters:
             return cls((replace(planner, phase=phases[0]),))
-        alone = [replace(planner, task=planner.task.in_phase(one), phase=one) for one in phases]
-        others = bytes_of_others([one.explorer for one in alone])
+        alone = [replace(planner, task=planner.task.in_phase(phase), phase=phase) for phase in phases]
+        state_bytes = bytes_of_others([planner.explorer for planner in alone])
         seconds = planner.search_seconds / len(phases)
-        return cls(tuple(replace(one, others_state_bytes=size, search_seconds=seconds)
-                         for one, size in zip(alone, others, strict=True)))  # fmt: skip
+        return cls(tuple(replace(planner, others_state_bytes=size, search_seconds=seconds)
+                         for planner, size in zip(alone, state_bytes, strict=True)))  # fmt: skip
 
     @property
     def first(self) -> Planner:
@@ -386,30 +362,29 @@ class Planners:
 
     def joined(self, plans: Sequence[RunPlan], factor: FactorRule) -> RunPlan:
         """Joins the plans of all phases: with the smallest of their logical batches, and the samples that all keep."""
-        agreed = [planner.common(plans, own, factor) for planner, own in zip(self.phases, plans, strict=True)]
+        agreed = [planner.common(plans, plan, factor) for planner, plan in zip(self.phases, plans, strict=True)]
         return replace(agreed[0], later=tuple(agreed[1:]))
 
     def replan_same_batch(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
         """Plans anew how a plan's logical batch is cut; `held_bytes` of all optimizers' state are there already."""
-        first, *later = (planner.replan_same_batch(own, factor, held_bytes=held_bytes)
-                         for planner, own in zip(self.phases, frozen.phases, strict=True))  # fmt: skip
+        first, *later = (planner.replan_same_batch(phase, factor, held_bytes=held_bytes)
+                         for planner, phase in zip(self.phases, frozen.phases, strict=True))  # fmt: skip
         return replace(first, later=tuple(later))
 
-    def common(self, plans: Sequence[RunPlan], own: RunPlan, factor: FactorRule) -> RunPlan:
+    def common(self, plans: Sequence[RunPlan], ours: RunPlan, factor: FactorRule) -> RunPlan:
         """Plans the smallest logical batch of all ranks' plans, without the samples that any of them leaves out."""
-        first, *later = (planner.common([plan.phases[number] for plan in plans], own.phases[number], factor)
+        first, *later = (planner.common([plan.phases[number] for plan in plans], ours.phases[number], factor)
                          for number, planner in enumerate(self.phases))  # fmt: skip
         return replace(first, later=tuple(later))
 
 
 def still_fits(plan: RunPlan, meter: Meter) -> bool:
     """Tells whether a plan made earlier holds on this device."""
-    if plan.later:
-        return all(still_fits(replace(one, later=()), meter) for one in plan.phases)
-    if plan.limits is None:
-        return True
-    peak = plan.predicted_peak_bytes
-    return plan.limits.device_key == meter.key and peak is not None and peak <= meter.capacity_bytes
+    return all(
+        phase.limits is None
+        or (phase.limits.device_key == meter.key and (phase.predicted_peak_bytes or 0.0) <= meter.capacity_bytes)
+        for phase in plan.phases
+    )
 
 
 def _price(task: BatchTask, rows: Rows, phase: SearchResult | None) -> BatchCosts:
@@ -421,14 +396,14 @@ def _price(task: BatchTask, rows: Rows, phase: SearchResult | None) -> BatchCost
     return BatchCosts(counts, task.memory_features, 1 / means)
 
 
-def _fixed_size(plan: Plan, limits: DeviceLimits, factor: FactorRule) -> FixedSize:
+def _fixed_size(plan: PhasePlan, limits: DeviceLimits, factor: FactorRule) -> PredictedLimit:
     training = limits.training
-    return FixedSize(tuned_limit=training.tuned_limit, capped=training.capped, base_bytes=training.model.base_bytes,
-                     full_bytes=training.peak_bytes(training.tuned_limit), largest_cost=plan.largest_cost,
-                     factor=factor.decide(limits))  # fmt: skip
+    return PredictedLimit(tuned_limit=training.tuned_limit, capped=training.capped,
+                          base_bytes=training.model.base_bytes, full_bytes=training.peak_bytes(training.tuned_limit),
+                          largest_cost=plan.largest_cost, factor=factor.decide(limits))  # fmt: skip
 
 
-def _room(limits: DeviceLimits, plan: Plan, aim: Aim) -> float:
+def _room(limits: DeviceLimits, plan: PhasePlan, aim: Aim) -> float:
     """Returns the largest cost of a micro-batch; predicted where the search stopped below it."""
     if not limits.training.capped:
         return plan.rules.safe_limit
@@ -436,7 +411,7 @@ def _room(limits: DeviceLimits, plan: Plan, aim: Aim) -> float:
     return fits * (plan.safety_factor or 1.0) if aim == NO_AIM else fits
 
 
-def _too_large_notices(plan: Plan, limits: DeviceLimits, training: TrainingSettings) -> list[str]:
+def _too_large_notices(plan: PhasePlan, limits: DeviceLimits, training: TrainingSettings) -> list[str]:
     """Warns where the user's options make micro-batches too large."""
     if limits.training.capped or plan.largest_cost <= limits.training.tuned_limit * (1 + ROUNDING):
         return []
@@ -453,38 +428,35 @@ def _too_large_notices(plan: Plan, limits: DeviceLimits, training: TrainingSetti
     return [f"{option}: {needs}; {outcome}"]
 
 
-def _unexplained_notices(what: str, phase: SearchResult) -> list[str]:
-    """Warns where the features do not account for the measured memory."""
-    names = ", ".join(feature.name for feature in phase.model.features)
-    if not phase.model.explains:
-        basis = "sizes rest on trials" if phase.trials else "a run tries the sizes that are only predicted here"
-        residual = f"the probes lie up to {phase.model.relative_residual:.0%} off"
-        return [f"The memory of {what} does not follow its features ({names}): {residual}; {basis}"]
-    if abs(phase.measured_ratio - 1) > EXPLAINED:
-        measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
-        return [f"A full batch of {what} measured {measured} from its features ({names}); sizes rest on that trial"]
-    return []
-
-
-def _untried_notices(what: str, phase: SearchResult) -> list[str]:
-    """Says where a search ended for lack of time."""
-    if not (phase.untried and phase.capped):
-        return []
-    tried = f"The largest batch of {what} that was tried takes {size_text(phase.tuned_limit)}"
-    more = f"a search keeps to {SEARCH_SHARE:.0%} of an epoch or {SEARCH_SECONDS:g} s"
-    return [f"{tried}; one of {size_text(phase.untried)} was not tried for lack of time ({more})"]
-
-
-def _fixed_padding_notices(phase: SearchResult) -> list[str]:
-    """Says where padded lengths are counted and samples take the same memory whatever their lengths."""
-    shares = [coefficient * mean ** max(feature.padding, 1) for feature, coefficient, mean in
-              zip(phase.model.features, phase.model.coefficients, phase.mean_totals, strict=True)]  # fmt: skip
-    padded = [share for feature, share in zip(phase.model.features, shares, strict=True) if feature.padding]
-    if not padded or sum(padded) > _PADDED_SHARE * sum(shares):
-        return []
-    names = ", ".join(dict.fromkeys(feature.name for feature in phase.model.features if feature.padding))
-    fixed = f"Memory does not grow with the lengths of samples ({names}): they seem to be padded to a fixed length"
-    return [f"{fixed}; padded to the longest of the samples that are collated, short ones would take less"]
+def _limits_notices(limits: DeviceLimits) -> Iterator[str]:
+    """Says where the features do not account for the measured memory, where samples take the same memory whatever
+    their padded lengths, and where a search ended for lack of time.
+    """
+    phases = (("training", limits.training), ("evaluation", limits.evaluation))
+    for mode, phase in phases:
+        names = ", ".join(feature.name for feature in phase.model.features)
+        if not phase.model.explains:
+            basis = "sizes rest on trials" if phase.trials else "a run tries the sizes that are only predicted here"
+            residual = f"the probes lie up to {phase.model.relative_residual:.0%} off"
+            yield f"The memory of {mode} does not follow its features ({names}): {residual}; {basis}"
+        elif abs(phase.measured_ratio - 1) > EXPLAINED:
+            measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
+            yield f"A full batch of {mode} measured {measured} from its features ({names}); sizes rest on that trial"
+    model, means = limits.training.model, limits.training.mean_totals
+    shares = [
+        (feature, coefficient * mean ** max(feature.padding, 1))
+        for feature, coefficient, mean in zip(model.features, model.coefficients, means, strict=True)
+    ]
+    padded = [(feature.name, share) for feature, share in shares if feature.padding]
+    if padded and sum(share for _, share in padded) <= _PADDED_SHARE * sum(share for _, share in shares):
+        names = ", ".join(dict.fromkeys(name for name, _ in padded))
+        fixed = f"Memory does not grow with the lengths of samples ({names}): they seem to be padded to a fixed length"
+        yield f"{fixed}; padded to the longest of the samples that are collated, short ones would take less"
+    for mode, phase in phases:
+        if phase.untried and phase.capped:
+            tried = f"The largest batch of {mode} that was tried takes {size_text(phase.tuned_limit)}"
+            more = f"a search keeps to {SEARCH_SHARE:.0%} of an epoch or {SEARCH_SECONDS:g} s"
+            yield f"{tried}; one of {size_text(phase.untried)} was not tried for lack of time ({more})"
 
 
 def epochs_differ(task: BatchTask, epochs: int) -> bool:
@@ -541,7 +513,7 @@ def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs
     # `in_epoch` does not know.
     first = kept_rows(task.in_epoch(0, epochs), skipped)
     ends = ((rows, epochs - 1), (first, 0))
-    return [epoch_order(one, seed=seed, epoch=epoch) for one, epoch in ends if len(one)]
+    return [epoch_order(kept, seed=seed, epoch=epoch) for kept, epoch in ends if len(kept)]
 
 
 @dataclass(frozen=True)

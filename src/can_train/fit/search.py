@@ -115,15 +115,17 @@ def find_max_size(
     if confirm is not None and (not isinstance(confirm, Integral) or confirm < 1):
         remedy = "Give the trials in a row that a size must fit in: 1 takes the first size found"
         raise ArgumentError("A size is confirmed by at least 1 trial", value=f"confirm {confirm!r}", remedy=remedy)
-    progress = _Progress(fails=int(upper) + 1)
-    _search(trial, progress, start=min(int(start), int(upper)), capacity=capacity)
-    return _confirmed(trial, progress, capacity=capacity, confirm=confirm)
+    search = _Search(trial, capacity, fails=int(upper) + 1)
+    search.run(min(int(start), int(upper)))
+    return SizeSearch(search.confirmed(confirm), search.trials, search.ooms)
 
 
 @dataclass
-class _Progress:
-    """The outcomes of the trials so far. Every further size lies between `fits` and `fails`, so the search ends."""
+class _Search:
+    """A search and its outcomes so far. Every further size lies between `fits` and `fails`, so the search ends."""
 
+    trial: Callable[[int], object]
+    capacity: float | None  # Bytes that fit; None ignores readings
     fails: int  # Smallest size that is ruled out
     fits: int = 0  # Largest size that fits
     trials: int = 0
@@ -132,106 +134,88 @@ class _Progress:
     # Whether size 0 is known to read 0. A slope far below the one from there then shows that readings no longer tell
     # how much is needed: an allocator's cache has filled the device.
     from_zero: bool = False
+    affordable: Callable[[int], int] = lambda size: size  # A size to try in place of another; 0 ends the search
 
+    def run(self, start: int) -> None:
+        """Tries sizes from `start` until no further trial is worthwhile."""
+        size = self.affordable(start)
+        while size:
+            fitted, peak = self._try(size)
+            self.fits, self.fails = (size, self.fails) if fitted else (self.fits, size)
+            if peak is not None:
+                self.readings.append((size, peak))
+            size = self._next_size()
+            size = self.affordable(size) if size else 0
 
-def _search(
-    trial: Callable[[int], object],
-    progress: _Progress,
-    *,
-    start: int,
-    capacity: float | None,
-    affordable: Callable[[int], int] = lambda size: size,
-) -> SizeSearch:
-    """Searches on from `progress`. `affordable` returns a size to try in place of another, or 0 to end the search."""
-    size = affordable(start)
-    while size:
-        fitted, peak = _try(trial, size, progress)
-        if fitted:
-            progress.fits = size
-        else:
-            progress.fails = size
-        if capacity is not None and peak is not None:
-            progress.readings.append((size, peak))
-        size = _next_size(progress, capacity)
-        size = affordable(size) if size else 0
-    return SizeSearch(size=progress.fits, trials=progress.trials, ooms=progress.ooms)
+    def _try(self, size: int) -> tuple[bool, float | None]:
+        """Runs a size; returns whether it fitted, and its reading if there is one."""
+        self.trials += 1
+        result: Any = None
+        with CatchOutOfMemory() as caught:
+            result = self.trial(size)
+        if caught.message:
+            self.ooms += 1
+            return False, None
+        is_number = self.capacity is not None and isinstance(result, Real) and not isinstance(result, bool)
+        return True, float(result) if is_number and 0 < float(result) < math.inf else None
 
-
-def _try(trial: Callable[[int], object], size: int, progress: _Progress) -> tuple[bool, float | None]:
-    """Runs a size; returns whether it fitted, and its reading if there is one."""
-    progress.trials += 1
-    result: Any = None
-    with CatchOutOfMemory() as caught:
-        result = trial(size)
-    if caught.message:
-        progress.ooms += 1
-        return False, None
-    is_number = isinstance(result, Real) and not isinstance(result, bool)
-    return True, float(result) if is_number and 0 < float(result) < math.inf else None
-
-
-def _confirmed(
-    trial: Callable[[int], object], progress: _Progress, *, capacity: float | None, confirm: int | None
-) -> SizeSearch:
-    """Tries the size found again, and smaller ones where that fails, until one has fitted often enough."""
-    size, fitted_in_a_row, room = progress.fits, 1, _ROOM
-    readings = [peak for at, peak in progress.readings[-1:] if at == size]
-    needed = confirm or (_REPEATED if readings else _REPEATED_BLIND)
-    scatters = False
-    while size and fitted_in_a_row < needed:
-        fitted, peak = _try(trial, size, progress)
-        fitted_in_a_row += 1
-        if capacity is not None and peak is not None:
-            readings.append(peak)
-        makes_room = not fitted
-        differ = bool(readings) and max(readings) * (1 - _STEADY) > min(readings)
-        # Readings make room once at most: later sizes must fit as often, or make room by failing.
-        if confirm is None and not scatters and (not fitted or differ):
-            scatters, needed = True, _CONFIRMED
-            makes_room = not fitted or max(readings) > (1 - _ROOM) * (capacity or math.inf)
-        if makes_room:
-            size = max(int(size * (1 - room)), int(fitted))
-            fitted_in_a_row, room, readings = 0, min(2 * room, _MOST_ROOM), []
-    return SizeSearch(size=size, trials=progress.trials, ooms=progress.ooms)
-
-
-def _next_size(progress: _Progress, capacity: float | None) -> int:
-    """Returns the size to try next, strictly between the sizes that fit and fail; 0 ends the search."""
-    fits, fails, readings = progress.fits, progress.fails, progress.readings
-    if fails - fits <= 1:
-        return 0
-    if fits == 0:
-        return max(1, fails // _RETREAT)
-    is_close = fails - fits <= _CLOSE * fits
-    # A trial that returned no reading leaves the line behind: from there on the search goes without.
-    if capacity is not None and readings and readings[-1][0] == fits and len(readings) <= _MAX_READINGS:
-        size = _jump(progress, capacity)
-        if size <= fits:
-            return 0
-        if not progress.ooms:
-            return min(size, fails - 1)
-        if size < fails * (1 - _CLOSE):
-            return size
-        # The line leads to where memory ran out, so it is a little off there. A little less may fit, and less still
-        # with each failure.
-        size = int(fails * (1 - _CLOSE * 2 ** (progress.ooms - 1)))
-        if size > fits and not is_close:
-            return size
-    elif not progress.ooms:
-        return min(fits * _GROWTH, fails - 1)
-    return 0 if is_close else (fits + fails) // 2
-
-
-def _jump(progress: _Progress, capacity: float) -> int:
-    """Returns the size that the readings lead to; the last reading's where nothing is left to gain."""
-    size, peak = progress.readings[-1]
-    least_slope = _MIN_SLOPE_SHARE * peak / size if progress.from_zero else 0.0
-    predicted = _extrapolate(progress.readings, capacity, least_slope)
-    if predicted - size < max(1.0, _WORTHWHILE * size):
+    def confirmed(self, confirm: int | None) -> int:
+        """Tries the size found again, and smaller ones where that fails, until one has fitted often enough."""
+        size, fitted_in_a_row, room = self.fits, 1, _ROOM
+        readings = [peak for at, peak in self.readings[-1:] if at == size]
+        needed = confirm or (_REPEATED if readings else _REPEATED_BLIND)
+        scatters = False
+        while size and fitted_in_a_row < needed:
+            fitted, peak = self._try(size)
+            fitted_in_a_row += 1
+            readings += [] if peak is None else [peak]
+            makes_room = not fitted
+            differ = bool(readings) and max(readings) * (1 - _STEADY) > min(readings)
+            # Readings make room once at most: later sizes must fit as often, or make room by failing.
+            if confirm is None and not scatters and (not fitted or differ):
+                scatters, needed = True, _CONFIRMED
+                makes_room = not fitted or max(readings) > (1 - _ROOM) * (self.capacity or math.inf)
+            if makes_room:
+                size = max(int(size * (1 - room)), int(fitted))
+                fitted_in_a_row, room, readings = 0, min(2 * room, _MOST_ROOM), []
         return size
-    if predicted > _LONG_JUMP * size:
-        predicted = _extrapolate(progress.readings, peak + _LONG_JUMP_SHARE * (capacity - peak), least_slope)
-    return int(min(predicted, size * _JUMP))
+
+    def _next_size(self) -> int:
+        """Returns the size to try next, strictly between the sizes that fit and fail; 0 ends the search."""
+        fits, fails, readings = self.fits, self.fails, self.readings
+        if fails - fits <= 1:
+            return 0
+        if fits == 0:
+            return max(1, fails // _RETREAT)
+        is_close = fails - fits <= _CLOSE * fits
+        # A trial that returned no reading leaves the line behind: from there on the search goes without.
+        if readings and readings[-1][0] == fits and len(readings) <= _MAX_READINGS:
+            size = self._jump(self.capacity or math.inf)
+            if size <= fits:
+                return 0
+            if not self.ooms:
+                return min(size, fails - 1)
+            if size < fails * (1 - _CLOSE):
+                return size
+            # The line leads to where memory ran out, so it is a little off there. A little less may fit, and less still
+            # with each failure.
+            size = int(fails * (1 - _CLOSE * 2 ** (self.ooms - 1)))
+            if size > fits and not is_close:
+                return size
+        elif not self.ooms:
+            return min(fits * _GROWTH, fails - 1)
+        return 0 if is_close else (fits + fails) // 2
+
+    def _jump(self, capacity: float) -> int:
+        """Returns the size that the readings lead to; the last reading's where nothing is left to gain."""
+        size, peak = self.readings[-1]
+        least_slope = _MIN_SLOPE_SHARE * peak / size if self.from_zero else 0.0
+        predicted = _extrapolate(self.readings, capacity, least_slope)
+        if predicted - size < max(1.0, _WORTHWHILE * size):
+            return size
+        if predicted > _LONG_JUMP * size:
+            predicted = _extrapolate(self.readings, peak + _LONG_JUMP_SHARE * (capacity - peak), least_slope)
+        return int(min(predicted, size * _JUMP))
 
 
 def _extrapolate(readings: list[_Reading], peak_bytes: float, least_slope: float) -> float:
@@ -307,7 +291,6 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
     )
     fits = min(int(probes.largest_cost / unit), _UNITS - 1)
     readings = [(fits, float(fits * unit))] if fits else []
-    progress = _Progress(fails=_UNITS + 1, fits=fits, readings=readings, from_zero=True)
 
     def affordable(units: int) -> int:
         """Halves a size until there is time to try it."""
@@ -315,51 +298,47 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
         if bounds.has_time(units * unit):
             return units
         untried = units * unit
-        while (units := units // 2) > _WORTH_A_TRIAL * progress.fits:
+        while (units := units // 2) > _WORTH_A_TRIAL * search.fits:
             if bounds.has_time(units * unit):
                 return units
         return 0
 
-    found = _search(
-        trial,
-        progress,
-        start=min(_UNITS, max(fits + 1, int(predicted / unit))),
-        capacity=max(_CEILING * free, 1.0),
-        affordable=affordable,
-    )
+    search = _Search(trial, max(_CEILING * free, 1.0), fails=_UNITS + 1, fits=fits, readings=readings, from_zero=True,
+                     affordable=affordable)  # fmt: skip
+    search.run(min(_UNITS, max(fits + 1, int(predicted / unit))))
     cost, peak = largest
     return SearchResult(
         model=model,
         tuned_limit=cost,
-        capped=found.size >= _UNITS or untried > _NEARLY * cost,
+        capped=search.fits >= _UNITS or untried > _NEARLY * cost,
         untried=untried if untried > cost else 0.0,
-        trials=found.trials,
-        ooms=found.ooms,
+        trials=search.trials,
+        ooms=search.ooms,
         measured_ratio=max(peak - model.base_bytes, 1.0) / cost if cost else 1.0,
         mean_totals=mean_totals,
     )
 
 
 def confirm_limit(
-    probes: ProbeFit, measure: Measure, order: BatchCosts, known: RememberedLimit, *, upper: float
+    probes: ProbeFit, measure: Measure, order: BatchCosts, remembered: RememberedLimit, *, upper: float
 ) -> SearchResult | None:
     """Tries the limit of an earlier run by one batch, of `upper` at most. Returns None where that run did not search so
     far, and where the batch does not fit or peaks elsewhere than it did then: model or data are others now.
     """
     # Of a search that memory did not end, the limit is less than was wanted then by the remainder of packing.
-    wanted = upper if known.capped else min(known.tuned_limit * (1 + ROUNDING), upper)
+    wanted = upper if remembered.capped else min(remembered.tuned_limit * (1 + ROUNDING), upper)
     positions, model = pack_worst_case(order, wanted), probes.model
     cost = order.chosen(positions).total if len(positions) else 0.0
-    if not probes.largest_cost < cost <= (1 + _WORTHWHILE) * known.tuned_limit:
+    if not probes.largest_cost < cost <= (1 + _WORTHWHILE) * remembered.tuned_limit:
         return None
     with CatchOutOfMemory():
         peak = float(measure(positions).allocated)
-        if abs(peak - known.peak_bytes(cost)) > EXPLAINED * peak:
+        if abs(peak - remembered.peak_bytes(cost)) > EXPLAINED * peak:
             return None
         return SearchResult(
             model=model,
             tuned_limit=cost,
-            capped=known.capped or wanted < known.tuned_limit,
+            capped=remembered.capped or wanted < remembered.tuned_limit,
             trials=1,
             confirmed=True,
             measured_ratio=max(peak - model.base_bytes, 1.0) / cost,

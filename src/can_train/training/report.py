@@ -11,7 +11,7 @@ from can_train.io.units import counted, size_text
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel, DeviceLimits
-    from can_train.fit.plan import Plan
+    from can_train.fit.plan import PhasePlan
     from can_train.fit.planner import RunPlan
     from can_train.training.dry_run import DryPlan
     from can_train.training.reference_models import ReferenceModelPlan
@@ -53,7 +53,7 @@ def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> lis
     return lines
 
 
-def _batch_text(plan: Plan) -> str:
+def _batch_text(plan: PhasePlan) -> str:
     reason = _REASONS[plan.binding_limit]
     if plan.batches_per_step == 1:
         return f"{counted(plan.logical_batch, 'sample')} a step ({reason})"
