@@ -87,9 +87,9 @@ def test_an_unpin_lets_the_learned_factor_hold_again() -> None:
 def test_a_pin_may_come_before_the_first_run(tmp_path: Path) -> None:
     store = get_safety_factor_db(tmp_path)
     store.pin(KEY, 0.4)
-    choice = store.known(KEY, "never-seen").factor
+    choice = store.learned_rule(KEY, "never-seen").decided
     assert (store.get_factor(KEY), choice.value if choice else None) == (0.4, 0.4)
-    assert store.known(OTHER, "never-seen").factor is None
+    assert store.learned_rule(OTHER, "never-seen").decided is None
     assert store.get_stats(KEY)["num_runs"] == 0
 
 
@@ -129,7 +129,7 @@ def test_a_clock_that_was_set_back_does_not_keep_a_reset_from_what_it_resets(tmp
     store.reset(KEY)
     with pytest.raises(ConfigError, match="The factor was reset"):
         store.get_factor(KEY)
-    assert store.known(KEY, "v100-16gb").factor is None
+    assert store.learned_rule(KEY, "v100-16gb").decided is None
 
 
 def test_after_a_clock_was_set_back_by_years_decisions_still_follow_what_they_are_about(tmp_path: Path) -> None:
@@ -188,7 +188,12 @@ def test_a_pin_that_is_no_share_is_an_error_and_writes_nothing(tmp_path: Path) -
 def test_an_events_folder_that_is_a_file_is_a_state_error(tmp_path: Path) -> None:
     (tmp_path / "events").write_text("")
     store = get_safety_factor_db(tmp_path)
-    for act in (store.records, lambda: store.pin(KEY, 0.5), lambda: store.known(KEY, V100.key), store.refresh_export):
+    for act in (
+        store.records,
+        lambda: store.pin(KEY, 0.5),
+        lambda: store.learned_rule(KEY, V100.key),
+        store.refresh_export,
+    ):
         with pytest.raises(StateError):
             act()
 

@@ -128,10 +128,10 @@ def test_a_key_without_its_size_and_a_short_gpu_name_serve_every_size_and_memory
     store = importing(tmp_path, {SHORT: {"v100": 0.5}})
     for key in (KEY, STUDENT, SHORT):
         assert [store.get_factor(key, device) for device in ("v100-16gb", "v100-32gb")] == [0.5, 0.5]
-    choice = store.known(KEY, "v100-32gb", size="teacher").factor
+    choice = store.learned_rule(KEY, "v100-32gb", size="teacher").decided
     assert choice is not None
     assert choice.value == 0.5
-    assert store.known(KEY, "a100-40gb", size="teacher").factor is None
+    assert store.learned_rule(KEY, "a100-40gb", size="teacher").decided is None
 
 
 def test_an_imported_key_without_its_size_is_the_first_factor_of_runs_of_any_size(tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_importing_ones_own_export_changes_nothing(tmp_path: Path) -> None:
 def test_a_reset_or_pin_of_a_key_without_its_size_holds_for_every_size(tmp_path: Path) -> None:
     store = importing(tmp_path, {SHORT: {"v100": 0.5}})
     store.pin(SHORT, 0.3)
-    pinned = store.known(KEY, "v100-16gb", size="teacher").factor
+    pinned = store.learned_rule(KEY, "v100-16gb", size="teacher").decided
     assert pinned is not None
     assert pinned.value == 0.3
     store.unpin(SHORT)
     store.reset(SHORT)
-    assert store.known(KEY, "v100-16gb", size="teacher").factor is None
+    assert store.learned_rule(KEY, "v100-16gb", size="teacher").decided is None

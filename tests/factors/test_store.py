@@ -14,9 +14,9 @@ from can_train.errors import ConfigError, StateError
 from can_train.factors import store as store_module
 from can_train.factors.observations import Observation, write_record
 from can_train.factors.policies import Decision, FactorPoint, MomentumPolicy
-from can_train.factors.store import LearnedFactor, experience_factor, get_safety_factor_db
+from can_train.factors.store import experience_factor, get_safety_factor_db
 from can_train.factors.summary import history_of, summarize
-from can_train.fit.factor_rule import EarlierSearch, OtherDevice, RememberedLimit, RememberedLimits
+from can_train.fit.factor_rule import NO_AIM, EarlierSearch, FactorRule, OtherDevice, RememberedLimit, RememberedLimits
 from fakes.samples import A100, KEY, at, observation, out_of_memory
 
 MIB = 2**20
@@ -36,12 +36,12 @@ def converging(**changed: Any) -> list[Observation]:
 
 
 def test_nothing_is_known_before_the_first_run(tmp_path: Path) -> None:
-    assert get_safety_factor_db(tmp_path).known(KEY, "v100-16gb") == LearnedFactor(None)
+    assert get_safety_factor_db(tmp_path).learned_rule(KEY, "v100-16gb") == FactorRule(decided=None, aim=NO_AIM)
 
 
 def test_the_next_run_has_what_was_learned(tmp_path: Path) -> None:
     remember(tmp_path, observation())
-    choice = get_safety_factor_db(tmp_path).known(KEY, "v100-16gb").factor
+    choice = get_safety_factor_db(tmp_path).learned_rule(KEY, "v100-16gb").decided
     assert choice is not None
     assert (round(choice.value, 4), choice.reason) == (0.5142, "learned from 1 run")
 
@@ -142,17 +142,17 @@ def test_runs_of_other_settings_that_change_memory_teach_apart(tmp_path: Path) -
     remember(tmp_path, *runs)
     store = get_safety_factor_db(tmp_path)
     assert store.get_stats(KEY)["num_runs"] == 2
-    factors = [store.known(KEY, "v100-16gb", run.fingerprint).factor for run in runs[:2]]
+    factors = [store.learned_rule(KEY, "v100-16gb", run.fingerprint).decided for run in runs[:2]]
     assert [choice and choice.value for choice in factors] == [record.factor, record.other_settings[0].factor]
-    assert store.known(KEY, "v100-16gb", settings(compiled=True)).factor is None
+    assert store.learned_rule(KEY, "v100-16gb", settings(compiled=True)).decided is None
 
 
 def test_a_fingerprint_is_compared_as_it_is_read_back_and_without_the_version_of_torch(tmp_path: Path) -> None:
     remember(tmp_path, observation(1, fingerprint=settings(sizes=(1, 2), torch_version="2.6")))
     store = get_safety_factor_db(tmp_path)
-    assert store.known(KEY, "v100-16gb", settings(sizes=(1, 2), torch_version="2.7")).factor is not None
+    assert store.learned_rule(KEY, "v100-16gb", settings(sizes=(1, 2), torch_version="2.7")).decided is not None
     with pytest.raises(StateError, match="A fingerprint cannot be written as JSON"):
-        store.known(KEY, "v100-16gb", settings(sizes=object()))
+        store.learned_rule(KEY, "v100-16gb", settings(sizes=object()))
 
 
 def predicted(number: int, peak: int, **changed: Any) -> Observation:
@@ -166,18 +166,20 @@ def test_a_new_device_hears_what_the_one_seen_last_has_measured(tmp_path: Path) 
     ]  # fmt: skip
     remember(tmp_path, predicted(1, 9_000, device=A100), *(predicted(n, 4_000 + n) for n in range(2, 5)), *unclean)
     store = get_safety_factor_db(tmp_path)
-    known = store.known(KEY, "h100-80gb")
-    assert (known.factor, known.other_device) == (None, OtherDevice(ratio=4_003 / 5_000, runs=3, device="v100-16gb"))
-    assert store.known(KEY, "a100-40gb").other_device is None
-    assert store.known("another", "h100-80gb").other_device is None
+    rule = store.learned_rule(KEY, "h100-80gb")
+    assert (rule.decided, rule.other_device) == (None, OtherDevice(ratio=4_003 / 5_000, runs=3, device="v100-16gb"))
+    assert store.learned_rule(KEY, "a100-40gb").other_device is None
+    assert store.learned_rule("another", "h100-80gb").other_device is None
     store.reset(KEY, "v100-16gb")
-    assert store.known(KEY, "h100-80gb").other_device == OtherDevice(ratio=9_000 / 5_000, runs=1, device="a100-40gb")
+    assert store.learned_rule(KEY, "h100-80gb").other_device == OtherDevice(
+        ratio=9_000 / 5_000, runs=1, device="a100-40gb"
+    )
 
 
 def test_runs_that_taught_nothing_leave_the_choice_to_the_prior(tmp_path: Path) -> None:
     remember(tmp_path, observation(outcome="error"))
     store = get_safety_factor_db(tmp_path)
-    assert (store.known(KEY, "v100-16gb").factor, store.get_factor(KEY)) == (None, 0.489)
+    assert (store.learned_rule(KEY, "v100-16gb").decided, store.get_factor(KEY)) == (None, 0.489)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), "0.5", None])
@@ -303,20 +305,20 @@ LIMITS = {"": RememberedLimits(training=LIMIT, evaluation=replace(LIMIT, capped=
 
 
 def earlier(state: Path) -> EarlierSearch | None:
-    return get_safety_factor_db(state).known(KEY, "v100-16gb").earlier
+    return get_safety_factor_db(state).learned_rule(KEY, "v100-16gb").earlier
 
 
 def test_the_limits_of_the_last_run_are_known(tmp_path: Path) -> None:
     remember(tmp_path, observation(2, limits=LIMITS, torch_version="2.13.0"), observation(1, limits={}))
     assert earlier(tmp_path) == EarlierSearch(run_id="run-2", capacity_bytes=10_000, torch_version="2.13.0",
                                               phases=LIMITS)  # fmt: skip
-    assert get_safety_factor_db(tmp_path).known(KEY, "a100-40gb").earlier is None
+    assert get_safety_factor_db(tmp_path).learned_rule(KEY, "a100-40gb").earlier is None
 
 
 def test_the_limits_of_a_run_that_taught_nothing_are_known(tmp_path: Path) -> None:
     remember(tmp_path, observation(limits=LIMITS, used=None))
-    known = get_safety_factor_db(tmp_path).known(KEY, "v100-16gb")
-    assert (known.factor, known.earlier is not None) == (None, True)
+    rule = get_safety_factor_db(tmp_path).learned_rule(KEY, "v100-16gb")
+    assert (rule.decided, rule.earlier is not None) == (None, True)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def test_an_export_that_cannot_be_written_is_a_state_error(tmp_path: Path) -> No
 
 def test_reading_writes_nothing(tmp_path: Path) -> None:
     db = get_safety_factor_db(tmp_path / "none")
-    db.known(KEY, "v100-16gb")
+    db.learned_rule(KEY, "v100-16gb")
     db.records()
     assert not (tmp_path / "none").exists()
 

@@ -354,7 +354,7 @@ class FrameworkLoop:
         if not self.settings.learn:
             return first
         try:
-            return rule_after(self._store.known(self._key, self.meter.key, self._fingerprint()), first)
+            return rule_after(self._store.learned_rule(self._key, self.meter.key, self._fingerprint()), first)
         except StateError as error:
             self.notice(f"Observations of earlier runs cannot be read. {error}")
             return first

@@ -110,12 +110,10 @@ def parse_import(values: Any) -> Entries:
 def _parse_devices(key: str, value: Any) -> dict[str, Imported]:
     if not key:
         raise ValueError("a configuration key is empty")
-    if not isinstance(value, dict):
-        return {ANY_DEVICE: _parse_entry(key, value)}
-    devices = value.get("devices")
+    devices = value.get("devices") if isinstance(value, dict) else None
     if devices is not None and not isinstance(devices, dict):
         raise ValueError(f"{key}: devices is {_shown(devices)}, no object")
-    if not devices and (devices is not None or "safety_factor" in value):
+    if not devices and (not isinstance(value, dict) or devices is not None or "safety_factor" in value):
         return {ANY_DEVICE: _parse_entry(key, value)}
     devices = devices or value
     if not devices:

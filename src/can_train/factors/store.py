@@ -45,17 +45,6 @@ _OTHER_DEVICE_RUNS: Final = 10
 
 
 @dataclass(frozen=True)
-class LearnedFactor:
-    """The safety factor that a store has for a run before it begins."""
-
-    factor: SafetyFactor | None  # pinned, learned on this device or imported
-    aim: Aim | None = None  # of the policy; `NO_AIM` under a pin; None where no run on this device was learned from
-    other_device: OtherDevice | None = None  # without a factor: what the device seen last has shown
-    after_oom: bool = False  # with a factor: whether the run's last attempt ended by an out-of-memory, on any rank
-    earlier: EarlierSearch | None = None  # the limits that the last run on this device found
-
-
-@dataclass(frozen=True)
 class FactorStore:
     """The learned factors of one state folder. Reading writes nothing; every call reads other processes' new records.
 
@@ -142,10 +131,10 @@ class FactorStore:
             "converged": summary.converged,
         }
 
-    def known(
+    def learned_rule(
         self, key: str, device: str, fingerprint: Mapping[str, Any] = {}, *, size: str = "", run_id: str = ""
-    ) -> LearnedFactor:
-        """Returns the learned factor and limits for a run of a configuration on a kind of device.
+    ) -> FactorRule:
+        """Returns the rule of a run's factor as far as earlier runs of the configuration on a kind of device decide it.
 
         Args:
             key: Configuration key.
@@ -171,13 +160,17 @@ class FactorStore:
         earlier = _earlier_search(here, active.cutoff)
         if summary.factor is None or summary.state == "first":
             elsewhere = [run for run in runs if run.device.key != device]
-            return LearnedFactor(None, other_device=_other_device(elsewhere, records.events), earlier=earlier)
-        aim = None if summary.interval is None else Aim(summary.aim, summary.aim_reason)
+            other_device = _other_device(elsewhere, records.events)
+            return FactorRule(decided=None, aim=NO_AIM, other_device=other_device, earlier=earlier)
         attempts = [run for run in every if run_id and run.run_id == run_id]
         last = max((run.attempt for run in attempts), default=0)
         after_oom = any(run.outcome == "oom" for run in attempts if run.attempt == last)
-        factor = SafetyFactor(summary.factor, summary.reason)
-        return LearnedFactor(factor, NO_AIM if summary.state == "pinned" else aim, after_oom=after_oom, earlier=earlier)
+        is_pinned = summary.state == "pinned"
+        aim = NO_AIM if is_pinned else Aim(summary.aim, summary.aim_reason)
+        # An import has no aim of its own, so the target stands until the limits lower it.
+        is_learned = summary.interval is not None and not is_pinned
+        return FactorRule(decided=SafetyFactor(summary.factor, summary.reason), aim=aim, aim_is_learned=is_learned,
+                          after_oom=after_oom, earlier=earlier)  # fmt: skip
 
     def reset(self, key: str | None, device: str | None = None) -> Path:
         """Excludes the runs so far from learning; they stay in the history. None means every key, or every device.
@@ -342,22 +335,18 @@ def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> 
     if not run.training.use_adaptive_batch_size_factor:
         static = SafetyFactor(run.training.graph_memory_safety_factor, STATIC)
         return FactorRule(decided=static, aim=NO_AIM)
-    first = _first_rule(run)
-    learned = store_of(run).known(run.key, device_key, memory_fingerprint(run), size=run.size, run_id=run_id)
-    return rule_after(learned, first)
+    store, fingerprint = store_of(run), memory_fingerprint(run)
+    learned = store.learned_rule(run.key, device_key, fingerprint, size=run.size, run_id=run_id)
+    return rule_after(learned, _first_rule(run))
 
 
-def rule_after(learned: LearnedFactor, first: FactorRule) -> FactorRule:
-    """Returns the rule of a run's factor after earlier runs; `first` is the rule of a first run."""
-    if learned.factor is None:
-        # A measurement on another device says more than an experience table.
-        table = None if learned.other_device else first.decided
-        return replace(first, other_device=learned.other_device, decided=table, earlier=learned.earlier)
-    # An import has no aim of its own, so the target stands until the limits lower it.
-    is_learned = learned.aim not in (None, NO_AIM)
-    aim = learned.aim or first.aim
-    return replace(first, decided=learned.factor, aim=aim, aim_is_learned=is_learned, after_oom=learned.after_oom,
-                   earlier=learned.earlier)  # fmt: skip
+def rule_after(learned: FactorRule, first: FactorRule) -> FactorRule:
+    """Returns the rule of a run's factor from what earlier runs decide of it and from the rule of a first run."""
+    if learned.decided is not None:
+        return learned
+    # A measurement on another device says more than an experience table.
+    table = None if learned.other_device else first.decided
+    return replace(first, other_device=learned.other_device, decided=table, earlier=learned.earlier)
 
 
 def _first_rule(run: ResolvedRun) -> FactorRule:

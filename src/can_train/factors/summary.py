@@ -229,8 +229,8 @@ class FactorSummary(NextFactor):
 
     @property
     def converged(self) -> bool:
-        """Whether the last peaks lie near the aim, at a factor that hardly moves and is well known. Of imported runs it
-        is what the file says, else what their peaks and factors show.
+        """Whether the last peaks lie near the aim, at a factor that hardly moves and is well known. For imported
+        runs, the file decides where it has an entry for it.
         """
         if self.runs or not self.imported:
             aim, num_runs = self.aim, len(self.runs)
