@@ -107,7 +107,7 @@ def measured_peak(folder: Path, run: ResolvedRun, task: BatchTask) -> tuple[int,
     parts = Parts(run=run, folder=created, task=task, meter=meter, reporter=reporter, stops=StopRequests())
     with meter.active():
         session = make_session(parts, factor_rule(run, meter.key, reporter))
-        engine, rules = session.engine, session.engine.run_plan.plan.rules
+        engine, rules = session.engine, session.engine.run_plan.phase_plan.rules
         engine.reserve.hold()
         steps = session.epochs.steps(0)
         costs = [largest_part(engine.run_plan.training_costs(task, rows), rules) for rows in steps]

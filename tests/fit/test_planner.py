@@ -101,9 +101,9 @@ def test_a_plan_says_what_there_is_to_know_of_its_device(tmp_path: Path) -> None
 )
 def test_the_plan_names_the_limit_that_decided(tmp_path: Path, training: Any, batch: Any, binding: str) -> None:
     plan, _ = planned(tmp_path, HungryTask(), 150, **training)
-    assert plan.plan.logical_batch in batch
-    assert plan.plan.binding_limit == binding
-    assert plan.plan.largest_cost <= plan.plan.rules.safe_limit
+    assert plan.phase_plan.logical_batch in batch
+    assert plan.phase_plan.binding_limit == binding
+    assert plan.phase_plan.largest_cost <= plan.phase_plan.rules.safe_limit
 
 
 @pytest.mark.parametrize("batch", [1, 60])
@@ -240,8 +240,8 @@ def test_on_another_device_the_batch_is_kept_and_cut_anew(tmp_path: Path) -> Non
     smaller.meter.capacity_bytes = 100 * MIB
     assert not still_fits(first, smaller.meter)
     again = make_session(smaller, FACTOR).engine.run_plan
-    assert again.plan.logical_batch == first.plan.logical_batch == 40
-    assert again.plan.most_parts > first.plan.most_parts == 1
+    assert again.phase_plan.logical_batch == first.phase_plan.logical_batch == 40
+    assert again.phase_plan.most_parts > first.phase_plan.most_parts == 1
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_search_ends_in_time_and_says_what_it_did_not_try(tmp_path: Path) -> N
     assert long > 30 >= short
     assert plan.limits is not None
     assert 0 < plan.limits.training.tuned_limit < unlimited.limits.training.tuned_limit
-    assert plan.plan.logical_batch == unlimited.plan.logical_batch
+    assert plan.phase_plan.logical_batch == unlimited.phase_plan.logical_batch
     assert any("was not tried for lack of time (a search keeps to 10% of an epoch or 30 s)" in text
                for text in plan.notices)  # fmt: skip
     assert "was not tried for lack of time" in "\n".join(plan_lines(plan, "x", 1))
@@ -412,7 +412,7 @@ def test_the_limit_of_an_earlier_run_is_confirmed_by_one_trial_and_named(tmp_pat
     again = hungry_planner(tmp_path, task).make(known_from(first))
     assert first.limits is not None
     assert again.limits is not None
-    assert again.plan == first.plan
+    assert again.phase_plan == first.phase_plan
     assert again.limits.training == replace(first.limits.training, trials=1, ooms=0, confirmed=True)
     assert again.limits.evaluation.confirmed
     assert "(the tuned limit of run earlier-run, confirmed by one trial" in "\n".join(plan_lines(again, "x", 1))
@@ -421,7 +421,7 @@ def test_the_limit_of_an_earlier_run_is_confirmed_by_one_trial_and_named(tmp_pat
 def test_a_limit_is_the_same_however_often_it_is_confirmed(tmp_path: Path) -> None:
     first = hungry_planner(tmp_path, HungryTask(), capacity_mib=150).make(FACTOR)
     again = hungry_planner(tmp_path, HungryTask(), capacity_mib=150).make(known_from(first))
-    assert again.plan == first.plan
+    assert again.phase_plan == first.phase_plan
     assert (again.limits is not None, again.limits.training.confirmed) == (True, True)
 
 
@@ -448,6 +448,6 @@ def test_a_batch_is_computed_in_as_many_parts_as_asked_for_and_stays_as_it_is(
     tmp_path: Path, splits: Any, parts: int
 ) -> None:
     plan, _ = planned(tmp_path, HungryTask(), 1000, batch_size=20, accumulation_splits=splits)
-    assert (plan.plan.logical_batch, plan.plan.fewest_parts) == (20, parts)
+    assert (plan.phase_plan.logical_batch, plan.phase_plan.fewest_parts) == (20, parts)
     text = "\n".join(plan_lines(plan, "x", 1))
     assert ("in 2 micro-batches" in text and "accumulation_splits 2" in text) == (splits == 2)

@@ -95,7 +95,7 @@ def test_it_draws_nothing_from_the_steps_own_randomness() -> None:
 
 def test_it_is_not_repeated_for_the_parts_of_a_batch(tmp_path: Path) -> None:
     session = trained(tmp_path, DiaryTask(), find_batch_size="auto", micro_batch_size=3)
-    assert session.engine.run_plan.plan.most_parts == 7
+    assert session.engine.run_plan.phase_plan.most_parts == 7
     assert len(diary(session)) == STEPS
 
 

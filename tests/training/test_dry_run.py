@@ -21,7 +21,7 @@ class SampledTask(LineTask):
 def test_an_epoch_of_a_plan_is_as_long_as_the_data_set(tmp_path: Path) -> None:
     plans = plans_of_sample(line_run(tmp_path, batch_size=20), SampledTask(), TARGETS, Notices())
     assert [plan.num_samples for plan in plans] == [10_000] * 2
-    assert [plan.plan.plan.steps_per_epoch for plan in plans if plan.plan is not None] == [500] * 2
+    assert [plan.plan.phase_plan.steps_per_epoch for plan in plans if plan.plan is not None] == [500] * 2
 
 
 def test_a_task_that_holds_all_of_its_data_is_planned_as_it_is(tmp_path: Path) -> None:

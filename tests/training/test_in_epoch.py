@@ -156,13 +156,15 @@ def test_preflight_splits_the_batches_of_each_epoch(tmp_path: Path) -> None:
 def test_max_leaves_enough_steps_in_the_smallest_epoch(tmp_path: Path) -> None:
     changed = {"epochs": 4, "min_steps_per_epoch": 3, "find_batch_size": "max", "lr_batch_size": 2}
     parts = line_parts(tmp_path, GrowingTask(), **changed)
-    plan = make_session(parts, HALF).engine.run_plan.plan
+    plan = make_session(parts, HALF).engine.run_plan.phase_plan
     assert (plan.logical_batch, plan.binding_limit) == (4, "min_steps")
     assert (plan.fewest_steps_per_epoch, plan.steps_per_epoch) == (3, 15)
 
 
 def test_a_batch_that_was_asked_for_is_not_cut_down_to_the_smallest_epoch(tmp_path: Path) -> None:
-    plan = make_session(line_parts(tmp_path, GrowingTask(), **SETTINGS | {"batch_size": 50}), HALF).engine.run_plan.plan
+    plan = make_session(
+        line_parts(tmp_path, GrowingTask(), **SETTINGS | {"batch_size": 50}), HALF
+    ).engine.run_plan.phase_plan
     assert (plan.logical_batch, plan.binding_limit) == (50, "requested")
     assert (plan.fewest_steps_per_epoch, plan.steps_per_epoch) == (1, 2)
 
@@ -171,7 +173,7 @@ def test_a_plan_says_how_many_steps_its_epochs_have(tmp_path: Path) -> None:
     session = trained(tmp_path, GrowingTask())
     plan, *_ = plan_lines(session.engine.run_plan, "cpu", 2**30)
     assert "20 samples a step (as asked for), 1 to 3 steps an epoch" in plan
-    assert any("An epoch has only 1 optimizer step" in notice for notice in session.engine.run_plan.plan.notices)
+    assert any("An epoch has only 1 optimizer step" in notice for notice in session.engine.run_plan.phase_plan.notices)
     (folder,) = (tmp_path / "runs").iterdir()
     progress = read_progress(RunFolder(folder), None)
     assert (progress.step, progress.steps) == (sum(STEPS), sum(STEPS))
@@ -214,7 +216,7 @@ def test_a_plan_is_for_the_costliest_micro_batch_of_the_first_epoch_too(tmp_path
         [plan.training_costs(session.task, rows).cost(0, len(rows)) for rows in session.epochs.steps(epoch)]
         for epoch in (0, 3)
     ]
-    assert session.engine.run_plan.plan.largest_cost == pytest.approx(costs[0][0])
+    assert session.engine.run_plan.phase_plan.largest_cost == pytest.approx(costs[0][0])
     assert costs[0][0] > 1.5 * max(costs[1])
 
 

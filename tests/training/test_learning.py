@@ -105,7 +105,7 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     parts = line_parts(tmp_path, roomy, batch_size=30)
     factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
-    assert session.engine.run_plan.plan.most_parts == 1
+    assert session.engine.run_plan.phase_plan.most_parts == 1
     roomy.fail_above = 20
     with recording_observation(session):
         training_loop.train(session)
@@ -123,7 +123,7 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
 def test_after_an_out_of_memory_a_lower_factor_cuts_finer_and_keeps_the_batch(tmp_path: Path) -> None:
     first = make_session(line_parts(tmp_path, batch_size=30), fixed(0.6))
     again = make_session(line_parts(tmp_path, batch_size=30), replace(fixed(0.3), after_oom=True))
-    assert again.engine.run_plan.plan.logical_batch == first.engine.run_plan.plan.logical_batch == 30
+    assert again.engine.run_plan.phase_plan.logical_batch == first.engine.run_plan.phase_plan.logical_batch == 30
     assert again.engine.batcher.rules.safe_limit == pytest.approx(first.engine.batcher.rules.safe_limit / 2)
 
 
@@ -201,7 +201,7 @@ def test_a_state_folder_that_cannot_be_written_stops_no_training(tmp_path: Path)
 
 def test_without_learning_the_static_factor_is_used_and_nothing_is_written(tmp_path: Path) -> None:
     session = attempt(tmp_path, batch_size=20, use_adaptive_batch_size_factor=False, graph_memory_safety_factor=0.3)
-    assert session.engine.run_plan.plan.safety_factor == 0.3
+    assert session.engine.run_plan.phase_plan.safety_factor == 0.3
     assert not (tmp_path / "state").exists()
 
 

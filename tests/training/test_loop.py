@@ -38,7 +38,7 @@ def test_training_lowers_the_loss_and_keeps_the_best_weights(tmp_path: Path) -> 
 def test_weights_do_not_depend_on_the_micro_batches(tmp_path: Path, limit: int) -> None:
     whole = train_line(tmp_path / "whole", batch_size=20, precision="fp64", micro_batch_size=20, epochs=5)
     split = train_line(tmp_path / "split", batch_size=20, precision="fp64", micro_batch_size=limit, epochs=5)
-    assert split.engine.run_plan.plan.most_parts == -(-20 // limit)
+    assert split.engine.run_plan.phase_plan.most_parts == -(-20 // limit)
     assert split.largest_micro_batch == -(-20 // -(-20 // limit))
     assert torch.linalg.vector_norm(weights(split) - weights(whole)) <= 1e-10 * torch.linalg.vector_norm(weights(whole))
 
@@ -97,7 +97,7 @@ def test_on_the_cpu_cost_and_peak_are_those_of_the_measured_steps(tmp_path: Path
     session = train_line(tmp_path, epochs=1, batch_size=25)
     costs = [session.engine.run_plan.training_costs(session.task, rows) for rows in session.epochs.steps(0)]
     first, second, last = [cost.cost(0, len(cost)) for cost in costs]
-    assert session.engine.run_plan.plan.most_parts == 1
+    assert session.engine.run_plan.phase_plan.most_parts == 1
     assert session.fullest.largest_cost == session.fullest.cost_after_rescue == last < max(first, second)
 
 

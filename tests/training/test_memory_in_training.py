@@ -167,7 +167,7 @@ def test_an_out_of_memory_without_a_tuned_limit_is_counted_and_teaches_nothing(t
 @pytest.mark.parametrize(("capacity_mib", "whole"), [(200, True), (70, False)], ids=["whole", "in parts"])
 def test_a_plan_counts_the_copies_of_buffers_that_a_step_holds(tmp_path: Path, capacity_mib: int, whole: bool) -> None:
     session = session_on(tmp_path, BufferedTask(), capacity_mib)
-    assert (session.engine.run_plan.plan.most_parts == 1) == whole
+    assert (session.engine.run_plan.phase_plan.most_parts == 1) == whole
     train(session)
     predicted = session.engine.run_plan.predicted_peak_bytes
     assert predicted is not None
@@ -186,7 +186,7 @@ def test_the_first_step_takes_no_more_than_the_plan_says(tmp_path: Path, capacit
 
 def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask({17: 70}), 200, epochs=1)
-    assert session.engine.run_plan.plan.most_parts == 1
+    assert session.engine.run_plan.phase_plan.most_parts == 1
     train(session)
     assert "memory ran out once; finished in 2 micro-batches, with the same gradient" in notices(session)
     assert session.engine.batcher.ooms_rescued == 1
@@ -194,21 +194,21 @@ def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:
 
 def test_other_parameters_make_another_plan_and_take_stale_state_along(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask(), 60, epochs=1)
-    split = session.engine.run_plan.plan.most_parts
+    split = session.engine.run_plan.phase_plan.most_parts
     assert split > 1
     train(session)
     frozen = [session.model.inner.weight, session.model.inner.bias]
     for parameter in frozen:
         parameter.requires_grad_(False)
     again(session)
-    assert session.engine.run_plan.plan.most_parts == 1
-    assert session.engine.run_plan.plan.logical_batch == 30
+    assert session.engine.run_plan.phase_plan.most_parts == 1
+    assert session.engine.run_plan.phase_plan.logical_batch == 30
     assert not any(parameter in session.engine.optimization.optimizer.state for parameter in frozen)
     assert session.model.outer.weight in session.engine.optimization.optimizer.state
     for parameter in frozen:
         parameter.requires_grad_(True)
     again(session)
-    assert session.engine.run_plan.plan.most_parts == split
+    assert session.engine.run_plan.phase_plan.most_parts == split
     assert all(parameter in session.engine.optimization.optimizer.state for parameter in frozen)
 
 
@@ -238,9 +238,9 @@ def test_a_step_that_thaws_a_layer_is_planned_for_it_and_has_room_for_its_optimi
         before_step()
 
     session.engine.reserve.before_step = noted  # type: ignore[method-assign]
-    assert session.engine.run_plan.plan.most_parts == 1
+    assert session.engine.run_plan.phase_plan.most_parts == 1
     train(session)
-    assert session.engine.run_plan.plan.most_parts > 1
+    assert session.engine.run_plan.phase_plan.most_parts > 1
     assert session.engine.batcher.ooms_rescued == 0
     assert reserved == [2, 2, 4, 4]
 
@@ -261,7 +261,7 @@ def test_a_run_that_is_resumed_after_a_layer_was_thawed_is_planned_for_it(tmp_pa
     resumed = session_on(tmp_path / "stopped", ThawingTask(), 60, epochs=3)
     assert resumed.model.inner.weight.requires_grad
     train(resumed)
-    assert resumed.engine.run_plan.plan.most_parts == whole.engine.run_plan.plan.most_parts > 1
+    assert resumed.engine.run_plan.phase_plan.most_parts == whole.engine.run_plan.phase_plan.most_parts > 1
     assert resumed.engine.batcher.ooms_rescued == 0
     assert all(torch.equal(*pair) for pair in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
 

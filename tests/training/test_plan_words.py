@@ -21,13 +21,13 @@ ASKED = PlanRequest(mode="opt", requested_batch=None, preset_batch=128, loader_b
     ],
 )
 def test_a_plan_names_the_batch_that_was_given_and_how_many_make_a_step(asked: PlanRequest, words: str) -> None:
-    plan = RunPlan(plan=resolve_plan(asked, BatchCosts.uniform(1_280), tuned_limit=5_000), limits=None)
+    plan = RunPlan(phase_plan=resolve_plan(asked, BatchCosts.uniform(1_280), tuned_limit=5_000), limits=None)
     assert plan_summary(plan, "sim-64mib", 2**26)[0] == f"Plan: {words} an epoch."
 
 
 def test_a_plan_names_a_static_factor() -> None:
     plan = resolve_plan(ASKED, BatchCosts.uniform(1_280), tuned_limit=500, factor=0.6)
-    static = RunPlan(plan=plan, limits=None, factor=SafetyFactor(0.6, STATIC))
+    static = RunPlan(phase_plan=plan, limits=None, factor=SafetyFactor(0.6, STATIC))
     assert "The safety factor is 0.6, as set: nothing is learned." in plan_summary(static, "sim-64mib", 2**26)
     learned = replace(static, factor=SafetyFactor(0.6, "learned from 2 runs"))
     assert not any("safety factor" in line for line in plan_summary(learned, "sim-64mib", 2**26))

@@ -37,7 +37,7 @@ def test_a_split_batch_has_the_gradient_of_the_whole_though_only_the_loss_knows_
     whole = trained(tmp_path / "whole", kind())
     split = trained(tmp_path / "split", kind(), micro_batch_size=3)
     torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
-    assert split.engine.run_plan.plan.most_parts == 6
+    assert split.engine.run_plan.phase_plan.most_parts == 6
 
 
 def test_its_gradient_is_that_of_a_plain_loop(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_phases_that_redraw_or_average_by_part_would_not_pass_that_test(tmp_path
 def test_each_phase_is_planned_by_its_own_cost_with_room_for_the_others_optimizers(tmp_path: Path) -> None:
     session = trained(tmp_path, TwoPhases(), find_batch_size="opt", epochs=1)
     assert [plan.phase for plan in session.own_plan.phases] == ["critic", "generator"]
-    assert len({plan.plan.logical_batch for plan in session.own_plan.phases}) == 1
+    assert len({plan.phase_plan.logical_batch for plan in session.own_plan.phases}) == 1
     states = [planner.explorer.optimizer_memory().state_bytes for planner in session.planners.phases]
     assert [planner.others_state_bytes for planner in session.planners.phases] == [states[1], states[0]]
 

@@ -88,9 +88,19 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
     """Fits base and coefficients to probes, with feature totals [P, F] and peaks [P] in bytes, by least squares with no
     negative solution. Features that the probes cannot tell apart share their coefficient.
     """
+    # Commands that fit nothing do not pay for the import.
+    from scipy.optimize import nnls
+
     scale = np.maximum(totals.max(axis=0), 1.0)
     rows = np.column_stack([np.ones(len(peaks)), totals / scale])
-    solution = _non_negative_least_squares(rows, peaks)
+    # nnls would give all of the weight to one of several equal columns: which one is arbitrary, and a batch whose
+    # features are mixed otherwise than in the probes would be far off.
+    distinct, group = np.unique(rows, axis=1, return_inverse=True)
+    # In units of the largest peak: nnls stops at an absolute tolerance.
+    largest = float(peaks.max())
+    shares, _ = nnls(distinct, peaks / largest)
+    shares[shares < ROUND_OFF] = 0.0
+    solution = (largest * shares / np.bincount(group))[group]
     residuals = peaks - rows @ solution
     freedom = max(len(peaks) - int(np.linalg.matrix_rank(rows)), 1)
     if not solution[1:].any():
@@ -107,21 +117,6 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
         covariance=tuple(tuple(row) for row in covariance.tolist()),
         relative_residual=float(np.max(np.abs(residuals) / costs)),
     )
-
-
-def _non_negative_least_squares(rows: NDArray[np.float64], peaks: NDArray[np.float64]) -> NDArray[np.float64]:
-    # Commands that fit nothing do not pay for the import.
-    from scipy.optimize import nnls
-
-    # nnls would give all of the weight to one of several equal columns: which one is arbitrary, and a batch whose
-    # features are mixed otherwise than in the probes would be far off.
-    distinct, group = np.unique(rows, axis=1, return_inverse=True)
-    # In units of the largest peak: nnls stops at an absolute tolerance.
-    largest = float(peaks.max())
-    shares, _ = nnls(distinct, peaks / largest)
-    shares[shares < ROUND_OFF] = 0.0
-    solution: NDArray[np.float64] = (largest * shares / np.bincount(group))[group]
-    return solution
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ class PredictedLimit:
 class RunPlan:
     """The plan of a run with its basis."""
 
-    plan: PhasePlan
+    phase_plan: PhasePlan  # `plan` in files
     limits: DeviceLimits | None  # Limits of the device; None without a search
     factor: SafetyFactor = UNUSED  # The safety factor in force
     skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
@@ -82,11 +82,13 @@ class RunPlan:
     @property
     def all_notices(self) -> tuple[str, ...]:
         """The notices of all phases, which have most of them in common, each once."""
-        return tuple(dict.fromkeys(text for phase in self.phases for text in (*phase.plan.notices, *phase.notices)))
+        return tuple(
+            dict.fromkeys(text for phase in self.phases for text in (*phase.phase_plan.notices, *phase.notices))
+        )
 
     def shares_with(self, other: RunPlan) -> bool:
         """Tells whether two ranks' plans are for the same samples and the same logical batch."""
-        return self.plan.logical_batch == other.plan.logical_batch and self.skipped == other.skipped
+        return self.phase_plan.logical_batch == other.phase_plan.logical_batch and self.skipped == other.skipped
 
     def training_costs(self, task: BatchTask, rows: Rows) -> BatchCosts:
         """Prices a batch of training; without a cost model a sample costs its share of the features."""
@@ -100,9 +102,9 @@ class RunPlan:
     def evaluation_limit(self) -> MicroBatchLimit:
         """The limit of a part of an evaluation: its safe limit, and no more memory than a step takes."""
         if self.limits is None or self.predicted_peak_bytes is None:
-            return MicroBatchLimit(samples=self.plan.largest_micro_batch)
+            return MicroBatchLimit(samples=self.phase_plan.largest_micro_batch)
         evaluation = self.limits.evaluation
-        safe_limit = (self.plan.safety_factor or 1.0) * evaluation.tuned_limit
+        safe_limit = (self.phase_plan.safety_factor or 1.0) * evaluation.tuned_limit
         return MicroBatchLimit(cost=min(safe_limit, evaluation.cost_within(self.predicted_peak_bytes)))
 
     @property
@@ -110,20 +112,20 @@ class RunPlan:
         """Peak of a step, which evaluation stays below; None without a cost model."""
         if self.limits is None:
             return None
-        return self.limits.step_peak_bytes(self.plan.largest_cost, self.plan.largest_later_cost)
+        return self.limits.step_peak_bytes(self.phase_plan.largest_cost, self.phase_plan.largest_later_cost)
 
     def to_plain(self) -> dict[str, Any]:
         """Returns strict JSON values: an infinite limit is null."""
         # Costs may be numpy's floats.
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=float))
-        return plain
+        plain = msgspec.json.decode(msgspec.json.encode(replace(self, later=()), enc_hook=float))
+        return {"plan": plain.pop("phase_plan"), **plain, "later": [phase.to_plain() for phase in self.later]}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RunPlan:
         """Reads values that `to_plain` made; raises KeyError, TypeError or ValueError where they are not a plan."""
         rules = {name: np.inf if value is None else value for name, value in plain["plan"]["rules"].items()}
         later = tuple(cls.from_plain(phase) for phase in plain["later"])
-        first = msgspec.convert({**plain, "plan": {**plain["plan"], "rules": rules}, "later": ()}, cls)
+        first = msgspec.convert({**plain, "phase_plan": {**plain["plan"], "rules": rules}, "later": ()}, cls)
         return replace(first, later=later)
 
 
@@ -214,7 +216,7 @@ class Planner:
         if request.searches or request.rules.target < np.inf:
             limits = self.explore(request, factor.provisional, earlier=factor.earlier)
             plan = self.resolve(request, limits, factor)
-            return plan if request.searches else replace(plan, fixed_size=_fixed_size(plan.plan, limits, factor))
+            return plan if request.searches else replace(plan, fixed_size=_fixed_size(plan.phase_plan, limits, factor))
         plan = self._resolved(request, None, (), factor)
         is_fixed = request.micro_batch_size > 0 or request.rules.floor > 1
         # On a processor memory is the host's: the limit is not a fixed one, and probes cost seconds.
@@ -225,7 +227,7 @@ class Planner:
             limits = replace(self, verify=False).explore(request, factor.provisional)
         except DoesNotFitError as error:
             return replace(plan, notices=(*plan.notices, f"{error.rule}: {error.value}"))
-        predicted = self._resolved(request, limits, (), factor).plan
+        predicted = self._resolved(request, limits, (), factor).phase_plan
         notices = (*plan.notices, *_too_large_notices(predicted, limits, self.training))
         return replace(plan, fixed_size=_fixed_size(predicted, limits, factor), notices=notices)
 
@@ -251,7 +253,7 @@ class Planner:
 
     def common(self, plans: Sequence[RunPlan], ours: RunPlan, factor: FactorRule) -> RunPlan:
         """Plans the smallest logical batch of all ranks' plans, without the samples that any of them leaves out."""
-        smallest = min(plans, key=lambda plan: plan.plan.logical_batch)
+        smallest = min(plans, key=lambda plan: plan.phase_plan.logical_batch)
         agreed = replace(smallest, skipped=tuple(sorted({row for plan in plans for row in plan.skipped})))
         if ours.limits is None or ours.shares_with(agreed):
             return ours
@@ -275,13 +277,15 @@ class Planner:
         return limits
 
     def _same_batch(self, frozen: RunPlan) -> PlanRequest:
-        batch = frozen.plan.logical_batch
+        batch = frozen.phase_plan.logical_batch
         return replace(self.request(), mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0,
-                       batches_per_step=frozen.plan.batches_per_step)  # fmt: skip
+                       batches_per_step=frozen.phase_plan.batches_per_step)  # fmt: skip
 
     def _again(self, frozen: RunPlan, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
-        again, before = self._resolved(self._same_batch(frozen), limits, frozen.skipped, factor), frozen.plan
-        return replace(again, plan=replace(again.plan, binding_limit=before.binding_limit, lr_factor=before.lr_factor))
+        again, before = self._resolved(self._same_batch(frozen), limits, frozen.skipped, factor), frozen.phase_plan
+        return replace(
+            again, phase_plan=replace(again.phase_plan, binding_limit=before.binding_limit, lr_factor=before.lr_factor)
+        )
 
     def _resolved(
         self, request: PlanRequest, limits: DeviceLimits | None, skipped: tuple[int, ...], rule: FactorRule
@@ -307,7 +311,7 @@ class Planner:
             notices += _limits_notices(limits)
         if skipped:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
-        return RunPlan(plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
+        return RunPlan(phase_plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
                        notices=tuple(notices), phase=self.phase.name)  # fmt: skip
 
     def _oversize(self, phase: SearchResult) -> Rows:

@@ -211,10 +211,8 @@ def run_fused(kernel: FusedKernel, *inputs: Tensor | None) -> tuple[Tensor, ...]
 def _dropout(inputs: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1 and inputs.numel():
         # CUDA's mask has a byte an element; the CPU's has the inputs' type.
-        dropped: Tensor = _aten.native_dropout.default(inputs, p, train)[0]
-        return dropped
-    kept: Tensor = composite(_aten.dropout.default)(inputs, p, train)
-    return kept
+        return _aten.native_dropout.default(inputs, p, train)[0]  # type: ignore[no-any-return]
+    return composite(_aten.dropout.default)(inputs, p, train)  # type: ignore[no-any-return]
 
 
 def _softmax(operator: OpOverload, inputs: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -99,7 +99,7 @@ class MemoryLimits:
 
 def memory_limits(run_plan: RunPlan, *, device: str, capacity_bytes: int, from_step: int) -> MemoryLimits:
     """Returns the memory limits of a plan."""
-    plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
+    plan, limits, peak = run_plan.phase_plan, run_plan.limits, run_plan.predicted_peak_bytes
     memory = MemoryLimits(from_step=from_step, device=device, capacity_bytes=capacity_bytes)
     if limits is None or peak is None:
         return memory

@@ -38,7 +38,7 @@ _COLUMNS: Final = ("device", "usable", _FACTOR, "batch", "micro-batches", "steps
 
 def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
     """Writes the main facts of a plan: batch, micro-batches and memory, a sentence each."""
-    plan, peak = run_plan.plan, run_plan.fullest.predicted_peak_bytes
+    plan, peak = run_plan.phase_plan, run_plan.fullest.predicted_peak_bytes
     steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
     unit = "step" if plan.steps_per_epoch == 1 else "steps"
     lines = [f"Plan: {_batch_text(plan)}, {steps} {unit} an epoch."]
@@ -63,7 +63,7 @@ def _batch_text(plan: PhasePlan) -> str:
 
 def _parts_text(run_plan: RunPlan) -> str:
     """Says in how many micro-batches a step is computed, or a phase of it."""
-    plan = run_plan.plan
+    plan = run_plan.phase_plan
     owner = f"The share of each of {run_plan.ranks} processes" if run_plan.ranks > 1 else "A step"
     if run_plan.phase:
         owner = f"Phase {run_plan.phase}: {owner[0].lower()}{owner[1:]}"
@@ -84,7 +84,7 @@ def plan_details(run_plan: RunPlan) -> list[str]:
 
 
 def _phase_details(run_plan: RunPlan) -> list[str]:
-    plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
+    plan, limits, peak = run_plan.phase_plan, run_plan.limits, run_plan.predicted_peak_bytes
     if limits is None or peak is None:
         return []
     lines = [f"  memory         {_cost_model_text(limits.training.model)}"]
@@ -153,8 +153,8 @@ def _dry_row(dry: DryPlan) -> tuple[str, ...]:
     usable = size_text(dry.target.capacity_bytes)
     if dry.plan is None:
         return (dry.target.key, usable, "–", "–", "–", "–", "–", "does not fit")
-    fullest, parts = dry.plan.fullest, [one.plan for one in dry.plan.phases]
-    plan, peak = fullest.plan, fullest.predicted_peak_bytes
+    fullest, parts = dry.plan.fullest, [one.phase_plan for one in dry.plan.phases]
+    plan, peak = fullest.phase_plan, fullest.predicted_peak_bytes
     return (
         dry.target.key,
         usable,
@@ -199,7 +199,7 @@ def _phases_json(run_plan: RunPlan) -> dict[str, Any]:
 
 
 def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
-    plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
+    plan, limits, peak = run_plan.phase_plan, run_plan.limits, run_plan.predicted_peak_bytes
     searched = plan.safety_factor is not None
     decision = {
         "logical_batch": plan.logical_batch,

@@ -150,7 +150,7 @@ class PhaseEngine(Engine):
     def set_plans(self, run_plan: RunPlan, shared_plan: RunPlan) -> None:
         """Trains by other plans from now on."""
         self.run_plan, self.shared_plan = run_plan, shared_plan
-        self.set_limits(run_plan.plan.rules, run_plan.limits)
+        self.set_limits(run_plan.phase_plan.rules, run_plan.limits)
 
 
 @dataclass(kw_only=True)
@@ -191,7 +191,7 @@ class Session(Parts):
             rows_by_epoch(task, own.skipped, epochs=training.epochs),
             lambda rows: task.batch_features(rows)[:, 0],
             seed=training.seed,
-            logical_batch=own.plan.logical_batch,
+            logical_batch=own.phase_plan.logical_batch,
             preflight_units=training.preflight_units,
             packed=lambda rows: packed_rows(task, rows),
         )
@@ -208,7 +208,7 @@ class Session(Parts):
         self._recorded_plan: RunPlan | None = None
 
     def _phase_engine(self, planner: Planner, run_plan: RunPlan, shared_plan: RunPlan) -> PhaseEngine:
-        training, meter, phase, plan = planner.training, self.meter, planner.phase, run_plan.plan
+        training, meter, phase, plan = planner.training, self.meter, planner.phase, run_plan.phase_plan
         optimization = make_optimization(
             self.model, training, lr=training.lr * plan.lr_factor, total_steps=self.total_steps * phase.steps,
             phase=phase,
@@ -282,7 +282,7 @@ class Session(Parts):
         self.monitor.pause()
         own = self.own_plan
         # A micro-batch size that was given stays as it is: there is no factor to plan with.
-        if own.plan.safety_factor is not None:
+        if own.phase_plan.safety_factor is not None:
             rule = FactorRule(decided=own.factor, aim=own.factor.aim)
             plans = self.ranks.gather(lambda: self.planners.replan_same_batch(own, rule, held_bytes=held_bytes))
             self._use_thawed(plans)
@@ -370,7 +370,7 @@ class Session(Parts):
                 "optimization": [engine.optimization.state_dict() for engine in self.engines],
                 "progress": asdict(self.progress),
                 "metrics_lines": self.metrics.lines,
-                "logical_batch": self.engine.run_plan.plan.logical_batch,
+                "logical_batch": self.engine.run_plan.phase_plan.logical_batch,
                 "device": self.meter.key,
                 **of_ranks[0],
                 "other_ranks": list(of_ranks[1:]),
@@ -526,12 +526,12 @@ def resolve_plans(planners: Planners, ranks: Ranks, factor: FactorRule, first_pa
 def _split_finer(run_plan: RunPlan, factor: SafetyFactor) -> RunPlan:
     """Splits as a lower factor asks; a plan that is as fine is returned as it is."""
 
-    def finer(one: RunPlan) -> RunPlan:
-        if one.plan.safety_factor is None or one.plan.safety_factor <= factor.value:
-            return one
-        rules = replace(one.plan.rules, safe_limit=factor.value * one.plan.rules.tuned_limit)
-        plan = replace(one.plan, rules=rules, safety_factor=factor.value)
-        return replace(one, plan=plan, factor=replace(factor, aim=one.factor.aim))
+    def finer(phase: RunPlan) -> RunPlan:
+        if phase.phase_plan.safety_factor is None or phase.phase_plan.safety_factor <= factor.value:
+            return phase
+        rules = replace(phase.phase_plan.rules, safe_limit=factor.value * phase.phase_plan.rules.tuned_limit)
+        phase_plan = replace(phase.phase_plan, rules=rules, safety_factor=factor.value)
+        return replace(phase, phase_plan=phase_plan, factor=replace(factor, aim=phase.factor.aim))
 
     first, *later = map(finer, run_plan.phases)
     return replace(first, later=tuple(later))

@@ -363,7 +363,7 @@ def _train_epoch(session: Session, stage: Any) -> None:
         lr=session.engine.optimization.lr,
         samples_per_second=round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None,
         peak_memory_pct=None if peak is None else round(peak, 5),
-        batch_size_safety_factor=session.engine.run_plan.plan.safety_factor,
+        batch_size_safety_factor=session.engine.run_plan.phase_plan.safety_factor,
         micro_batch_size=progress.epoch_largest,
         micro_batches=progress.epoch_parts,
         ooms_rescued=progress.epoch_ooms,
@@ -770,7 +770,7 @@ def _record_begin(session: Session, store: FactorStore) -> tuple[AttemptRecord, 
 
 
 def _fatal_in_step(session: Session) -> DoesNotFitError:
-    largest = session.engine.run_plan.plan.largest_micro_batch
+    largest = session.engine.run_plan.phase_plan.largest_micro_batch
     return DoesNotFitError(
         "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)",
         value=f"step {session.progress.step}, micro-batches of up to {largest} samples",
