@@ -24,7 +24,7 @@ TRIALS = {
     "fit/optimizer.py OptimizerReserve._allocate": "the memory of the optimizer's step is allocated before the step",
     "fit/prediction.py _of_model": "batches that check a prediction may be too large",
     "fit/rescue.py _add_sparse_gradient": "a sum of sparse gradients takes memory, and is tried again",
-    "fit/search.py _try": "sizes are tried",
+    "fit/search.py _Search._try": "sizes are tried",
     "fit/search.py confirm_limit": "a remembered limit is tried",
     "memory/meters.py simulate_fit": "a batch is tried on a simulated GPU",
     "training/inference.py copy_to_device": "a finished model may be too large for a device",
