@@ -17,19 +17,9 @@ from msgspec import Meta
 
 from can_train.errors import StateError
 from can_train.fit.factor_rule import RememberedLimits
+from can_train.io import records
 from can_train.io.index import INDEX_FROM, Index, Kind, digest, index_folder, read_folder
-from can_train.io.records import (
-    DOCUMENT_SUFFIX,
-    AttemptStart,
-    Count,
-    SetAside,
-    check_time,
-    list_names,
-    read_documents,
-    time_stamp,
-    utc_text,
-    write_document,
-)
+from can_train.io.records import DOCUMENT_SUFFIX, AttemptStart, Count, SetAside, check_time
 from can_train.memory.allocator_settings import settings_expand
 from can_train.memory.simulated.allocator import LARGE_PAGE_BYTES
 
@@ -316,12 +306,12 @@ def read_records(state: Path, *, index_from: int = INDEX_FROM) -> Records:
     finished = [name for name in names if not name.endswith(_STARTED_SUFFIX)]
     ended = {name.removesuffix(DOCUMENT_SUFFIX) + _STARTED_SUFFIX for name in finished}
     unfinished = [name for name in names if name.endswith(_STARTED_SUFFIX) and name not in ended]
-    decided = [name for name in list_names(events) if name.endswith(DOCUMENT_SUFFIX)]
+    decided = [name for name in records.list_names(events) if name.endswith(DOCUMENT_SUFFIX)]
     aside: list[SetAside] = []
-    runs = read_documents(folder, finished, Observation, aside, most_bytes=_MOST_OBSERVATION_BYTES)
+    runs = records.read_documents(folder, finished, Observation, aside, most_bytes=_MOST_OBSERVATION_BYTES)
     doubtful = {file.path.name for file in aside}
-    running = read_documents(folder, unfinished, Started, aside, most_bytes=_MOST_OBSERVATION_BYTES)
-    decisions = read_documents(events, decided, Event, aside, most_bytes=_MOST_EVENT_BYTES)
+    running = records.read_documents(folder, unfinished, Started, aside, most_bytes=_MOST_OBSERVATION_BYTES)
+    decisions = records.read_documents(events, decided, Event, aside, most_bytes=_MOST_EVENT_BYTES)
     certain = {name: run for name, run in runs.items() if name not in doubtful}
     if index.is_worth_extending(len(certain), index_from):
         index.extend(certain)
@@ -338,7 +328,7 @@ def read_records(state: Path, *, index_from: int = INDEX_FROM) -> Records:
 def repeated_starts(state: Path) -> list[Path]:
     """Lists the `Started` records that an observation has replaced: it has all their fields."""
     folder = state / _OBSERVATIONS
-    names = set(list_names(folder))
+    names = set(records.list_names(folder))
     starts = sorted(name for name in names if name.endswith(_STARTED_SUFFIX))
     return [folder / name for name in starts if name.removesuffix(_STARTED_SUFFIX) + DOCUMENT_SUFFIX in names]
 
@@ -350,15 +340,15 @@ def write_record(state: Path, record: Observation | Started | Event) -> Path:
         StateError: The file cannot be written, or exists. No reason to stop a training.
     """
     if isinstance(record, Event):
-        name = f"{time_stamp(record.time)}-{record.kind}-{os.urandom(4).hex()}{DOCUMENT_SUFFIX}"
+        name = f"{records.time_stamp(record.time)}-{record.kind}-{os.urandom(4).hex()}{DOCUMENT_SUFFIX}"
         path = state / _EVENTS / name
     else:
         # Unique without a counter or a lock: two attempts alike in all parts are the same process of the same attempt.
         process = f"{record.attempt}.{record.rank}" if record.rank else f"{record.attempt}"
         suffix = _STARTED_SUFFIX if isinstance(record, Started) else DOCUMENT_SUFFIX
-        name = f"{time_stamp(record.start_time)}-{_UNSAFE.sub('-', record.run_id)[:150]}-{process}{suffix}"
+        name = f"{records.time_stamp(record.start_time)}-{_UNSAFE.sub('-', record.run_id)[:150]}-{process}{suffix}"
         path = state / _OBSERVATIONS / name
-    write_document(path, record)
+    records.write_document(path, record)
     return path
 
 
@@ -371,4 +361,4 @@ def next_time(state: Path) -> str:
         latest = read_records(state).latest
     except StateError:
         latest = None
-    return utc_text(now if latest is None else max(now, latest + timedelta(microseconds=1)))
+    return records.utc_text(now if latest is None else max(now, latest + timedelta(microseconds=1)))

@@ -11,17 +11,9 @@ from typing import Any, Final, Literal
 
 from can_train.config.resolved import ResolvedRun, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError
+from can_train.factors import observations
 from can_train.factors.exchange import make_export, read_import
-from can_train.factors.observations import (
-    ALLOCATOR,
-    Event,
-    Observation,
-    Records,
-    active_events,
-    next_time,
-    read_records,
-    write_record,
-)
+from can_train.factors.observations import ALLOCATOR, Event, Observation, Records, active_events, read_records
 from can_train.factors.policies import FactorPolicy, make_policy
 from can_train.factors.summary import (
     LEARNABLE_OUTCOMES,
@@ -248,7 +240,8 @@ class FactorStore:
         return [self._write(kind, device=name, **fields) for name in devices][-1]
 
     def _write(self, kind: Literal["reset", "pin", "unpin", "import"], **fields: Any) -> Path:
-        return write_record(self.state, Event(kind=kind, time=next_time(self.state), **fields))
+        event = Event(kind=kind, time=observations.next_time(self.state), **fields)
+        return observations.write_record(self.state, event)
 
 
 def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorPolicy | None = None) -> FactorStore:

@@ -413,7 +413,5 @@ def optimizer_batches(batch: BatchCosts, threshold: float) -> tuple[int, ...]:
     """Cuts one logical batch into several, each an optimizer step of its own (preflight splitting). Each sees at most
     `threshold` units of the main feature, but for a sample that has more by itself.
     """
-    if threshold == math.inf:
-        return (len(batch),)
     units = batch.in_units()
     return tuple(_next_fit(len(batch), lambda start: units.reach(start, threshold)))
