@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from msgspec import Meta
 
@@ -222,28 +222,32 @@ class ActiveEvents:
     cutoff: Event | None = None  # the last reset or import: runs that began before it are not learned from
     imported: Imported | None = None  # the cutoff's entry for the configuration, if it is an import
 
+    @classmethod
+    def of(cls, events: Iterable[Event], key: str, device: str, size: str = "") -> Self:
+        """Finds the events in force.
 
-def active_events(events: Iterable[Event], key: str, device: str, size: str = "") -> ActiveEvents:
-    """Finds the events in force.
+        Args:
+            events: By their time.
+            key: Configuration key.
+            device: Kind of device.
+            size: The model's size in the key; empty where it has none.
+        """
+        pin = cutoff = imported = None
+        for event in events:
+            entry = event.entry_for(key, device, size)
+            if event.kind == "import":
+                applies = entry is not None
+            else:
+                applies = event.key in (None, key, without_size(key, size)) and event.device in (None, device)
+            if applies and event.kind in ("reset", "import"):
+                cutoff, imported = event, entry
+            elif applies:
+                pin = event if event.kind == "pin" else None
+        return cls(pin, cutoff, imported)
 
-    Args:
-        events: By their time.
-        key: Configuration key.
-        device: Kind of device.
-        size: The model's size in the key; empty where it has none.
-    """
-    pin = cutoff = imported = None
-    for event in events:
-        entry = event.entry_for(key, device, size)
-        if event.kind == "import":
-            applies = entry is not None
-        else:
-            applies = event.key in (None, key, without_size(key, size)) and event.device in (None, device)
-        if applies and event.kind in ("reset", "import"):
-            cutoff, imported = event, entry
-        elif applies:
-            pin = event if event.kind == "pin" else None
-    return ActiveEvents(pin, cutoff, imported)
+    def learn_from(self, run: Observation) -> bool:
+        """Tells whether a run is learned from: it began after the last reset or import."""
+        return self.cutoff is None or run.started >= self.cutoff.moment
 
 
 _KIND: Final = Kind(Observation, group=lambda run: run.key, latest=lambda run: run.ended,

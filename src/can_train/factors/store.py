@@ -13,7 +13,7 @@ from can_train.config.resolved import ResolvedRun, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError
 from can_train.factors import observations
 from can_train.factors.exchange import make_export, read_import
-from can_train.factors.observations import ALLOCATOR, Event, Observation, Records, active_events, read_records
+from can_train.factors.observations import ALLOCATOR, ActiveEvents, Event, Observation, Records, read_records
 from can_train.factors.policies import FactorPolicy, make_policy
 from can_train.factors.summary import (
     LEARNABLE_OUTCOMES,
@@ -147,9 +147,9 @@ class FactorStore:
         every = records.of_keys([key])
         runs = [run for run in every if separating(run.fingerprint) == separating(plain)]
         here = [run for run in runs if run.device.key == device]
-        active = active_events(records.events, key, device, size or (here[-1].size if here else ""))
+        active = ActiveEvents.of(records.events, key, device, size or (here[-1].size if here else ""))
         summary = summarize_runs((key, device), here, active, self.policy)
-        earlier = _earlier_search(here, active.cutoff)
+        earlier = _earlier_search(here, active)
         if summary.factor is None or summary.state == "first":
             elsewhere = [run for run in runs if run.device.key != device]
             other_device = _other_device(elsewhere, records.events)
@@ -254,14 +254,10 @@ def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorP
     return FactorStore(state_folder(None if state_dir is None else Path(state_dir)), policy)
 
 
-def _is_after(run: Observation, cutoff: Event | None) -> bool:
-    return cutoff is None or run.started >= cutoff.moment
-
-
-def _earlier_search(runs: Sequence[Observation], cutoff: Event | None) -> EarlierSearch | None:
+def _earlier_search(runs: Sequence[Observation], active: ActiveEvents) -> EarlierSearch | None:
     """Returns the limits of the last run; None where memory ran out within them, or they were reset since."""
     last = max(runs, key=lambda run: run.ended, default=None)
-    if last is None or last.ran_out_of_memory or not last.limits or not _is_after(last, cutoff):
+    if last is None or last.ran_out_of_memory or not last.limits or not active.learn_from(last):
         return None
     return EarlierSearch(run_id=last.run_id, capacity_bytes=last.capacity_bytes, torch_version=last.torch_version,
                          phases=last.limits)  # fmt: skip
@@ -273,7 +269,7 @@ def _other_device(runs: Iterable[Observation], events: Sequence[Event]) -> Other
         run for run in runs
         if run.outcome in LEARNABLE_OUTCOMES and run.peak_allocated_bytes and run.predicted_peak_bytes
         and not (run.ran_out_of_memory or run.ooms_rescued or run.foreign_bytes)
-        and _is_after(run, active_events(events, run.key, run.device.key, run.size).cutoff)
+        and ActiveEvents.of(events, run.key, run.device.key, run.size).learn_from(run)
     ]  # fmt: skip
     if not compared:
         return None

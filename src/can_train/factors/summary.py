@@ -15,16 +15,7 @@ import msgspec
 from can_train import __version__
 from can_train.config.task_settings import installed_sizes
 from can_train.errors import ConfigError, unknown_name
-from can_train.factors.observations import (
-    ANY_DEVICE,
-    ActiveEvents,
-    Event,
-    Imported,
-    Observation,
-    Records,
-    active_events,
-    without_size,
-)
+from can_train.factors.observations import ANY_DEVICE, ActiveEvents, Event, Imported, Observation, Records, without_size
 from can_train.factors.policies import POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy
 from can_train.fit.factor_rule import UNUSED
 from can_train.io.index import INDEX_FROM, index_folder, recall, remember
@@ -275,7 +266,7 @@ def summarize(
             groups.setdefault(name, [])
     summaries = []
     for (key, device), runs in sorted(groups.items(), key=lambda group: group[0]):
-        active = active_events(events, key, device, runs[-1].size if runs else "")
+        active = ActiveEvents.of(events, key, device, runs[-1].size if runs else "")
         variants = [summarize_runs((key, device), variant, active, policy) for variant in by_settings(runs) or [[]]]
         if runs or variants[-1].factor is not None:
             summaries.append(replace(variants[-1], other_settings=tuple(variants[:-1])))
@@ -295,7 +286,7 @@ def summarize_runs(
     """
     policy = policy or (policy_of(all_runs[-1]) if all_runs else make_policy(_DEFAULT_POLICY, {}))
     cutoff = active.cutoff
-    runs = tuple(run for run in all_runs if cutoff is None or run.started >= cutoff.moment)
+    runs = tuple(filter(active.learn_from, all_runs))
     history = history_of(runs)
     imported = active.imported
     if imported:
