@@ -141,7 +141,10 @@ class _Search:
         size = self.affordable(start)
         while size:
             fitted, peak = self._try(size)
-            self.fits, self.fails = (size, self.fails) if fitted else (self.fits, size)
+            if fitted:
+                self.fits = size
+            else:
+                self.fails = size
             if peak is not None:
                 self.readings.append((size, peak))
             size = self._next_size()
