@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
-import can_train.cli.attempt
 import can_train.cli.main
 import can_train.cli.pipeline
 import can_train.cli.train
@@ -129,7 +128,7 @@ def _waits(words: Sequence[str]) -> bool:
 def prepare(place: Path) -> None:
     """Makes a world for the lines of this process, and keeps it from training and submitting."""
     world_at(place).make()
-    for module in (can_train.cli.train, can_train.cli.attempt, can_train.cli.pipeline):
+    for module in (can_train.cli.train, can_train.cli.pipeline):
         for name in ("start_runs", "continue_run", "_train_stages", "_submit_stages"):
             if hasattr(module, name):
                 setattr(module, name, lambda *_, **__: [])

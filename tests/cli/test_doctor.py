@@ -18,21 +18,16 @@ from can_train.cli.doctor import (
     Finding,
     Folder,
     Gpu,
-    OpenPlace,
     check_allocator,
     check_data,
     check_disks,
     check_gpu,
     check_kind,
-    check_permissions,
     check_python,
     check_slurm,
     check_state_folder,
     check_torch,
-    check_unknown_card,
     check_versions,
-    finding_text,
-    has_code_for,
     look_at,
 )
 from can_train.cli.main import main
@@ -100,7 +95,8 @@ def test_a_gpu_that_torch_has_no_code_for_is_a_problem() -> None:
 def test_code_runs_on_later_cards_of_the_same_generation(
     capability: tuple[int, int], architectures: Sequence[str], runs: bool
 ) -> None:
-    assert has_code_for(capability, architectures) is runs
+    gpu = replace(GPU, capability=capability, architectures=architectures)
+    assert check_gpu(gpu).status == ("ok" if runs else "problem")
 
 
 @pytest.mark.parametrize(
@@ -124,10 +120,6 @@ def test_the_remedy_for_segments_keeps_what_was_set() -> None:
     found = check_allocator({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
     line = "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True"
     assert found.remedy.endswith(line)
-
-
-def test_a_gpu_that_the_catalogue_does_not_have_is_planned_for_by_its_memory() -> None:
-    assert check_unknown_card("new-card-20gb", 20 * GIB).remedy.endswith("--target-memory 20480MiB")
 
 
 @pytest.mark.parametrize(
@@ -278,18 +270,28 @@ def test_a_folder_of_another_user_is_a_problem(
     assert found["remedy"] == "Choose another: --state-dir FOLDER"
 
 
-def test_a_group_without_another_member_is_noted_alone() -> None:
-    places = [OpenPlace(what="state folder", path=Path("/s"), is_private=True)]
-    (found,) = check_permissions(places)
-    assert (found.status, found.found) == ("note", "your own group, which has no other member, may write to /s")
+def test_a_group_without_another_member_is_noted_alone(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (quiet_machine / "state").mkdir()
+    monkeypatch.setattr(module, "is_private_group", lambda *_: True)
+    (found,) = permissions(capsys)
+    assert found["status"] == "note"
+    begins = f"your own group, which has no other member, may write to {quiet_machine / 'state'}"
+    assert found["found"].startswith(begins)
 
 
-def test_a_finding_is_a_line_with_its_remedy_below() -> None:
-    text = finding_text(Finding("disk", "problem", "too " + "very " * 20 + "full", "rm --recursive /scratch/old"))
-    lines = text.splitlines()
+def test_a_finding_is_a_line_with_its_remedy_below(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Finding("disk", "problem", "too " + "very " * 20 + "full", "rm --recursive /scratch/old")
+    monkeypatch.setattr(module, "examine", lambda *_: [full])
+    assert main(["doctor"]) == 2
+    *lines, empty, last = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("problem  disk         too very")
     assert max(map(len, lines)) <= 80
     assert lines[-1].strip() == "rm --recursive /scratch/old"
+    assert (empty, last) == ("", "1 problem found; what to do about each is below it.")
 
 
 SUBJECTS = ["Python", "settings", "torch", "GPU", "allocator", "SLURM", "--target-gpu", "data",
@@ -395,11 +397,12 @@ def test_gpus_that_torch_sees_are_looked_at_one_by_one(
     def memory(index: int) -> tuple[int, int]:
         if index == 1:
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore")
-        return 20 * GIB, 23_580_770_304
+        return 20 * GIB, 23_580_770_304 if index == 0 else 20 * GIB
 
-    for name, value in {"is_available": True, "device_count": 2, "get_device_name": "NVIDIA A10",
+    for name, value in {"is_available": True, "device_count": 3,
                         "get_device_capability": (8, 6), "get_arch_list": ["sm_80"]}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, found=value: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A10" if index == 0 else "New Card")
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert main(["doctor"]) == 2
@@ -408,6 +411,8 @@ def test_gpus_that_torch_sees_are_looked_at_one_by_one(
     assert "ok GPU cuda:0, NVIDIA A10: 20.00 GiB of 21.96 GiB free" in shown
     assert "problem GPU cuda:1 does not answer: CUDA error: all CUDA-capable devices are busy" in shown
     assert "ok --target-gpu knows a10-24gb" in shown
+    assert "note --target-gpu does not know new-card-20gb, which is here" in shown
+    assert "with --target-memory 20480MiB" in shown
 
 
 def test_a_torch_that_does_not_load_is_a_problem_and_not_a_traceback(

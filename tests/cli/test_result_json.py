@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from can_train.cli.attempt import RunPrinter
 from can_train.cli.main import main
 from can_train.cli.output import Verbosity
+from can_train.cli.train import RunPrinter
 from can_train.errors import CanTrainError
 from can_train.runs.run_folder import RunFolder
 from fakes.finished_runs import Shelf

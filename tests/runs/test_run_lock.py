@@ -31,7 +31,7 @@ SETTINGS = {"training.epochs": 2, "training.checkpoint_every": 4, "training.min_
 STEPS = 24
 JOB = """\
 import sys
-from can_train.cli.attempt import continue_in_job
+from can_train.cli.train import continue_in_job
 from can_train.slurm.job import Job
 Job(continue_in_job, sys.argv[1])()
 """

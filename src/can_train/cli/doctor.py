@@ -8,13 +8,13 @@ import platform
 import re
 import shlex
 import shutil
-import stat
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Final
@@ -24,12 +24,12 @@ import typer
 
 from can_train.cli.output import make_reporter, print_json, print_text, print_wrapped
 from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command, resolve_runs
-from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
+from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, data_root, state_dir, user_file
 from can_train.config.settings import split_list
 from can_train.config.task_settings import package_folders
 from can_train.errors import CanTrainError, ConfigError, DeviceError, first_sentence, with_command_name
 from can_train.io.ownership import Account, is_private_group, other_writer, places_on_the_way
-from can_train.io.units import size_text
+from can_train.io.units import counted, size_text
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import CARDS, cards_named, find_card, gpu_key, read_gpu_constants, usable
 from can_train.reporter import COLUMNS, wrapped
@@ -40,7 +40,6 @@ OK: Final = "ok"
 NOTE: Final = "note"  # it works, and something is worth knowing
 PROBLEM: Final = "problem"  # something does not work, or will not
 
-_INDENT: Final = " " * 22  # of a remedy, as wide as status and subject
 _TESTED_PYTHONS: Final = ((3, 11), (3, 14))  # oldest and newest
 # The least driver of a CUDA release on Linux, by its first number. Source: NVIDIA's table of minor version
 # compatibility in the CUDA release notes.
@@ -103,14 +102,19 @@ def _doctor(flags: Flags) -> None:
     the batch is split.
     """
     check_flags(flags)
-    _check_actions(flags)
+    # Switches of the doctor's own are off by default, those of a training neither on nor off.
+    given = {name: f"--{name.rstrip('_').replace('_', '-')}" for name, value in flags.items()
+             if value not in (None, "", "auto") and not (value is False and name in _MACHINE)}  # fmt: skip
+    for name, flag in given.items():
+        if name in _OF_PRUNE and not flags["prune"]:
+            raise ConfigError(f"{flag} has no effect without --prune", remedy="Add --prune, or leave it out")
+        if name in ("gradients", "target_gpu") and flags["prune"]:
+            raise ConfigError(f"--prune and {flag} cannot be combined", remedy="Leave one out")
+        if name not in _MACHINE and not flags["gradients"]:
+            raise ConfigError(f"{flag} has no effect without --gradients", remedy="Add --gradients, or leave it out")
     if flags["gradients"]:
         _check_gradients(flags)
         return
-    for name, value in flags.items():
-        if name not in _MACHINE and value not in (None, "", "auto"):
-            flag = f"--{name.rstrip('_').replace('_', '-')}"
-            raise ConfigError(f"{flag} has no effect without --gradients", remedy="Add --gradients, or leave it out")
     paths = PathSettings(**{name: flags[name] or "" for name in PATH_FLAGS})
     if flags["prune"]:
         # It imports all that knows of runs.
@@ -124,25 +128,20 @@ def _doctor(flags: Flags) -> None:
         findings.append(finding)
         if not flags["json"]:
             # Each at once: a SLURM that does not answer takes half a minute.
-            print_text(with_command_name(finding_text(finding)))
+            label = f"{finding.status:<9}{finding.subject:<13}"
+            print_text(with_command_name(wrapped(finding.found, COLUMNS, label=label)))
+            if finding.remedy:
+                # Without a full stop: many end with a command.
+                print_text(with_command_name(wrapped(" " * len(label) + finding.remedy, COLUMNS)))
     problems = sum(finding.status == PROBLEM for finding in findings)
     if flags["json"]:
         print_json({"problems": problems, "checks": [asdict(finding) for finding in findings]})
+    elif problems:
+        print_text(f"\n{counted(problems, 'problem')} found; what to do about each is below it.")
     else:
-        print_text(with_command_name(f"\n{summary(problems)}"))
+        print_text("\nNo problem was found.")
     if problems:
         raise typer.Exit(2)
-
-
-def _check_actions(flags: Flags) -> None:
-    for name in _OF_PRUNE:
-        if flags[name] and not flags["prune"]:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} has no effect without --prune", remedy="Add --prune, or leave it out"
-            )
-    for name in ("gradients", "target_gpu"):
-        if flags[name] and flags["prune"]:
-            raise ConfigError(f"--prune and --{name.replace('_', '-')} cannot be combined", remedy="Leave one out")
 
 
 def _check_gradients(flags: Flags) -> None:
@@ -153,33 +152,19 @@ def _check_gradients(flags: Flags) -> None:
     from can_train.training.dry_run import nothing_left_behind
     from can_train.training.split_gradients import compare_gradients, comparison_json, comparison_lines
 
-    found = []
+    comparisons = []
     chosen = {name: value for name, value in flags.items() if name not in _MACHINE or name in PATH_FLAGS}
     for run in resolve_runs({**chosen, "submit": False, "cluster": None}, ()):
         with nothing_left_behind():
-            found.append(compare_gradients(run, make_reporter()))
+            comparisons.append(compare_gradients(run, make_reporter()))
         if not flags["json"]:
-            for line in comparison_lines(found[-1]):
+            for line in comparison_lines(comparisons[-1]):
                 print_wrapped(line)
     if flags["json"]:
-        plain = [comparison_json(one) for one in found]
+        plain = [comparison_json(comparison) for comparison in comparisons]
         print_json(plain[0] if len(plain) == 1 else plain)
-    if not all(one.equal for one in found):
+    if not all(comparison.equal for comparison in comparisons):
         raise typer.Exit(2)
-
-
-def finding_text(finding: Finding) -> str:
-    """Writes a finding as a line, with its remedy below."""
-    text = wrapped(finding.found, COLUMNS, label=f"{finding.status:<9}{finding.subject:<13}")
-    # Without a full stop: many end with a command.
-    return f"{text}\n{wrapped(_INDENT + finding.remedy, COLUMNS)}" if finding.remedy else text
-
-
-def summary(problems: int) -> str:
-    """Says how many problems there are."""
-    if not problems:
-        return "No problem was found."
-    return f"{problems} problem{'s' if problems > 1 else ''} found; what to do about each is below it."
 
 
 def examine(paths: PathSettings, gpu_names: Sequence[str] = ()) -> Iterator[Finding]:
@@ -188,28 +173,27 @@ def examine(paths: PathSettings, gpu_names: Sequence[str] = ()) -> Iterator[Find
     partitions: list[Partition] = []
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("Python", lambda: [check_python(sys.version_info[:2], platform.python_version(), sys.executable)]),
-        ("settings", lambda: [check_user_file(user_file())]),
+        ("settings", _examine_settings),
         ("torch", lambda: _examine_torch(cards)),
         ("allocator", lambda: [check_allocator(os.environ)]),
         ("SLURM", lambda: [_examine_slurm(partitions)]),
         ("--target-gpu", lambda: _examine_cards(gpu_names, cards, partitions, state_dir(paths))),
         ("data", lambda: [_examine_data(paths)]),
         ("state folder", lambda: [check_state_folder(look_at(state_dir(paths)), on_cluster=bool(partitions))]),
-        ("permissions", lambda: check_permissions([*_open_places(paths)])),
+        ("permissions", lambda: _examine_permissions(paths)),
         ("disk", lambda: check_disks([look_at(_runs_dir(paths)), look_at(state_dir(paths))])),
         ("versions", _examine_versions),
         ("trackers", lambda: _examine_trackers(user_file().values.get("tracker", NO_TRACKER))),
     ]
-    said = set()
+    messages = set()
     for subject, check in checks:
         try:
             yield from check()
         except CanTrainError as error:
             # A settings file that is wrong is in the way of several checks.
-            if str(error) in said:
-                continue
-            said.add(str(error))
-            yield Finding(subject, PROBLEM, f"{error.rule}: {error.value}", error.remedy)
+            if str(error) not in messages:
+                messages.add(str(error))
+                yield Finding(subject, PROBLEM, f"{error.rule}: {error.value}", error.remedy)
         except (ImportError, OSError) as error:
             # A torch whose libraries do not load, a network file system that does not answer.
             yield Finding(subject, PROBLEM, f"cannot be looked at: {' '.join(str(error).split())}")
@@ -272,7 +256,7 @@ def _examine_torch(cards: list[Gpu]) -> list[Finding]:
 
 def check_python(python: tuple[int, ...], text: str, executable: str) -> Finding:
     """Compares Python's version with the tested ones."""
-    oldest, newest = (".".join(map(str, one)) for one in _TESTED_PYTHONS)
+    oldest, newest = (".".join(map(str, version)) for version in _TESTED_PYTHONS)
     found = f"{text}, {executable}"
     if python < _TESTED_PYTHONS[0]:
         return Finding("Python", PROBLEM, found, f"Use Python {oldest} or newer")
@@ -301,7 +285,12 @@ def check_gpu(gpu: Gpu) -> Finding:
     """Checks that torch has code for a GPU, and that its memory is free."""
     free, total = size_text(gpu.free_bytes), size_text(gpu.total_bytes)
     found = f"{gpu.device}, {gpu.name}: {free} of {total} free"
-    if gpu.architectures and not has_code_for(gpu.capability, gpu.architectures):
+    # Code for `sm_80` runs on all 8.x, for `compute_80` on all later ones.
+    built = [(kind, (int(major), int(minor)))
+             for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(gpu.architectures))]  # fmt: skip
+    has_code = any(least <= gpu.capability and (kind == "compute" or least[0] == gpu.capability[0])
+                   for kind, least in built)  # fmt: skip
+    if gpu.architectures and not has_code:
         number = ".".join(map(str, gpu.capability))
         return Finding("GPU", PROBLEM, f"{found}; this torch has no code for its compute capability, {number}",
                        "Install a torch that was built for it; older cards need an older CUDA build")  # fmt: skip
@@ -309,19 +298,6 @@ def check_gpu(gpu: Gpu) -> Finding:
         return Finding("GPU", NOTE, f"{found}; another process holds the rest",
                        "See which with nvidia-smi, or choose another GPU with --device")  # fmt: skip
     return Finding("GPU", OK, found)
-
-
-def has_code_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Tells whether code for one of the architectures runs on a GPU: `sm_80` on all 8.x, `compute_80` on all later.
-
-    >>> has_code_for((8, 6), ["sm_80"]), has_code_for((7, 0), ["sm_75", "sm_80"]), has_code_for((9, 0), ["compute_80"])
-    (True, False, True)
-    """
-    for kind, number, last in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures)):
-        built = (int(number), int(last))
-        if built <= capability and (kind == "compute" or built[0] == capability[0]):
-            return True
-    return False
 
 
 def check_allocator(environment: Mapping[str, str]) -> Finding:
@@ -352,37 +328,31 @@ def _examine_cards(
 ) -> list[Finding]:
     """Looks up the named GPUs, else the GPUs of this machine, else the GPUs of the cluster."""
     sizes = {find_card(name).key: 0 for name in names} or {card.key: card.total_bytes for card in cards}
-    kinds = sorted({kind for one in partitions for node in one.nodes for kind in node.gpus if kind})
+    kinds = sorted({kind for partition in partitions for node in partition.nodes for kind in node.gpus if kind})
     findings = [] if sizes else [check_kind(kind) for kind in kinds]
-    if not sizes and not kinds:
-        return [Finding("--target-gpu", OK, f"plans for {len(CARDS)} cards; none is here to be looked up")]
-    known = {card.key: card for card in CARDS}
+    catalogue = {card.key: card for card in CARDS}
     for key, total_bytes in sizes.items():
-        if key not in known:
-            findings.append(check_unknown_card(key, total_bytes))
-            continue
-        use = usable(known[key], read_gpu_constants(state, key, make_reporter()))
-        room, total = size_text(use.capacity_bytes), size_text(use.total_bytes)
-        findings.append(Finding("--target-gpu", OK, f"knows {key}: {room} of {total} usable, {use.source}"))
-    return findings
+        if key in catalogue:
+            use = usable(catalogue[key], read_gpu_constants(state, key, make_reporter()))
+            room, total = size_text(use.capacity_bytes), size_text(use.total_bytes)
+            findings.append(Finding("--target-gpu", OK, f"knows {key}: {room} of {total} usable, {use.source}"))
+        else:
+            remedy = f"Plan for one elsewhere with --target-memory {round(total_bytes / 2**20)}MiB"
+            findings.append(Finding("--target-gpu", NOTE, f"does not know {key}, which is here", remedy))
+    none = f"plans for {len(CARDS)} cards; none is here to be looked up"
+    return findings or [Finding("--target-gpu", OK, none)]
 
 
 def check_kind(kind: str) -> Finding:
     """Says how to plan for GPUs that the cluster's nodes have, by the name that its administrator gave them."""
-    found = [card.key for card in cards_named(kind)]
-    if len(found) == 1:
-        return Finding("--target-gpu", OK, f"knows the cluster's {kind} as {found[0]}")
-    if found:
-        return Finding("--target-gpu", NOTE, f"knows the cluster's {kind} as {' or '.join(found)}",
-                       f"Say which: --target-gpu {found[0]}")  # fmt: skip
+    keys = [card.key for card in cards_named(kind)]
+    if len(keys) == 1:
+        return Finding("--target-gpu", OK, f"knows the cluster's {kind} as {keys[0]}")
+    if keys:
+        return Finding("--target-gpu", NOTE, f"knows the cluster's {kind} as {' or '.join(keys)}",
+                       f"Say which: --target-gpu {keys[0]}")  # fmt: skip
     return Finding("--target-gpu", NOTE, f"does not know the cluster's {kind}",
                    "Plan for one by its memory, with --target-memory 16GiB")  # fmt: skip
-
-
-def check_unknown_card(key: str, total_bytes: int) -> Finding:
-    """Says how to plan for a GPU that the catalogue does not have."""
-    return Finding("--target-gpu", NOTE, f"does not know {key}, which is here",
-                   f"Plan for one elsewhere with --target-memory {round(total_bytes / 2**20)}MiB")  # fmt: skip
 
 
 # SLURM
@@ -410,9 +380,9 @@ def check_slurm(partitions: Sequence[Partition] | None) -> Finding:
     up = [partition for partition in partitions if partition.is_up]
     if not up:
         return Finding("SLURM", PROBLEM, "it answers, and no partition is up", "Ask who runs the cluster")
-    names = _listed([f"{one.name} (the default)" if one.is_default else one.name for one in up])
-    found = f"it answers; partitions that are up: {names}"
-    if any(one.is_default for one in up):
+    names = [f"{partition.name} (the default)" if partition.is_default else partition.name for partition in up]
+    found = f"it answers; partitions that are up: {_listed(names)}"
+    if any(partition.is_default for partition in up):
         return Finding("SLURM", OK, found)
     return Finding("SLURM", NOTE, f"{found}; none is the default", f"Name one: --submit --partition {up[0].name}")
 
@@ -420,12 +390,11 @@ def check_slurm(partitions: Sequence[Partition] | None) -> Finding:
 # A person's settings, data and folders
 
 
-def check_user_file(file: UserFile) -> Finding:
-    """Lists the settings of the user's settings file."""
-    if not file.values:
-        return Finding("settings", OK, f"none of your own, which would be in {file.path}")
+def _examine_settings() -> list[Finding]:
+    file = user_file()
     values = ", ".join(f"{name} {value}" for name, value in file.values.items())
-    return Finding("settings", OK, f"your own in {file.path}: {values}")
+    own = f"your own in {file.path}: {values}"
+    return [Finding("settings", OK, own if values else f"none of your own, which would be in {file.path}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,11 +407,6 @@ class Folder:
     ahead_s: float = 0.0  # how far the clock of its file system is ahead of this machine's
     free_bytes: int = 0
     disk: int = 0  # number of its file system on this machine
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it lies on a file system that other machines have too."""
-        return _NETWORK_FILE_SYSTEMS.fullmatch(self.file_system) is not None
 
 
 def look_at(path: Path) -> Folder:
@@ -470,72 +434,50 @@ def check_state_folder(folder: Folder, *, on_cluster: bool) -> Finding:
     if folder.error:
         return Finding("state folder", PROBLEM, f"it cannot be written: {folder.error}",
                        "Change its permissions, or name another one with --state-dir or $CAN_TRAIN_HOME")  # fmt: skip
-    kind = "a network file system" if folder.is_shared else "a disk of this machine"
+    is_shared = _NETWORK_FILE_SYSTEMS.fullmatch(folder.file_system) is not None
+    kind = "a network file system" if is_shared else "a disk of this machine"
     found = f"{folder.path}, on {kind}" + (f" ({folder.file_system})" if folder.file_system else "")
     if abs(folder.ahead_s) > _CLOCK_SLACK_S:
         way = "ahead of" if folder.ahead_s > 0 else "behind"
         return Finding("state folder", PROBLEM, f"{found}, whose clock is {abs(folder.ahead_s):.0f} s {way} this "
                        "machine's: runs would be learned from in another order",
                        "Have both set their clocks from the same server (timedatectl set-ntp true)")  # fmt: skip
-    if on_cluster and not folder.is_shared:
+    if on_cluster and not is_shared:
         return Finding("state folder", NOTE, f"{found}: jobs on other nodes may not see it",
                        "Give a folder that all nodes have: export CAN_TRAIN_HOME=FOLDER")  # fmt: skip
     return Finding("state folder", OK, found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenPlace:
-    """A file or a folder that somebody else may change."""
-
-    what: str  # `state folder`
-    path: Path
-    who: str = ""  # may change it: `every user may write to it`
-    remedy: str = ""
-    is_private: bool = False  # whether that is a group without another member
-
-
-def _open_places(paths: PathSettings) -> Iterator[OpenPlace]:
-    """Examines settings, state, runs, cache and code, and the folders above them."""
+def _examine_permissions(paths: PathSettings) -> list[Finding]:
+    """Lists the places that other users may change: settings, state, runs, cache, code, and the folders above them."""
     account, state = Account.current(), state_dir(paths).expanduser()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "can-train")
-    known = {
+    places = {
         "settings": ("export CAN_TRAIN_CONFIG=FILE", [user_file().path]),
         "state folder": ("--state-dir FOLDER", [state, *(state / name for name in _IN_STATE)]),
         "runs folder": ("--runs-dir FOLDER", [_runs_dir(paths).expanduser()]),
         "cache": ("export XDG_CACHE_HOME=FOLDER", [cache]),
         "can-train's code": ("install it in a folder of your own", package_folders()),
     }
-    seen = set[Path]()
-    for what, (other, ends) in known.items():
-        for place, is_passed in ((one, one != end) for end in ends for one in (end, *places_on_the_way(end))):
-            if place not in seen and place.exists():
-                seen.add(place)
-                yield from _open_place(OpenPlace(what=what, path=place, remedy=other), account, is_passed=is_passed)
-
-
-def _open_place(place: OpenPlace, account: Account, *, is_passed: bool) -> Iterator[OpenPlace]:
-    """Says who may change a place, which has the remedy for one that belongs to another user."""
-    statuses = [place.path.lstat(), place.path.stat()]
-    if not (stat.S_ISDIR(statuses[-1].st_mode) or stat.S_ISREG(statuses[-1].st_mode)):
+    # Each place once, as it is first named; a folder above an end is passed on the way.
+    named: dict[Path, tuple[str, str, bool]] = {}
+    for what, (other, ends) in places.items():
+        for end in ends:
+            for path in (end, *places_on_the_way(end)):
+                named.setdefault(path, (what, other, path != end))
+    findings, private = [], []
+    for path, (what, other, is_passed) in named.items():
         # $CAN_TRAIN_CONFIG may be /dev/null.
-        return
-    for status in statuses:
-        if who := other_writer(status, account, is_passed=is_passed):
-            is_own = status.st_uid == account.uid
-            remedy = shlex.join(["chmod", "go-w", str(place.path)]) if is_own else f"Choose another: {place.remedy}"
-            yield replace(place, who=who, remedy=remedy)
-            return
-    if not is_passed and any(is_private_group(status, account) for status in statuses):
-        yield replace(place, is_private=True)
-
-
-def check_permissions(places: Sequence[OpenPlace]) -> list[Finding]:
-    """Lists the places that other users may change: the code of jobs, records, settings."""
-    findings = [Finding("permissions", PROBLEM, f"{one.what}: {one.path}: {one.who}", one.remedy)
-                for one in places if not one.is_private]  # fmt: skip
-    private = _listed([str(one.path) for one in places if one.is_private])
+        statuses = [path.lstat(), path.stat()] if path.is_dir() or path.is_file() else []
+        writers = [(who, status) for status in statuses if (who := other_writer(status, account, is_passed=is_passed))]
+        for who, status in writers[:1]:
+            own_remedy = shlex.join(["chmod", "go-w", str(path)])
+            remedy = own_remedy if status.st_uid == account.uid else f"Choose another: {other}"
+            findings.append(Finding("permissions", PROBLEM, f"{what}: {path}: {who}", remedy))
+        if not writers and not is_passed and any(is_private_group(status, account) for status in statuses):
+            private.append(str(path))
     if private:
-        found = f"your own group, which has no other member, may write to {private}"
+        found = f"your own group, which has no other member, may write to {_listed(private)}"
         findings.append(Finding("permissions", NOTE, found))
     nobody = "nobody else may change your state, your runs, your settings or can-train's code"
     return findings or [Finding("permissions", OK, nobody)]
@@ -566,21 +508,19 @@ def _examine_data(paths: PathSettings) -> Finding:
     from can_train.config.task_settings import described_tasks, load_task_settings
     from can_train.errors import DataError
 
-    root, found = data_root(paths), []
+    root, names = data_root(paths), []
     if root.is_dir():
         named = ((task, name) for task in described_tasks() for name in presets("dataset", preset_folders(task)))
         for task, name in named:
             settings = load_task_settings(task)
-            try:
+            # It is not there, or it is no data set of this task.
+            with suppress(ConfigError, DataError):
                 run = resolve(RunRequest(task=task, model=next(iter(settings.models)), dataset=name))
-                found += [name] if settings.data_files(run.dataset, root) else []
-            except (ConfigError, DataError):
-                # It is not there, or it is no data set of this task.
-                continue
-    own = user_file()
-    given = str(own.path) if "data_root" in own.values else ""
+                names += [name] if settings.data_files(run.dataset, root) else []
+    file = user_file()
+    given = str(file.path) if "data_root" in file.values else ""
     given = "--data-root" if paths.data_root else "$CAN_TRAIN_DATA" if os.environ.get("CAN_TRAIN_DATA") else given
-    return check_data(root.absolute(), given, exists=root.is_dir(), found=found)
+    return check_data(root.absolute(), given, exists=root.is_dir(), found=names)
 
 
 def check_data(root: Path, given: str, *, exists: bool, found: Sequence[str]) -> Finding:
@@ -607,14 +547,12 @@ def _examine_versions() -> list[Finding]:
     if project.is_file():
         needed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
-        needed = [one for one in requires("can-train") or [] if "extra ==" not in one]
+        needed = [line for line in requires("can-train") or [] if "extra ==" not in line]
     constraints = checked_out if checked_out.is_file() else base / "constraints.txt"
-    tested = dict(re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    least = {
-        _canonical(name): low for name, low in re.findall(r"^([\w.-]+)>=([\d.]+)", "\n".join(needed), re.MULTILINE)
-    }
-    installed = {name: _installed(name) for name in least}
-    return [check_versions(installed, least, {_canonical(name): exact for name, exact in tested.items()}, constraints)]
+    tested = re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    least = re.findall(r"^([\w.-]+)>=([\d.]+)", "\n".join(needed), re.MULTILINE)
+    lowest, exact = ({_canonical(name): version for name, version in pairs} for pairs in (least, tested))
+    return [check_versions({name: _installed(name) for name in lowest}, lowest, exact, constraints)]
 
 
 def _examine_trackers(names: str) -> list[Finding]:
@@ -624,8 +562,8 @@ def _examine_trackers(names: str) -> list[Finding]:
     trackers = PathSettings(tracker=names).trackers
     check_packages(trackers)
     # The light package of MLflow has another name.
-    found = [f"{name} {_installed(name) or _installed(f'{name}-skinny')}" for name in trackers]
-    return [Finding("trackers", OK, ", ".join(found))] if found else []
+    versions = ", ".join(f"{name} {_installed(name) or _installed(f'{name}-skinny')}" for name in trackers)
+    return [Finding("trackers", OK, versions)] if versions else []
 
 
 def _canonical(name: str) -> str:
@@ -655,17 +593,16 @@ def check_versions(
         tested: The exact versions of the tests.
         constraints: The file that has them.
     """
-    lacking = [name for name, found in installed.items() if not found or _numbers(found) < _numbers(least[name])]
+    lacking = [name for name, number in installed.items() if not number or _numbers(number) < _numbers(least[name])]
     if lacking:
         found = [f"{name} {installed[name] or 'is missing'} (needs {least[name]})" for name in lacking]
         wanted = " ".join(f"'{name}>={least[name]}'" for name in lacking)
         return Finding("versions", PROBLEM, _listed(found), f"Install them: {sys.executable} -m pip install {wanted}")
-    others = {name: found for name, found in installed.items()
-              if name in tested and _numbers(found) != _numbers(tested[name])}  # fmt: skip
-    if not others:
+    untested = [f"{name} {number} (tested: {tested[name]})" for name, number in installed.items()
+                if name in tested and _numbers(number) != _numbers(tested[name])]  # fmt: skip
+    if not untested:
         return Finding("versions", OK, f"all {len(installed)} packages as they are tested")
-    found = [f"{name} {version} (tested: {tested[name]})" for name, version in others.items()]
-    return Finding("versions", NOTE, f"within what is supported, others than are tested: {_listed(found)}",
+    return Finding("versions", NOTE, f"within what is supported, others than are tested: {_listed(untested)}",
                    f"The tested versions are in {constraints}")  # fmt: skip
 
 

@@ -5,8 +5,11 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
+from itertools import pairwise
 from textwrap import shorten
 from typing import Any, Final
 
@@ -38,6 +41,13 @@ _HELP: Final = """Launches PyTorch training that fits in GPU memory. A command l
   can-train {example}
   can-train --task my_file.py:MyTask
 """
+_EPILOG: Final = """Other commands, each with its own --help:
+
+\b
+{listed}
+
+-h is short for --help; --version prints the version.
+"""
 
 _COMMANDS: Final = {
     "demo": "see in a minute what happens when memory runs short",
@@ -56,6 +66,8 @@ _COMMANDS: Final = {
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",
 }
+# Files of commands that are not in a file of their name.
+_MODULES: Final = {"status": "runs", "compare": "show", "report": "show", "resubmit": "train", "after-job": "train"}
 _ARGUMENTS: Final = {"factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL"} | dict.fromkeys(
     ("show", "status", "logs", "cancel", "resume", "evaluate", "resubmit"), "RUN"
 )
@@ -135,7 +147,12 @@ def _run_command(arguments: Sequence[str]) -> int:
         return 0
     name = "train" if words[0].startswith("-") else words.pop(0)
     if name == _COMPLETE:
-        return _complete(words)
+        from can_train.cli.completion import complete_line
+
+        # A shell that completes a line gets nothing where can-train would print an error.
+        with suppress(CanTrainError):
+            complete_line(words, {command: text for command, (_, text) in _usages().items()}, _parser)
+        return 0
     of_tasks = command_entries()
     if name not in ("train", *_COMMANDS, _JOB_COMMAND, *of_tasks):
         raise unknown_name("command", name, ("train", *_COMMANDS, *of_tasks))
@@ -150,98 +167,37 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 def _parser(name: str, words: Sequence[str] = ()) -> Any:
     """Makes the parser of one command, which runs it; the words after it may name a task."""
-    training: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
     if name == "train":
-        example = load_task_settings(default_task()).example
-        training = {"help": _HELP.format(example=example), "epilog": _list_commands()}
+        listed = "\n".join(f"  {f'{command} {arguments}':<17}{shorten(text, _LINE - 19, placeholder=' …')}"
+                           for command, (arguments, text) in _usages().items())  # fmt: skip
+        texts = {"help": _HELP.format(example=load_task_settings(default_task()).example),
+                 "epilog": _EPILOG.format(listed=listed)}  # fmt: skip
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(cls=Command, **training)(_load_command(name, words))
+    app.command(cls=Command, **texts)(_load_command(name, words))
     return typer.main.get_command(app)
 
 
-def _complete(words: Sequence[str]) -> int:
-    """Answers a shell that completes a line; it gets nothing where can-train would print an error."""
-    from can_train.cli.completion import complete_line
-
-    with suppress(CanTrainError):
-        complete_line(words, _COMMANDS | {name: text for name, (_, text) in _commands_of_tasks().items()}, _parser)
-    return 0
-
-
-def _list_commands() -> str:
-    """Lists the commands for help: those of the launcher, then those that packages of tasks declare."""
-    usages = {name: (_ARGUMENTS.get(name, ""), text) for name, text in _COMMANDS.items()} | _commands_of_tasks()
-    listed = "\n".join(f"  {f'{name} {arguments}':<17}{shorten(text, _LINE - 19, placeholder=' …')}"
-                       for name, (arguments, text) in usages.items())  # fmt: skip
-    return (f"Other commands, each with its own --help:\n\n\b\n{listed}\n\n"
-            "-h is short for --help; --version prints the version.\n")  # fmt: skip
+def _usages() -> dict[str, tuple[str, str]]:
+    """Returns arguments and help of the launcher's commands, then of those that packages of tasks declare."""
+    usages = {name: (_ARGUMENTS.get(name, ""), text) for name, text in _COMMANDS.items()}
+    for name, entry in command_entries().items():
+        if name not in _COMMANDS:
+            arguments, text = command_usage(entry)
+            usages[name] = (arguments, text[:1].lower() + text[1:])
+    return usages
 
 
-def _commands_of_tasks() -> dict[str, tuple[str, str]]:
-    """Returns the arguments and the first line of help of each command that a package of tasks declares."""
-    usages = {name: command_usage(entry) for name, entry in command_entries().items() if name not in _COMMANDS}
-    return {name: (arguments, text[:1].lower() + text[1:]) for name, (arguments, text) in usages.items()}
-
-
-def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
-    """Imports one command: importing all of them takes longer than most of them run."""
-    match name:
-        case "completion":
-            from can_train.cli.completion import completion
-
-            return completion
-        case "demo":
-            from can_train.cli.demo import demo
-
-            return demo
-        case "doctor":
-            from can_train.cli.doctor import make_doctor_command
-
-            return make_doctor_command(words)
-        case "factors":
-            from can_train.cli.factors import factors
-
-            return factors
-        case "runs" | "status":
-            from can_train.cli.runs import runs, status
-
-            return runs if name == "runs" else status
-        case "show" | "compare" | "report":
-            from can_train.cli.show import compare, report, show
-
-            return show if name == "show" else compare if name == "compare" else report
-        case "logs":
-            from can_train.cli.logs import logs
-
-            return logs
-        case "cancel":
-            from can_train.cli.cancel import cancel
-
-            return cancel
-        case "resume":
-            from can_train.cli.resume import resume
-
-            return resume
-        case "evaluate":
-            from can_train.cli.evaluate import make_evaluate_command
-
-            return make_evaluate_command(words)
-        case "pipeline":
-            from can_train.cli.pipeline import make_pipeline_command
-
-            return make_pipeline_command()
-        case "after-job":
-            from can_train.cli.attempt import after_job
-
-            return after_job
-        case _ if name in command_entries():
-            command: Callable[..., None] = load_object(command_entries()[name].value)
-            return command
-        case _:
-            from can_train.cli.train import make_resubmit_command, make_train_command
-
-            return make_resubmit_command() if name == "resubmit" else make_train_command(words)
+def _load_command(name: str, words: Sequence[str]) -> Any:
+    """Imports one command: importing all of them takes longer than most of them run. A command whose options depend on
+    the line has a function `make_NAME_command`.
+    """
+    if name not in ("train", *_COMMANDS, _JOB_COMMAND):
+        return load_object(command_entries()[name].value)
+    module = import_module(f"can_train.cli.{_MODULES.get(name, name)}")
+    make = getattr(module, f"make_{name}_command", None)
+    return make(words) if make is not None else getattr(module, name.replace("-", "_"))
 
 
 def _print_error(error: CanTrainError, *, as_json: bool) -> int:
@@ -263,12 +219,11 @@ def _discard_output() -> None:
 class Command(TyperCommand):
     """A command whose flags may be spelt with `_` or `-`, or as an alias."""
 
-    def __init__(self, name: str | None, *, context_settings: dict[str, Any] | None = None, **options: Any) -> None:
-        settings = {"help_option_names": ["-h", "--help"], **(context_settings or {})}
-        settings["token_normalize_func"] = _flag_name
+    def __init__(self, name: str | None, **options: Any) -> None:
+        options["context_settings"] = {"help_option_names": ["-h", "--help"], "token_normalize_func": _flag_name}
         # Before Click breaks the lines, since it reads the control character \b.
-        texts = {key: with_command_name(options[key]) for key in ("help", "epilog") if options.get(key)}
-        super().__init__(name, context_settings=settings, **{**options, **texts})
+        texts = {key: with_command_name(options.get(key) or "") for key in ("help", "epilog")}
+        super().__init__(name, **{**options, **texts})
 
     # Typer's own contexts are of a private class; the public `typer.Context` is a subclass of it.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -281,16 +236,13 @@ class Command(TyperCommand):
             for parameter in self.params:
                 parameter.hidden = False  # type: ignore[attr-defined]  # arguments are never hidden
             args = ["--help"]
-        checked: list[str] = []
         given: dict[str, tuple[str, str]] = {}
-        for position, argument in enumerate(args):
+        checked = list(args)
+        for position, (argument, following) in enumerate(pairwise([*args, ""])):
             if argument == "--":
-                checked += args[position:]
                 break
             if argument.startswith("--"):
-                following = next(iter(args[position + 1 : position + 2]), "")
-                argument = self._check_flag(argument, following, given, ctx.command_path)
-            checked.append(argument)
+                checked[position] = self._check_flag(argument, following, given, ctx.command_path)
         try:
             return super().parse_args(ctx, checked)
         except _UsageError as error:
@@ -304,34 +256,33 @@ class Command(TyperCommand):
             ConfigError: The flag is unknown, lacks a value, or has two different values.
         """
         spelling, equals, value = argument.partition("=")
-        flag, flags = _canonical_flag(spelling), self._flags()
-        if flag not in flags:
+        flag, options = _canonical_flag(spelling), self._options()
+        if flag not in options:
             raise self._unknown_flag(flag, spelling)
-        has_value = any(flag in option.opts and not getattr(option, "is_flag", False) for option in self.params)
-        if not equals and has_value and following.startswith("--") and _canonical_flag(following) in flags:
+        option = options[flag]
+        has_value = not getattr(option, "is_flag", True)
+        if not equals and has_value and following.startswith("--") and _canonical_flag(following) in options:
             raise ConfigError(f"{flag} needs a value", value=f"{following} is a flag", remedy=f"See {command} --help")
         new = (spelling, value if equals else following)
         old = given.setdefault(flag, new)
         if old[0] != new[0] and old[1] != new[1]:
             both = f"{' '.join(old)} and {' '.join(new)}"
             raise ConfigError(f"{flag} has two different values", value=both, remedy="Give it once")
-        off = next((option.secondary_opts[0] for option in self.params
-                    if option.secondary_opts and option.opts[0] == flag), "")  # fmt: skip
-        if not (equals and off):
+        if not equals or option is None or not option.secondary_opts or flag != option.opts[0]:
             return argument
+        off: str = option.secondary_opts[0]
         if value.lower() not in (*_ON, *_OFF):
             raise ConfigError(f"{flag} is on or off", value=value, remedy=f"Give {flag}, or {off}")
         return flag if value.lower() in _ON else off
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes arguments and options in their groups (Typer does it only with Rich)."""
-        groups: dict[str, list[tuple[str, str]]] = {}
+        groups = defaultdict(list)
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
                 title = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(
-                    (record[0], with_command_name(record[1]))
-                )
+                title = getattr(parameter, "rich_help_panel", None) or title
+                groups[title].append((record[0], with_command_name(record[1])))
         for title, records in groups.items():
             with formatter.section(title):
                 formatter.write_dl(records)
@@ -343,12 +294,14 @@ class Command(TyperCommand):
         """Returns the help with control characters of a task's texts as text."""
         return printable(super().get_help(ctx))
 
-    def _flags(self) -> set[str]:
-        names = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        return {name for name in names | {"--help", "-h", _HELP_ALL} if name.startswith("-")}
+    def _options(self) -> dict[str, Any]:
+        """Returns the option of each flag; None: a flag that prints help."""
+        options = {name: option for option in self.params for name in (*option.opts, *option.secondary_opts)}
+        flags = {name: option for name, option in options.items() if name.startswith("-")}
+        return {**dict.fromkeys(("--help", "-h", _HELP_ALL)), **flags}
 
     def _unknown_flag(self, flag: str, spelling: str) -> ConfigError:
-        nearest = ", ".join(nearest_first(flag, self._flags())[:_SUGGESTIONS])
+        nearest = ", ".join(nearest_first(flag, self._options())[:_SUGGESTIONS])
         return ConfigError("Unknown flag", value=spelling, remedy=f"Nearest: {nearest}")
 
     def _in_own_words(self, error: Any, given: Mapping[str, str], command: str) -> ConfigError:

@@ -60,7 +60,7 @@ _METRIC: Final = "mcc"
 _UNDEFINED: Final = "-"  # cell of a missing figure
 
 
-def make_pipeline_command() -> Callable[..., None]:
+def make_pipeline_command(_words: Sequence[str]) -> Callable[..., None]:
     """Makes the command."""
     return make_command(_OPTIONS, _pipeline)
 
@@ -265,8 +265,8 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
     Raises:
         CanTrainError: A stage cannot be submitted. Those before it have been, and the same line continues after them.
     """
-    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import print_notices, start_group
+    from can_train.cli.train import continue_in_job
     from can_train.runs.past_runs import with_folders
     from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
     from can_train.runs.scheduler import NoControllerError
@@ -318,8 +318,8 @@ def _stage_scripts(steps: Sequence[PlannedStage], flags: Flags) -> dict[str, str
 
 def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Path) -> JobRecord:
     """Submits an interrupted run again, with the snapshot of its code if it has one that is the user's own."""
-    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_again
+    from can_train.cli.train import continue_in_job
     from can_train.runs.trust import CodeTrust
     from can_train.slurm.script import Submission
     from can_train.slurm.snapshot import code_of, describe

@@ -77,7 +77,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
                 _check_state(locator.status(found.known), run)
                 _print_job(_submit_again(found, locator), found, as_json=as_json)
             return
-    from can_train.cli.attempt import continue_run, launched_ranks
+    from can_train.cli.train import continue_run, launched_ranks
 
     with launched_ranks(device or folder.config()["device"], verbosity) as ranks:
         if not in_slurm:
@@ -105,8 +105,8 @@ def _check_state(found: "RunStatus", name: str) -> None:
 
 
 def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
-    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_again
+    from can_train.cli.train import continue_in_job
     from can_train.config.compose import from_plain
     from can_train.runs.run_folder import RunFolder
     from can_train.runs.status import run_statuses

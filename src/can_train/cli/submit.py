@@ -1,7 +1,7 @@
 """`--submit`: checks runs, keeps their code, sends them to a cluster or a background process, and says how to follow
 them. Imports no torch: the job itself examines its GPU.
 
-`entry`, wherever it is an argument, is `attempt.continue_in_job`: a job finds it by name, in its own copy of the code.
+`entry`, wherever it is an argument, is `train.continue_in_job`: a job finds it by name, in its own copy of the code.
 """
 
 import shutil

@@ -1,18 +1,27 @@
 """`can-train --model ... --dataset ...`: trains new runs here, submits them, or prints their plans (`--dry-run`). And
 `can-train resubmit RUN`: a new run with the settings of another run, but for those that flags change.
+
+Also one attempt of a run, from a command line or in a job: connects its ranks, trains it and prints its result; and the
+command that follows the end of a job.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
-from can_train.cli.attempt import RunPrinter, continue_in_job, launched_ranks, log_outcome
+import typer
+
 from can_train.cli.output import (
     Verbosity,
     make_reporter,
     print_aside,
     print_json,
+    print_judgement,
     print_note,
     print_tables,
     print_text,
@@ -30,16 +39,22 @@ from can_train.cli.train_options import (
 )
 from can_train.config.resolved import user_file
 from can_train.config.settings import split_list
-from can_train.errors import CanTrainError, ConfigError, FailedRunError
+from can_train.errors import CanTrainError, ConfigError, FailedRunError, with_command_name
 from can_train.report.text import TextTable
-from can_train.reporter import SilentReporter
+from can_train.reporter import LineReporter, SilentReporter
+from can_train.runs.run_folder import name_to_type, resume_hint
 from can_train.slurm import client as slurm
-from can_train.slurm.launchers import check_started_once
+from can_train.slurm.launchers import check_started_once, find_launch, launched_place
 
 if TYPE_CHECKING:
     from can_train.cli.submit import PlannedJob
     from can_train.config.resolved import ResolvedRun
+    from can_train.config.settings import ClusterSettings
     from can_train.reporter import Reporter
+    from can_train.runs.attempts import StopRequests
+    from can_train.runs.registry import JobRecord
+    from can_train.runs.run_folder import RunFolder
+    from can_train.slurm.script import Submission
     from can_train.training.distributed import Ranks
     from can_train.training.dry_run import DryPlan
     from can_train.training.train import Outcome
@@ -51,13 +66,16 @@ def make_train_command(words: Sequence[str]) -> Callable[..., None]:
 
 
 def _train(flags: Flags) -> None:
-    check_train_flags(flags)
-    after = split_names(flags["after"]) if flags["after"] else ()
+    after = _check_train_flags(flags)
     start_runs(resolve_runs(flags, after), flags, after)
 
 
-def check_train_flags(flags: Flags) -> None:
-    """Raises ConfigError if a flag of a training line has an empty value, or does not go with the others."""
+def _check_train_flags(flags: Flags) -> Sequence[str]:
+    """Returns the runs to wait for.
+
+    Raises:
+        ConfigError: A flag of a training line has an empty value, or does not go with the others.
+    """
     check_flags(flags)
     for name in ("target_gpu", "target_memory", "show_config"):
         if flags[name] and not flags["dry_run"]:
@@ -66,6 +84,7 @@ def check_train_flags(flags: Flags) -> None:
     if gpus is not None and not split_list(gpus):
         raise ConfigError("--target-gpu names no GPU", value=repr(gpus), remedy="Name one: --target-gpu h100-80gb")
     Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
+    return split_names(flags["after"]) if flags["after"] else ()
 
 
 def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]) -> None:
@@ -90,36 +109,37 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
     if len(runs) > 1:
         check_started_once(f"A line of {len(runs)} runs", "Each run then trains in one process, or with "
                                                           "--submit --gpus N on N GPUs")  # fmt: skip
+    from can_train.training.train import train_new
+
     with launched_ranks(runs[0].device, verbosity) as ranks:
         _check_alike(runs[0], ranks)
         if ranks.is_first:
             _train_runs(runs, ranks, verbosity, as_json=as_json)
         else:
-            _train_as_rank(runs[0], ranks)
-
-
-def _train_as_rank(run: "ResolvedRun", ranks: "Ranks") -> None:
-    """Trains as a rank that prints nothing."""
-    from can_train.training.train import train_new
-
-    train_new(run, SilentReporter(), ranks)
+            train_new(runs[0], SilentReporter(), ranks)
 
 
 def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbosity, *, as_json: bool) -> None:
+    from can_train.config.resolved import differences, flat_settings
     from can_train.training.train import train_new
 
-    def attempt(run: "ResolvedRun", printer: "RunPrinter") -> "Outcome":
-        outcome = train_new(run, make_reporter(verbosity), ranks, made=printer.begin)
-        log_outcome(outcome)
-        return outcome
+    failed = []
+    with RunPrinter(verbosity, as_json=as_json, of_several=len(runs) > 1) as printer:
 
-    printer, failed = RunPrinter(verbosity, as_json=as_json, of_several=len(runs) > 1), []
-    with printer:
+        def attempt(run: "ResolvedRun") -> "Outcome":
+            outcome = train_new(run, make_reporter(verbosity), ranks, made=partial(setattr, printer, "folder"))
+            _log_outcome(outcome)
+            return outcome
+
         for number, run in enumerate(runs, start=1):
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
-                print_aside(f"run {number} of {len(runs)}: {_title(run, runs)}")
+                # Beside its key, the settings that differ between the runs of that key.
+                settings = flat_settings(run.config)
+                differing = differences([flat_settings(other.config) for other in runs if other.key == run.key])
+                title = " ".join([run.key, *(f"{name}={settings.get(name)}" for name in differing)])
+                print_aside(f"run {number} of {len(runs)}: {title}")
             try:
-                printer.print(partial(attempt, run, printer))
+                printer.print(partial(attempt, run))
             except CanTrainError as error:
                 if len(runs) == 1:
                     raise
@@ -149,15 +169,6 @@ def _check_alike(run: "ResolvedRun", ranks: "Ranks") -> None:
                       remedy="Start each run by itself: srun --ntasks 1, or without a launcher")  # fmt: skip
 
 
-def _title(run: "ResolvedRun", runs: Sequence["ResolvedRun"]) -> str:
-    """Names a run among several: its key, and the settings that differ between runs of that key."""
-    from can_train.config.resolved import differences, flat_settings
-
-    alike = [flat_settings(one.config) for one in runs if one.key == run.key]
-    own = flat_settings(run.config)
-    return " ".join([run.key, *(f"{name}={own.get(name)}" for name in differences(alike))])
-
-
 # --dry-run
 
 
@@ -169,12 +180,13 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
         from can_train.cli.submit import plan_jobs
 
         jobs = plan_jobs(runs, after, quiet=flags["quiet"])
-    reporter, found, failure = make_reporter(verbosity), [], None
+    reporter, objects, failure = make_reporter(verbosity), [], None
     for run, job in zip(runs, jobs, strict=True):
+        script = {} if job is None else {"script": job.script}
         try:
             plans, unknown = _dry_plans(run, job, flags, reporter)
             if flags["json"]:
-                found.append(_dry_object(run, plans, unknown))
+                objects.append(_dry_object(run, plans, unknown) | script)
             elif plans:
                 _print_plans(run, plans, flags, verbosity)
             else:
@@ -184,10 +196,8 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
                 raise
             # The script is printed all the same: it does not depend on the plan.
             failure, error.in_json = error, flags["json"]
-            found.append({"config_key": run.key, "error": error.to_plain()})
+            objects.append({"config_key": run.key, "error": error.to_plain(), **script})
     if flags["json"]:
-        scripts = [{} if job is None else {"script": job.script} for job in jobs]
-        objects = [plan | script for plan, script in zip(found, scripts, strict=True)]
         print_json(objects[0] if len(objects) == 1 else objects)
     else:
         _print_scripts(runs, jobs)
@@ -220,8 +230,13 @@ def _dry_plans(
         if device.unknown:
             reporter.notice(f"{device.unknown}; {remedy}")
         gpus = device.cards
-    if job is not None and (problem := _torch_problem()):
-        return [], f"No plan is made here: {problem}. The job plans on its device"
+    if job is not None:
+        try:
+            import torch  # noqa: F401
+        except (ImportError, OSError, RuntimeError) as error:
+            # As on many login nodes.
+            problem = f"torch cannot be imported ({' '.join(str(error).split())})"
+            return [], f"No plan is made here: {problem}. The job plans on its device"
     from can_train.training.dry_run import dry_plans, find_targets, host_target, nothing_left_behind
 
     with nothing_left_behind():
@@ -230,15 +245,6 @@ def _dry_plans(
         else:
             targets = find_targets(run, gpus, memory, reporter)
         return dry_plans(run, targets, reporter, ranks=device.ranks if device is not None else 1), ""
-
-
-def _torch_problem() -> str:
-    """Returns why torch cannot be imported, as on many login nodes; empty where it can."""
-    try:
-        import torch  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"torch cannot be imported ({' '.join(str(error).split())})"
-    return ""
 
 
 def _dry_object(run: "ResolvedRun", plans: "Sequence[DryPlan]", unknown: str) -> dict[str, Any]:
@@ -272,8 +278,6 @@ def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"], flags: Flags, v
 
 
 _CHOICES: Final = ("model", "dataset", "mode", "size", "memory", "task", "cluster", "device")
-
-
 _AS_BEFORE: Final = {
     "device": (str | None, None, "auto, cpu, cuda, cuda:1; a simulated GPU: sim:2GiB. [as before]"),
     "submit": (bool, False, "Train in the background; without, where the other run was trained."),
@@ -282,7 +286,7 @@ _AS_BEFORE: Final = {
 }
 
 
-def make_resubmit_command() -> Callable[..., None]:
+def make_resubmit_command(_words: Sequence[str]) -> Callable[..., None]:
     """Makes the command `resubmit`."""
     return make_command({**OPTIONS, **_AS_BEFORE}, _resubmit, words=(), run=Run)
 
@@ -294,10 +298,10 @@ def _resubmit(flags: Flags) -> None:
     default; but if a flag replaces a preset, the settings of that preset go: another model has its own settings.
     """
     locator = RunLocator(flags["runs_dir"] or user_file().values.get("runs_dir", "runs"), flags["state_dir"])
-    found, trust = locator.status(locator.find(flags["run"])), locator.trust(trusts_all=flags.pop("trust_code"))
-    is_new_there = flags["submit"] and not found.facts.jobs
-    flags["submit"] = flags["submit"] or bool(found.facts.jobs)
-    check_train_flags(flags)
+    status, trust = locator.status(locator.find(flags["run"])), locator.trust(trusts_all=flags.pop("trust_code"))
+    is_new_there = flags["submit"] and not status.facts.jobs
+    flags["submit"] = flags["submit"] or bool(status.facts.jobs)
+    after = _check_train_flags(flags)
     request = make_request({**flags, "device": flags["device"] or "auto"}, model="", dataset="", mode=None, size=None)
     chosen = {name: flags[name] for name in _CHOICES if flags[name]}
     if is_new_there:
@@ -308,12 +312,195 @@ def _resubmit(flags: Flags) -> None:
 
     # Not where it was written down: the registry that was asked is the one that gets the new run.
     values: dict[str, Any] = {**request.values, "paths.state_dir": str(locator.state_folder)}
-    plain = trust.config(found.known.folder, submits=flags["submit"])
+    plain = trust.config(status.known.folder, submits=flags["submit"])
     new = with_absolute_paths(resolve_again(plain, replace(request, values=values), chosen))
-    after = split_names(flags["after"]) if flags["after"] else ()
     # The runs that it builds on may have been changed, or be gone.
     data = replace(preset_request(new.config), device=new.device)
     new, notices = resolve_prerequisites(new, data, PastRuns(locator.state_folder, locator.runs_dir, slurm, after))
     for notice in () if flags["quiet"] else notices:
         print_note(notice)
     start_runs([new], flags, after)
+
+
+# One attempt of a run, from a command line or in a job
+
+
+@contextmanager
+def launched_ranks(device: str, verbosity: Verbosity) -> "Iterator[Ranks]":
+    """Connects the processes that a launcher has started, which train one run in the block; one that is alone needs no
+    connection. A rank ends silently where another one has failed: that one, and rank 0, say why.
+
+    Raises:
+        ConfigError: The launcher does not tell its processes their ranks.
+        RunError: They do not find each other.
+    """
+    from can_train.training.distributed import RankFailedError, join_ranks
+
+    launch, place = find_launch(), None
+    if launch is not None:
+        try:
+            place = launched_place(launch)
+        except ConfigError as error:
+            # Rank 0 says it for all.
+            if launch.rank > 0:
+                raise SystemExit(error.exit_code) from error
+            raise
+        if launch.rank == 0 and verbosity != Verbosity.QUIET:
+            print_note(f"{launch}: they train one run together")
+    ranks = join_ranks(place, device)
+    try:
+        yield ranks
+    except RankFailedError as error:
+        if ranks.is_first:
+            raise
+        raise SystemExit(error.exit_code) from error
+    finally:
+        ranks.leave()
+
+
+def continue_run(
+    folder: "RunFolder", ranks: "Ranks", verbosity: Verbosity = Verbosity.NORMAL, *, as_json: bool = False
+) -> None:
+    """Continues a run, or prints the result of one that has finished."""
+    from can_train.runs.attempts import StopRequests
+
+    if not ranks.is_first:
+        _continue(folder, SilentReporter(), StopRequests(), lambda device: ranks)
+        return
+    with RunPrinter(verbosity, as_json=as_json) as printer:
+        printer.print(lambda: _continue(folder, make_reporter(verbosity), StopRequests(), lambda device: ranks), folder)
+
+
+def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:
+    """Starts or continues a run in a job, with plain lines and an exit code for the scheduler."""
+    # A job handles signals by now, and one may arrive during the seconds that these imports take.
+    from can_train.slurm.launchers import rank_place
+    from can_train.training.distributed import join_ranks
+
+    try:
+        outcome = _continue(folder, LineReporter(sys.stderr), stops,
+                            lambda device: join_ranks(rank_place(os.environ), device))  # fmt: skip
+        if outcome is not None:
+            _print_outcome(outcome, Verbosity.NORMAL)
+    except CanTrainError as error:
+        print_aside(f"error: {error}")
+        raise SystemExit(error.exit_code) from error
+
+
+def _continue(
+    folder: "RunFolder", reporter: "Reporter", stops: "StopRequests", join: Callable[[str], "Ranks"]
+) -> "Outcome | None":
+    """Trains as one of the processes that `join` connects, given the run's device; the first returns the outcome."""
+    from can_train.config.compose import from_plain
+    from can_train.runs.run_folder import relocate_prerequisites, without_missing_prerequisites
+    from can_train.training.train import train_on
+
+    run, notices = without_missing_prerequisites(relocate_prerequisites(from_plain(folder.config()), folder.path))
+    for notice in notices:
+        reporter.notice(notice)
+    ranks = join(run.device)
+    had_finished = folder.result_path.exists()
+    outcome = train_on(run, folder, reporter, stops, ranks)
+    if not ranks.is_first:
+        return None
+    if not had_finished:
+        _log_outcome(outcome)
+    return outcome
+
+
+def after_job(
+    state_dir: Annotated[Path, typer.Option(help="State folder, where the registry is.")],
+    status: Annotated[int, typer.Option(help="Exit status of the job step.")],
+) -> None:
+    """Record how a job ended, and restart its run if that makes sense.
+
+    Standard input has the variables that the job began with.
+    """
+    from can_train.slurm.job import after_job as restart_after_job
+
+    def resubmit(folder: "RunFolder", cluster: "ClusterSettings", submission: "Submission") -> "JobRecord":
+        from can_train.slurm.submit import submit_job
+
+        return submit_job(continue_in_job, folder, cluster, submission)
+
+    message = restart_after_job(resubmit, state_dir, status=status, environment=sys.stdin.buffer.read())
+    if message:
+        print_text(f"can-train: {message}")
+
+
+@dataclass
+class RunPrinter:
+    """Prints the outcomes of runs as text or, at the end of the block, as JSON: an object for each run.
+
+    Attributes:
+        verbosity: How much is printed.
+        as_json: Whether standard output is for JSON alone.
+        of_several: Whether there are several runs.
+        folder: Folder of the run that is being trained.
+    """
+
+    verbosity: Verbosity
+    as_json: bool
+    of_several: bool = False
+    folder: "RunFolder | None" = None
+    _objects: list[Any] = field(default_factory=list)
+
+    def print(self, attempt: Callable[[], "Outcome | None"], folder: "RunFolder | None" = None) -> None:
+        """Trains a run by a call of `attempt`, and prints its outcome; `folder` is there if it is not a new run."""
+        self.folder, error = folder, None
+        try:
+            if (outcome := attempt()) is not None:
+                with redirect_stdout(sys.stderr) if self.as_json else nullcontext():
+                    if not (self.as_json and self.verbosity == Verbosity.QUIET):
+                        _print_outcome(outcome, self.verbosity)
+                self._print_next(f"show {name_to_type(outcome.folder)}", wanted=not self.of_several)
+        except CanTrainError as failure:
+            failure.in_json, error = self.as_json, failure
+            raise
+        except SystemExit:
+            if self.verbosity == Verbosity.QUIET and self.folder is not None:
+                # The reporter, which says it otherwise, is silent.
+                print_note(resume_hint(self.folder))
+            raise
+        finally:
+            if self.as_json:
+                self._add_object(error)
+
+    def _add_object(self, error: CanTrainError | None) -> None:
+        from can_train.report.run_facts import run_facts
+
+        facts = {}
+        if self.folder is not None:
+            path, state_dir = self.folder.path, self.folder.config()["paths"]["state_dir"]
+            locator = RunLocator(str(path.parent), state_dir or None)
+            facts = run_facts(locator.status(locator.find(str(path))))
+        self._objects.append(facts if error is None else {**facts, "error": error.to_plain()})
+
+    def _print_next(self, command: str, *, wanted: bool) -> None:
+        if wanted and self.verbosity != Verbosity.QUIET and not self.as_json:
+            print_text(with_command_name(f"More:   can-train {command}"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._print_next("runs", wanted=self.of_several and kind is None)
+        if self.as_json:
+            print_json(self._objects if self.of_several else self._objects[0])
+
+
+def _log_outcome(outcome: "Outcome") -> None:
+    """Writes to the run's log all that can be printed of its result."""
+    from can_train.io.records import open_to_append
+
+    with suppress(OSError), open_to_append(outcome.folder.log_path) as log, redirect_stdout(log):
+        _print_outcome(outcome, Verbosity.VERBOSE)
+
+
+def _print_outcome(outcome: "Outcome", verbosity: Verbosity) -> None:
+    print_judgement(outcome.summary_tables, outcome.tables, verbosity)
+    print_text("")
+    print_wrapped(f"Run {outcome.folder.run_id}: {outcome.summary}")
+    # From here a path that lies below is short enough for a line.
+    result, here = outcome.folder.result_path.resolve(), Path.cwd()
+    print_text(f"Result: {result.relative_to(here) if result.is_relative_to(here) else result}")

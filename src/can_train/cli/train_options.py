@@ -3,7 +3,7 @@
 import ast
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -15,7 +15,6 @@ from can_train.config import settings
 from can_train.config.resolved import (
     CLUSTER_FLAGS,
     PATH_FLAGS,
-    UserFile,
     default_task,
     preset_folders,
     presets,
@@ -35,7 +34,10 @@ Flags = dict[str, Any]
 
 _ONLY_WITH_SUBMIT: Final = ("cluster", *CLUSTER_FLAGS, "after", "force")
 
-OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
+Option = tuple[Any, Any, str]
+"""Type, default and help of an option."""
+
+OPTIONS: Final[dict[str, Option]] = {
     "model": (str | None, None, "{models}. Several: a,b."),
     "dataset": (str | None, None, "{datasets}or the path of your data."),
     "mode": (str | None, None, "How the model is trained. [the model's first mode]"),
@@ -82,7 +84,7 @@ OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "tracker": (str | None, None, "Show runs in tensorboard, mlflow or wandb. Several: mlflow,wandb. [off]"),
     "state_dir": (str | None, None, "Folder of observations and caches. [$CAN_TRAIN_HOME, else the user's]"),
 }  # fmt: skip
-"""Type, default and help of each option; of the names in braces, those that the task has are listed."""
+"""In place of the names in braces, those that the task has are listed."""
 
 Groups = Sequence[tuple[str, str, str]]
 """Title of each group of options in the help: the everyday ones, and those that only --help-all shows."""
@@ -122,23 +124,11 @@ GROUPS: Final[Groups] = (
     ),
 )
 
-_Places = dict[str, tuple[int, dict[str, Any]]]  # number of each option's group, and its arguments of `typer.Option`
-_OWN_PLACE: Final[tuple[int, dict[str, Any]]] = (0, {})  # of options that only one command has: they come first
-
-
-def _help_places(groups: Groups) -> _Places:
-    return {
-        name: (number, {"rich_help_panel": title, "hidden": names is others})
-        for number, (title, everyday, others) in enumerate(groups, 1)
-        for names in (everyday, others)
-        for name in names.split()
-    }
-
-
 _LISTED: Final = 3  # data sets that help names
 _NOT_SETTINGS: Final = {"set_", "run", "stages", "show", "preset"}  # parameters that name no setting
 # The value in the help. Values are passed on as text; composition checks their types and names the setting.
 _METAVARS: Final = {"set": "GROUP.KEY=VALUE", "model_args": "K=V,K=V", "after": "RUN", "older_than": "AGE"}
+_METAVARS_OF_TYPES: Final[dict[Any, str]] = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 
 def named_task(words: Sequence[str]) -> tuple[str, TaskSettings]:
@@ -150,7 +140,7 @@ def named_task(words: Sequence[str]) -> tuple[str, TaskSettings]:
 
 
 def make_command(
-    options: Mapping[str, tuple[Any, Any, str]],
+    options: Mapping[str, Option],
     act: Callable[[Flags], None],
     *,
     words: Sequence[str] | None = None,
@@ -160,7 +150,7 @@ def make_command(
     """Makes a command for Typer, with all training settings as options.
 
     Args:
-        options: Its other options: type, default and help by name.
+        options: Its other options by name.
         act: Gets the values by parameter name. Its docstring is the command's help.
         words: The command line. Its task decides the help, and the options for finished runs that modes build on.
             None: the command has no such options.
@@ -170,15 +160,28 @@ def make_command(
     task_name, task = named_task(words or ())
     # The task of an existing run is not known yet, so a command on a run has the options of every task.
     tasks = [task] if run is None else [load_task_settings(name) for name in described_tasks()]
-    places = _help_places(groups)
-    modes = [mode for each in tasks for mode in each.modes.values()]
-    has_baselines = any(field.name == "baselines" for mode in modes for field in fields(mode))
-    described = {name: option for name, option in options.items() if name != "baselines" or has_baselines}
-    parameters = _option_parameters(described, places, task_name, task)
-    if words is not None:
-        parameters += _role_parameters(tasks, groups[0][0])
-    parameters += training_parameters(places)
-    parameters.sort(key=lambda parameter: places.get(parameter.name.rstrip("_"), _OWN_PLACE)[0])
+    roles = {} if words is None else {needed.role: needed.what for each in tasks for needed in each.prerequisites}
+    places: dict[str, tuple[int, dict[str, Any]]] = {
+        name: (number, {"rich_help_panel": title, "hidden": not is_everyday})
+        for number, (title, everyday, rest) in [(0, (groups[0][0], "", " ".join(roles))), *enumerate(groups, 1)]
+        for is_everyday, names in ((True, everyday), (False, rest))
+        for name in names.split()
+    }
+    described = {**_described(options, task_name, task), **_training_options()}
+    described |= {role: (str | None, None, f"Run that is {what}, by name or folder. [the newest that fits]")
+                  for role, what in roles.items()}  # fmt: skip
+    if not any(field.name == "baselines" for each in tasks for mode in each.modes.values() for field in fields(mode)):
+        described.pop("baselines", None)
+    has_sizes = any(model.sizes for model in task.models.values())
+    for name, has_choice in {"model": any(task.models), "mode": len(task.modes) > 1, "size": has_sizes}.items():
+        if name in described and not has_choice:
+            described[name] = (*described[name][:2], "This task has one.")
+            places[name] = (places[name][0], {**places[name][1], "hidden": True})
+    # Options that only one command has come first, in no group.
+    order = sorted(described, key=lambda name: places.get(name, (0, {}))[0])
+    metavars = {**{field.name: _METAVARS_OF_TYPES.get(field.type) for field in fields(TrainingSettings)},
+                **dict.fromkeys(roles, "RUN"), **_METAVARS}  # fmt: skip
+    parameters = [_parameter(name, described[name], metavars, places.get(name, (0, {}))[1]) for name in order]
     if run is not None:
         parameters.insert(0, inspect.Parameter("run", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=run))
 
@@ -190,41 +193,23 @@ def make_command(
     return command
 
 
-def _option_parameters(
-    options: Mapping[str, tuple[Any, Any, str]], places: _Places, task_name: str, task: TaskSettings
-) -> list[inspect.Parameter]:
-    """Makes a Typer parameter of every option; one without a choice in this task is hidden."""
-    has_sizes = any(model.sizes for model in task.models.values())
-    fixed = {"model": not any(task.models), "mode": len(task.modes) < 2, "size": not has_sizes}
-    names, parameters = _names(task_name, task), []
-    for name, (kind, default, text) in options.items():
-        place = places.get(name, _OWN_PLACE)[1]
-        if fixed.get(name):
-            text, place = "This task has one.", {**place, "hidden": True}
-        flag, is_switch = f"--{name.replace('_', '-')}", kind in (bool, bool | None)
-        spellings = {"quiet": (flag, "-q"), "verbose": (flag, "-v")}.get(name, (flag,))
-        if kind == bool | None:
-            spellings = (f"{flag}/--no-{name}",)
-        metavar = None if is_switch else _METAVARS.get(name, name.upper().replace("_", "-"))
-        option = typer.Option(*spellings, help=text.format(**names) if "{" in text else text, metavar=metavar,
-                              show_default=bool(default), **place)  # fmt: skip
-        # `set` is a builtin, which the functions that take the flags would hide.
-        parameters.append(_parameter("set_" if name == "set" else name, Annotated[kind, option], default))
-    return parameters
+def _parameter(
+    name: str, option: Option, metavars: Mapping[str, str | None], place: Mapping[str, Any]
+) -> inspect.Parameter:
+    kind, default, text = option
+    flag = f"--{name.replace('_', '-')}"
+    spellings = {"quiet": (flag, "-q"), "verbose": (flag, "-v")}.get(name, (flag,))
+    if kind == bool | None:
+        spellings = (f"{flag}/--no-{flag[2:]}",)
+    metavar = None if kind in (bool, bool | None) else metavars.get(name, flag[2:].upper())
+    info = typer.Option(*spellings, help=text, metavar=metavar, show_default=bool(default), **place)
+    # `set` is a builtin, which the functions that take the flags would hide.
+    return inspect.Parameter("set_" if name == "set" else name, inspect.Parameter.KEYWORD_ONLY, default=default,
+                             annotation=Annotated[kind, info])  # fmt: skip
 
 
-def _role_parameters(tasks: Sequence[TaskSettings], title: str) -> list[inspect.Parameter]:
-    """Makes a Typer parameter of every role of a finished run in tasks."""
-    parameters = []
-    for role, what in {needed.role: needed.what for task in tasks for needed in task.prerequisites}.items():
-        text = f"Run that is {what}, by name or folder. [the newest that fits]"
-        option = typer.Option(help=text, metavar="RUN", hidden=True, rich_help_panel=title)
-        parameters.append(_parameter(role, Annotated[str | None, option]))
-    return parameters
-
-
-def training_parameters(places: _Places) -> list[inspect.Parameter]:
-    """Makes a Typer parameter of every field of `TrainingSettings`; flags that are not given are None."""
+def _training_options() -> dict[str, Option]:
+    """Makes an option of each field of `TrainingSettings`; flags that are not given are None."""
     tree = ast.parse(Path(settings.__file__).read_text())
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingSettings")
     # The docstrings below the fields, which Python does not store.
@@ -233,38 +218,31 @@ def training_parameters(places: _Places) -> list[inspect.Parameter]:
         for field, text in pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
     }
-    parameters = []
-    for field in fields(TrainingSettings):
-        kind = field.type if isinstance(field.type, str) else field.type.__name__
-        make: Any = field.default_factory
-        default = field.default if make is MISSING else ",".join(map(str, make())) or "none"
-        metavar = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}.get(kind)
-        option = typer.Option(help=f"{texts[field.name]} [{default}]", metavar=metavar, show_default=False,
-                              **places.get(field.name, _OWN_PLACE)[1])  # fmt: skip
-        parameters.append(_parameter(field.name, Annotated[bool | None if kind == "bool" else str | None, option]))
-    return parameters
-
-
-def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _names(name: str, task: TaskSettings) -> dict[str, str]:
-    """Lists the models, data sets, sizes and memory presets of a task, for the help."""
-    datasets = presets("dataset", preset_folders(name, task.configs))
-    sizes = dict.fromkeys(size for model in task.models.values() for size in model.sizes)
-    more = ", ..." if len(datasets) > _LISTED else ""
+    defaults = {name: ",".join(map(str, value)) or "none" if isinstance(value, list) else value
+                for name, value in vars(TrainingSettings()).items()}  # fmt: skip
     return {
+        field.name: (bool | None if field.type is bool else str | None, None,
+                     f"{texts[field.name]} [{defaults[field.name]}]")
+        for field in fields(TrainingSettings)
+    }  # fmt: skip
+
+
+def _described(options: Mapping[str, Option], name: str, task: TaskSettings) -> dict[str, Option]:
+    """Writes models, data sets, sizes and memory presets of a task into the help of options."""
+    datasets = presets("dataset", preset_folders(name, task.configs))
+    more = ", ..." if len(datasets) > _LISTED else ""
+    names = {
         "models": _listed(task.models),
         "datasets": f"{', '.join(datasets[:_LISTED])}{more}, " if datasets else "Name of a preset, ",
-        "sizes": _listed(sizes),
+        "sizes": _listed(dict.fromkeys(size for model in task.models.values() for size in model.sizes)),
         "memory": _listed(presets("memory")),
     }
+    return {option: (kind, default, text.format(**names)) for option, (kind, default, text) in options.items()}
 
 
 def _listed(names: Iterable[str]) -> str:
-    *others, last = [name for name in names if name] or [""]
-    return f"{', '.join(others)} or {last}" if others else last
+    *before, last = [name for name in names if name] or [""]
+    return f"{', '.join(before)} or {last}" if before else last
 
 
 def check_flags(flags: Flags) -> None:
@@ -292,12 +270,15 @@ def make_request(
     # Composition imports Hydra, which a command line that is wrong does not wait for.
     from can_train.config.compose import RunRequest
 
-    keys = {field.name: "training" for field in fields(TrainingSettings)}
-    keys |= dict.fromkeys(("tracker", *PATH_FLAGS), "paths")
+    groups = {field.name: "training" for field in fields(TrainingSettings)}
+    groups |= dict.fromkeys(("tracker", *PATH_FLAGS), "paths") | dict.fromkeys(CLUSTER_FLAGS, "cluster")
     # Any other flag is a role of a finished run, or a setting of the task's modes.
-    keys |= dict.fromkeys(CLUSTER_FLAGS, "cluster")
-    keys |= dict.fromkeys(flags.keys() - keys.keys() - OPTIONS.keys() - _NOT_SETTINGS | {"baselines"}, "mode")
-    own = user_file()
+    groups |= dict.fromkeys(flags.keys() - groups.keys() - OPTIONS.keys() - _NOT_SETTINGS | {"baselines"}, "mode")
+    file, cluster = user_file(), flags["cluster"] or "local"
+    if flags["submit"] and not flags["cluster"]:
+        cluster = file.values.get("cluster", "slurm")
+        if cluster not in presets("cluster"):
+            raise unknown_name(f"cluster in {file.path}", cluster, presets("cluster"))
     return RunRequest(
         model=model,
         dataset=dataset,
@@ -305,22 +286,14 @@ def make_request(
         task=flags["task"],
         config_dir=flags.get("config_dir") or "",
         size=size,
-        cluster=flags["cluster"] or (_user_cluster(own) if flags["submit"] else "local"),
+        cluster=cluster,
         memory=flags["memory"],
         device=flags["device"],
         sets=tuple(flags["set_"] or ()),
         model_args=flags.get("model_args", ""),
-        values={f"{group}.{name}": flags[name] for name, group in keys.items() if flags.get(name) is not None},
-        user_file=own,
+        values={f"{group}.{name}": flags[name] for name, group in groups.items() if flags.get(name) is not None},
+        user_file=file,
     )
-
-
-def _user_cluster(own: UserFile) -> str:
-    """Returns where --submit sends a run unless it is said."""
-    name = own.values.get("cluster", "slurm")
-    if name not in presets("cluster"):
-        raise unknown_name(f"cluster in {own.path}", name, presets("cluster"))
-    return name
 
 
 def split_names(text: str) -> Sequence[str]:
@@ -338,18 +311,14 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
 
     models, datasets, modes = ([*split_names(flags[name])] if flags[name] else [None]
                                for name in ("model", "dataset", "mode"))  # fmt: skip
-    requests: list[RunRequest] = expand(
-        [
-            make_request(flags, model=model, dataset=dataset, mode=mode, size=flags["size"])
-            for model, dataset, mode in product(models, datasets, modes)
-        ]
-    )
+    requests = expand([make_request(flags, model=model, dataset=dataset, mode=mode, size=flags["size"])
+                       for model, dataset, mode in product(models, datasets, modes)])  # fmt: skip
     runs = [with_absolute_paths(resolve(request)) for request in requests]
     if not any(run.prerequisites or run.training.start_from for run in runs):
         return runs
     past = PastRuns(state_dir(runs[0].paths), runs[0].runs_dir, slurm, after)
-    found = [resolve_prerequisites(run, request, past) for run, request in zip(runs, requests, strict=True)]
+    resolved = [resolve_prerequisites(run, request, past) for run, request in zip(runs, requests, strict=True)]
     # A sweep's runs mostly build on the same one, which is said once.
-    for notice in () if flags.get("quiet") else dict.fromkeys(notice for _, notices in found for notice in notices):
+    for notice in () if flags.get("quiet") else dict.fromkeys(notice for _, notices in resolved for notice in notices):
         print_note(notice)
-    return [run for run, _ in found]
+    return [run for run, _ in resolved]
