@@ -3,35 +3,51 @@ Each action writes at most one event, refreshes the export, and reports the chan
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.factors_tables import (
-    factors_json,
-    factors_table,
-    record_notes,
-    replay_json,
-    replay_table,
-    runs_tables,
-    shown_device,
-)
-from can_train.cli.output import confirm, print_aside, print_json, print_tables, print_text
+from can_train.cli.output import confirm, print_aside, print_json, print_tables, print_text, writing
+from can_train.config.resolved import differences, flat
 from can_train.errors import ConfigError, StateError, nearest_first, unknown_name, with_command_name
-from can_train.factors.exchange import make_export
+from can_train.factors.exchange import make_export, run_notes
 from can_train.factors.observations import ANY_DEVICE, read_records, without_size
 from can_train.factors.policies import POLICIES
 from can_train.factors.store import FactorStore, get_safety_factor_db, replay_runs
-from can_train.factors.summary import FactorSummary, find_summaries, full_keys, keys_like, policy_of, read_figures
+from can_train.factors.summary import (
+    FactorFigures,
+    FactorSummary,
+    find_summaries,
+    full_keys,
+    keys_like,
+    policy_of,
+    read_figures,
+)
 from can_train.io.records import write_json_atomic, write_text_atomic
 from can_train.io.units import counted
+from can_train.report.text import TextTable
 
 _STANDARD_OUTPUT: Final = "-"
 _SUGGESTIONS: Final = 3
 _NEXT: Final = "Every training run teaches: can-train --help shows how to start one."
+_COLUMNS: Final = (
+    "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
+)  # fmt: skip
+_RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "batch", "micro-batch", "outcome", "notes")
+_LISTED_RUNS: Final = 50  # of one configuration and device, the last ones; Rich takes a second for two thousand
+_BEFORE_RESET: Final = "before the reset"
+_JSON_NAMES: Final = {
+    "key": "config_key", "factor": "safety_factor", "initial_reason": "initial_factor_reason", "runs": "num_runs",
+    "mean_peak": "avg_memory_pct", "max_peak": "max_memory_pct", "last_peak": "last_memory_pct",
+}  # fmt: skip
+"""Names in the JSON of fields of `FactorFigures` that have another name there."""
+
+_Report = tuple[str, Mapping[str, Any], Sequence[str]]
+"""The report of an action: its text, empty where the output is the result; the values that --json prints; notices."""
 
 
 def factors(  # noqa: PLR0913 - Typer makes an option of each argument
@@ -83,20 +99,32 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     if replay is not None:
         return _print_replay(store, key, device, replay, as_json=as_json)
     if reset:
-        result = _reset(store, key, device, yes=yes)
+        text, values, notices = _reset(store, key, device, yes=yes)
     elif pin is not None:
-        result = _pin(store, key, device, pin)
+        text, values, notices = _pin(store, key, device, pin)
     elif unpin:
-        result = _unpin(store, key, device)
+        text, values, notices = _unpin(store, key, device)
     elif export is not None:
-        result = _export(store, key, device, export)
+        text, values, notices = _export(store, key, device, export)
     elif plot is not None:
-        result = _plot(store, key, device, plot)
+        text, values, notices = _plot(store, key, device, plot)
     elif import_file is not None:
-        result = _import(store, key, device, import_file)
+        text, values, notices = _import(store, key, device, import_file)
     else:
         return _print_summaries(store, key, device, show=show or key is not None, as_json=as_json)
-    return _print_result(actions[0], result, store, as_json=as_json)
+    notices = list(notices)
+    if "event" in values:
+        try:
+            store.refresh_export()
+        except StateError as error:
+            notices.append(f"The change holds, but {store.db_path.name} is out of date. {error}")
+    if as_json and values:
+        return print_json({"action": actions[0], **values, "notices": notices})
+    if text:
+        print_text(with_command_name(text))
+    for notice in notices:
+        print_aside(with_command_name(notice))
+    return None
 
 
 def _print_summaries(store: FactorStore, key: str | None, device: str | None, *, show: bool, as_json: bool) -> None:
@@ -105,52 +133,65 @@ def _print_summaries(store: FactorStore, key: str | None, device: str | None, *,
     if figures or key is not None:
         figures = find_summaries(figures, key, device)
     summaries = store.of_figures(figures, records) if show else []
+    notes = [
+        f"no result: {started.run_id} (attempt {started.attempt}, {started.key}), begun {_minute(started.started)}, "
+        + ("lost: its process is gone" if started.is_running() is False else "still runs or was lost")
+        for started in records.unfinished
+    ]
+    notes += [f"{'clock ahead' if aside.is_read else 'set aside'}: {aside.shown}: {aside.reason}"
+              for aside in records.set_aside]  # fmt: skip
     if as_json:
-        print_json(factors_json(summaries or figures, records))
+        factors = [_summary_json(summary) for summary in summaries] or [_figures_json(each) for each in figures]
+        print_json({
+            "factors": factors,
+            "unfinished": [{**asdict(start), "lost": start.is_running() is False} for start in records.unfinished],
+            "set_aside": [{"path": aside.shown, "reason": aside.reason, "is_read": aside.is_read}
+                          for aside in records.set_aside],
+        })  # fmt: skip
     elif figures:
-        tables = [factors_table(figures, record_notes(records))]
-        print_tables(tables + [table for summary in summaries for table in runs_tables(summary)])
+        rows = [
+            (row.key, "any other" if row.device == ANY_DEVICE else row.device, _factor(row),
+             str(row.runs + row.imported_runs), _percent(row.mean_peak), _percent(row.max_peak),
+             _percent(row.last_peak), str(row.ooms), "yes" if row.converged else "no", "; ".join(_reasons(row)))
+            for row in figures
+        ]  # fmt: skip
+        tables = [TextTable("Safety factors of the next runs", _COLUMNS, rows, notes)]
+        print_tables(tables + [table for summary in summaries for table in _runs_tables(summary)])
     else:
-        lines = [f"Nothing has been learned yet in {store.state}.", *record_notes(records), _NEXT]
-        print_text(with_command_name("\n".join(lines)))
+        print_text(with_command_name("\n".join([f"Nothing has been learned yet in {store.state}.", *notes, _NEXT])))
 
 
 def _print_replay(store: FactorStore, key: str | None, device: str | None, name: str, *, as_json: bool) -> None:
+    """Prints the runs of configurations with the factor that another policy would have set before each."""
     if name not in POLICIES:
         raise unknown_name("policy", name, POLICIES)
-    summaries = [summary for summary in store.find(key, device) if summary.runs]
-    replays = [replay_runs(summary, policy_of(summary.runs[-1], name)) for summary in summaries]
+    objects, tables = [], []
+    for summary in store.find(key, device):
+        if not summary.runs:
+            continue
+        replay = replay_runs(summary, policy_of(summary.runs[-1], name))
+        pairs = list(zip(summary.runs, replay.factors, strict=True))
+        objects.append({
+            "config_key": summary.key, "device": summary.device, "policy": name, "safety_factor": summary.factor,
+            "replayed_safety_factor": replay.next_factor,
+            "runs": [{"run_id": run.run_id, "attempt": run.attempt, "end_time": run.end_time, "factor": run.factor,
+                      "replayed_factor": factor, "peak_memory_pct": run.peak, "outcome": run.outcome}
+                     for run, factor in pairs],
+        })  # fmt: skip
+        rows = [(run.run_id, str(run.attempt), _minute(run.ended), f"{run.factor:.4f}", f"{factor:.4f}",
+                 _percent(run.peak), run.outcome) for run, factor in pairs]  # fmt: skip
+        next_factor, in_force = ("–" if value is None else f"{value:.4f}"
+                                 for value in (replay.next_factor, summary.factor))  # fmt: skip
+        note = f"next: {name} {next_factor}; in force {in_force} ({summary.reason})"
+        title = f"{summary.key} on {_shown_device(summary.device)}, replayed with {name}"
+        columns = ("run", "attempt", "ended", "factor", name, "peak", "outcome")
+        tables.append(TextTable(title, columns, rows, [note]))
     if as_json:
-        print_json({"replays": [replay_json(replay, name) for replay in replays]})
-    elif replays:
-        print_tables([replay_table(replay, name) for replay in replays])
+        print_json({"replays": objects})
+    elif tables:
+        print_tables(tables)
     else:
         print_text("No run is left to replay: all of them began before a reset.")
-
-
-@dataclass(frozen=True)
-class ActionResult:
-    """The report of an action."""
-
-    text: str  # empty where the output is the result
-    values: Mapping[str, Any]  # as --json prints it
-    notices: Sequence[str] = ()
-
-
-def _print_result(action: str, result: ActionResult, store: FactorStore, *, as_json: bool) -> None:
-    notices = list(result.notices)
-    if "event" in result.values:
-        try:
-            store.refresh_export()
-        except StateError as error:
-            notices.append(f"The change holds, but {store.db_path.name} is out of date. {error}")
-    if as_json and result.values:
-        print_json({"action": action, **result.values, "notices": notices})
-        return
-    if result.text:
-        print_text(with_command_name(result.text))
-    for notice in notices:
-        print_aside(with_command_name(notice))
 
 
 def _on(device: str | None) -> str:
@@ -171,7 +212,7 @@ def _affected(store: FactorStore, key: str | None, device: str | None) -> tuple[
     return affected, name
 
 
-def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool) -> ActionResult:
+def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool) -> _Report:
     affected, key = _affected(store, key, device)
     devices = {summary.device for summary in affected}
     if device is not None and devices == {ANY_DEVICE}:
@@ -188,15 +229,15 @@ def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool
         raise typer.Exit(1)
     path = store.reset(key, device)
     pinned = [summary for summary in affected if summary.state == "pinned"]
-    notices = [f"{summary.key} on {shown_device(summary.device)} is {summary.reason}: --unpin removes that"
+    notices = [f"{summary.key} on {_shown_device(summary.device)} is {summary.reason}: --unpin removes that"
                for summary in pinned]  # fmt: skip
     text = f"{', '.join(keys)}: no run teaches{_on(device)}; the next run is a first one."
     if runs:
         text = f"{what} teach nothing any more; the next run is a first one. Their history stays."
-    return ActionResult(text, {"config_keys": keys, "device": device, "runs": runs, "event": str(path)}, notices)
+    return text, {"config_keys": keys, "device": device, "runs": runs, "event": str(path)}, notices
 
 
-def _pin(store: FactorStore, key: str | None, device: str | None, value: float) -> ActionResult:
+def _pin(store: FactorStore, key: str | None, device: str | None, value: float) -> _Report:
     if key is None:
         raise ConfigError("--pin needs a KEY", remedy="can-train factors lists keys")
     summaries, notices = store.records(), []
@@ -210,10 +251,10 @@ def _pin(store: FactorStore, key: str | None, device: str | None, value: float) 
         notices.append(f"No run has had the key {key} yet.{hint}")
     path = store.pin(key, value, device)
     text = f"{key} is pinned at {value:g}{_on(device)}. Runs go on teaching beneath it; --unpin removes it."
-    return ActionResult(text, {"config_key": key, "device": device, "value": value, "event": str(path)}, notices)
+    return text, {"config_key": key, "device": device, "value": value, "event": str(path)}, notices
 
 
-def _unpin(store: FactorStore, key: str | None, device: str | None) -> ActionResult:
+def _unpin(store: FactorStore, key: str | None, device: str | None) -> _Report:
     if key is None:
         raise ConfigError("--unpin needs a KEY", remedy="can-train factors lists keys")
     affected, name = _affected(store, key, device)
@@ -223,25 +264,20 @@ def _unpin(store: FactorStore, key: str | None, device: str | None) -> ActionRes
         remedy = f"Pinned: {', '.join(pinned)}" if pinned else "No key is pinned"
         raise ConfigError("The key is not pinned", value=f"{key}{_on(device)}", remedy=remedy)
     path = store.unpin(key, device)
-    values = {"config_key": key, "device": device, "event": str(path)}
-    return ActionResult(f"{key} is no longer pinned{_on(device)}.", values)
+    return f"{key} is no longer pinned{_on(device)}.", {"config_key": key, "device": device, "event": str(path)}, ()
 
 
-def _export(store: FactorStore, key: str | None, device: str | None, file: str) -> ActionResult:
+def _export(store: FactorStore, key: str | None, device: str | None, file: str) -> _Report:
     export = make_export(store.find(key, device))
     if file == _STANDARD_OUTPUT:
         print_json(export)
-        return ActionResult("", {})
-    try:
+        return "", {}, ()
+    with writing("export", file, "Name a file in a folder that you may write to, or - for standard output"):
         write_json_atomic(Path(file), export)
-    except OSError as error:
-        remedy = "Name a file in a folder that you may write to, or - for standard output"
-        raise ConfigError("The export cannot be written", value=f"{file}: {error}", remedy=remedy) from error
-    values = {"config_keys": list(export), "file": file}
-    return ActionResult(f"{counted(len(export), 'key')} exported to {file}.", values)
+    return f"{counted(len(export), 'key')} exported to {file}.", {"config_keys": list(export), "file": file}, ()
 
 
-def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -> ActionResult:
+def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -> _Report:
     from can_train.report.charts import svg_file
     from can_train.report.figures import factor_chart
 
@@ -258,18 +294,15 @@ def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -
     chart = factor_chart(summaries[0]) if summaries else None
     if chart is None:
         raise ConfigError("No run has taught anything yet", value=key, remedy="Train first: every run teaches")
-    try:
+    with writing("plot", file):
         write_text_atomic(file, svg_file(chart))
-    except OSError as error:
-        raise ConfigError("The plot cannot be written", value=f"{file}: {error.strerror}",
-                          remedy="Name a file in a folder that you may write to") from error  # fmt: skip
     drawn = summaries[0]
     values = {"config_key": drawn.key, "device": drawn.device, "runs": len(drawn.runs), "file": str(file)}
-    text = f"{counted(len(drawn.runs), 'run')} of {drawn.key} on {shown_device(drawn.device)} drawn in {file}."
-    return ActionResult(text, values)
+    text = f"{counted(len(drawn.runs), 'run')} of {drawn.key} on {_shown_device(drawn.device)} drawn in {file}."
+    return text, values, ()
 
 
-def _import(store: FactorStore, key: str | None, device: str | None, file: Path) -> ActionResult:
+def _import(store: FactorStore, key: str | None, device: str | None, file: Path) -> _Report:
     if key is not None or device is not None:
         what = "KEY" if key is not None else "--device"
         raise ConfigError(f"{what} cannot be combined with --import, which takes all of a file",
@@ -278,5 +311,99 @@ def _import(store: FactorStore, key: str | None, device: str | None, file: Path)
     text = f"{counted(len(keys), 'key')} imported from {file}; their earlier runs teach nothing any more."
     if path is None:
         text = f"Nothing changed: {file} has the factors in force."
-    event = None if path is None else str(path)
-    return ActionResult(text, {"config_keys": keys, "file": str(file), "event": event})
+    return text, {"config_keys": keys, "file": str(file), "event": None if path is None else str(path)}, ()
+
+
+# Tables and JSON
+
+
+def _factor(summary: FactorFigures | FactorSummary) -> str:
+    if summary.factor is None:
+        return "–"
+    if summary.state == "pinned" or summary.interval is None:
+        return f"{summary.factor:.3f}"
+    return f"{summary.factor:.3f} ± {summary.interval:.3f}"
+
+
+def _reasons(figures: FactorFigures) -> Iterator[str]:
+    yield figures.reason
+    if figures.state == "learned":
+        yield f"first: {figures.initial_reason}"
+    if figures.state == "pinned" and figures.interval is not None:
+        yield f"learned: {figures.learned_factor:.3f} ± {figures.interval:.3f}"
+    if figures.imported_runs and figures.runs:
+        yield f"{counted(figures.imported_runs, 'run')} of a file"
+    if figures.runs_before_reset:
+        yield f"+{counted(figures.runs_before_reset, 'run')} {_BEFORE_RESET}"
+    if figures.runs_with_other_settings:
+        yield f"+{counted(figures.runs_with_other_settings, 'run')} with other settings"
+
+
+def _runs_tables(summary: FactorSummary) -> list[TextTable]:
+    """Makes the list of a configuration's runs on one kind of device, oldest first; then one list for each of the other
+    settings. Without a run there is no list.
+    """
+    if not (summary.all_runs or summary.other_settings):
+        return []
+    notes = []
+    name = f"{summary.key} on {_shown_device(summary.device)}"
+    if summary.aim_reason:
+        notes.append(f"aims at {summary.aim:.1%} instead of {summary.target:.1%}: {summary.aim_reason}")
+    *earlier, last = _settings_apart([other.fingerprint for other in summary.other_settings] + [summary.fingerprint])
+    tables = [_runs_table(f"{name}{f', {last}' if last else ''}", summary, notes)]
+    for other, settings in zip(summary.other_settings, earlier, strict=True):
+        tables.append(_runs_table(f"{name}, {settings}", other, [f"factor {_factor(other)}, {other.reason}"]))
+    return tables
+
+
+def _runs_table(title: str, summary: FactorSummary, notes: Sequence[str]) -> TextTable:
+    before, runs = len(summary.runs_before_reset), list(enumerate(summary.all_runs))
+    older = len(runs) - _LISTED_RUNS
+    if older > 0:
+        notes = [*notes, f"{counted(older, 'earlier run')}: can-train factors {summary.key} --show --json"]
+    rows = [
+        (run.run_id, str(run.attempt), _minute(run.ended), f"{run.factor:.4f}",
+         "–" if run.used is None else f"{run.used:.3f}", _percent(run.peak), str(run.logical_batch),
+         str(run.largest_micro_batch), run.outcome,
+         "; ".join(filter(None, (_BEFORE_RESET if index < before else "", run_notes(run)))))
+        for index, run in runs[-_LISTED_RUNS:]
+    ]  # fmt: skip
+    return TextTable(title, _RUN_COLUMNS, rows, notes)
+
+
+def _settings_apart(fingerprints: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describes each group of settings by the settings that differ between the groups."""
+    groups = [dict(flat(fingerprint)) for fingerprint in fingerprints]
+    names = differences(groups)
+    return [" ".join(f"{name}={settings[name]}" if name in settings else f"no {name}" for name in names)
+            for settings in groups]  # fmt: skip
+
+
+def _figures_json(figures: FactorFigures) -> dict[str, Any]:
+    """Makes plain values of figures; peaks are shares of the capacity."""
+    values = {_JSON_NAMES.get(name, name): value for name, value in asdict(figures).items()
+              if name not in ("size", "imported_runs")}  # fmt: skip
+    return {**values, "num_runs": figures.runs + figures.imported_runs}
+
+
+def _summary_json(summary: FactorSummary) -> dict[str, Any]:
+    before = len(summary.runs_before_reset)
+    runs = [
+        {**asdict(run), "peak_memory_pct": run.peak, "before_reset": index < before}
+        for index, run in enumerate(summary.all_runs)
+    ]
+    return {**_figures_json(summary.figures), "fingerprint": summary.fingerprint, "runs": runs,
+            "other_settings": [_summary_json(other) for other in summary.other_settings]}  # fmt: skip
+
+
+def _shown_device(device: str) -> str:
+    """Returns a kind of device as a sentence names it."""
+    return "any other device" if device == ANY_DEVICE else device
+
+
+def _minute(time: datetime) -> str:
+    return f"{time.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"

@@ -95,6 +95,15 @@ def confirm(question: str) -> bool:
     return typer.confirm(printable(question), err=True)
 
 
+@contextmanager
+def writing(what: str, path: object, remedy: str = "Name a file in a folder that you may write to") -> Iterator[None]:
+    """Raises ConfigError where a file that the user named cannot be written in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"The {what} cannot be written", value=f"{path}: {error.strerror}", remedy=remedy) from error
+
+
 def print_wrapped(text: str) -> None:
     """Prints a text in as many lines as it needs; words, such as paths, stay whole."""
     columns = get_terminal_size((COLUMNS, 0)).columns if sys.stdout.isatty() else COLUMNS

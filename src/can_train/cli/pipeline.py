@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from can_train.cli.output import (
@@ -27,7 +26,7 @@ from can_train.report.scores import by_test_set
 from can_train.report.text import TextTable, duration, finite, seconds_between
 from can_train.runs.registry import JobRecord, Registry
 from can_train.runs.run_folder import RunFolder, make_run, short_name
-from can_train.runs.status import RunStatus, find_run, known_runs, run_statuses
+from can_train.runs.status import find_run, known_runs, run_statuses
 from can_train.slurm import client as slurm
 
 if TYPE_CHECKING:
@@ -86,22 +85,16 @@ def _pipeline(flags: Flags) -> None:
         for notice in step.notices:
             print_note(f"{step.name}: {notice}")
     if flags["dry_run"]:
-        scripts = _stage_scripts(steps, flags) if flags["submit"] else {}
-        objects = [_step_json(step) | ({"script": scripts.get(step.name)} if flags["submit"] else {}) for step in steps]
-        _print(objects, _steps_table(steps), as_json=as_json)
-        for step in () if as_json else steps:
-            if (script := scripts.get(step.name)) is not None:
-                after = " and ".join(dict.fromkeys(step.sources.values()))
-                print_text(
-                    f"\nScript of stage {step.name}{f', whose job waits for {after}' if after else ''}:\n\n{script}"
-                )
+        _print_plan(steps, flags)
     elif flags["show"]:
         folders = {step.name: step.known.folder for step in steps if step.known is not None}
         notes = {step.name: str(step.state) if step.state is not None else "not trained yet" for step in steps}
-        _print_results(_results(steps, folders, notes), as_json=as_json)
+        _print(results := _results(steps, folders, notes), _summary_table(results), as_json=as_json)
     elif flags["submit"]:
         sent = _submit_stages(steps)
-        _print([_sent_json(each) for each in sent], _sent_table(sent), as_json=as_json)
+        rows = [(stage["stage"], stage["run_id"], f"job {stage['job_id']}" if stage["job_id"] else stage["what"],
+                 ", ".join(stage["after"])) for stage in sent]  # fmt: skip
+        _print(sent, TextTable("Pipeline", ("stage", "run", "job", "after"), rows), as_json=as_json)
         if not as_json:
             print_text(
                 with_command_name("Table of what there is: the same line with --show; one stage: can-train status RUN")
@@ -109,8 +102,8 @@ def _pipeline(flags: Flags) -> None:
     else:
         # With --json, standard output is for the JSON alone.
         results = _train_stages(steps, sys.stderr if as_json else None, verbosity)
-        _print_results(results, as_json=as_json)
-        failed = [each.step.name for each in results if not each.result]
+        _print(results, _summary_table(results), as_json=as_json)
+        failed = [stage["stage"] for stage in results if stage["told"]]
         if failed:
             error = FailedRunError("Some stages have not finished", value=", ".join(failed),
                                    remedy="Their errors are above; the same line again goes on from there")  # fmt: skip
@@ -130,7 +123,7 @@ def _requests(stages: Sequence[PipelineStage], flags: Flags) -> list[StageReques
                           remedy=f"Stages: {', '.join(stage.name for stage in stages)}")  # fmt: skip
     selected = select_stages(stages, names)
     sets = split_sets(flags["set_"] or (), selected)
-    found = []
+    requests = []
     for stage in selected:
         request = make_request(
             flags, model=stage.model, dataset=flags["dataset"], mode=stage.mode or None, size=stage.size or None
@@ -142,16 +135,16 @@ def _requests(stages: Sequence[PipelineStage], flags: Flags) -> list[StageReques
                                   remedy="Give each setting one value")  # fmt: skip
             run = with_absolute_paths(resolve(request))
         except ConfigError as error:
-            own = f"For one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
-            remedy = ".\n".join(filter(None, (error.remedy, own)))
+            for_one = f"For one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
+            remedy = ".\n".join(filter(None, (error.remedy, for_one)))
             raise ConfigError(f"Stage {stage.name}. {error.rule}", value=error.value, remedy=remedy) from error
-        found.append(StageRequest(stage=stage, request=request, run=run))
-    if flags["submit"] and (other := found[0].run.cluster.executor) != "slurm":
+        requests.append(StageRequest(stage=stage, request=request, run=run))
+    if flags["submit"] and (other := requests[0].run.cluster.executor) != "slurm":
         raise ConfigError(
             "Stages can only be submitted to SLURM", value=f"--cluster {flags['cluster']} is of executor {other}",
             remedy="Leave out --submit and --cluster: the stages then train here, one after another",
         )  # fmt: skip
-    return found
+    return requests
 
 
 def _plan(stages: Sequence[PipelineStage], requests: Sequence[StageRequest], *, force: bool) -> list[PlannedStage]:
@@ -173,7 +166,7 @@ def _plan(stages: Sequence[PipelineStage], requests: Sequence[StageRequest], *, 
 # Training here
 
 
-def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosity: Verbosity) -> list[StageResult]:
+def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosity: Verbosity) -> list[dict[str, Any]]:
     """Trains the stages that need it, each in a process of its own.
 
     A stage that fails stops those that build on it. Ctrl-C stops the current one, which saves itself, and the pipeline.
@@ -239,28 +232,14 @@ def _train_stage(folder: RunFolder, step: PlannedStage, output: TextIO | None, v
 # Submitting to SLURM
 
 
-@dataclass(frozen=True, kw_only=True)
-class SentStage:
-    """A stage after a submission.
-
-    Attributes:
-        step: The stage.
-        run_id: Its run.
-        job: Its new job; None: it has finished, or is at work already.
-        after: Stages that it waits for.
-    """
-
-    step: PlannedStage
-    run_id: str
-    job: JobRecord | None
-    after: Sequence[str]
-
-
-def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
+def _submit_stages(steps: Sequence[PlannedStage]) -> list[dict[str, Any]]:
     """Submits the stages that have not been trained and are not running. All are checked before the first is sent.
 
     Args:
         steps: The stages; each follows those that it builds on.
+
+    Returns:
+        The JSON object of each stage; `job_id` is None where it has finished, or is at work already.
 
     Raises:
         CanTrainError: A stage cannot be submitted. Those before it have been, and the same line continues after them.
@@ -302,18 +281,10 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
                 folders[step.name] = RunFolder(run.runs_dir / job.run_id)
         if step.what != REUSED:
             live.add(step.name)
-        sent.append(SentStage(step=step, run_id=folders[step.name].run_id, job=job, after=after))
+        job_id, log = (job.job_id, job.log_path) if job else (None, None)
+        stage = _stage_json(step, folders[step.name].run_id)
+        sent.append({**stage, "job_id": job_id, "log": log, "after": after})
     return sent
-
-
-def _stage_scripts(steps: Sequence[PlannedStage], flags: Flags) -> dict[str, str | None]:
-    """Writes the batch script of each stage that would be submitted; which jobs it waits for is not known yet."""
-    from can_train.cli.submit import plan_jobs
-    from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
-
-    new = [step for step in steps if step.what not in (REUSED, RUNNING_ALREADY)]
-    jobs = plan_jobs([step.run for step in new], (), quiet=flags["quiet"], together=False) if new else []
-    return {step.name: job.script for step, job in zip(new, jobs, strict=True)}
 
 
 def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Path) -> JobRecord:
@@ -338,51 +309,34 @@ def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Pa
 # The tables and the JSON
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageResult:
-    """The outcome of a stage.
-
-    Attributes:
-        step: The stage.
-        found: All about its run; None: there is none.
-        note: How it stands, where it has not finished.
-    """
-
-    step: PlannedStage
-    found: RunStatus | None
-    note: str = ""
-
-    @property
-    def result(self) -> Mapping[str, Any]:
-        """The contents of its `result.json`; empty until it has finished."""
-        return (self.found.facts.result if self.found else None) or {}
-
-    @property
-    def seconds(self) -> float | None:
-        """How long its run's attempts took together; None: nothing tells."""
-        attempts = self.found.facts.attempts if self.found else ()
-        spans = [seconds_between(one.start.start_time, one.end.time) for one in attempts if one.end is not None]
-        return sum(spans) if spans else None
-
-
 def _results(
     steps: Sequence[PlannedStage], folders: Mapping[str, RunFolder], notes: Mapping[str, str]
-) -> list[StageResult]:
-    """Collects the results of stages. `notes` has the text for those that have not finished."""
+) -> list[dict[str, Any]]:
+    """Makes the JSON objects of the results of stages. `notes` has the text for those that have not finished."""
     run = steps[0].run
     registry = Registry(state_dir(run.paths))
     known = known_runs(registry, run.runs_dir)
     results = []
     for step in steps:
-        folder = folders.get(step.name)
-        found = run_statuses([find_run(known, str(folder.path))], registry, slurm)[0] if folder is not None else None
-        finished = found is not None and found.facts.result is not None
-        results.append(StageResult(step=step, found=found, note="" if finished else notes.get(step.name, "")))
+        stage = {**_stage_json(step, None), "path": None, "state": None, "told": notes.get(step.name) or None}
+        result: Mapping[str, Any] = {}
+        spans: list[float] = []
+        if (folder := folders.get(step.name)) is not None:
+            (status,) = run_statuses([find_run(known, str(folder.path))], registry, slurm)
+            result = status.facts.result or {}
+            spans = [seconds_between(attempt.start.start_time, attempt.end.time)
+                     for attempt in status.facts.attempts if attempt.end is not None]  # fmt: skip
+            stage |= {"run_id": status.known.run_id, "path": str(folder.path.resolve()), "state": status.state.state}
+            stage["told"] = stage["told"] if status.facts.result is None else None
+        figures = {"parameters": result.get("parameters"), "epochs": result.get("epochs"),
+                   "seconds": finite(sum(spans)) if spans else None,
+                   _METRIC: finite(by_test_set(result, _METRIC))}  # fmt: skip
+        results.append(stage | figures)
     return results
 
 
-def _print_results(results: Sequence[StageResult], *, as_json: bool) -> None:
-    _print([_result_json(each) for each in results], _summary_table(results), as_json=as_json)
+def _stage_json(step: PlannedStage, run_id: str | None) -> dict[str, Any]:
+    return {"stage": step.name, "key": step.run.key, "what": step.what, "run_id": run_id}
 
 
 def _print(values: Any, table: TextTable, *, as_json: bool) -> None:
@@ -392,75 +346,54 @@ def _print(values: Any, table: TextTable, *, as_json: bool) -> None:
         print_tables([table])
 
 
-def _steps_table(steps: Sequence[PlannedStage]) -> TextTable:
-    rows = []
+def _print_plan(steps: Sequence[PlannedStage], flags: Flags) -> None:
+    """Prints the plan of each stage, and the batch scripts of those that would be submitted; which jobs these wait for
+    is not known yet.
+    """
+    from can_train.cli.submit import plan_jobs
+    from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
+
+    new = [step for step in steps if flags["submit"] and step.what not in (REUSED, RUNNING_ALREADY)]
+    jobs = plan_jobs([step.run for step in new], (), quiet=flags["quiet"], together=False) if new else []
+    scripts = {step.name: job.script for step, job in zip(new, jobs, strict=True)}
+    objects, rows = [], []
     for step in steps:
-        sources = []
-        for needed in step.run.prerequisites:
-            folder = getattr(step.run.mode, needed.role)
-            found = step.sources.get(needed.role) or short_name(folder.rpartition("/")[2])
-            sources += [f"{needed.role.replace('_', ' ')}: {found}"] if found else []
-        run_id = short_name(step.known.run_id) if step.known else ""
-        rows.append((step.name, step.run.key, step.what, run_id, ", ".join(sources)))
-    return TextTable("Pipeline", ("stage", "configuration", "what", "run", "builds on"), rows)
+        folders = {needed.role: getattr(step.run.mode, needed.role) or None for needed in step.run.prerequisites}
+        run_id = step.known.run_id if step.known else None
+        script = {"script": scripts.get(step.name)} if flags["submit"] else {}
+        objects.append({**_stage_json(step, run_id), "builds_on": folders, "stages_built_on": dict(step.sources),
+                        **script})  # fmt: skip
+        sources = {role: step.sources.get(role) or short_name((folder or "").rpartition("/")[2])
+                   for role, folder in folders.items()}  # fmt: skip
+        builds_on = ", ".join(f"{role.replace('_', ' ')}: {source}" for role, source in sources.items() if source)
+        rows.append((step.name, step.run.key, step.what, short_name(run_id or ""), builds_on))
+    table = TextTable("Pipeline", ("stage", "configuration", "what", "run", "builds on"), rows)
+    _print(objects, table, as_json=flags["json"])
+    for step in () if flags["json"] else steps:
+        if (script_text := scripts.get(step.name)) is not None:
+            after = " and ".join(dict.fromkeys(step.sources.values()))
+            waits = f", whose job waits for {after}" if after else ""
+            print_text(f"\nScript of stage {step.name}{waits}:\n\n{script_text}")
 
 
-def _step_json(step: PlannedStage) -> dict[str, Any]:
-    builds_on = {needed.role: getattr(step.run.mode, needed.role) or None for needed in step.run.prerequisites}
-    run_id = step.known.run_id if step.known else None
-    return {**_stage_json(step, run_id), "builds_on": builds_on, "stages_built_on": dict(step.sources)}
-
-
-def _stage_json(step: PlannedStage, run_id: str | None) -> dict[str, Any]:
-    return {"stage": step.name, "key": step.run.key, "what": step.what, "run_id": run_id}
-
-
-def _sent_table(sent: Sequence[SentStage]) -> TextTable:
-    rows = [
-        (each.step.name, each.run_id, f"job {each.job.job_id}" if each.job else each.step.what, ", ".join(each.after))
-        for each in sent
-    ]
-    return TextTable("Pipeline", ("stage", "run", "job", "after"), rows)
-
-
-def _sent_json(each: SentStage) -> dict[str, Any]:
-    job_id, log = (each.job.job_id, each.job.log_path) if each.job else (None, None)
-    return {**_stage_json(each.step, each.run_id), "job_id": job_id, "log": log, "after": list(each.after)}
-
-
-def _summary_table(results: Sequence[StageResult]) -> TextTable:
-    """Makes the table of the outcomes of stages: a column for each test folder."""
-    scores = [by_test_set(each.result, _METRIC) for each in results]
-    folders = sorted({*chain.from_iterable(scores)})
+def _summary_table(results: Sequence[Mapping[str, Any]]) -> TextTable:
+    """Makes the table of the results of `_results`: a column for each test folder."""
+    folders = sorted({folder for stage in results for folder in stage[_METRIC]})
     short = shortened(folders)
     rows = []
-    for each, mine in zip(results, scores, strict=True):
-        parameters = each.result.get("parameters")
+    for stage in results:
+        parameters, epochs, seconds = stage["parameters"], stage["epochs"], stage["seconds"]
         rows.append((
-            each.step.name,
-            short_name(each.found.known.run_id) if each.found else _UNDEFINED,
+            stage["stage"],
+            short_name(stage["run_id"]) if stage["run_id"] else _UNDEFINED,
             f"{parameters:,}" if isinstance(parameters, int) else _UNDEFINED,
-            str(each.result.get("epochs", _UNDEFINED)),
-            duration(each.seconds) if each.result and each.seconds is not None else _UNDEFINED,
-            *(f"{mine[folder]:.3f}" if folder in mine else _UNDEFINED for folder in folders),
+            _UNDEFINED if epochs is None else str(epochs),
+            _UNDEFINED if seconds is None or stage["told"] else duration(seconds),
+            *(f"{stage[_METRIC][folder]:.3f}" if folder in stage[_METRIC] else _UNDEFINED for folder in folders),
         ))  # fmt: skip
-    notes = [f"{each.step.name}: {each.note}" for each in results if each.note]
+    notes = [f"{stage['stage']}: {stage['told']}" for stage in results if stage["told"]]
     if folders:
         notes.append(f"The columns of test folders have each one's {_METRIC}, which is never pooled")
         notes += [f"{short[folder]}: {folder}" for folder in folders if short[folder] != folder]
     columns = ("stage", "run", "parameters", "epochs", "time", *(short[folder] for folder in folders))
     return TextTable("Pipeline", columns, rows, notes)
-
-
-def _result_json(each: StageResult) -> dict[str, Any]:
-    result, found = each.result, each.found
-    return {
-        **_stage_json(each.step, found.known.run_id if found else None),
-        "path": str(found.known.folder.path.resolve()) if found else None,
-        "state": found.state.state if found else None,
-        "told": each.note or None,
-        "parameters": result.get("parameters"),
-        "epochs": result.get("epochs"),
-        "seconds": finite(each.seconds),
-        _METRIC: finite(by_test_set(result, _METRIC)),
-    }

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import print_json, print_tables, print_text, print_wrapped
+from can_train.cli.output import print_json, print_tables, print_text, print_wrapped, writing
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import write_text_atomic
@@ -103,9 +103,6 @@ def report(
     compared = compared_runs(locator.statuses(runs))
     path = output or (Path(_REPORT) if len(compared) > 1 else compared[0].status.known.folder.path / _REPORT)
     page = page_html([read_run(run, locator.state_folder) for run in compared], comparison_tables(compared))
-    try:
+    with writing("report", path, "Name a file in a folder that you may write to: --output FILE"):
         write_text_atomic(path, page)
-    except OSError as error:
-        raise ConfigError("The report cannot be written", value=f"{path}: {error.strerror}",
-                          remedy="Name a file in a folder that you may write to: --output FILE") from error  # fmt: skip
     print_wrapped(f"Report: {path}")
