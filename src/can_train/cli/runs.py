@@ -20,7 +20,7 @@ from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import is_file
 from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
-from can_train.report.scores import RankedResult, higher_is_better, mapping, rank, ranked_part, score
+from can_train.report.scores import higher_is_better, mapping, rank, ranked_part, score
 from can_train.report.text import TextTable, duration, finite, local_time, seconds_between
 from can_train.reporter import COLUMNS, wrapped
 from can_train.runs.run_folder import CONFIG, RESULT, name_to_type, short_name
@@ -55,14 +55,15 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         raise ConfigError(f"--watch and {other} cannot be combined", remedy="Leave one out")
     locator = RunLocator(runs_dir, state_dir)
     if misnamed := misnamed_runs(locator.runs_dir):
-        print_note(_misnamed_text(misnamed))
+        more = f" and {len(misnamed) - 1} more are" if len(misnamed) > 1 else " is"
+        rule = "the name of a run has letters, digits and _-.+=@%, alone"
+        print_note(f"{shlex.quote(misnamed[0])}{more} not listed: {rule}")
     if best is not None:
         _print_best(locator, best, limit, as_json=as_json)
     elif watch:
         _watch(locator, limit)
     elif as_json:
-        newest = _newest(locator, limit)[0]
-        print_json([listed_json(each) for each in newest])
+        print_json([listed_json(status) for status in _newest(locator, limit)[0]])
     else:
         _print_runs(*_newest(locator, limit), locator)
 
@@ -70,23 +71,18 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
 def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
     """Show the state of a run, and how it came to it."""
     locator = RunLocator(runs_dir, state_dir)
-    found = locator.status(locator.find(run))
+    status = locator.status(locator.find(run))
     if as_json:
-        print_json(run_json(found))
+        print_json(run_json(status))
         return
-    print_text(with_command_name("\n".join(_status_lines(found))))
-    print_tables(_history_tables(found))
-
-
-def _misnamed_text(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-    return f"{shlex.quote(names[0])}{more} not listed: the name of a run has letters, digits and _-.+=@%, alone"
+    print_text(with_command_name("\n".join(_status_lines(status))))
+    print_tables(_history_tables(status))
 
 
 def _newest(locator: RunLocator, limit: int) -> tuple[list[RunStatus], int]:
     """Returns the status of the newest runs, and how many older ones there are."""
     known = locator.runs()
-    newest = known[:limit] if limit else known
+    newest = known[: limit or None]
     return run_statuses(newest, locator.registry, slurm), len(known) - len(newest)
 
 
@@ -96,10 +92,18 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
         print_text(with_command_name("can-train --help shows how to start one."))
         return
     tables = []
-    for name, group in _by_data_set(statuses, [_data_set(each.known.config) for each in statuses]).items():
-        scores = [score(result_of(each)) for each in group]
-        rows = [_row(each, mine) for each, mine in zip(group, scores, strict=True)]
-        metrics = dict.fromkeys(mine[0] for mine in scores if mine is not None)
+    for name, group in _by_data_set(statuses, [_data_set(status.known.config) for status in statuses]).items():
+        scores = [score(result_of(status)) for status in group]
+        rows = []
+        for status, headline in zip(group, scores, strict=True):
+            seconds, progress = seconds_of(status), status.progress
+            done = f" {_done_of(progress.epoch or 0, progress.epochs)}" if status.state.live and progress.epochs else ""
+            # The time in its largest unit only.
+            time_text = " ".join(duration(seconds).split()[:2]) if seconds is not None else ""
+            score_text = f"{headline[1]:.3f}" if headline is not None else ""
+            rows.append((short_name(status.known.run_id), f"{status.state.label}{done}", time_text, device_of(status),
+                         score_text, _trained(status)))  # fmt: skip
+        metrics = dict.fromkeys(headline[0] for headline in scores if headline is not None)
         tables.append(TextTable(name, _COLUMNS, rows, [_meaning(metric) for metric in metrics]))
     print_tables(tables, pipe_columns=COLUMNS)
     if older:
@@ -124,39 +128,18 @@ def _by_data_set(runs: Iterable[_Run], data_sets: Iterable[tuple[str, str]]) -> 
             for (name, path), group in groups.items()}  # fmt: skip
 
 
-def _row(each: RunStatus, mine: tuple[str, float] | None) -> tuple[str, ...]:
-    seconds, epoch, epochs = seconds_of(each), each.progress.epoch, each.progress.epochs
-    done = f" {_done_of(epoch or 0, epochs)}" if each.state.live and epochs else ""
-    return (
-        short_name(each.known.run_id),
-        f"{each.state.label}{done}",
-        # In its largest unit only.
-        " ".join(duration(seconds).split()[:2]) if seconds is not None else "",
-        device_of(each),
-        f"{mine[1]:.3f}" if mine is not None else "",
-        _trained(each),
-    )
-
-
-def _trained(each: RunStatus) -> str:
+def _trained(status: RunStatus) -> str:
     """Writes model, size and mode, and below them the settings that differ from the presets."""
-    config, changed = each.known.config, each.known.folder.changed_settings()
+    config, texts = status.known.config, []
+    for name, setting in (status.known.folder.changed_settings() or {}).items():
+        value = str(setting["value"])
+        # Of a folder of another run its short name.
+        short = short_name(value.rpartition("/")[2]) if isinstance(setting["value"], str) and "/" in value else value
+        texts.append(f"{name.rpartition('.')[2]}={short}")
     words = [config.get("model_name"), config.get("size"), mapping(config.get("mode")).get("name")]
-    texts = [f"{name.rpartition('.')[2]}={_short(one['value'])}" for name, one in (changed or {}).items()]
     more = f" and {len(texts) - _LISTED_SETTINGS} more" if len(texts) > _LISTED_SETTINGS else ""
-    what = " ".join(str(word) for word in words if word) if all(words[::2]) else each.known.record.key
+    what = " ".join(str(word) for word in words if word) if all(words[::2]) else status.known.record.key
     return "\n".join(filter(None, [what, " ".join(texts[:_LISTED_SETTINGS]) + more]))
-
-
-def _short(value: Any) -> str:
-    # Of a folder of another run its short name.
-    return short_name(value.rpartition("/")[2]) if isinstance(value, str) and "/" in value else str(value)
-
-
-def _made_by() -> str:
-    # Presets are files that a person edits.
-    files = [*(file for folder in package_folders() for file in folder.rglob("*.py")), *config_folder().rglob("*.yaml")]
-    return f"{__version__} {max(path.stat().st_mtime_ns for path in files)}"
 
 
 def _meaning(metric: str) -> str:
@@ -172,7 +155,7 @@ def _watch(locator: RunLocator, limit: int) -> None:
     with suppress(KeyboardInterrupt):
         while True:
             statuses, older = _newest(locator, limit)
-            states = {each.known.run_id: str(each.state) for each in statuses}
+            states = {status.known.run_id: str(status.state) for status in statuses}
             if sys.stdout.isatty():
                 clear_screen()
                 _print_runs(statuses, older, locator)
@@ -183,10 +166,10 @@ def _watch(locator: RunLocator, limit: int) -> None:
             time.sleep(_WATCH_INTERVAL_S)
 
 
-def _status_lines(found: RunStatus) -> list[str]:
-    record, progress, log = found.known.record, found.progress, run_logs(found.facts, found.known)[-1]
-    seconds, loss = seconds_of(found), progress.best_validation_loss
-    is_resumable = not found.state.live and found.facts.result is None and found.facts.has_folder
+def _status_lines(status: RunStatus) -> list[str]:
+    record, progress, log = status.known.record, status.progress, run_logs(status.facts, status.known)[-1]
+    seconds, loss = seconds_of(status), progress.best_validation_loss
+    is_resumable = not status.state.live and status.facts.result is None and status.facts.has_folder
     steps = [
         f"step {_done_of(progress.step, progress.steps)}" if progress.step is not None else "",
         f"epoch {_done_of(progress.epoch, progress.epochs)}" if progress.epoch is not None else "",
@@ -198,17 +181,17 @@ def _status_lines(found: RunStatus) -> list[str]:
     ]
     lines = {
         "run": record.run_id,
-        "state": str(found.state),
+        "state": str(status.state),
         "time": duration(seconds) if seconds is not None else "",
         "progress": ", ".join(filter(None, steps)),
         "loss": f"{loss:.4g} at best in validation" if loss else "",
         "memory": ", ".join(filter(None, memory)),
-        "folder": str(found.known.folder.path),
+        "folder": str(status.known.folder.path),
         "log": str(log) if is_file(log) else "",
         "after": record.after,
         "sweep": record.sweep,
-        "changed": "; ".join(map(change_text, found.known.folder.changes())),
-        "to go on": f"can-train resume {name_to_type(found.known.folder)}" if is_resumable else "",
+        "changed": "; ".join(map(change_text, status.known.folder.changes())),
+        "to go on": f"can-train resume {name_to_type(status.known.folder)}" if is_resumable else "",
     }
     width = max(map(len, lines))
     # A state may be a sentence; all else is a figure or a path.
@@ -225,17 +208,17 @@ def _done_of(done: int | None, total: int | None) -> str:
     return f"{done}/{total}" if total else str(done)
 
 
-def _history_tables(found: RunStatus) -> list[TextTable]:
+def _history_tables(status: RunStatus) -> list[TextTable]:
     jobs = [
         (str(job.slurm_job or job.job_id), job.executor, local_time(job.time),
          " ".join(f"{name}={value}" for name, value in job.resources.items()), job.reason)
-        for job in found.facts.jobs
+        for job in status.facts.jobs
     ]  # fmt: skip
     attempts = [
         (str(start.attempt), str(start.slurm_job or f"process {start.pid}"), start.host, local_time(start.start_time),
          duration(seconds_between(start.start_time, attempt.end.time)) if attempt.end else "",
-         str(infer_attempt_state(attempt, found.facts)))
-        for attempt in found.facts.attempts
+         str(infer_attempt_state(attempt, status.facts)))
+        for attempt in status.facts.attempts
         for start in (attempt.start,)
     ]  # fmt: skip
     tables = [
@@ -253,24 +236,33 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
     if not finished:
         raise ConfigError("No run has finished yet, so none is best", remedy="can-train runs lists the runs")
     ranked = rank([outcome.result for _, outcome in finished], metric)
-    groups = _by_data_set(ranked, [finished[one.index][1].data_set for one in ranked])
+    groups = _by_data_set(ranked, [finished[result.index][1].data_set for result in ranked])
     # The data set of the newest run comes first.
-    newest_first = sorted(groups.items(), key=lambda item: min(one.index for one in item[1]))
-    best = {name: group[:limit] if limit else group for name, group in newest_first}
-    listed = [one for group in best.values() for one in group]
+    newest_first = sorted(groups.items(), key=lambda item: min(result.index for result in item[1]))
+    best = {name: group[: limit or None] for name, group in newest_first}
     # Only of those that are listed: the status of thousands of runs takes seconds.
-    statuses = run_statuses([finished[one.index][0] for one in listed], locator.registry, slurm)
-    status_of = dict(zip((one.index for one in listed), statuses, strict=True))
-    pairs = {name: [(status_of[one.index], one) for one in group] for name, group in best.items()}
+    listed = [result.index for group in best.values() for result in group]
+    statuses = run_statuses([finished[index][0] for index in listed], locator.registry, slurm)
+    status_of = dict(zip(listed, statuses, strict=True))
     if as_json:
         print_json([
-            {**listed_json(each), "metric": metric,
-             "higher_is_better": higher_is_better(metric), "rank": number, "value": one.value,
-             "parts": finite(one.parts)}
-            for group in pairs.values() for number, (each, one) in enumerate(group, start=1)
+            {**listed_json(status_of[result.index]), "metric": metric, "higher_is_better": higher_is_better(metric),
+             "rank": number, "value": result.value, "parts": finite(result.parts)}
+            for group in best.values() for number, result in enumerate(group, start=1)
         ])  # fmt: skip
         return
-    tables = [_best_table(name, group, metric) for name, group in pairs.items()]
+    tables = []
+    for name, group in best.items():
+        has_parts = max(len(result.parts) for result in group) > 1
+        # Of one test set the table's title has the name.
+        columns = ("run", metric.rpartition(".")[2], *(("lowest", "highest") if has_parts else ()), "device", "trained")
+        rows = []
+        for result in group:
+            status, values = status_of[result.index], result.parts.values()
+            figures = [result.value, *((min(values), max(values)) if has_parts else ())]
+            rows.append((short_name(status.known.run_id), *(f"{value:.4g}" for value in figures), device_of(status),
+                         _trained(status)))  # fmt: skip
+        tables.append(TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric)]))
     print_tables(tables, pipe_columns=COLUMNS)
 
 
@@ -286,21 +278,28 @@ class _RememberedOutcomes(msgspec.Struct):
 
 def _finished_runs(locator: RunLocator) -> list[tuple[KnownRun, _Outcome]]:
     """Finds the runs that have a result, the newest first. Only files that have changed are read again."""
-    path, made_by = index_folder(locator.state_folder) / "outcomes", _made_by()
+    # Presets are files that a person edits.
+    files = [*(file for folder in package_folders() for file in folder.rglob("*.py")), *config_folder().rglob("*.yaml")]
+    made_by = f"{__version__} {max(path.stat().st_mtime_ns for path in files)}"
+    path = index_folder(locator.state_folder) / "outcomes"
     earlier = recall(path, _RememberedOutcomes)
-    known = earlier.outcomes if earlier is not None and earlier.made_by == made_by else {}
-    found, latest = [], {}
+    before = earlier.outcomes if earlier is not None and earlier.made_by == made_by else {}
+    finished, latest = [], {}
     for run in locator.runs():
         # Identified before they are read: a file written meanwhile is then read again.
-        files = _identify(run.path, CONFIG, RESULT)
-        remembered = known.get(run.path)
-        outcome = remembered[1] if remembered is not None and remembered[0] == files else _read_outcome(run)
+        identity, outcome = _identify(run.path, CONFIG, RESULT), None
+        if run.path in before and before[run.path][0] == identity:
+            outcome = before[run.path][1]
+        else:
+            with suppress(RunError):
+                result = run.folder.result()
+                outcome = None if result is None else _Outcome(_data_set(run.config), ranked_part(result))
         if outcome is not None:
-            found.append((run, outcome))
-            latest[run.path] = (files, outcome)
-    if latest != known:
+            finished.append((run, outcome))
+            latest[run.path] = (identity, outcome)
+    if latest != before:
         remember(path, _RememberedOutcomes(made_by, latest))
-    return found
+    return finished
 
 
 def _identify(folder: str, *names: str) -> list[int]:
@@ -314,23 +313,3 @@ def _identify(folder: str, *names: str) -> list[int]:
         else:
             numbers += [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     return numbers
-
-
-def _read_outcome(run: KnownRun) -> _Outcome | None:
-    try:
-        result = run.folder.result()
-    except RunError:
-        return None
-    return None if result is None else _Outcome(_data_set(run.config), ranked_part(result))
-
-
-def _best_table(name: str, best: Sequence[tuple[RunStatus, RankedResult]], metric: str) -> TextTable:
-    has_parts = max(len(one.parts) for _, one in best) > 1
-    # Of one test set the table's title has the name.
-    columns = ("run", metric.rpartition(".")[2], *(("lowest", "highest") if has_parts else ()), "device", "trained")
-    rows = []
-    for each, one in best:
-        extremes = (min(one.parts.values()), max(one.parts.values())) if has_parts else ()
-        figures = [f"{value:.4g}" for value in (one.value, *extremes)]
-        rows.append((short_name(each.known.run_id), *figures, device_of(each), _trained(each)))
-    return TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.io.units import size_text
@@ -49,6 +50,7 @@ def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, floa
         return None
     last = max(step for step, _ in [*train, *validation])
     best = min(validation, key=lambda point: point[1], default=None)
+    size = max(1, len(train) // 40)
     lowest = "" if best is None else f"; the lowest validation loss is {best[1]:.4g}, after step {best[0]}"
     return Chart(
         title="Training and validation loss",
@@ -57,19 +59,16 @@ def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, floa
         y=focused_axis(values, "loss"),
         series=[
             Series(name="training, each step", color=1, points=thinned(train, mean), faint=True),
-            Series(name="training, mean", color=1, points=_smoothed(train)),
+            # The means of stretches of a fortieth of the line, at their middles.
+            Series(name="training, mean", color=1, points=[
+                (part[len(part) // 2][0], mean([loss for _, loss in part if loss is not None]))
+                for start in range(0, len(train), size) for part in (train[start : start + size],)
+            ]),
             Series(name="validation", color=2, points=validation, dashed=True),
             Series(name="", color=2, kind="dots", points=validation,
                    texts=[f"step {step}: validation loss {loss:.4g}" for step, loss in validation]),
         ],
     )  # fmt: skip
-
-
-def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """Returns the means of stretches of a fortieth of the line, at their middles."""
-    size = max(1, len(points) // 40)
-    parts = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(part[len(part) // 2][0], mean([y for _, y in part if y is not None])) for part in parts]
 
 
 def losses_chart(runs: Mapping[str, Sequence[tuple[int, float]]]) -> Chart | None:
@@ -78,19 +77,16 @@ def losses_chart(runs: Mapping[str, Sequence[tuple[int, float]]]) -> Chart | Non
     if not values:
         return None
     last = max(step for points in runs.values() for step, _ in points)
+    series = []
+    for index, (name, points) in enumerate(runs.items()):
+        series += [Series(name=name, color=_color(index), points=points, dashed=index % 2 == 1),
+                   Series(name="", color=_color(index), points=points, kind="dots")]  # fmt: skip
     return Chart(
         title="Validation loss",
         description=f"The validation loss of {len(runs)} runs by step.",
         x=number_axis(0, last, _STEP, whole=True),
         y=focused_axis(values, "validation loss"),
-        series=[
-            series
-            for color, (name, points) in enumerate(runs.items())
-            for series in (
-                Series(name=name, color=_color(color), points=points, dashed=color % 2 == 1),
-                Series(name="", color=_color(color), points=points, kind="dots"),
-            )
-        ],
+        series=series,
     )
 
 
@@ -107,10 +103,30 @@ def memory_charts(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits]) -
         return []
     x = number_axis(0, steps[-1].step, _STEP, whole=True)
     rescues = [step for step in steps if step.ooms_rescued]
-    return [chart for chart in (_memory_chart(steps, limits, x), _parts_chart(steps, rescues, x)) if chart]
+    texts = []
+    for step in rescues:
+        times = "once" if step.ooms_rescued == 1 else f"{step.ooms_rescued} times"
+        texts.append(f"step {step.step}: memory ran out {times}; finished in {step.micro_batches} micro-batches")
+    marks = Series(name="out of memory, rescued", color=2, kind="crosses", texts=texts)
+    most = max(step.micro_batches for step in steps)
+    parts = Chart(
+        title="Micro-batches and rescues",
+        description=f"A step had at most {most} micro-batches; memory ran out "
+        f"{sum(step.ooms_rescued for step in rescues)} times, and was rescued.",
+        x=x,
+        y=number_axis(0, most + 1, "micro-batches of a step", whole=True),
+        height=140,
+        series=[
+            Series(name="micro-batches", color=4, kind="steps",
+                   points=thinned([(step.step, step.micro_batches) for step in steps])),
+            replace(marks, points=[(step.step, step.micro_batches) for step in rescues]),
+        ],
+    )  # fmt: skip
+    memory = _memory_chart(steps, limits, x, marks)
+    return [parts] if memory is None else [memory, parts]
 
 
-def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x: Axis) -> Chart | None:
+def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x: Axis, marks: Series) -> Chart | None:
     allocated: list[Point] = [(step.step, step.allocated_bytes) for step in steps if step.allocated_bytes is not None]
     if not allocated:
         return None
@@ -131,7 +147,6 @@ def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x
     shown = {name: [(at, value if (value or 0) <= y.high else None) for at, value in points]
              for name, points in levels.items()}  # fmt: skip
     capacity = max((limit.capacity_bytes for limit in limits), default=0)
-    rescues = [step for step in steps if step.ooms_rescued]
     return Chart(
         title="Memory of each step",
         description=f"The peak was {size_text(peak)}, and {size_text(capacity)} may be used.",
@@ -146,10 +161,9 @@ def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x
             Series(name="allocated", color=1, points=thinned(allocated)),
             # On the CPU few steps are measured.
             Series(name="", color=1, kind="dots", points=allocated if len(allocated) <= _FEW else ()),
-            Series(name="out of memory, rescued", color=2, kind="crosses",
-                   points=[(step.step, y.high) for step in rescues], texts=[_rescue_text(step) for step in rescues]),
+            replace(marks, points=[(step.step, y.high) for step in steps if step.ooms_rescued]),
         ],
-    )  # fmt: skip
+    )
 
 
 def _held(limits: Sequence[MemoryLimits], last: int, value_of: Any) -> list[Point]:
@@ -160,31 +174,6 @@ def _held(limits: Sequence[MemoryLimits], last: int, value_of: Any) -> list[Poin
         begin = 0 if limit is limits[0] else limit.from_step
         points += [(begin, value_of(limit)), (end, value_of(limit))]
     return points if any(y is not None for _, y in points) else []
-
-
-def _parts_chart(steps: Sequence[StepRecord], rescues: Sequence[StepRecord], x: Axis) -> Chart:
-    counts: list[Point] = [(step.step, step.micro_batches) for step in steps]
-    most = max(step.micro_batches for step in steps)
-    y = number_axis(0, most + 1, "micro-batches of a step", whole=True)
-    times = sum(step.ooms_rescued for step in rescues)
-    return Chart(
-        title="Micro-batches and rescues",
-        description=f"A step had at most {most} micro-batches; memory ran out {times} times, and was rescued.",
-        x=x,
-        y=y,
-        height=140,
-        series=[
-            Series(name="micro-batches", color=4, kind="steps", points=thinned(counts)),
-            Series(name="out of memory, rescued", color=2, kind="crosses",
-                   points=[(step.step, step.micro_batches) for step in rescues],
-                   texts=[_rescue_text(step) for step in rescues]),
-        ],
-    )  # fmt: skip
-
-
-def _rescue_text(step: StepRecord) -> str:
-    times = "once" if step.ooms_rescued == 1 else f"{step.ooms_rescued} times"
-    return f"step {step.step}: memory ran out {times}; finished in {step.micro_batches} micro-batches"
 
 
 # The safety factor
@@ -227,56 +216,64 @@ def has_both_classes(predictions: Predictions) -> bool:
 
 def precision_recall_chart(title: str, runs: Mapping[str, Predictions]) -> Chart:
     """Draws precision by recall of one test set, for one run or for several by name."""
-    first = next(iter(runs.values()))
-    share = float(first.positive.mean())
-    return Chart(
-        title=title,
-        description=f"Precision and recall of {len(runs)} run(s), with the chosen thresholds.",
-        x=share_axis("recall"),
-        y=share_axis("precision"),
-        height=_SMALL,
-        series=[
-            Series(name=f"flagging everything, {share:.0%}", color=0, kind="level", points=[(0, share)], dashed=True),
-            *_curves(runs, _precision_recall, _chosen_precision_recall),
-        ],
-    )
+    share = float(next(iter(runs.values())).positive.mean())
+    curves = {}
+    for name, predictions in runs.items():
+        hits, alarms, (hit, alarm), num_positive, _ = _counts(predictions)
+        # As the judgement has it: the precision is 0 where nothing is flagged.
+        chosen = (hit / num_positive, hit / max(hit + alarm, 1))
+        curves[name] = (_few(hits / num_positive, hits / (hits + alarms)), chosen)
+    base = Series(name=f"flagging everything, {share:.0%}", color=0, kind="level", points=[(0, share)], dashed=True)
+    return _curve_chart(title, "Precision and recall", ("recall", "precision"), base, curves)
 
 
 def roc_chart(title: str, runs: Mapping[str, Predictions]) -> Chart:
     """Draws the true-positive rate by the false-positive rate of one test set, for one run or for several by name."""
-    return Chart(
-        title=title,
-        description=f"True-positive rate by false-positive rate of {len(runs)} run(s), with the chosen thresholds.",
-        x=share_axis("false-positive rate"),
-        y=share_axis("true-positive rate"),
-        height=_SMALL,
-        series=[
-            Series(name="chance", color=0, points=[(0, 0), (1, 1)], dashed=True),
-            *_curves(runs, _roc, _chosen_roc),
-        ],
-    )
+    curves = {}
+    for name, predictions in runs.items():
+        hits, alarms, (hit, alarm), num_positive, num_negative = _counts(predictions)
+        points: list[Point] = [(0.0, 0.0), *_few(alarms / num_negative, hits / num_positive)]
+        curves[name] = (points, (alarm / num_negative, hit / num_positive))
+    labels = ("false-positive rate", "true-positive rate")
+    base = Series(name="chance", color=0, points=[(0, 0), (1, 1)], dashed=True)
+    return _curve_chart(title, "True-positive rate by false-positive rate", labels, base, curves)
 
 
-def _curves(runs: Mapping[str, Predictions], curve: Any, chosen: Any) -> Iterable[Series]:
-    for index, (name, predictions) in enumerate(runs.items()):
+def _curve_chart(
+    title: str,
+    what: str,
+    labels: tuple[str, str],
+    base: Series,
+    curves: Mapping[str, tuple[Sequence[Point], tuple[float, float]]],
+) -> Chart:
+    """Draws the points of each run's curve, with the place of its chosen threshold."""
+    series, several = [base], len(curves) > 1
+    for index, (name, (points, (x, y))) in enumerate(curves.items()):
         color = _color(index)
-        yield Series(name=name, color=color, points=curve(predictions), dashed=index % 2 == 1)
-        (x, y), several = chosen(predictions), len(runs) > 1
-        text = f"{name}: {y:.1%} at {x:.1%}"
-        yield Series(name="" if several else "chosen threshold", color=color if several else 2, kind="dots",
-                     points=[(x, y)], texts=[text])  # fmt: skip
+        series += [
+            Series(name=name, color=color, points=points, dashed=index % 2 == 1),
+            Series(name="" if several else "chosen threshold", color=color if several else 2, kind="dots",
+                   points=[(x, y)], texts=[f"{name}: {y:.1%} at {x:.1%}"]),
+        ]  # fmt: skip
+    description = f"{what} of {len(curves)} run(s), with the chosen thresholds."
+    return Chart(title=title, description=description, x=share_axis(labels[0]), y=share_axis(labels[1]),
+                 height=_SMALL, series=series)  # fmt: skip
 
 
-def _counts(predictions: Predictions) -> tuple[Any, Any]:
-    """Returns hits and false alarms at each distinct threshold, from the highest down, as counts."""
+def _counts(predictions: Predictions) -> tuple[Any, Any, tuple[int, int], int, int]:
+    """Returns hits and false alarms at each distinct threshold, from the highest down; those at the chosen threshold;
+    and the numbers of positive and of negative samples.
+    """
     import numpy as np
 
     order = np.argsort(-predictions.score, kind="stable")
     score, positive = predictions.score[order], predictions.positive[order]
     # Equal scores are flagged together.
     last = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
-    hits = np.cumsum(positive)[last]
-    return hits, last + 1 - hits
+    hits, num_positive = np.cumsum(positive)[last], int(positive.sum())
+    hit = int((predictions.flagged & predictions.positive).sum())
+    alarm = int(predictions.flagged.sum()) - hit
+    return hits, last + 1 - hits, (hit, alarm), num_positive, len(positive) - num_positive
 
 
 def _few(x: Any, y: Any) -> list[Point]:
@@ -288,28 +285,6 @@ def _few(x: Any, y: Any) -> list[Point]:
         length = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
         indices = np.unique(np.searchsorted(length, np.linspace(0, length[-1], _CURVE_POINTS)).clip(max=len(x) - 1))
     return [(round(float(x[index]), 4), round(float(y[index]), 4)) for index in indices]
-
-
-def _precision_recall(predictions: Predictions) -> list[Point]:
-    hits, alarms = _counts(predictions)
-    return _few(hits / predictions.positive.sum(), hits / (hits + alarms))
-
-
-def _roc(predictions: Predictions) -> list[Point]:
-    hits, alarms = _counts(predictions)
-    return [(0.0, 0.0), *_few(alarms / (~predictions.positive).sum(), hits / predictions.positive.sum())]
-
-
-def _chosen_precision_recall(predictions: Predictions) -> tuple[float, float]:
-    hits, flagged = int((predictions.flagged & predictions.positive).sum()), int(predictions.flagged.sum())
-    # As the judgement has it: the precision is 0 where nothing is flagged.
-    return hits / int(predictions.positive.sum()), hits / max(flagged, 1)
-
-
-def _chosen_roc(predictions: Predictions) -> tuple[float, float]:
-    negative = ~predictions.positive
-    alarms, hits = int((predictions.flagged & negative).sum()), int((predictions.flagged & predictions.positive).sum())
-    return alarms / int(negative.sum()), hits / int(predictions.positive.sum())
 
 
 def timeline_chart(title: str, predictions: Predictions) -> Chart | None:
