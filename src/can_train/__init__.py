@@ -4,55 +4,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from can_train.adapters.framework_loop import LoopSettings
-    from can_train.adapters.lightning_callback import MemoryMonitorCallback, MicroBatchCallback
-    from can_train.adapters.lightning_sizes import scale_batch_size
-    from can_train.adapters.transformers_trainer import MicroBatchTrainerMixin
-    from can_train.errors import CanTrainError
-    from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
-    from can_train.factors.store import get_safety_factor_db
-    from can_train.fit.cost_model import PeakPrediction
-    from can_train.fit.micro_batcher import BatchResult, MicroBatcher
-    from can_train.fit.packing import solve_accumulation
-    from can_train.fit.prediction import TargetPrediction, predict_peak
-    from can_train.fit.search import SizeSearch, find_max_size
-    from can_train.memory.meters import simulated_gpu
-    from can_train.memory.monitor import MemoryMonitor
-    from can_train.memory.out_of_memory import is_out_of_memory
-    from can_train.task import Feature, Phase
-    from can_train.training.dry_run import get_effective_safety_factor
-    from can_train.training.sample_task import Task, TaskContext
+    from can_train.adapters.framework_loop import LoopSettings as LoopSettings
+    from can_train.adapters.lightning_callback import MemoryMonitorCallback as MemoryMonitorCallback
+    from can_train.adapters.lightning_callback import MicroBatchCallback as MicroBatchCallback
+    from can_train.adapters.lightning_sizes import scale_batch_size as scale_batch_size
+    from can_train.adapters.transformers_trainer import MicroBatchTrainerMixin as MicroBatchTrainerMixin
+    from can_train.errors import CanTrainError as CanTrainError
+    from can_train.factors.policies import AffinePolicy as AffinePolicy
+    from can_train.factors.policies import FactorPoint as FactorPoint
+    from can_train.factors.policies import MomentumPolicy as MomentumPolicy
+    from can_train.factors.store import get_safety_factor_db as get_safety_factor_db
+    from can_train.fit.cost_model import PeakPrediction as PeakPrediction
+    from can_train.fit.micro_batcher import BatchResult as BatchResult
+    from can_train.fit.micro_batcher import MicroBatcher as MicroBatcher
+    from can_train.fit.packing import solve_accumulation as solve_accumulation
+    from can_train.fit.prediction import TargetPrediction as TargetPrediction
+    from can_train.fit.prediction import predict_peak as predict_peak
+    from can_train.fit.search import SizeSearch as SizeSearch
+    from can_train.fit.search import find_max_size as find_max_size
+    from can_train.memory.meters import simulated_gpu as simulated_gpu
+    from can_train.memory.monitor import MemoryMonitor as MemoryMonitor
+    from can_train.memory.out_of_memory import is_out_of_memory as is_out_of_memory
+    from can_train.task import Feature as Feature
+    from can_train.task import Phase as Phase
+    from can_train.training.dry_run import get_effective_safety_factor as get_effective_safety_factor
+    from can_train.training.sample_task import Task as Task
+    from can_train.training.sample_task import TaskContext as TaskContext
+
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AffinePolicy",
-    "BatchResult",
-    "CanTrainError",
-    "FactorPoint",
-    "Feature",
-    "LoopSettings",
-    "MemoryMonitor",
-    "MemoryMonitorCallback",
-    "MicroBatchCallback",
-    "MicroBatchTrainerMixin",
-    "MicroBatcher",
-    "MomentumPolicy",
-    "PeakPrediction",
-    "Phase",
-    "SizeSearch",
-    "TargetPrediction",
-    "Task",
-    "TaskContext",
-    "find_max_size",
-    "get_effective_safety_factor",
-    "get_safety_factor_db",
-    "is_out_of_memory",
-    "predict_peak",
-    "scale_batch_size",
-    "simulated_gpu",
-    "solve_accumulation",
-]
 
 _HOMES: Final = {
     "errors": ("CanTrainError",),
@@ -74,6 +54,8 @@ _HOMES: Final = {
     "adapters.lightning_sizes": ("scale_batch_size",),
     "adapters.transformers_trainer": ("MicroBatchTrainerMixin",),
 }
+
+__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

@@ -77,12 +77,13 @@ def with_command_name(text: str) -> str:
 
 def printable(text: str) -> str:
     """Writes control characters as text: in a name or a line of a log they could change a terminal."""
-    return CONTROL.sub(lambda control: _escape(ord(control[0])), text)
 
+    def escaped(control: re.Match[str]) -> str:
+        code = ord(control[0])
+        byte = code - _UNDECODED if _UNDECODED < code <= _UNDECODED + 0xFF else code
+        return f"\\x{byte:02x}" if byte <= 0xFF else f"\\u{byte:04x}"
 
-def _escape(code: int) -> str:
-    byte = code - _UNDECODED if _UNDECODED < code <= _UNDECODED + 0xFF else code
-    return f"\\x{byte:02x}" if byte <= 0xFF else f"\\u{byte:04x}"
+    return CONTROL.sub(escaped, text)
 
 
 def command_name() -> str:
@@ -216,7 +217,16 @@ class TaskError(CanTrainError):
 
     def __init__(self, rule: str, error: BaseException) -> None:
         super().__init__(rule, value=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-        self.traceback = _own_lines(error)
+        # From the first line that is neither can-train's nor Python's import's.
+        folders = (
+            f"{Path(__file__).resolve().parent}{os.sep}",
+            f"{Path(importlib.__file__).parent}{os.sep}",
+            "<frozen ",
+        )
+        frames = traceback.TracebackException.from_exception(error)
+        while frames.stack and frames.stack[0].filename.startswith(folders):
+            del frames.stack[0]
+        self.traceback = "".join(frames.format(chain=False)).rstrip()
 
     @property
     def in_short(self) -> str:
@@ -229,15 +239,6 @@ class TaskError(CanTrainError):
 
     def __str__(self) -> str:
         return f"{self.in_short}\n{self.traceback}"
-
-
-def _own_lines(error: BaseException) -> str:
-    """Writes the traceback of an error from the first line that is neither can-train's nor Python's import's."""
-    folders = (f"{Path(__file__).resolve().parent}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<frozen ")
-    frames = traceback.TracebackException.from_exception(error)
-    while frames.stack and frames.stack[0].filename.startswith(folders):
-        del frames.stack[0]
-    return "".join(frames.format(chain=False)).rstrip()
 
 
 class DoesNotFitError(CanTrainError):
@@ -278,12 +279,10 @@ def from_os_error(error: OSError) -> StateError | None:
 
 def from_import_error(error: ImportError | OSError) -> ConfigError | None:
     """Makes the error to show where PyTorch cannot be imported; None: the import of another package failed."""
-    places = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     is_missing = isinstance(error, ImportError) and error.name == "torch"
+    places = [Path(frame.filename).parts[-2:] for frame in traceback.extract_tb(error.__traceback__)]
     # Python takes a package whose import failed out of its modules again.
-    if "torch" in sys.modules or not (
-        is_missing or any(place.parts[-2:] == ("torch", "__init__.py") for place in places)
-    ):
+    if "torch" in sys.modules or not (is_missing or ("torch", "__init__.py") in places):
         return None
     return ConfigError("PyTorch cannot be imported", value=" ".join(str(error).split()),
                        remedy="Install a PyTorch that works here, or name a Python that has one: "

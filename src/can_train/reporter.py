@@ -6,6 +6,7 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
 from typing import Final, Protocol, TextIO
@@ -63,22 +64,19 @@ class SilentReporter:
         yield _SilentStage()
 
 
+@dataclass(eq=False)
 class LineReporter:
     """Prints plain lines: one every few seconds while a stage takes time, and one at its end.
 
-    Args:
-        stream: Where to write.
-        interval_s: Seconds between progress lines of a stage.
-        verbose: Whether details are printed.
-
     Attributes:
         stream: Where to write from now on.
+        interval_s: Seconds between progress lines of a stage.
+        verbose: Whether details are printed.
     """
 
-    def __init__(self, stream: TextIO, *, interval_s: float = _LINE_INTERVAL_S, verbose: bool = False) -> None:
-        self.stream = stream
-        self._interval_s = interval_s
-        self._verbose = verbose
+    stream: TextIO
+    interval_s: float = field(default=_LINE_INTERVAL_S, kw_only=True)
+    verbose: bool = field(default=False, kw_only=True)
 
     def notice(self, text: str) -> None:
         """Prints a notice as a paragraph."""
@@ -86,13 +84,13 @@ class LineReporter:
 
     def detail(self, text: str) -> None:
         """Prints details as lines, if they are wanted."""
-        if self._verbose and text:
+        if self.verbose and text:
             self.write(wrapped(text, COLUMNS, hang=_INDENT))
 
     @contextmanager
     def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
         """Prints lines about a stage while it runs."""
-        stage = _LineStage(self.write, self._interval_s, title, total, unit)
+        stage = _LineStage(self, title, total, unit)
         yield stage
         stage.print(last=True)
 
@@ -101,36 +99,35 @@ class LineReporter:
         print(printable(text), file=self.stream, flush=True)
 
 
+@dataclass
 class _LineStage:
-    def __init__(
-        self, write: Callable[[str], None], interval_s: float, title: str, total: int | None, unit: str
-    ) -> None:
-        self._write = write
-        self._interval_s = interval_s
-        self._title = title
-        self._total = total
-        self._unit = unit
-        self._done = 0
-        self._figures: dict[str, float] = {}
-        self._started = self._printed = time.monotonic()
+    reporter: LineReporter
+    title: str
+    total: int | None
+    unit: str
+    done: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.started = self.printed = time.monotonic()
 
     def advance(self, amount: int = 1, **figures: float) -> None:
-        self._done += amount
-        self._figures = figures or self._figures
-        if time.monotonic() - self._printed >= self._interval_s:
+        self.done += amount
+        self.figures = figures or self.figures
+        if time.monotonic() - self.printed >= self.reporter.interval_s:
             self.print(last=False)
 
     def print(self, *, last: bool) -> None:
-        self._printed = time.monotonic()
-        elapsed_s = self._printed - self._started
-        parts = [f"{self._title}: {amount_text(self._done, self._total, self._unit)}"]
-        parts += [figure_text(name, value) for name, value in self._figures.items()]
+        self.printed = time.monotonic()
+        elapsed_s = self.printed - self.started
+        parts = [f"{self.title}: {amount_text(self.done, self.total, self.unit)}"]
+        parts += [figure_text(name, value) for name, value in self.figures.items()]
         if last:
             parts.append(f"{elapsed_s:.1f} s")
-        elif self._total and self._done:
-            seconds = round(elapsed_s / self._done * (self._total - self._done))
+        elif self.total and self.done:
+            seconds = round(elapsed_s / self.done * (self.total - self.done))
             parts.append(f"{seconds // 60}:{seconds % 60:02d} left")
-        self._write(", ".join(parts))
+        self.reporter.write(", ".join(parts))
 
 
 def figure_text(name: str, value: float) -> str:

@@ -19,7 +19,7 @@ from can_train.fit.planner import Planner, RunPlan, kept_rows, plan_request, sti
 from can_train.fit.search import Peak, SearchBounds, find_phase_limit, pack_worst_case
 from can_train.memory.meters import CpuMeter, open_meter
 from can_train.task import Feature
-from can_train.training.report import plan_lines
+from can_train.training.report import detail_lines, plan_summary
 from can_train.training.train import make_session
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts, line_run
 
@@ -348,8 +348,8 @@ def test_a_search_ends_in_time_and_says_what_it_did_not_try(tmp_path: Path) -> N
     assert plan.phase_plan.logical_batch == unlimited.phase_plan.logical_batch
     assert any("was not tried for lack of time (a search keeps to 10% of an epoch or 30 s)" in text
                for text in plan.notices)  # fmt: skip
-    assert "was not tried for lack of time" in "\n".join(plan_lines(plan, "x", 1))
-    assert not any("not tried" in text for text in [*unlimited.notices, *plan_lines(unlimited, "x", 1)])
+    assert "was not tried for lack of time" in "\n".join(detail_lines(plan))
+    assert not any("not tried" in text for text in [*unlimited.notices, *detail_lines(unlimited)])
 
 
 def test_larger_batches_that_take_no_longer_are_tried_in_the_end(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_the_limit_of_an_earlier_run_is_confirmed_by_one_trial_and_named(tmp_pat
     assert again.phase_plan == first.phase_plan
     assert again.limits.training == replace(first.limits.training, trials=1, ooms=0, confirmed=True)
     assert again.limits.evaluation.confirmed
-    assert "(the tuned limit of run earlier-run, confirmed by one trial" in "\n".join(plan_lines(again, "x", 1))
+    assert "(the tuned limit of run earlier-run, confirmed by one trial" in "\n".join(detail_lines(again))
 
 
 def test_a_limit_is_the_same_however_often_it_is_confirmed(tmp_path: Path) -> None:
@@ -449,5 +449,5 @@ def test_a_batch_is_computed_in_as_many_parts_as_asked_for_and_stays_as_it_is(
 ) -> None:
     plan, _ = planned(tmp_path, HungryTask(), 1000, batch_size=20, accumulation_splits=splits)
     assert (plan.phase_plan.logical_batch, plan.phase_plan.fewest_parts) == (20, parts)
-    text = "\n".join(plan_lines(plan, "x", 1))
+    text = "\n".join(plan_summary(plan, "x", 1))
     assert ("in 2 micro-batches" in text and "accumulation_splits 2" in text) == (splits == 2)

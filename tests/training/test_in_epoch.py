@@ -20,7 +20,7 @@ from can_train.runs.run_folder import RunFolder
 from can_train.runs.status import read_progress
 from can_train.task import Feature
 from can_train.training import train as training_loop
-from can_train.training.report import plan_lines
+from can_train.training.report import plan_summary
 from can_train.training.session import Session
 from can_train.training.train import make_session
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, fixed, line_parts, train_line
@@ -171,7 +171,7 @@ def test_a_batch_that_was_asked_for_is_not_cut_down_to_the_smallest_epoch(tmp_pa
 
 def test_a_plan_says_how_many_steps_its_epochs_have(tmp_path: Path) -> None:
     session = trained(tmp_path, GrowingTask())
-    plan, *_ = plan_lines(session.engine.run_plan, "cpu", 2**30)
+    plan, *_ = plan_summary(session.engine.run_plan, "cpu", 2**30)
     assert "20 samples a step (as asked for), 1 to 3 steps an epoch" in plan
     assert any("An epoch has only 1 optimizer step" in notice for notice in session.engine.run_plan.phase_plan.notices)
     (folder,) = (tmp_path / "runs").iterdir()

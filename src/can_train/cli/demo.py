@@ -60,21 +60,29 @@ def demo() -> None:
     """
     started = time.monotonic()
     print_text(_INTRODUCTION)
-    with tempfile.TemporaryDirectory(prefix="can-train-demo-") as name, _other_process(Path(name) / "taken") as taken:
+    from can_train.memory.meters import FOREIGN
+
+    with tempfile.TemporaryDirectory(prefix="can-train-demo-") as name:
+        # The file that tells the simulated GPUs the memory of another process; no file: 0 bytes.
+        taken = Path(name) / "taken"
+        os.environ[FOREIGN] = str(taken)
         print_text(f"1. On a GPU with room ({_size(_ROOMY)})")
         whole = _train(Path(name), _ROOMY, {"training.use_adaptive_batch_size_factor": False})
-        _say(f"Each batch of {_BATCH} samples is computed in one piece: peak {_mib(whole.peak_bytes)}.")
+        _say(
+            f"Each batch of {_BATCH} samples is computed in one piece: peak {_mib(whole.result['peak_memory_bytes'])}."
+        )
 
         print_text(f"\n2. The same training on a GPU of {_size(_SMALL)}, where such a batch does not fit")
         split = _train(Path(name), _SMALL, {}, taken)
-        predicted = _mib(split.result["predicted_peak_bytes"])
-        _say(f"As long as it was alone, each batch was computed in {split.parts} micro-batches: "
-             f"peak {_mib(split.peak_bytes)}, where {predicted} had been predicted.")  # fmt: skip
+        plan, peak = split.result["plan"]["plan"], _mib(split.result["peak_memory_bytes"])
+        _say(f"As long as it was alone, each batch was computed in {plan['most_parts']} micro-batches: "
+             f"peak {peak}, where {_mib(split.result['predicted_peak_bytes'])} had been predicted.")  # fmt: skip
 
         print_text("\n3. Once more, with what that run has taught")
-        again = _train(Path(name), _SMALL, {})
-        _say(f"That run used {split.factor:.1%} of what was found to fit, to be on the safe side. Its peak showed that "
-             f"{again.factor:.1%} may be used, so this run does: peak {_mib(again.peak_bytes)}.")  # fmt: skip
+        again = _train(Path(name), _SMALL, {}).result
+        factor, peak = again["plan"]["plan"]["safety_factor"], _mib(again["peak_memory_bytes"])
+        _say(f"That run used {plan['safety_factor']:.1%} of what was found to fit, to be on the safe side. Its peak "
+             f"showed that {factor:.1%} may be used, so this run does: peak {peak}.")  # fmt: skip
     print_text("\n4. What the lack of memory has changed in the trained weights")
     _say(_comparison(whole, split))
     print_text(with_command_name(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}"))
@@ -88,7 +96,7 @@ def _comparison(whole: "_Trained", split: "_Trained") -> str:
     """Says how far the weights after two trainings lie apart."""
     pairs = [(value, split.weights[name]) for name, value in whole.weights.items()]
     count = sum(value.numel() for value, _ in pairs)
-    apart = max(float((one - other).abs().max()) for one, other in pairs)
+    apart = max(float((before - after).abs().max()) for before, after in pairs)
     if not apart:
         return f"Nothing: all {count:,} weights of 1 and 2 are the same, to the last bit."
     digits = math.floor(-math.log10(apart))
@@ -106,39 +114,12 @@ def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.0f} MiB"
 
 
-@contextmanager
-def _other_process(path: Path) -> Iterator[Path]:
-    """Yields the file that tells the simulated GPUs the memory of another process; no file: 0 bytes."""
-    from can_train.memory.meters import FOREIGN
-
-    before = os.environ.get(FOREIGN)
-    os.environ[FOREIGN] = str(path)
-    try:
-        yield path
-    finally:
-        os.environ.pop(FOREIGN)
-        if before is not None:
-            os.environ[FOREIGN] = before
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
     """A training: its `result.json`, and its weights after the last step."""
 
     result: Mapping[str, Any]
     weights: "Mapping[str, torch.Tensor]"
-
-    @property
-    def peak_bytes(self) -> float:
-        return float(self.result["peak_memory_bytes"])
-
-    @property
-    def parts(self) -> int:
-        return int(self.result["plan"]["plan"]["most_parts"])
-
-    @property
-    def factor(self) -> float:
-        return float(self.result["plan"]["plan"]["safety_factor"])
 
 
 def _train(folder: Path, device: str, values: Mapping[str, Any], taken: Path | None = None) -> _Trained:
@@ -148,14 +129,8 @@ def _train(folder: Path, device: str, values: Mapping[str, Any], taken: Path | N
     from can_train.training.train import train_new
 
     folders = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
-    request = RunRequest(
-        model="gat",
-        size="student",
-        dataset="synthetic",
-        device=device,
-        sets=(_MODEL,),
-        values={**_SETTINGS, **folders, **values},
-    )
+    request = RunRequest(model="gat", size="student", dataset="synthetic", device=device, sets=(_MODEL,),
+                         values={**_SETTINGS, **folders, **values})  # fmt: skip
     outcome = train_new(resolve(request), _Reporter(taken))
     result, state = outcome.folder.result(), Checkpoints(outcome.folder.checkpoints_path).newest()
     assert result is not None

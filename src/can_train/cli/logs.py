@@ -33,16 +33,16 @@ def logs(
     locator = RunLocator(runs_dir, state_dir)
     known = locator.find(run)
     if follow:
-        status = _follow(locator, known, rank)
-        _note(f"Run {known.run_id}: {status.state}")
-        raise typer.Exit(0 if status.state.state == FINISHED else RUN_FAILED)
+        state = _follow(locator, known, rank).state
+        _note(f"Run {known.run_id}: {state}")
+        raise typer.Exit(0 if state.state == FINISHED else RUN_FAILED)
     status = locator.status(known)
-    paths = log_paths(status.facts, known, rank)
-    if not _print_new(GrowingLog(paths[-1])):
+    *earlier, newest = log_paths(status.facts, known, rank)
+    if not _print_new(GrowingLog(newest)):
         waits = f". can-train logs {run} -f waits for it" if status.state.live else ""
         _note(f"There is no log of this run, or it is empty ({status.state}){waits}")
-    for earlier in paths[:-1]:
-        _note(f"The log of an earlier job: {earlier}")
+    for path in earlier:
+        _note(f"The log of an earlier job: {path}")
 
 
 class GrowingLog:
@@ -82,23 +82,18 @@ def log_paths(facts: RunFacts, known: KnownRun, rank: int) -> list[Path]:
     paths = run_logs(facts, known)
     if not rank:
         return paths
-    ranks = ranks_with_logs(paths[-1])
+    # The logs of the ranks lie beside the log of rank 0.
+    ranks = [0] if paths[-1].is_file() else []
+    if (match := _RANK.search(paths[-1].name)) is not None:
+        prefix = paths[-1].name[: match.start()]
+        names = [path.name for path in paths[-1].parent.glob("*_log.*") if path.name.startswith(f"{prefix}_")]
+        # Array element 7_3 has logs 7_3_RANK_log.out; logs of element 7_30 match the glob, but not the expression.
+        matches = [_RANK.fullmatch(name.removeprefix(prefix)) for name in names]
+        ranks = sorted({int(match[1]) for match in matches if match})
     if rank not in ranks:
         listed = ", ".join(map(str, ranks)) or "0"
         raise RunError(f"Rank {rank} has written no log yet", remedy=f"Ranks with a log: {listed}")
     return [path.with_name(_RANK.sub(rf"_{rank}_log.\2", path.name)) for path in paths]
-
-
-def ranks_with_logs(path: Path) -> list[int]:
-    """Lists the ranks that have written logs, which lie beside the log of rank 0."""
-    own = _RANK.search(path.name)
-    if own is None:
-        return [0] if path.is_file() else []
-    prefix = path.name[: own.start()]
-    names = [each.name for each in path.parent.glob("*_log.*") if each.name.startswith(f"{prefix}_")]
-    # Array element 7_3 has logs 7_3_RANK_log.out; logs of element 7_30 match the glob, but not the expression.
-    matches = [_RANK.fullmatch(name.removeprefix(prefix)) for name in names]
-    return sorted({int(match[1]) for match in matches if match})
 
 
 def _follow(locator: RunLocator, known: KnownRun, rank: int) -> RunStatus:
@@ -119,21 +114,16 @@ def _follow(locator: RunLocator, known: KnownRun, rank: int) -> RunStatus:
                 _print_new(log)
                 _note(f"The run goes on in another log: {paths[-1]}")
             log = GrowingLog(paths[-1])
-        printed = log is not None and _print_for(log, _STATUS_INTERVAL_S if status.state.live else 0.0)
+        end = time.monotonic() + (_STATUS_INTERVAL_S if status.state.live else 0.0)
+        printed = log is not None and _print_new(log)
+        while log is not None and time.monotonic() < end:
+            time.sleep(_READ_INTERVAL_S)
+            printed = _print_new(log) or printed
         if not status.state.live:
             return status
         if not printed and not is_noted:
             _note(f"Waiting ({status.state})")
         is_noted = True
-
-
-def _print_for(log: GrowingLog, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    printed = _print_new(log)
-    while time.monotonic() < end:
-        time.sleep(_READ_INTERVAL_S)
-        printed = _print_new(log) or printed
-    return printed
 
 
 def _print_new(log: GrowingLog) -> bool:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 from shutil import get_terminal_size
 from textwrap import wrap
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
-    from rich.table import Table as RichTable
 
     from can_train.reporter import Reporter, Stage
     from can_train.task import Table
@@ -132,6 +132,8 @@ def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> 
     A table that is too wide for the terminal, or for `pipe_columns` where there is none, becomes a paragraph for each
     row.
     """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
     from rich.text import Text
 
     console = make_console()
@@ -148,7 +150,14 @@ def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> 
         gaps = len(needed) - 1
         if sum(needed) + gaps <= console.width:
             lines = console.is_terminal and sum(needed) + 2 * gaps <= console.width
-            console.print(_rich_table(table, widths, lines=lines))
+            drawn = RichTable(box=SIMPLE_HEAD if lines else None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+            for index, (name, width) in enumerate(zip(table.columns, widths, strict=True)):
+                is_text = width >= _WRAPPED_FROM
+                justify: Any = "left" if index == 0 or is_text else "right"
+                drawn.add_column(name, justify=justify, no_wrap=index == 0 or not is_text, overflow="fold")
+            for row in table.rows:
+                drawn.add_row(*row)
+            console.print(drawn)
         else:
             _print_paragraphs(table, widths, console)
         for note in table.notes:
@@ -166,21 +175,6 @@ def print_judgement(summary: Sequence[Table], tables: Sequence[Table], verbosity
 def _printable(table: Table) -> TextTable:
     rows = [tuple(map(printable, row)) for row in table.rows]
     return TextTable(printable(table.title), tuple(map(printable, table.columns)), rows, table.notes)
-
-
-def _rich_table(table: Table, widths: Sequence[int], *, lines: bool) -> RichTable:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table as RichTable
-
-    kind = SIMPLE_HEAD if lines else None
-    drawn = RichTable(box=kind, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, (name, width) in enumerate(zip(table.columns, widths, strict=True)):
-        is_text = width >= _WRAPPED_FROM
-        justify: Any = "left" if index == 0 or is_text else "right"
-        drawn.add_column(name, justify=justify, no_wrap=index == 0 or not is_text, overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*row)
-    return drawn
 
 
 def _print_paragraphs(table: Table, widths: Sequence[int], console: Console) -> None:
@@ -209,22 +203,23 @@ def make_reporter(verbosity: Verbosity = Verbosity.NORMAL) -> Reporter:
     """Chooses the reporter that suits standard error."""
     if verbosity == Verbosity.QUIET:
         return SilentReporter()
-    is_verbose = verbosity == Verbosity.VERBOSE
     if sys.stderr.isatty():
-        return TerminalReporter(verbose=is_verbose)
-    return LineReporter(sys.stderr, verbose=is_verbose)
+        return TerminalReporter(verbose=verbosity == Verbosity.VERBOSE)
+    return LineReporter(sys.stderr, verbose=verbosity == Verbosity.VERBOSE)
 
 
+@dataclass(eq=False)
 class TerminalReporter:
     """Draws progress bars with Rich.
 
-    Args:
+    Attributes:
         verbose: Whether details are printed.
     """
 
-    def __init__(self, *, verbose: bool = False) -> None:
+    verbose: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
         self._console = make_console(stderr=True)
-        self._verbose = verbose
 
     def notice(self, text: str) -> None:
         """Prints a notice above the bars."""
@@ -238,7 +233,7 @@ class TerminalReporter:
         """Prints details above the bars, if they are wanted."""
         from rich.text import Text
 
-        if self._verbose and text:
+        if self.verbose and text:
             self._console.print(Text(wrapped(text, self._console.width, hang=_GAP)))
 
     @contextmanager

@@ -61,16 +61,6 @@ def find_prunable(state: Path, runs_dir: Path, *, older_s: float, now: float) ->
         older_s: Least seconds without use; unfinished files need at least a day.
         now: Seconds since 1970.
     """
-    prunable = []
-    for path, kind in _candidates(state, runs_dir).items():
-        used_at, size_bytes = _use_of(path)
-        if now - used_at > (max(older_s, _WRITING_S) if kind == "unfinished files" else older_s):
-            prunable.append(Prunable(kind=kind, path=path, size_bytes=size_bytes))
-    return prunable
-
-
-def _candidates(state: Path, runs_dir: Path) -> dict[Path, str]:
-    """Returns the files and folders that may be deleted once they are old enough, each with its kind."""
     prepared = state / "cache"
     kinds = {path: "prepared data" for path in _children(prepared) if path.name != _OUTPUTS}
     kinds |= dict.fromkeys(_children(prepared / _OUTPUTS), "outputs of reference models")
@@ -82,7 +72,19 @@ def _candidates(state: Path, runs_dir: Path) -> dict[Path, str]:
         for folder, _, names in os.walk(root):
             kinds |= {Path(folder, name): "unfinished files" for name in names if _TEMPORARY.fullmatch(name)}
     # A folder of prepared data gets its name when it is complete.
-    return kinds | {path: "unfinished files" for path in _children(prepared) if path.name.startswith(".")}
+    kinds |= {path: "unfinished files" for path in _children(prepared) if path.name.startswith(".")}
+    prunable = []
+    for path, kind in kinds.items():
+        used_at, size_bytes = 0.0, 0
+        for part in (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,):
+            with suppress(OSError):
+                status = part.lstat()
+                # Looking at a folder is no use of it.
+                used_at = max(used_at, status.st_mtime, 0.0 if part.is_dir() else status.st_atime)
+                size_bytes += status.st_size
+        if now - used_at > (max(older_s, _WRITING_S) if kind == "unfinished files" else older_s):
+            prunable.append(Prunable(kind=kind, path=path, size_bytes=size_bytes))
+    return prunable
 
 
 def _children(folder: Path) -> list[Path]:
@@ -90,18 +92,6 @@ def _children(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
-
-
-def _use_of(path: Path) -> tuple[float, int]:
-    """Returns when a file, or any file below a folder, was last read or written, and the bytes of all of them."""
-    used_at, size_bytes = 0.0, 0
-    for part in (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,):
-        with suppress(OSError):
-            status = part.lstat()
-            # Looking at a folder is no use of it.
-            used_at = max(used_at, status.st_mtime, 0.0 if part.is_dir() else status.st_atime)
-            size_bytes += status.st_size
-    return used_at, size_bytes
 
 
 def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: bool) -> None:
@@ -118,7 +108,7 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
     prunable = find_prunable(state, runs_dir, older_s=older_s, now=time.time())
     total = f"{len(prunable)} of them, {size_text(sum(item.size_bytes for item in prunable))}"
     if not as_json:
-        _print_found(prunable, state, older_than)
+        _print_table(prunable, state, older_than)
     if prunable and not yes:
         if as_json or not sys.stdin.isatty():
             raise ConfigError("Nothing was deleted, since --prune asks first and nobody can answer here", value=total,
@@ -128,8 +118,10 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
             raise typer.Exit(1)
     left = [item for item in prunable if not _delete(item.path)]
     if as_json:
-        print_json({"older_than": older_than, "deleted": [_json(item) for item in prunable if item not in left],
-                    "left": [_json(item) for item in left]})  # fmt: skip
+        objects = {item: {"kind": item.kind, "path": str(item.path), "bytes": item.size_bytes} for item in prunable}
+        print_json({"older_than": older_than,
+                    "deleted": [plain for item, plain in objects.items() if item not in left],
+                    "left": [objects[item] for item in left]})  # fmt: skip
     elif prunable:
         print_text(f"Deleted {len(prunable) - len(left)} of {len(prunable)}.")
     if left and as_json:
@@ -139,7 +131,7 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
                           remedy="Ask who owns them: can-train doctor --prune lists them again")  # fmt: skip
 
 
-def _print_found(prunable: list[Prunable], state: Path, older_than: str) -> None:
+def _print_table(prunable: list[Prunable], state: Path, older_than: str) -> None:
     if not prunable:
         print_text(f"Nothing in {state} has gone unused for {older_than}.")
         return
@@ -149,10 +141,6 @@ def _print_found(prunable: list[Prunable], state: Path, older_than: str) -> None
         rows += [(kind, str(len(sizes)), size_text(sum(sizes)), why)] if sizes else []
     columns = ("what", "number", "size", "why it can go")
     print_tables([TextTable(f"Not used for {older_than}", columns, rows, [f"in {state}"])], pipe_columns=COLUMNS)
-
-
-def _json(item: Prunable) -> dict[str, str | int]:
-    return {"kind": item.kind, "path": str(item.path), "bytes": item.size_bytes}
 
 
 def _delete(path: Path) -> bool:

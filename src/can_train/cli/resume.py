@@ -3,6 +3,7 @@ another device, with a log that has moved.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,40 +50,46 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     # Rank 0 speaks for all.
     quiet = quiet or (launch is not None and launch.rank > 0)
     locator = RunLocator(runs_dir, state_dir)
-    found = locator.status(locator.find(run))
-    _check_state(found, run)
-    jobs = found.facts.jobs
+    status = locator.status(locator.find(run))
+    _check_state(status, run)
+    jobs = status.facts.jobs
     in_slurm = not here and bool(jobs) and jobs[-1].executor == "slurm"
     if in_slurm:
         check_started_once("A submission", "To train in the processes of a launcher, add --here")
-        check_answer(found)
+        check_answer(status)
     # Before the code of the run is imported, here or in a job.
-    locator.trust(trusts_all=trust_code).config(found.known.folder, has_code=in_slurm)
-    if not found.state.certain and not quiet:
-        print_note(str(found.state))
+    locator.trust(trusts_all=trust_code).config(status.known.folder, has_code=in_slurm)
+    if not status.state.certain and not quiet:
+        print_note(str(status.state))
     from can_train.training.resume import ResumeRequest, change_run
 
-    folder = found.known.folder
+    folder = status.known.folder
     if device is not None and not in_slurm:
         from can_train.memory.meters import resolve_device
 
         resolve_device(device)
     request = ResumeRequest(epochs=epochs, device=device, dataset=dataset)
+    make_changes = partial(change_run, folder, request, make_reporter(verbosity))
     if in_slurm:
-        _print_changes(change_run(folder, request, make_reporter(verbosity)), quiet=quiet)
-        goes_on = found.facts.result is not None and folder.result() is None
-        if goes_on or found.state.state != FINISHED:
+        _print_changes(make_changes(), quiet=quiet)
+        goes_on = status.facts.result is not None and folder.result() is None
+        if goes_on or status.state.state != FINISHED:
             # Of two that resume it at once, the second one finds the first one's job.
             with folder.locked(doing="submitted"):
-                _check_state(locator.status(found.known), run)
-                _print_job(_submit_again(found, locator), found, as_json=as_json)
+                _check_state(locator.status(status.known), run)
+                job = _submit_again(status, locator)
+                if as_json:
+                    from can_train.cli.submit import job_json
+
+                    print_json({"submitted": [job_json(job, folder)], "identical": []})
+                else:
+                    print_text(f"Run {job.run_id} goes on as job {job.job_id}.")
             return
     from can_train.cli.train import continue_run, launched_ranks
 
     with launched_ranks(device or folder.config()["device"], verbosity) as ranks:
         if not in_slurm:
-            changed = ranks.on_rank0(lambda: change_run(folder, request, make_reporter(verbosity)))
-            _print_changes(changed, quiet=quiet)
+            _print_changes(ranks.on_rank0(make_changes), quiet=quiet)
         continue_run(folder, ranks, verbosity, as_json=as_json)
 
 
@@ -91,20 +98,20 @@ def _print_changes(sentences: Sequence[str], *, quiet: bool) -> None:
         print_note(sentence)
 
 
-def _check_state(found: "RunStatus", name: str) -> None:
+def _check_state(status: "RunStatus", name: str) -> None:
     """Raises RunError where a run cannot go on, or goes on by itself."""
-    if not found.facts.has_folder:
-        raise RunError("The run's folder is gone", value=str(found.known.folder.path),
+    if not status.facts.has_folder:
+        raise RunError("The run's folder is gone", value=str(status.known.folder.path),
                        remedy="Train anew")  # fmt: skip
-    if (row := live_row(found.facts)) is not None and not found.state.live:
+    if (row := live_row(status.facts)) is not None and not status.state.live:
         raise RunError("The run's job is still in the queue", value=f"job {row.job}",
                        remedy=f"Cancel the job first: can-train cancel {name}")  # fmt: skip
-    if found.state.live and found.state.certain:
+    if status.state.live and status.state.certain:
         remedy = f"Follow it with can-train logs {name} -f, or end it: can-train cancel {name}"
-        raise RunError("The run is queued or running already", value=str(found.state), remedy=remedy)
+        raise RunError("The run is queued or running already", value=str(status.state), remedy=remedy)
 
 
-def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
+def _submit_again(status: "RunStatus", locator: RunLocator) -> "JobRecord":
     from can_train.cli.submit import submit_again
     from can_train.cli.train import continue_in_job
     from can_train.config.compose import from_plain
@@ -113,20 +120,11 @@ def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
     from can_train.slurm.script import Submission
     from can_train.slurm.submission_plan import dependency_on
 
-    settings = from_plain(found.known.folder.config())
-    folder = RunFolder(found.known.folder.path.resolve())
+    settings = from_plain(status.known.folder.config())
+    folder = RunFolder(status.known.folder.path.resolve())
     # A parent whose folder is gone is not waited for; the run itself names the missing parent.
-    awaited = found.known.record.after.split(",")
+    awaited = status.known.record.after.split(",")
     parents = run_statuses([known for known in locator.runs() if known.run_id in awaited], locator.registry, slurm)
     dependency = dependency_on(parents, settings.cluster.executor)
     submission = Submission(name=settings.key, state_dir=locator.state_folder, dependency=dependency, reason="resumed")
     return submit_again(continue_in_job, folder, settings, submission)
-
-
-def _print_job(job: "JobRecord", found: "RunStatus", *, as_json: bool) -> None:
-    from can_train.cli.submit import job_json
-
-    if as_json:
-        print_json({"submitted": [job_json(job, found.known.folder)], "identical": []})
-    else:
-        print_text(f"Run {job.run_id} goes on as job {job.job_id}.")

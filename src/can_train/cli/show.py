@@ -14,7 +14,7 @@ from can_train.report.run_facts import (
     compared_runs,
     comparison_json,
     comparison_tables,
-    full_plan_lines,
+    full_plan,
     head_facts,
     memory_facts,
     memory_lines,
@@ -41,8 +41,9 @@ def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_di
     config, commands = folder.config(), next_commands(status)
     print_text(with_command_name("\n".join(f"{name:<8}{text}" for name, text in head_facts(status, config))))
     print_tables(score_tables(result))
-    _print_part("Plan", full_plan_lines(read_plan(folder), str(result.get("device") or config.get("device"))))
-    _print_part("Memory", memory_lines(memory_facts(folder, result)))
+    sentences, figures, notices = full_plan(read_plan(folder), str(result.get("device") or config.get("device")))
+    _print_part("Plan", [*sentences, *(f"{name:<14} {text}" for name, text in figures), *notices])
+    _print_part("Memory", [f"{name:<13}  {text}" for name, text in memory_lines(memory_facts(folder, result))])
     _print_part("Settings that differ from the defaults", _settings_lines(folder.changed_settings()))
     # Not wrapped: a command that is broken into two lines cannot be typed.
     print_text("".join(["\nTo go on", *(f"\n  {command}" for command in commands)]) if commands else "")

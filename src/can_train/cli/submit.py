@@ -81,10 +81,11 @@ def submit_runs(
 
 def job_json(job: JobRecord, folder: RunFolder) -> dict[str, Any]:
     """Makes the JSON object of a job that was started."""
-    script_path = _script_path(job) if job.executor == "slurm" else None
+    # The script that submitit sent; a whole array has one script.
+    script_path = Path(job.log_path).with_name(f"{job.job_id.partition('_')[0]}_submission.sh")
     return {"run_id": job.run_id, "path": str(folder.path.resolve()), "executor": job.executor, "job_id": job.job_id,
-            "cluster": job.cluster or None,
-            "log": job.log_path, "script": script_path}  # fmt: skip
+            "cluster": job.cluster or None, "log": job.log_path,
+            "script": str(script_path) if job.executor == "slurm" else None}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +120,14 @@ def plan_jobs(
     if not quiet:
         print_notices(plan)
     jobs = [PlannedJob(script=None, device=JobDevice())] * len(runs)
-    for group in plan.groups if together else [[one] for alike in plan.groups for one in alike]:
+    for group in plan.groups if together else [[run] for alike in plan.groups for run in alike]:
         cluster = group[0].run.cluster
         if cluster.executor == "slurm":
             folders, submission = _new_group(group, plan, state)
             job_parameters = parameters(cluster, submission, code.folder(state))
             text = script(submission_folder(folders, submission), job_parameters, len(group))
-            for one in group:
-                jobs[one.index] = PlannedJob(script=text, device=job_device(one.run, partitions))
+            for planned in group:
+                jobs[planned.index] = PlannedJob(script=text, device=job_device(planned.run, partitions))
     return jobs
 
 
@@ -144,7 +145,7 @@ def _new_group(group: Sequence[PlannedRun], plan: SubmissionPlan, state: Path) -
     """Names the folders of runs that are submitted together, and their array; makes none."""
     sweep = new_run_id("sweep") if len(group) > 1 else ""
     submission = Submission(name=group[0].run.key, state_dir=state, dependency=plan.dependency, sweep=sweep)
-    return [RunFolder(one.run.runs_dir / new_run_id(one.run.key)) for one in group], submission
+    return [RunFolder(planned.run.runs_dir / new_run_id(planned.run.key)) for planned in group], submission
 
 
 def start_group(
@@ -160,18 +161,20 @@ def start_group(
     folders, submission = _new_group(group, plan, state)
     cluster, waiting, jobs = group[0].run.cluster, [*folders], []
     try:
-        for one, folder in zip(group, folders, strict=True):
-            folder.make(with_code(one.run, code, state).config, changed_settings(one.run.config))
+        for planned, folder in zip(group, folders, strict=True):
+            folder.make(with_code(planned.run, code, state).config, changed_settings(planned.run.config))
             describe(code, state, folder.path)
         if cluster.executor == "slurm":
             jobs = start_jobs(entry, folders, cluster, submission)
             waiting.clear()
             _note_forbidden_requeue(jobs[0], cluster)
-        for index, (one, folder) in enumerate(zip(group, folders, strict=True)):
+        for index, (planned, folder) in enumerate(zip(group, folders, strict=True)):
             if cluster.executor == "local":
                 jobs.append(start_process(entry, folder))
             waiting = waiting[1:]
-            register_run(one.run, folder, identity=one.identity, after=",".join(plan.after), sweep=submission.sweep)
+            register_run(
+                planned.run, folder, identity=planned.identity, after=",".join(plan.after), sweep=submission.sweep
+            )
             if cluster.executor == "debug":
                 jobs.append(run_here(entry, folder, submission))
             else:
@@ -228,8 +231,3 @@ def _print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> No
     print_text(f"  expected   {expects}")
     print_text(with_command_name(f"State: can-train status {jobs[0].run_id}"))
     print_text(with_command_name(f"Log:   can-train logs {jobs[0].run_id} -f"))
-
-
-def _script_path(job: JobRecord) -> str:
-    """Returns the path of the script that submitit sent; a whole array has one script."""
-    return str(Path(job.log_path).with_name(f"{job.job_id.partition('_')[0]}_submission.sh"))

@@ -4,7 +4,7 @@ Everything in a plot is placed in per cent of the plot: a chart fills any width,
 their size. Axes are drawn outside the plot, in the margins of a `<figure>` or of a file.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -13,8 +13,6 @@ from typing import Final, Literal
 
 Point = tuple[float, float | None]
 """A place in a chart; a y of None interrupts a line."""
-
-MIB: Final = 2**20
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; lighter ones on a dark page.
 STYLE: Final = """
@@ -40,11 +38,12 @@ STYLE: Final = """
 # Of the grid that paths are drawn on, which is stretched to the plot: fine enough for the widest screen.
 _GRID_X: Final = 2000
 _GRID_Y: Final = 1000
+_STRETCHED: Final = f'viewBox="0 0 {_GRID_X} {_GRID_Y}" preserveAspectRatio="none" width="100%"'
 # A line with more points is thinned: a screen has fewer pixels.
 _MOST_POINTS: Final = 700
 _LEAST_SPAN: Final = 1e-300
 _MOST_TICKS: Final = 6
-_STEPS: Final = (1, 2, 5, 10)
+_BYTE_UNITS: Final = ((2**30, "GiB"), (2**20, "MiB"))
 
 # Of a file with one chart, in pixels.
 _FILE_WIDTH: Final = 760
@@ -83,7 +82,10 @@ def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole
     if (high - low) / unit < _LEAST_SPAN:
         high = low + (abs(low) if abs(low) / unit >= _LEAST_SPAN else unit)
     span = (high - low) / unit
-    step = next(tick for tick in _round_steps(span / _MOST_TICKS) if not whole or tick >= 1)
+    least = span / _MOST_TICKS
+    power = 10.0 ** floor(log10(least))
+    steps = (first * power * 10.0**exponent for exponent in range(7) for first in (1, 2, 5))
+    step = next((step for step in steps if step >= max(least * (1 - 1e-9), float(whole))), 1.0)
     digits = max(0, -floor(log10(step)))
     first, last = ceil(low / unit / step - 1e-9), floor(high / unit / step + 1e-9)
     ticks = [(index * step * unit, f"{index * step:,.{digits}f}") for index in range(first, last + 1)]
@@ -99,13 +101,6 @@ def focused_axis(values: Sequence[float], label: str) -> Axis:
     return number_axis(low - margin, high + margin, label)
 
 
-def _round_steps(least: float) -> list[float]:
-    """Returns 1, 2 or 5 times a power of ten, ascending from `least`."""
-    power = 10.0 ** floor(log10(least))
-    steps = [first * power * scale for scale in (1, 10, 100, 1000, 10**4, 10**5, 10**6) for first in _STEPS[:-1]]
-    return [step for step in steps if step >= least * (1 - 1e-9)] + [1.0]
-
-
 def share_axis(label: str, *, high: float = 1.0) -> Axis:
     """Makes an axis of shares, from 0 % to 100 % or a little more."""
     ticks = [(tick / 100, f"{tick} %") for tick in (0, 25, 50, 75, 100)]
@@ -114,9 +109,7 @@ def share_axis(label: str, *, high: float = 1.0) -> Axis:
 
 def byte_axis(high: float, label: str) -> Axis:
     """Makes an axis of bytes from 0, in the largest unit that leaves no small fractions."""
-    unit, name = next(
-        ((size, name) for size, name in ((1024 * MIB, "GiB"), (MIB, "MiB")) if high >= 2 * size), (1024, "KiB")
-    )
+    unit, name = next(((size, name) for size, name in _BYTE_UNITS if high >= 2 * size), (2**10, "KiB"))
     return number_axis(0.0, high, f"{label} ({name})", unit=unit)
 
 
@@ -184,12 +177,9 @@ class Chart:
 def thinned(points: Sequence[Point], choose: Callable[[Sequence[float]], float] = max) -> list[Point]:
     """Returns a point for each of at most some hundred stretches of a line: its last x, and the `choose` of its y."""
     size = ceil(len(points) / _MOST_POINTS) or 1
-    found: list[Point] = []
-    for start in range(0, len(points), size):
-        part = points[start : start + size]
-        known = [y for _, y in part if y is not None]
-        found.append((part[-1][0], choose(known) if known else None))
-    return found
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(part[-1][0], choose(values) if (values := [y for _, y in part if y is not None]) else None)
+            for part in parts]  # fmt: skip
 
 
 def mean(values: Sequence[float]) -> float:
@@ -202,35 +192,27 @@ def mean(values: Sequence[float]) -> float:
 
 def plot_svg(chart: Chart, attributes: str) -> str:
     """Draws a chart; axes and legend overflow the element."""
-    inner = _strips(chart) if chart.y is None else "".join(_drawn(series, chart.x, chart.y) for series in chart.series)
-    axes = _x_axis(chart.x) + ("" if chart.y is None else _y_axis(chart.y))
-    title = f"<title>{escape(chart.title)}</title><desc>{escape(chart.description)}</desc>"
+    parts = [f"<title>{escape(chart.title)}</title><desc>{escape(chart.description)}</desc>"]
+    for value, text in chart.x.ticks:
+        x = _percent(chart.x.share(value))
+        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
+        parts.append(f'<text x="{x}" y="100%" dy="17" text-anchor="middle">{escape(text)}</text>')
+    parts.append('<line class="axis" x1="0" x2="100%" y1="100%" y2="100%"/>')
+    parts.append(f'<text x="100%" y="100%" dy="35" text-anchor="end">{escape(chart.x.label)}</text>')
+    if chart.y is None:
+        parts += _strips(chart)
+    else:
+        for value, text in chart.y.ticks:
+            y = _percent(1 - chart.y.share(value))
+            parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
+            parts.append(f'<text x="-7" y="{y}" dy="4" text-anchor="end">{escape(text)}</text>')
+        parts.append(f'<text x="0" y="-11" dx="-44">{escape(chart.y.label)}</text>')
+        parts += [_drawn(series, chart.x, chart.y) for series in chart.series if series.points]
     label = escape(f"{chart.title}: {chart.description}", quote=True)
-    return f'<svg class="plot" role="img" aria-label="{label}" {attributes}>{title}{axes}{inner}</svg>'
-
-
-def _x_axis(axis: Axis) -> str:
-    lines = []
-    for value, text in axis.ticks:
-        x = _percent(axis.share(value))
-        lines.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
-        lines.append(f'<text x="{x}" y="100%" dy="17" text-anchor="middle">{escape(text)}</text>')
-    label = f'<text x="100%" y="100%" dy="35" text-anchor="end">{escape(axis.label)}</text>'
-    return "".join(lines) + '<line class="axis" x1="0" x2="100%" y1="100%" y2="100%"/>' + label
-
-
-def _y_axis(axis: Axis) -> str:
-    lines = []
-    for value, text in axis.ticks:
-        y = _percent(1 - axis.share(value))
-        lines.append(f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
-        lines.append(f'<text x="-7" y="{y}" dy="4" text-anchor="end">{escape(text)}</text>')
-    return "".join(lines) + f'<text x="0" y="-11" dx="-44">{escape(axis.label)}</text>'
+    return f'<svg class="plot" role="img" aria-label="{label}" {attributes}>{"".join(parts)}</svg>'
 
 
 def _drawn(series: Series, x: Axis, y: Axis) -> str:
-    if not series.points:
-        return ""
     if series.kind == "level":
         level = _percent(1 - y.share(series.points[0][1] or 0.0))
         return f'<line class="line {series.look}" x1="0" x2="100%" y1="{level}" y2="{level}"/>'
@@ -238,62 +220,54 @@ def _drawn(series: Series, x: Axis, y: Axis) -> str:
         return "".join(_marks(series, x, y))
     if series.kind == "area":
         edge = [*series.points, *reversed(series.base)]
-        return _stretched(f'<path class="area {series.look}" d="{_path(edge, x, y)}Z"/>')
-    drawn = _path(series.points, x, y, steps=series.kind == "steps")
-    return _stretched(f'<path class="line {series.look}" d="{drawn}"/>')
+        path = f'<path class="area {series.look}" d="{_path(edge, x, y)}Z"/>'
+    else:
+        line = _path(series.points, x, y, steps=series.kind == "steps")
+        path = f'<path class="line {series.look}" d="{line}"/>'
+    return f'<svg {_STRETCHED} height="100%" overflow="visible">{path}</svg>'
 
 
 def _marks(series: Series, x: Axis, y: Axis) -> list[str]:
-    texts = [*series.texts, *[""] * len(series.points)]
-    marks = []
+    texts, marks = [*series.texts, *[""] * len(series.points)], []
     for (at, value), text in zip(series.points, texts, strict=False):
         if value is None:
             continue
-        place = f"{_percent(x.share(at))}", f"{_percent(1 - y.share(value))}"
+        left, top = _percent(x.share(at)), _percent(1 - y.share(value))
         title = f"<title>{escape(text)}</title>" if text else ""
         if series.kind == "dots":
-            marks.append(f'<circle class="mark {series.look}" cx="{place[0]}" cy="{place[1]}" r="4">{title}</circle>')
+            marks.append(f'<circle class="mark {series.look}" cx="{left}" cy="{top}" r="4">{title}</circle>')
         else:
             cross = f'<path class="line {series.look}" d="M-4-4L4 4M-4 4L4-4">{title}</path>'
-            marks.append(f'<svg x="{place[0]}" y="{place[1]}" overflow="visible">{cross}</svg>')
+            marks.append(f'<svg x="{left}" y="{top}" overflow="visible">{cross}</svg>')
     return marks
-
-
-def _stretched(inner: str) -> str:
-    box = f'viewBox="0 0 {_GRID_X} {_GRID_Y}" preserveAspectRatio="none" width="100%" height="100%"'
-    return f'<svg {box} overflow="visible">{inner}</svg>'
 
 
 def _path(points: Sequence[Point], x: Axis, y: Axis, *, steps: bool = False) -> str:
     """Writes a line as a path's commands, broken where it has no y."""
     parts = []
-    for known, part in groupby(points, key=lambda point: point[1] is not None and isfinite(point[1])):
-        if not known:
+    for is_drawn, part in groupby(points, key=lambda point: point[1] is not None and isfinite(point[1])):
+        if not is_drawn:
             continue
-        places = [(round(_GRID_X * x.share(at)), round(_GRID_Y * (1 - y.share(value or 0.0)))) for at, value in part]
-        first, *others = places
+        first, *rest = [
+            (round(_GRID_X * x.share(at)), round(_GRID_Y * (1 - y.share(value or 0.0)))) for at, value in part
+        ]
         # A single point would draw nothing.
-        moves = [(f"H{across}V{down}" if steps else f"L{across} {down}") for across, down in others] or ["h1"]
+        moves = [(f"H{across}V{down}" if steps else f"L{across} {down}") for across, down in rest] or ["h1"]
         parts.append(f"M{first[0]} {first[1]}" + "".join(moves))
     return "".join(parts)
 
 
-def _strips(chart: Chart) -> str:
+def _strips(chart: Chart) -> Iterator[str]:
     """Draws a strip for each name, from top to bottom."""
     height = 100 / len(chart.strips)
-    drawn = []
     for row, (name, color, spans) in enumerate(chart.strips):
         top = row * height
-        drawn.append(f'<text x="-7" y="{top + height / 2:.2f}%" dy="4" text-anchor="end">{escape(name)}</text>')
-        boxes = []
-        for start, stop in spans:
-            left, right = round(_GRID_X * chart.x.share(start)), round(_GRID_X * chart.x.share(stop))
-            # At least as wide as can be seen.
-            boxes.append(f"M{left} 0h{max(right - left, 3)}v{_GRID_Y}H{left}Z")
-        path = f'<path class="span c{color}" d="{"".join(boxes)}"/>'
-        box = f'viewBox="0 0 {_GRID_X} {_GRID_Y}" preserveAspectRatio="none" width="100%"'
-        drawn.append(f'<svg {box} y="{top + height * 0.15:.2f}%" height="{height * 0.7:.2f}%">{path}</svg>')
-    return "".join(drawn)
+        yield f'<text x="-7" y="{top + height / 2:.2f}%" dy="4" text-anchor="end">{escape(name)}</text>'
+        edges = [(round(_GRID_X * chart.x.share(start)), round(_GRID_X * chart.x.share(stop))) for start, stop in spans]
+        # At least as wide as can be seen.
+        boxes = "".join(f"M{left} 0h{max(right - left, 3)}v{_GRID_Y}H{left}Z" for left, right in edges)
+        path = f'<path class="span c{color}" d="{boxes}"/>'
+        yield f'<svg {_STRETCHED} y="{top + height * 0.15:.2f}%" height="{height * 0.7:.2f}%">{path}</svg>'
 
 
 def _percent(share: float) -> str:
@@ -305,16 +279,13 @@ def _percent(share: float) -> str:
 
 def figure_html(chart: Chart) -> str:
     """Makes a chart of a page, with title and legend."""
-    items = "".join(f"<li>{_swatch(series)}{escape(series.name)}</li>" for series in chart.series if series.in_legend)
+    swatch = f'class="plot" width="{_SWATCH_WIDTH - 4}" height="12" aria-hidden="true"'
+    items = "".join(f"<li><svg {swatch}>{_sample(series)}</svg>{escape(series.name)}</li>"
+                    for series in chart.series if series.in_legend)  # fmt: skip
     legend = f'<ul class="legend">{items}</ul>' if items else ""
     kind = ' class="strips"' if chart.y is None else ""
     svg = plot_svg(chart, f'width="100%" height="{chart.height}"')
     return f"<figure{kind}><figcaption>{escape(chart.title)}</figcaption>{svg}{legend}</figure>"
-
-
-def _swatch(series: Series) -> str:
-    size = f'class="plot" width="{_SWATCH_WIDTH - 4}" height="12" aria-hidden="true"'
-    return f"<svg {size}>{_sample(series)}</svg>"
 
 
 def _sample(series: Series) -> str:

@@ -50,7 +50,10 @@ def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, floa
         return None
     last = max(step for step, _ in [*train, *validation])
     best = min(validation, key=lambda point: point[1], default=None)
+    # The means of stretches of a fortieth of the line, at their middles.
     size = max(1, len(train) // 40)
+    stretches = [train[start : start + size] for start in range(0, len(train), size)]
+    means = [(part[len(part) // 2][0], mean([loss for _, loss in part if loss is not None])) for part in stretches]
     lowest = "" if best is None else f"; the lowest validation loss is {best[1]:.4g}, after step {best[0]}"
     return Chart(
         title="Training and validation loss",
@@ -59,11 +62,7 @@ def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, floa
         y=focused_axis(values, "loss"),
         series=[
             Series(name="training, each step", color=1, points=thinned(train, mean), faint=True),
-            # The means of stretches of a fortieth of the line, at their middles.
-            Series(name="training, mean", color=1, points=[
-                (part[len(part) // 2][0], mean([loss for _, loss in part if loss is not None]))
-                for start in range(0, len(train), size) for part in (train[start : start + size],)
-            ]),
+            Series(name="training, mean", color=1, points=means),
             Series(name="validation", color=2, points=validation, dashed=True),
             Series(name="", color=2, kind="dots", points=validation,
                    texts=[f"step {step}: validation loss {loss:.4g}" for step, loss in validation]),

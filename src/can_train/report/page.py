@@ -1,7 +1,7 @@
 """The HTML page of runs, which needs no network: reads the records of each run, and writes the page as one text."""
 
 from base64 import b64encode
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import sha256
@@ -24,7 +24,7 @@ from can_train.report.figures import (
     roc_chart,
     timeline_chart,
 )
-from can_train.report.run_facts import ComparedRun, full_plan_lines, head_facts, memory_lines, read_plan, score_tables
+from can_train.report.run_facts import ComparedRun, full_plan, head_facts, memory_lines, read_plan, score_tables
 from can_train.report.text import TextTable, value_text
 from can_train.runs.run_folder import RunFolder
 
@@ -124,6 +124,7 @@ def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
     Raises:
         RunError: Its configuration cannot be read.
     """
+    from can_train.factors.store import get_safety_factor_db
     from can_train.io.arrays import FolderDamageError
     from can_train.runs.recording import read_predictions, read_steps
 
@@ -137,22 +138,17 @@ def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
     lines = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
     validation = [(line["step"], line["validation_loss"]) for line in lines
                   if isinstance(line.get("validation_loss"), float) and isinstance(line.get("step"), int)]  # fmt: skip
-    return ReportedRun(run=run, config=folder.config(), steps=steps, limits=limits, validation=validation,
-                       predictions=predictions, damage=damage, history=_factor_history(run, state_folder))  # fmt: skip
-
-
-def _factor_history(run: ComparedRun, state_folder: Path) -> "FactorSummary | None":
-    """Finds the history of the factor that a run taught; if it taught none, the newest of its configuration."""
-    from can_train.factors.store import get_safety_factor_db
-
-    key, run_id = run.status.known.record.key, run.status.known.run_id
+    # The history of the factor that the run taught; if it taught none, the newest of its configuration.
     try:
-        summaries = get_safety_factor_db(str(state_folder)).of_key(key)
+        summaries = get_safety_factor_db(str(state_folder)).of_key(run.status.known.record.key)
     except StateError:
-        return None
-    every = [variant for summary in summaries for variant in (*summary.other_settings, summary)]
-    taught = [variant for variant in every if any(observed.run_id == run_id for observed in variant.runs)]
-    return next(iter(taught), summaries[-1] if summaries else None)
+        summaries = []
+    variants = [variant for summary in summaries for variant in (*summary.other_settings, summary)]
+    taught = [variant for variant in variants
+              if any(observed.run_id == run.status.known.run_id for observed in variant.runs)]  # fmt: skip
+    return ReportedRun(run=run, config=folder.config(), steps=steps, limits=limits, validation=validation,
+                       predictions=predictions, damage=damage,
+                       history=next(iter([*taught, *reversed(summaries)]), None))  # fmt: skip
 
 
 def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[Table]") -> str:
@@ -169,11 +165,14 @@ def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[Table]") -> str
     links = "" if is_single else "".join(f'<a href="#{run.anchor}">{escape(run.run.name)}</a>' for run in runs)
     written = f"Written by can-train {escape(__version__)} on {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}."
     style = f"{STYLE}{_PAGE_STYLE}"
+    digest = b64encode(sha256(style.encode()).digest()).decode()
+    # A browser shows the page in this style, and runs and loads nothing.
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_content_policy(style)}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
@@ -189,12 +188,6 @@ def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[Table]") -> str
 </body>
 </html>
 """
-
-
-def _content_policy(style: str) -> str:
-    """Returns the policy that lets a browser show the page in this style, and run and load nothing."""
-    digest = b64encode(sha256(style.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[Table]") -> str:
@@ -218,9 +211,13 @@ def _run_section(run: ReportedRun, *, alone: bool) -> str:
     known = run.run.status.known
     heading = "" if alone else f'<h2 id="{run.anchor}">Run {escape(known.run_id)}</h2>'
     facts = [(name, text) for name, text in head_facts(run.run.status, run.config) if name != "run"]
+    verdict, loss = _tables(score_tables(run.run.result, summary=True)), loss_chart(run.steps, run.validation)
+    unjudged = "The run's judgement is empty, or its result.json has no tables."
+    if not run.run.result:
+        unjudged = f"The run has not been judged. It is {run.run.status.state}."
     parts = {
-        "Verdict": _verdict(run),
-        "Loss": _loss(run),
+        "Verdict": verdict or _missing(unjudged),
+        "Loss": _figures([loss]) if loss else _missing("No step has been recorded yet."),
         "Memory": _memory(run),
         "Plan": _plan(run),
         "Safety factor over runs": _factor(run),
@@ -234,20 +231,6 @@ def _run_section(run: ReportedRun, *, alone: bool) -> str:
     )
 
 
-def _verdict(run: ReportedRun) -> str:
-    tables = score_tables(run.run.result, summary=True)
-    if tables:
-        return _tables(tables)
-    if not run.run.result:
-        return _missing(f"The run has not been judged. It is {run.run.status.state}.")
-    return _missing("The run's judgement is empty, or its result.json has no tables.")
-
-
-def _loss(run: ReportedRun) -> str:
-    chart = loss_chart(run.steps, run.validation)
-    return _figures([chart]) if chart else _missing("No step has been recorded yet.")
-
-
 def _memory(run: ReportedRun) -> str:
     charts = memory_charts(run.steps, run.limits)
     missing = [] if charts else ["No step has been recorded yet."]
@@ -258,28 +241,15 @@ def _memory(run: ReportedRun) -> str:
         missing.append("On the CPU only one step in monitor.interval is measured, and nothing is reserved.")
     if limits and len(charts) > 1 and (axis := charts[0].y) and limits[0].capacity_bytes > axis.high:
         missing.append(f"The capacity, {size_text(limits[0].capacity_bytes)}, lies far above what was used.")
-    lines = (line.partition("  ") for line in memory_lines(run.run.memory))
-    facts = _facts([(name, text.strip()) for name, _, text in lines])
-    return facts + "".join(map(_missing, missing)) + _figures(charts)
+    return _facts(memory_lines(run.run.memory)) + "".join(map(_missing, missing)) + _figures(charts)
 
 
 def _plan(run: ReportedRun) -> str:
     device = str(run.run.result.get("device") or run.config.get("device"))
-    lines = full_plan_lines(read_plan(run.folder), device)
-    if not lines:
+    sentences, figures, notices = full_plan(read_plan(run.folder), device)
+    if not sentences:
         return _missing("No plan has been made yet.")
-    # The figures that decided the plan are indented.
-    sentences = "".join(f"<p>{escape(line)}</p>" for line in lines if not line.startswith(" "))
-    return sentences + _facts([_named(line.strip()) for line in lines if line.startswith(" ")])
-
-
-def _named(line: str) -> tuple[str, str]:
-    """Splits an aligned line into its name and its text."""
-    for name in ("predicted peak", "tuned limit", "safety factor"):
-        if line.startswith(name):
-            return name, line.removeprefix(name).strip()
-    name, _, text = line.partition(" ")
-    return name, text.strip()
+    return "".join(f"<p>{escape(sentence)}</p>" for sentence in [*sentences, *notices]) + _facts(figures)
 
 
 def _factor(run: ReportedRun) -> str:
@@ -294,34 +264,28 @@ def _factor(run: ReportedRun) -> str:
 def _curves(run: ReportedRun) -> str:
     if run.damage:
         return _missing(f"The recorded scores are damaged, so there are no curves: {run.damage}.")
-    if not run.predictions:
-        return _missing("The run has recorded no scores of single samples.")
-    return "".join(_curves_of_set(name, predictions) for name, predictions in run.predictions.items())
-
-
-def _curves_of_set(name: str, predictions: "Predictions") -> str:
-    sample, positive, negative = predictions.words
-    count = f"{len(predictions.score):,} {sample}s, {int(predictions.positive.sum()):,} of them {positive}s"
-    parts = [f'<div class="set"><h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>']
-    if has_both_classes(predictions):
-        label = {"model": predictions}
-        charts = [precision_recall_chart("Precision and recall", label), roc_chart("ROC", label)]
-        parts.append(f'<div class="grid">{_figures(charts)}</div>')
-    else:
-        parts.append(_missing(f"Curves need both {positive} and {negative} {sample}s."))
-    if chart := timeline_chart(f"Flagged {sample}s over time", predictions):
-        parts.append(_figures([chart]))
-    return "".join([*parts, "</div>"])
+    parts = []
+    for name, predictions in run.predictions.items():
+        sample, positive, negative = predictions.words
+        count = f"{len(predictions.score):,} {sample}s, {int(predictions.positive.sum()):,} of them {positive}s"
+        parts.append(f'<div class="set"><h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>')
+        if has_both_classes(predictions):
+            label = {"model": predictions}
+            charts = [precision_recall_chart("Precision and recall", label), roc_chart("ROC", label)]
+            parts.append(f'<div class="grid">{_figures(charts)}</div>')
+        else:
+            parts.append(_missing(f"Curves need both {positive} and {negative} {sample}s."))
+        timeline = timeline_chart(f"Flagged {sample}s over time", predictions)
+        parts.append(f"{_figures([timeline] if timeline else [])}</div>")
+    return "".join(parts) or _missing("The run has recorded no scores of single samples.")
 
 
 def _settings(folder: RunFolder) -> str:
     changed = folder.changed_settings()
     if changed is None:
         return _missing("Which settings differ is not known: changed_settings.json is missing or damaged.")
-    if not changed:
-        return "<p>None.</p>"
     rows = [(name, value_text(setting["value"]), value_text(setting["default"])) for name, setting in changed.items()]
-    return _table(TextTable("", ("setting", "value", "default"), rows))
+    return _table(TextTable("", ("setting", "value", "default"), rows)) if rows else "<p>None.</p>"
 
 
 # Elements
@@ -348,21 +312,17 @@ def _tables(tables: "Sequence[Table]") -> str:
 
 def _table(table: "Table") -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
-    texts = {
-        index for index in range(1, len(table.columns)) if any(len(row[index]) > _TEXT_LETTERS for row in table.rows)
-    }
-    rows = "".join(f"<tr>{''.join(_cells(row, texts))}</tr>" for row in table.rows)
+    texts = {index for index in range(1, len(table.columns))
+             if any(len(row[index]) > _TEXT_LETTERS for row in table.rows)}  # fmt: skip
+    rows = ""
+    for name, *cells in table.rows:
+        # Names are long on a phone, and have no spaces.
+        first = escape(name).replace("_", "_<wbr>").replace(".", ".<wbr>")
+        rest = "".join(f"<td class=text>{escape(cell)}</td>" if index in texts else f"<td>{escape(cell)}</td>"
+                       for index, cell in enumerate(cells, start=1))  # fmt: skip
+        rows += f"<tr><td>{first}</td>{rest}</tr>"
     title = f'<h4 class="table">{escape(table.title)}</h4>' if table.title else ""
     label = escape(table.title, quote=True)
     body = f'<table aria-label="{label}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>' if rows else ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
     return f'{title}<div class="scroll">{body}</div>' + (f'<ul class="notes">{notes}</ul>' if notes else "")
-
-
-def _cells(row: Sequence[str], texts: Container[int]) -> Iterable[str]:
-    for index, cell in enumerate(row):
-        text = escape(cell)
-        if not index:
-            # Names are long on a phone, and have no spaces.
-            text = text.replace("_", "_<wbr>").replace(".", ".<wbr>")
-        yield f"<td class=text>{text}</td>" if index in texts else f"<td>{text}</td>"

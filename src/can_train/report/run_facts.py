@@ -52,9 +52,17 @@ def run_json(status: RunStatus) -> dict[str, Any]:
     record, facts, config = status.known.record, status.facts, status.known.config
     row, headline = live_row(facts), score(result_of(status))
     restarts: dict[JobId | None, int] = {}
+    attempts = []
     for attempt in facts.attempts:
-        job = attempt.start.slurm_job
-        restarts[job] = max(restarts.get(job, 0), attempt.start.restarts)
+        start, state = attempt.start, infer_attempt_state(attempt, facts)
+        restarts[start.slurm_job] = max(restarts.get(start.slurm_job, 0), start.restarts)
+        attempts.append({
+            **{name: getattr(start, name) for name in ("attempt", "job_id", "cluster", "restarts", "host", "pid")},
+            "time": start.start_time,
+            "ended": attempt.end.time if attempt.end else None,
+            "state": state.state,
+            "why": state.sentence,
+        })  # fmt: skip
     values = {
         "run_id": record.run_id,
         "short_name": short_name(record.run_id),
@@ -82,24 +90,10 @@ def run_json(status: RunStatus) -> dict[str, Any]:
         "resubmissions": max(0, len(facts.jobs) - 1),
         **vars(status.progress),
         "jobs": [vars(job) for job in facts.jobs],
-        "attempts": _attempts_json(status),
+        "attempts": attempts,
         "changes": status.known.folder.changes(),
     }
     return {name: finite(value) for name, value in values.items()}
-
-
-def _attempts_json(status: RunStatus) -> list[dict[str, Any]]:
-    attempts = []
-    for attempt in status.facts.attempts:
-        start, state = attempt.start, infer_attempt_state(attempt, status.facts)
-        attempts.append({
-            **{name: getattr(start, name) for name in ("attempt", "job_id", "cluster", "restarts", "host", "pid")},
-            "time": start.start_time,
-            "ended": attempt.end.time if attempt.end else None,
-            "state": state.state,
-            "why": state.sentence,
-        })  # fmt: skip
-    return attempts
 
 
 def listed_json(status: RunStatus) -> dict[str, Any]:
@@ -123,14 +117,8 @@ def run_facts(status: RunStatus) -> dict[str, Any]:
 def head_facts(status: RunStatus, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Writes the state, progress, time, device, folder and changes of a run, each with its name."""
     progress, seconds = status.progress, seconds_of(status)
-    done = [
-        f"{name} {value}" + (f" of {total}" if total else "")
-        for name, value, total in (
-            ("epoch", progress.epoch, progress.epochs),
-            ("step", progress.step, progress.steps),
-        )
-        if value is not None
-    ]
+    counts = (("epoch", progress.epoch, progress.epochs), ("step", progress.step, progress.steps))
+    done = [f"{name} {value}" + (f" of {total}" if total else "") for name, value, total in counts if value is not None]
     lines = {
         "run": status.known.run_id,
         "state": str(status.state),
@@ -175,20 +163,22 @@ def read_plan(folder: RunFolder) -> dict[str, Any]:
     return plan if isinstance(plan.get("plan"), dict) else {}
 
 
-def full_plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
-    """Writes a plan of `read_plan` with the figures that decided it, which are indented; no lines for an empty plan."""
+def full_plan(plan: Mapping[str, Any], device: str) -> tuple[list[str], list[tuple[str, str]], Sequence[str]]:
+    """Writes a plan of `read_plan` as sentences; the figures that decided it, each with its name; and its notices.
+    All are empty for an empty plan.
+    """
     if not plan:
-        return []
+        return [], [], ()
     # It imports PyTorch, and `--json` does not wait for that.
     from can_train.fit.planner import RunPlan
-    from can_train.training.report import plan_lines
+    from can_train.training.report import plan_details, plan_summary
 
     try:
         run_plan = RunPlan.from_plain(dict(plan))
     except (KeyError, TypeError, ValueError):
-        return ["of another version of can-train"]
+        return ["of another version of can-train"], [], ()
     capacity = 0 if run_plan.limits is None else run_plan.limits.capacity_bytes
-    return [*plan_lines(run_plan, device, capacity), *run_plan.all_notices]
+    return plan_summary(run_plan, device, capacity), plan_details(run_plan), run_plan.all_notices
 
 
 def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,8 +208,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: number_or_none(value) for name, value in values.items()}
 
 
-def memory_lines(memory: Mapping[str, Any]) -> list[str]:
-    """Writes the facts of `memory_facts` as lines, each a name and a sentence."""
+def memory_lines(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Writes the facts of `memory_facts` as sentences, each with its name."""
     peak, share, predicted = memory["peak_bytes"], memory["peak_share"], memory["predicted_peak_bytes"]
     of_device = f"{share:.1%} of what is usable" if share is not None else ""
     measured = ", ".join(filter(None, [size_text(peak) if peak else "", of_device])) or _UNKNOWN
@@ -228,9 +218,9 @@ def memory_lines(memory: Mapping[str, Any]) -> list[str]:
     parts += [f"of up to {largest} samples"] if largest else []
     rescues = memory["rescues"]
     return [
-        f"peak           {measured}" + (f"; predicted: {size_text(predicted)}" if predicted else ""),
-        f"micro-batches  {', '.join(parts) or _UNKNOWN}",
-        f"rescues        {rescues}" + (" (steps that ran out of memory and were split further)" if rescues else ""),
+        ("peak", measured + (f"; predicted: {size_text(predicted)}" if predicted else "")),
+        ("micro-batches", ", ".join(parts) or _UNKNOWN),
+        ("rescues", f"{rescues}" + (" (steps that ran out of memory and were split further)" if rescues else "")),
     ]
 
 
@@ -291,26 +281,8 @@ def compared_runs(statuses: Iterable[RunStatus]) -> list[ComparedRun]:
 
 def comparison_tables(runs: Sequence[ComparedRun]) -> list[TextTable]:
     """Makes the tables of a comparison: course, settings that differ, and a table for each metric."""
-    return [_course_table(runs), _settings_table(runs), *_score_tables(runs)]
-
-
-def comparison_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """Makes the JSON object of a comparison."""
-    plain = [
-        {
-            **run_json(run.status),
-            "memory": run.memory,
-            "scores": {name: by_test_set(run.result, name) for name in _METRICS},
-        }
-        for run in runs
-    ]
-    return {"runs": plain, "settings": differences([run.settings for run in runs])}
-
-
-def _course_table(runs: Sequence[ComparedRun]) -> TextTable:
-    """Makes the table of state, time, steps, device and memory."""
     seconds = [seconds_of(run.status) for run in runs]
-    rows = {
+    course = {
         "state": [run.status.state.label for run in runs],
         "time": [_NONE if time_s is None else duration(time_s) for time_s in seconds],
         "epochs": [_cell(run.status.progress.epoch) for run in runs],
@@ -322,27 +294,25 @@ def _course_table(runs: Sequence[ComparedRun]) -> TextTable:
         "largest micro-batch": [_cell(run.memory["largest_micro_batch"]) for run in runs],
         "rescues": [_cell(run.memory["rescues"]) for run in runs],
     }
-    keys = [f"{run.name}: {run.status.known.record.key}" for run in runs]
-    return _table("Runs", "", runs, rows, notes=keys)
-
-
-def _settings_table(runs: Sequence[ComparedRun]) -> TextTable:
-    differing = differences([run.settings for run in runs])
-    rows = {name: [_NONE if value in (None, "") else str(value) for value in values]
-            for name, values in differing.items()}  # fmt: skip
-    return _table("Settings that differ", "setting", runs, rows, notes=() if rows else ("none",))
-
-
-def _score_tables(runs: Sequence[ComparedRun]) -> list[TextTable]:
-    """Makes a table for each metric that a run has, with a row for each test set."""
-    tables = []
+    settings = {name: [_NONE if value in (None, "") else str(value) for value in values]
+                for name, values in differences([run.settings for run in runs]).items()}  # fmt: skip
+    tables = [
+        _table("Runs", "", runs, course, notes=[f"{run.name}: {run.status.known.record.key}" for run in runs]),
+        _table("Settings that differ", "setting", runs, settings, notes=() if settings else ("none",)),
+    ]
     for metric, by_run in _scores_by_metric(runs).items():
-        rows = {}
-        for name in dict.fromkeys(name for scores in by_run for name in scores):
-            rows[name or "validation"] = _score_cells([scores.get(name) for scores in by_run], metric)
+        names = dict.fromkeys(name for scores in by_run for name in scores)
+        rows = {name or "validation": _score_cells([scores.get(name) for scores in by_run], metric) for name in names}
         notes = (f"{_BEST} the best of its row",) if is_ranked(metric) else ()
         tables.append(_table(metric, "test set", runs, rows, notes=notes))
     return tables
+
+
+def comparison_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Makes the JSON object of a comparison."""
+    plain = [{**run_json(run.status), "memory": run.memory,
+              "scores": {name: by_test_set(run.result, name) for name in _METRICS}} for run in runs]  # fmt: skip
+    return {"runs": plain, "settings": differences([run.settings for run in runs])}
 
 
 def _scores_by_metric(runs: Sequence[ComparedRun]) -> dict[str, list[Mapping[str, float]]]:
@@ -351,9 +321,7 @@ def _scores_by_metric(runs: Sequence[ComparedRun]) -> dict[str, list[Mapping[str
     # The usual metrics are enough; a task without any of them shows all of its metrics.
     has_usual = any(metric in scores for scores in every for metric in _METRICS)
     unusual = () if has_usual else dict.fromkeys(metric for scores in every for metric in scores)
-    by_metric: dict[str, list[Mapping[str, float]]] = {
-        metric: [scores.get(metric, {}) for scores in every] for metric in unusual
-    }
+    by_metric = {metric: [scores.get(metric, {}) for scores in every] for metric in unusual}
     by_metric |= {metric: [by_test_set(run.result, metric) for run in runs] for metric in _METRICS}
     return {metric: scores for metric, scores in by_metric.items() if any(scores)}
 

@@ -11,7 +11,6 @@ from can_train.io.units import counted, size_text
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel, DeviceLimits
-    from can_train.fit.plan import PhasePlan
     from can_train.fit.planner import RunPlan
     from can_train.training.dry_run import DryPlan
     from can_train.training.reference_models import ReferenceModelPlan
@@ -41,24 +40,22 @@ def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> lis
     plan, peak = run_plan.phase_plan, run_plan.fullest.predicted_peak_bytes
     steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
     unit = "step" if plan.steps_per_epoch == 1 else "steps"
-    lines = [f"Plan: {_batch_text(plan)}, {steps} {unit} an epoch."]
+    batch = f"{counted(plan.logical_batch // plan.batches_per_step, 'sample')}"
+    reason = _REASONS[plan.binding_limit]
+    if plan.batches_per_step == 1:
+        batch = f"{batch} a step ({reason})"
+    else:
+        batch = f"{batch} a batch ({reason}), {plan.batches_per_step} batches a step"
+    lines = [f"Plan: {batch}, {steps} {unit} an epoch."]
     if plan.lr_factor != 1:
         lines.append(f"The learning rate is the preset's × {plan.lr_factor:.3g}, because the batch is another one.")
-    lines += [_parts_text(one) for one in run_plan.phases]
+    lines += map(_parts_text, run_plan.phases)
     if plan.safety_factor is not None and run_plan.factor.reason == STATIC:
         lines.append(f"The safety factor is {plan.safety_factor:g}, as set: nothing is learned.")
     if peak is not None:
         share = f"{peak / capacity_bytes:.0%} of the {size_text(capacity_bytes)} of {device_key}"
         lines.append(f"Memory is predicted to peak at {size_text(peak)}, {share}.")
     return lines
-
-
-def _batch_text(plan: PhasePlan) -> str:
-    reason = _REASONS[plan.binding_limit]
-    if plan.batches_per_step == 1:
-        return f"{counted(plan.logical_batch, 'sample')} a step ({reason})"
-    batch = counted(plan.logical_batch // plan.batches_per_step, "sample")
-    return f"{batch} a batch ({reason}), {plan.batches_per_step} batches a step"
 
 
 def _parts_text(run_plan: RunPlan) -> str:
@@ -74,41 +71,33 @@ def _parts_text(run_plan: RunPlan) -> str:
     return f"{owner} is computed in {parts} of up to {counted(plan.largest_micro_batch, 'sample')}{splits}."
 
 
-def plan_details(run_plan: RunPlan) -> list[str]:
-    """Writes the basis of a plan as aligned lines, phase by phase; none where nothing was measured."""
+def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
+    """Writes the basis of a plan, phase by phase: names and texts; none where nothing was measured."""
     lines = []
-    for one in run_plan.phases:
-        own = _phase_details(one)
-        lines += [f"  phase          {one.phase}", *own] if one.phase and own else own
+    for phase in run_plan.phases:
+        plan, limits, peak = phase.phase_plan, phase.limits, phase.predicted_peak_bytes
+        if limits is None or peak is None:
+            continue
+        lines += [("phase", phase.phase)] if phase.phase else []
+        lines.append(("memory", _cost_model_text(limits.training.model)))
+        if plan.safety_factor is not None:
+            lines.append(("tuned limit", _tuned_limit_text(limits)))
+            lines.append(("safety factor", f"{plan.safety_factor:.4g}: {phase.factor.reason}"))
+            if (aim := phase.factor.aim) != NO_AIM:
+                reason = f": {aim.reason}" if aim.reason else ""
+                lines.append(("target", f"a peak of {aim.share:.1%} of what is usable{reason}"))
+        share = peak / limits.capacity_bytes
+        width = limits.training.half_width(plan.largest_cost) / limits.capacity_bytes
+        lines.append(("predicted peak", f"{size_text(peak)}, {share:.1%} ± {width:.1%} of what is usable"))
     return lines
 
 
-def _phase_details(run_plan: RunPlan) -> list[str]:
-    plan, limits, peak = run_plan.phase_plan, run_plan.limits, run_plan.predicted_peak_bytes
-    if limits is None or peak is None:
-        return []
-    lines = [f"  memory         {_cost_model_text(limits.training.model)}"]
-    if plan.safety_factor is not None:
-        lines.append(f"  tuned limit    {_tuned_limit_text(limits)}")
-        lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor.reason}")
-        if (aim := run_plan.factor.aim) != NO_AIM:
-            reason = f": {aim.reason}" if aim.reason else ""
-            lines.append(f"  target         a peak of {aim.share:.1%} of what is usable{reason}")
-    share = peak / limits.capacity_bytes
-    width = limits.training.half_width(plan.largest_cost) / limits.capacity_bytes
-    lines.append(f"  predicted peak {size_text(peak)}, {share:.1%} ± {width:.1%} of what is usable")
-    return lines
-
-
-def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
-    """Writes a plan in full: its summary, then its basis."""
-    return [*plan_summary(run_plan, device_key, capacity_bytes), *plan_details(run_plan)]
-
-
-def reference_model_lines(plans: Sequence[ReferenceModelPlan]) -> list[str]:
-    """Writes where reference models run as aligned lines: each one's run, then the measured cost of each placement."""
-    lines = []
-    for plan in plans:
+def detail_lines(run_plan: RunPlan, reference_models: Sequence[ReferenceModelPlan] = ()) -> list[str]:
+    """Writes the basis of a plan as aligned lines, below it where reference models run: each one's run, then the
+    measured cost of each placement.
+    """
+    lines = [f"  {name:<14} {text}" for name, text in plan_details(run_plan)]
+    for plan in reference_models:
         once = "" if plan.peak_bytes is None else f" (run once, with a peak of {size_text(plan.peak_bytes)})"
         lines.append(f"  {plan.role:<14} {plan.name}, {_PLACEMENTS[plan.placement]}{once}")
         for cost in plan.costs:
@@ -130,8 +119,7 @@ def dry_lines(key: str, dry: DryPlan, *, details: bool) -> list[str]:
         lines += [
             f"  device         {target.name}, {size_text(target.total_bytes)}: {target.source}",
             *(f"    less         {size_text(use.num_bytes)} {use.what}" for use in target.subtracted),
-            *plan_details(dry.plan),
-            *reference_model_lines(dry.reference_models),
+            *detail_lines(dry.plan, dry.reference_models),
         ]
     return [*lines, *(f"note: {text}" for text in dry.warnings)]
 
@@ -144,58 +132,53 @@ def data_text(dry: DryPlan) -> str:
 
 def dry_table(plans: Sequence[DryPlan], *, details: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Writes the plans for several devices as a table; returns its headings and its rows."""
+    rows = []
+    for dry in plans:
+        usable = size_text(dry.target.capacity_bytes)
+        if dry.plan is None:
+            rows.append((dry.target.key, usable, "–", "–", "–", "–", "–", "does not fit"))
+            continue
+        plan, peak = dry.plan.fullest.phase_plan, dry.plan.fullest.predicted_peak_bytes
+        parts = [phase.phase_plan for phase in dry.plan.phases]
+        rows.append((
+            dry.target.key,
+            usable,
+            "–" if plan.safety_factor is None else f"{plan.safety_factor:.3f}",
+            str(plan.logical_batch),
+            spread(min(each.fewest_parts for each in parts), max(each.most_parts for each in parts), "-"),
+            spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch, "-"),
+            "–" if peak is None else f"{peak / dry.target.capacity_bytes:.1%}",
+            plan.binding_limit,
+        ))  # fmt: skip
     shown = [index for index, name in enumerate(_COLUMNS) if details or name != _FACTOR]
-    rows = [_dry_row(dry) for dry in plans]
     return tuple(_COLUMNS[index] for index in shown), [tuple(row[index] for index in shown) for row in rows]
-
-
-def _dry_row(dry: DryPlan) -> tuple[str, ...]:
-    usable = size_text(dry.target.capacity_bytes)
-    if dry.plan is None:
-        return (dry.target.key, usable, "–", "–", "–", "–", "–", "does not fit")
-    fullest, parts = dry.plan.fullest, [one.phase_plan for one in dry.plan.phases]
-    plan, peak = fullest.phase_plan, fullest.predicted_peak_bytes
-    return (
-        dry.target.key,
-        usable,
-        "–" if plan.safety_factor is None else f"{plan.safety_factor:.3f}",
-        str(plan.logical_batch),
-        spread(min(one.fewest_parts for one in parts), max(one.most_parts for one in parts), "-"),
-        spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch, "-"),
-        "–" if peak is None else f"{peak / dry.target.capacity_bytes:.1%}",
-        plan.binding_limit,
-    )
 
 
 def dry_json(config: Mapping[str, Any], key: str, plans: Sequence[DryPlan]) -> dict[str, Any]:
     """Makes plain values of plans; sizes are bytes, peaks also shares of the capacity."""
-    first = plans[0]
+    first, objects = plans[0], []
+    for dry in plans:
+        target, error = dry.target, dry.error
+        objects.append({
+            "target": {
+                "key": target.key,
+                "name": target.name,
+                "total_bytes": target.total_bytes,
+                "subtracted": [{"what": use.what, "bytes": use.num_bytes} for use in target.subtracted],
+                "capacity_bytes": target.capacity_bytes,
+                "source": target.source,
+            },
+            "fits": dry.plan is not None,
+            "error": None if error is None else {"rule": error.rule, "value": error.value, "remedy": error.remedy},
+            "warnings": dry.warnings,
+            "reference_models": [asdict(plan) for plan in dry.reference_models],
+        })  # fmt: skip
+        if dry.plan is not None:
+            objects[-1] |= _plan_json(dry.plan)
+            if dry.plan.later:
+                objects[-1]["phases"] = [{"phase": phase.phase, **_plan_json(phase)} for phase in dry.plan.phases]
     data = {"num_train_samples": first.num_samples, "is_estimate": bool(first.sample_note), "note": first.sample_note}
-    return {"config_key": key, "data": data, "plans": [_dry_json(dry) for dry in plans], "config": dict(config)}
-
-
-def _dry_json(dry: DryPlan) -> dict[str, Any]:
-    target, error = dry.target, dry.error
-    return {
-        "target": {
-            "key": target.key,
-            "name": target.name,
-            "total_bytes": target.total_bytes,
-            "subtracted": [{"what": use.what, "bytes": use.num_bytes} for use in target.subtracted],
-            "capacity_bytes": target.capacity_bytes,
-            "source": target.source,
-        },
-        "fits": dry.plan is not None,
-        "error": None if error is None else {"rule": error.rule, "value": error.value, "remedy": error.remedy},
-        "warnings": dry.warnings,
-        "reference_models": [asdict(plan) for plan in dry.reference_models],
-        **({} if dry.plan is None else _plan_json(dry.plan)),
-        **({} if dry.plan is None or not dry.plan.later else _phases_json(dry.plan)),
-    }
-
-
-def _phases_json(run_plan: RunPlan) -> dict[str, Any]:
-    return {"phases": [{"phase": one.phase, **_plan_json(one)} for one in run_plan.phases]}
+    return {"config_key": key, "data": data, "plans": objects, "config": dict(config)}
 
 
 def _plan_json(run_plan: RunPlan) -> dict[str, Any]:

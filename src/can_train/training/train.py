@@ -71,7 +71,7 @@ from can_train.training.distributed import RankFailedError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
 from can_train.training.reference_models import ReferenceModels
-from can_train.training.report import plan_details, plan_summary, reference_model_lines
+from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
 
 ShareResult = tuple[BatchResult, Denominators]
@@ -306,7 +306,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
 def _show_plan(parts: Parts, plan: RunPlan, references: ReferenceModels) -> None:
     meter, reporter = parts.meter, parts.reporter
     reporter.notice("\n".join(plan_summary(plan, meter.key, meter.capacity_bytes)))
-    reporter.detail("\n".join([*plan_details(plan), *reference_model_lines(references.plans)]))
+    reporter.detail("\n".join(detail_lines(plan, references.plans)))
     for notice in plan.all_notices:
         reporter.notice(notice)
 
