@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from bench.summary import cell, section_of
-from can_train.report.charts import STYLE, Chart, number_axis, plot_svg
+from can_train.report.charts import Chart, number_axis, plot_svg, read_style
 
 PICTURE: Final = Path(__file__).resolve().parents[2] / "docs" / "comparison.svg"
 
@@ -59,7 +59,8 @@ def picture(results: str) -> str:
         drawn.append(f'<g transform="translate(0 {top})">{block_svg(block, section_of(results, block.section))}</g>')
         top += TOP + ROW * len(block.tools) + BOTTOM
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} {top}"><style>{STYLE}</style>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} {top}">'
+        f"<style>{read_style()}</style>"
         f'<rect width="100%" height="100%" style="fill: var(--page)"/>{"".join(drawn)}</svg>\n'
     )
 

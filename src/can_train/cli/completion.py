@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
@@ -30,53 +31,7 @@ from can_train.config.task_settings import TaskSettings, task_names
 from can_train.errors import unknown_name
 from can_train.factors.policies import POLICIES
 
-_BASH: Final = r"""
-_can_train() {
-    local answer
-    COMPREPLY=()
-    # Not split by the shell, which would expand `*` in an answer; and bash 3 has no mapfile.
-    while IFS= read -r answer; do
-        COMPREPLY+=("$answer")
-    done < <("${COMP_WORDS[0]}" complete-line bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null)
-    # More follows a word such as `training.lr=`, so no space does.
-    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=:] ]] && compopt -o nospace
-}
-complete -o default -F _can_train can-train
-"""
-
-_ZSH: Final = r"""
-#compdef can-train
-_can_train() {
-    local -a answers open described
-    answers=("${(@f)$("${words[1]}" complete-line zsh "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)}")
-    answers=(${answers:#})
-    (( ${#answers} )) || { _files; return }
-    # More follows a word such as `training.lr=`, so no space does. -U: some contain what is typed elsewhere.
-    open=(${(M)answers:#*[=:]})
-    (( ${#open} )) && compadd -U -S '' -- $open
-    described=(${${${answers:#*[=:]}//:/\\:}/$'\t'/:})
-    (( ${#described} )) && _describe 'can-train' described -U
-}
-(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
-compdef _can_train can-train
-"""
-
-_FISH: Final = r"""
-function __can_train_complete
-    set -l words (commandline -opc) (commandline -ct)
-    set -l answers ($words[1] complete-line fish $words[2..] 2>/dev/null)
-    if set --query answers[1]
-        printf '%s\n' $answers
-    else
-        __fish_complete_path (commandline -ct)
-    end
-end
-complete --command can-train --no-files --keep-order --arguments '(__can_train_complete)'
-"""
-
-_SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-
-
+_SHELLS: Final = ("bash", "zsh", "fish")  # each has its script in a file beside this one
 _PLAIN: Final = re.compile(r"\w[\w@%+=:,./-]*")
 """A value that each shell takes as it is. Names of files and of records may hold anything, and bash inserts an answer
 without quotes: `x$(touch y)` would be a command. A value that needs quotes is not offered.
@@ -92,9 +47,9 @@ def completion(
 
     In fish: can-train completion fish | source
     """
-    if shell not in _SCRIPTS:
-        raise unknown_name("shell", shell, _SCRIPTS)
-    print_text(_SCRIPTS[shell].strip())
+    if shell not in _SHELLS:
+        raise unknown_name("shell", shell, _SHELLS)
+    print_text(Path(__file__).with_name(f"completion.{shell}").read_text(encoding="utf-8").strip())
 
 
 def complete_line(words: Sequence[str], commands: Mapping[str, str], load: Callable[[str, Sequence[str]], Any]) -> None:
@@ -220,7 +175,7 @@ _SOURCES: Final[Mapping[str, Callable[[], Iterable[str]]]] = {
     "tracker": lambda: (*TRACKERS, NO_TRACKER),
     "key": _keys,
     "replay": lambda: POLICIES,
-    "shell": lambda: _SCRIPTS,
+    "shell": lambda: _SHELLS,
 }
 
 # Where the values of a parameter come from if the task of the line decides them, by name and description of the task.

@@ -87,42 +87,25 @@ OPTIONS: Final[dict[str, Option]] = {
 """In place of the names in braces, those that the task has are listed."""
 
 Groups = Sequence[tuple[str, str, str]]
-"""Title of each group of options in the help: the everyday ones, and those that only --help-all shows."""
 
 GROUPS: Final[Groups] = (
-    (
-        "What is trained",
-        "model dataset mode size set model_args",
-        "task config_dir start_from baselines",
-    ),
-    (
-        "How it is trained",
-        "epochs batch_size lr precision seed",
-        """lr_batch_size lr_scale lr_factors optimizer betas weight_decay no_decay freeze thaw_epoch
-        grad_clip_norm scheduler scheduler_interval warmup_share
-        patience val_interval log_splits checkpoint_every deterministic""",
-    ),
-    (
-        "Device and memory",
-        "device find_batch_size",
-        """memory micro_batch_size min_micro_batch_size adaptive_micro_batch backoff_factor oom_retries regrow oversize
-        accumulation accumulation_splits accumulation_threshold accumulation_target_mib accumulation_max_splits
-        gradient_accumulation_steps preflight_threshold min_steps_per_epoch find_batch_size_steps_per_trial
-        cuda_empty_cache_interval cuda_empty_cache_threshold_mib use_adaptive_batch_size_factor
-        graph_memory_safety_factor""",
-    ),
-    (
-        "Plan and output",
-        "dry_run target_gpu quiet verbose",
-        "target_memory show_config json tracker runs_dir data_root state_dir",
-    ),
-    (
-        "On a cluster",
-        "submit partition gpus mem time",
-        """cluster account qos nodes cpus constraint gres exclude nodelist reservation exclusive comment job_name
-        mail_user mail_type max_parallel after force""",
-    ),
-)
+    ("What is trained", "model dataset mode size set model_args", "task config_dir start_from baselines"),
+    ("How it is trained", "epochs batch_size lr precision seed",
+     """lr_batch_size lr_scale lr_factors optimizer betas weight_decay no_decay freeze thaw_epoch grad_clip_norm scheduler
+     scheduler_interval warmup_share patience val_interval log_splits checkpoint_every deterministic"""),
+    ("Device and memory", "device find_batch_size",
+     """memory micro_batch_size min_micro_batch_size adaptive_micro_batch backoff_factor oom_retries regrow oversize
+     accumulation accumulation_splits accumulation_threshold accumulation_target_mib accumulation_max_splits
+     gradient_accumulation_steps preflight_threshold min_steps_per_epoch find_batch_size_steps_per_trial
+     cuda_empty_cache_interval cuda_empty_cache_threshold_mib use_adaptive_batch_size_factor
+     graph_memory_safety_factor"""),
+    ("Plan and output", "dry_run target_gpu quiet verbose",
+     "target_memory show_config json tracker runs_dir data_root state_dir"),
+    ("On a cluster", "submit partition gpus mem time",
+     """cluster account qos nodes cpus constraint gres exclude nodelist reservation exclusive comment job_name mail_user
+     mail_type max_parallel after force"""),
+)  # fmt: skip
+"""Title of each group of options in the help: the everyday options, and those that only --help-all shows."""
 
 _LISTED: Final = 3  # data sets that help names
 _NOT_SETTINGS: Final = {"set_", "run", "stages", "show", "preset"}  # parameters that name no setting

@@ -9,31 +9,11 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from math import ceil, floor, isfinite, log10
+from pathlib import Path
 from typing import Final, Literal
 
 Point = tuple[float, float | None]
 """A place in a chart; a y of None interrupts a line."""
-
-# Okabe and Ito's colours, which people with any colour vision tell apart; lighter ones on a dark page.
-STYLE: Final = """
-:root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --muted: #59636e; --grid: #dfe3e8; --card: #f6f8fa;
-  --c1: #0072b2; --c2: #d55e00; --c3: #007f5c; --c4: #a8538a; --c5: #a06f00; --c6: #3a8fc4; --c0: #59636e; }
-@media (prefers-color-scheme: dark) { :root { --page: #14171b; --ink: #e8ebee; --muted: #9ba5b0; --grid: #333a42;
-  --card: #1d2126; --c1: #56b4e9; --c2: #ff8a3d; --c3: #2fc796; --c4: #e29ac6; --c5: #f0b429; --c6: #9ad0f2;
-  --c0: #9ba5b0; } }
-.plot { overflow: visible; }
-.plot text, .legend { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--muted); }
-.plot text.title { fill: var(--ink); font-weight: 600; font-size: 14px; }
-.plot .grid { stroke: var(--grid); } .plot .axis { stroke: var(--muted); }
-.plot .line { fill: none; stroke-width: 1.75; stroke-linejoin: round; vector-effect: non-scaling-stroke; }
-.plot .faint { stroke-width: 1; opacity: .55; } .plot .dashed { stroke-dasharray: 6 4; }
-.plot .area { stroke: none; opacity: .25; } .plot .mark { fill: var(--page); stroke-width: 2; }
-.plot .span { stroke: none; }
-""" + "".join(
-    f".c{color}, .plot .line.c{color}, .plot .mark.c{color} {{ stroke: var(--c{color}); }} "
-    f".plot .area.c{color}, .plot .span.c{color}, .plot .full.c{color} {{ fill: var(--c{color}); }}\n"
-    for color in range(7)
-)
 
 # Of the grid that paths are drawn on, which is stretched to the plot: fine enough for the widest screen.
 _GRID_X: Final = 2000
@@ -190,6 +170,13 @@ def mean(values: Sequence[float]) -> float:
 # The parts of a chart
 
 
+def read_style(name: str = "charts.css") -> str:
+    """Reads a style sheet of this folder: of charts, or of the page. In charts.css are Okabe and Ito's colours, which
+    people with any colour vision tell apart; lighter ones on a dark page.
+    """
+    return "\n" + Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
 def plot_svg(chart: Chart, attributes: str) -> str:
     """Draws a chart; axes and legend overflow the element."""
     parts = [f"<title>{escape(chart.title)}</title><desc>{escape(chart.description)}</desc>"]
@@ -312,7 +299,7 @@ def svg_file(chart: Chart) -> str:
             across += _SWATCH_WIDTH + _LETTER_WIDTH * len(series.name) + 12
     size = f'viewBox="0 0 {_FILE_WIDTH} {_FILE_HEIGHT}" width="{_FILE_WIDTH}" height="{_FILE_HEIGHT}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" {size}><style>{STYLE}</style>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" {size}><style>{read_style()}</style>'
         f'<rect width="100%" height="100%" style="fill: var(--page)"/>'
         f'<text class="title" x="12" y="24">{escape(chart.title)}</text>{plot}'
         f'<g transform="translate({left} {_FILE_HEIGHT - 28})">{"".join(items)}</g></svg>\n'

@@ -13,7 +13,7 @@ from can_train import __version__
 from can_train.errors import StateError
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
-from can_train.report.charts import STYLE, Chart, figure_html
+from can_train.report.charts import Chart, figure_html, read_style
 from can_train.report.figures import (
     factor_chart,
     has_both_classes,
@@ -34,53 +34,6 @@ if TYPE_CHECKING:
     from can_train.task import Predictions, Table
 
 _TEXT_LETTERS: Final = 24  # a longer cell is a text, which may be wrapped
-
-_PAGE_STYLE: Final = """
-* { box-sizing: border-box; } html { -webkit-text-size-adjust: 100%; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI",
-  sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 24px 16px 64px; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 1.3rem; margin: 48px 0 8px; padding-top: 16px; border-top: 2px solid var(--grid);
-  overflow-wrap: anywhere; }
-h3 { font-size: 1.05rem; margin: 32px 0 8px; overflow-wrap: anywhere; }
-h4 { margin: 24px 0 4px; overflow-wrap: anywhere; }
-p { margin: 8px 0; max-width: 75ch; } .muted, .notes { color: var(--muted); font-size: .875rem; }
-.missing { border-left: 3px solid var(--c5); padding: 4px 12px; background: var(--card); }
-nav { margin: 12px 0; display: flex; flex-wrap: wrap; gap: 4px 16px; } nav a { color: var(--c1); }
-dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 2px 16px; margin: 8px 0; }
-dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto;
-  background: linear-gradient(to right, transparent calc(100% - 24px), var(--page) calc(100% - 12px)) local,
-  linear-gradient(to left, var(--grid), transparent 12px); }
-.tables { display: flex; flex-wrap: wrap; gap: 8px 48px; } .tables > div { min-width: 0; max-width: 100%; }
-.tables ul.notes { max-width: 60ch; } table { border-collapse: collapse; margin: 8px 0; font-size: .875rem;
-  font-variant-numeric: tabular-nums; }
-h4.table { font-size: .875rem; margin: 12px 0 0; }
-th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th { color: var(--muted); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
-td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
-ul.notes { padding-left: 1.2em; margin: 4px 0; max-width: 90ch; } ul.notes li { overflow-wrap: anywhere; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); gap: 0 32px; }
-figure { margin: 12px 0 24px; padding: 0 8px 0 46px; break-inside: avoid; min-width: 0; }
-figure.strips { padding-left: 92px; }
-figcaption { margin: 0 0 32px -46px; font-weight: 600; font-size: .9rem; overflow-wrap: anywhere; }
-figure.strips figcaption { margin: 0 0 8px -92px; }
-figure svg.plot { display: block; } figure.strips { padding-bottom: 44px; }
-.legend { list-style: none; margin: 44px 0 0 -40px; padding: 0; display: flex; flex-wrap: wrap; gap: 2px 16px;
-  color: var(--muted); } .legend li { display: flex; align-items: center; gap: 6px; min-width: 0; }
-.legend svg { flex: none; }
-footer { margin-top: 48px; color: var(--muted); font-size: .875rem; }
-@media (max-width: 640px) { body { font-size: 15px; } h2 { margin-top: 32px; } table { font-size: .8rem; }
-  th, td { padding-right: 6px; } th { white-space: normal; vertical-align: bottom; line-height: 1.25; }
-  th:first-child, td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 4.5em; } }
-@media print { :root { color-scheme: light; --page: #fff; --ink: #000; --muted: #444; --grid: #ccc; --card: #fff;
-  --c1: #0072b2; --c2: #d55e00; --c3: #007f5c; --c4: #a8538a; --c5: #a06f00; --c6: #3a8fc4; --c0: #59636e; }
-  main { max-width: none; padding: 0; } body { font-size: 11pt; }
-  .scroll { overflow: visible; background: none; } nav { display: none; }
-  h2, h3, h4 { break-after: avoid; } .set, table { break-inside: avoid; } * { print-color-adjust: exact; } }
-@page { margin: 15mm; }
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +117,7 @@ def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[Table]") -> str
     parts += [_run_section(run, alone=is_single) for run in runs]
     links = "" if is_single else "".join(f'<a href="#{run.anchor}">{escape(run.run.name)}</a>' for run in runs)
     written = f"Written by can-train {escape(__version__)} on {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}."
-    style = f"{STYLE}{_PAGE_STYLE}"
+    style = f"{read_style()}{read_style('page.css')}"
     digest = b64encode(sha256(style.encode()).digest()).decode()
     # A browser shows the page in this style, and runs and loads nothing.
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
