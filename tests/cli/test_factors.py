@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from can_train.cli.factors import factors
+from can_train.cli.main import Command
 from can_train.errors import CanTrainError, ConfigError
 from can_train.factors.observations import write_record
 from fakes.samples import A100, KEY, observation, out_of_memory, started
@@ -29,7 +30,7 @@ def state(tmp_path: Path) -> Path:
 
 def run(state: Path, *arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(factors)
+    app.command(cls=Command)(factors)
     return CliRunner().invoke(app, ["--state-dir", str(state), *arguments])
 
 

@@ -89,7 +89,7 @@ def test_a_setting_that_makes_no_sense_is_refused_in_words(
         ((*TRAIN, "foo", "bar"), "Unexpected arguments 'foo bar'. Leave it out"),
         ((*TRAIN, "-x"), "Unknown flag: -x. Nearest: "),
         ((*TRAIN, "--tracker", ","), "--tracker names nothing: ','. Name one, or several: a,b."),
-        (("factors", "--export", ""), "--export is empty. Give a value or leave it out; can-train factors lists keys."),
+        (("factors", "--export", ""), "--export is empty. Give a value, or leave it out."),
         ((*TRAIN, "--submit", "--cluster", "local", "--partition", "gpu"), "--partition has no effect with --cluster"),
         (("--model", ",", "--dataset", "synthetic"), "--model names nothing: ','"),
         (("status", "x" * 5000), "File name too long. "),

@@ -149,10 +149,6 @@ def _command(kinds: Sequence[Any], settings: Any = None) -> Callable[..., None]:
                           remedy="Rename it in the task's EvaluationSettings")  # fmt: skip
 
     def command(**flags: Any) -> None:
-        for name, value in flags.items():
-            # An unset variable of a script leaves a flag empty.
-            if value == "":
-                raise ConfigError(f"--{name.replace('_', '-')} is empty", remedy="Give a value, or leave the flag out")
         given = {name: flags.pop(name) for name in options}
         evaluate(**flags, options=settings(**given) if settings and given else None)
 

@@ -85,9 +85,6 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     ] = None,
 ) -> None:
     """Show the learned safety factors and the runs that taught them; reset, pin, export or import them."""
-    for name, value in {"KEY": key, "--device": device, "--state-dir": state_dir, "--export": export}.items():
-        if value == "":
-            raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
     asked = {"reset": reset, "pin": pin is not None, "unpin": unpin, "export": export is not None,
              "import": import_file is not None, "replay": replay is not None, "plot": plot is not None,
              "show": show}  # fmt: skip

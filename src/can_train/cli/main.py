@@ -244,10 +244,17 @@ class Command(TyperCommand):
             if argument.startswith("--"):
                 checked[position] = self._check_flag(argument, following, given, ctx.command_path)
         try:
-            return super().parse_args(ctx, checked)
+            rest = super().parse_args(ctx, checked)
         except _UsageError as error:
             values = {flag: value for flag, (_, value) in given.items()}
             raise self._in_own_words(error, values, ctx.command_path) from error
+        for parameter in self.params:
+            # An unset variable of a script gives an empty value; `--model-args` may well have one.
+            if ctx.params.get(parameter.name) == "" and parameter.name != "model_args":
+                source = ctx.get_parameter_source(parameter.name)
+                if source is not None and source.name == "COMMANDLINE":
+                    raise ConfigError(f"{_shown(parameter)} is empty", remedy="Give a value, or leave it out")
+        return rest
 
     def _check_flag(self, argument: str, following: str, given: dict[str, tuple[str, str]], command: str) -> str:
         """Returns a flag as Typer's parser takes it, and enters its spelling and value into `given`.
@@ -318,7 +325,7 @@ class Command(TyperCommand):
             words = error.message.partition(" (")[2].rstrip(")") or error.message
             return ConfigError(f"Unexpected argument{'s' if ' ' in words else ''} '{words}'",
                                remedy=f"Leave it out. {see_help}")  # fmt: skip
-        name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name.upper()
+        name = _shown(parameter)
         if not error.message:
             more = ": can-train runs lists them" if name == "RUN" else f". {see_help}"
             return ConfigError(f"{name} is missing", remedy=f"Name one{more}")
@@ -327,6 +334,11 @@ class Command(TyperCommand):
         for theirs, ours in _WORDINGS.items():
             rule = rule.replace(theirs, ours)
         return ConfigError(f"{name} {rule}", value=repr(given.get(name, "")), remedy=see_help)
+
+
+def _shown(parameter: Any) -> str:
+    flag: str = parameter.opts[0]
+    return flag if flag.startswith("-") else (parameter.metavar or flag.upper()).strip("[].")
 
 
 def _canonical_flag(argument: str) -> str:

@@ -11,7 +11,7 @@ import typer
 from can_train.cli.cancel import check_answer
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note, print_text
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
-from can_train.errors import ConfigError, RunError
+from can_train.errors import RunError
 from can_train.runs.run_state import FINISHED, live_row
 from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once, find_launch
@@ -42,9 +42,6 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     state_dir: StateDir = None,
 ) -> None:
     """Continue a run from its last checkpoint, where it ran before: one of SLURM is submitted again."""
-    for name, value in {"epochs": epochs, "device": device, "dataset": dataset}.items():
-        if value == "":
-            raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     launch = find_launch()
     # Rank 0 speaks for all.

@@ -8,7 +8,6 @@ from typing import Annotated, Self
 import typer
 
 from can_train.config.resolved import PathSettings, state_folder, user_file
-from can_train.errors import ConfigError
 from can_train.runs.registry import Registry
 from can_train.runs.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
 from can_train.runs.trust import CodeTrust
@@ -36,17 +35,20 @@ TrustCode = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-class RunLocator:
-    """Finds runs in a folder of runs and in the registry of a state folder; None: the user's.
+def flag_values(words: Sequence[str]) -> dict[str, str]:
+    """Returns the value of each flag of a command line that is not parsed yet; a switch has the word behind it."""
+    given = {}
+    for word, following in pairwise([*words, ""]):
+        if word.startswith("--"):
+            flag, equals, joined = word.partition("=")
+            given[flag.replace("_", "-")] = joined if equals else following
+    return given
 
-    Raises:
-        ConfigError: An option has an empty value, as from an unset variable of a script.
-    """
+
+class RunLocator:
+    """Finds runs in a folder of runs and in the registry of a state folder; None: the user's."""
 
     def __init__(self, runs_dir: str, state_dir: str | None) -> None:
-        for flag, value in (("--runs-dir", runs_dir), ("--state-dir", state_dir)):
-            if value == "":
-                raise ConfigError(f"{flag} is empty", remedy="Give a value, or leave the flag out")
         self.runs_dir = Path(runs_dir)
         self.state_folder = state_folder(None if state_dir is None else Path(state_dir))
         self.registry = Registry(self.state_folder)
@@ -54,10 +56,7 @@ class RunLocator:
     @classmethod
     def of_words(cls, words: Sequence[str]) -> Self:
         """Makes the locator of a command line whose flags are not parsed yet."""
-        given = {}
-        for word, value in pairwise([*words, ""]):
-            flag, equals, joined = word.replace("_", "-", 2).partition("=") if word.startswith("--") else ("", "", "")
-            given[flag] = joined if equals else value
+        given = flag_values(words)
         runs_dir = given.get("--runs-dir", user_file().values.get("runs_dir", PathSettings().runs_dir))
         return cls(runs_dir, given.get("--state-dir"))
 

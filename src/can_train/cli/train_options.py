@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from can_train.cli.output import print_note
+from can_train.cli.run_locator import flag_values
 from can_train.config import settings
 from can_train.config.resolved import (
     CLUSTER_FLAGS,
@@ -91,8 +92,8 @@ Groups = Sequence[tuple[str, str, str]]
 GROUPS: Final[Groups] = (
     ("What is trained", "model dataset mode size set model_args", "task config_dir start_from baselines"),
     ("How it is trained", "epochs batch_size lr precision seed",
-     """lr_batch_size lr_scale lr_factors optimizer betas weight_decay no_decay freeze thaw_epoch grad_clip_norm scheduler
-     scheduler_interval warmup_share patience val_interval log_splits checkpoint_every deterministic"""),
+     """lr_batch_size lr_scale lr_factors optimizer betas weight_decay no_decay freeze thaw_epoch grad_clip_norm
+     scheduler scheduler_interval warmup_share patience val_interval log_splits checkpoint_every deterministic"""),
     ("Device and memory", "device find_batch_size",
      """memory micro_batch_size min_micro_batch_size adaptive_micro_batch backoff_factor oom_retries regrow oversize
      accumulation accumulation_splits accumulation_threshold accumulation_target_mib accumulation_max_splits
@@ -116,9 +117,7 @@ _METAVARS_OF_TYPES: Final[dict[Any, str]] = {int: "INTEGER", float: "NUMBER", st
 
 def named_task(words: Sequence[str]) -> tuple[str, TaskSettings]:
     """Returns the name and the description of the task that a command line names, else of the default one."""
-    given = [words[i + 1] if word == "--task" else word.partition("=")[2] for i, word in enumerate(words)
-             if word.startswith("--task=") or (word == "--task" and len(words) > i + 1)]  # fmt: skip
-    name = given[-1] if given else default_task()
+    name = flag_values(words).get("--task") or default_task()
     return name, load_task_settings(*locate(name))
 
 
@@ -229,11 +228,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def check_flags(flags: Flags) -> None:
-    """Raises ConfigError if a flag has an empty value, or does not go with the others."""
-    for name, value in flags.items():
-        # An unset variable of a script gives an empty value; `--model-args` may well have one.
-        if value == "" and name != "model_args":
-            raise ConfigError(f"--{name.replace('_', '-')} is empty", remedy="Give a value, or leave the flag out")
+    """Raises ConfigError if a flag does not go with the others, or is a list of nothing."""
     for name in ("model", "dataset", "mode", "tracker"):
         # A comma alone is a list of nothing: nothing would be trained, or shown anywhere.
         if flags.get(name) and not split_names(flags[name]):
