@@ -9,16 +9,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from can_train.cli.output import (
-    Quiet,
-    Verbose,
-    Verbosity,
-    make_reporter,
-    print_json,
-    print_judgement,
-    print_text,
-    print_wrapped,
-)
+from can_train.cli import output
+from can_train.cli.output import Verbosity
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.config.task_settings import NoSettings, described_tasks, load_object, load_task_settings
 from can_train.errors import CanTrainError, ConfigError, RunError
@@ -42,8 +34,8 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     ] = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    quiet: output.Quiet = False,
+    verbose: output.Verbose = False,
     data_root: Annotated[
         str | None, typer.Option(help="Folder of the published data sets. [the run's]", metavar="FOLDER")
     ] = None,
@@ -74,28 +66,28 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         paths=PathSettings(data_root=data_root or "", state_dir=state_dir or ""),
         trust=locator.trust(trusts_all=trust_code),
     )
-    evaluated = evaluate_run(request, make_reporter(verbosity))
+    evaluated = evaluate_run(request, output.make_reporter(verbosity))
     document, verdict = evaluated.document, evaluated.verdict
     if as_json:
-        print_json(document)
+        output.print_json(document)
         return
     if verdict.has_tables:
-        print_judgement(evaluated.summary_tables, evaluated.tables, verbosity)
+        output.print_judgement(evaluated.summary_tables, evaluated.tables, verbosity)
     for paragraph in verdict.paragraphs:
-        print_text("")
-        print_wrapped(paragraph)
-    print_text("")
+        output.print_text("")
+        output.print_wrapped(paragraph)
+    output.print_text("")
     for note in verdict.notes:
-        print_wrapped(f"{note}.")
+        output.print_wrapped(f"{note}.")
     seconds = document["seconds"]
     part = ", of which only the run's own test part is judged" if document["own_split"] else ""
     counted = " of ".join(f"{count:,} {name}" for name, count in evaluated.counted.items())
-    print_wrapped(
+    output.print_wrapped(
         f"Run {document['run_id']} on {document['dataset']}{part}: {counted}; "
         f"reading took {seconds['reading']:.1f} s, scoring {seconds['scoring']:.1f} s"
     )
     if document["scores"]:
-        print_text(f"Scores: {document['scores']}")
+        output.print_text(f"Scores: {document['scores']}")
 
 
 def make_evaluate_command(words: Sequence[str]) -> Callable[..., None]:

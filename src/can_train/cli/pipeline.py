@@ -7,15 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from can_train.cli.output import (
-    Verbosity,
-    make_reporter,
-    print_aside,
-    print_json,
-    print_note,
-    print_tables,
-    print_text,
-)
+from can_train.cli import output
+from can_train.cli.output import Verbosity
 from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request
 from can_train.config.resolved import presets as preset_names
 from can_train.config.resolved import state_dir
@@ -83,7 +76,7 @@ def _pipeline(flags: Flags) -> None:
     steps = _plan(stages, _requests(stages, flags), force=flags["force"])
     for step in () if flags["quiet"] else steps:
         for notice in step.notices:
-            print_note(f"{step.name}: {notice}")
+            output.print_note(f"{step.name}: {notice}")
     if flags["dry_run"]:
         _print_plan(steps, flags)
     elif flags["show"]:
@@ -96,7 +89,7 @@ def _pipeline(flags: Flags) -> None:
                  ", ".join(stage["after"])) for stage in sent]  # fmt: skip
         _print(sent, TextTable("Pipeline", ("stage", "run", "job", "after"), rows), as_json=as_json)
         if not as_json:
-            print_text(
+            output.print_text(
                 with_command_name("Table of what there is: the same line with --show; one stage: can-train status RUN")
             )
     else:
@@ -166,14 +159,14 @@ def _plan(stages: Sequence[PipelineStage], requests: Sequence[StageRequest], *, 
 # Training here
 
 
-def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosity: Verbosity) -> list[dict[str, Any]]:
+def _train_stages(steps: Sequence[PlannedStage], stream: TextIO | None, verbosity: Verbosity) -> list[dict[str, Any]]:
     """Trains the stages that need it, each in a process of its own.
 
     A stage that fails stops those that build on it. Ctrl-C stops the current one, which saves itself, and the pipeline.
 
     Args:
         steps: The stages; each follows those that it builds on.
-        output: Where results are printed; None for standard output.
+        stream: Where results are printed; None for standard output.
         verbosity: How much is printed beside them.
 
     Raises:
@@ -197,21 +190,21 @@ def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosit
         missing = [name for name in dict.fromkeys(step.sources.values()) if name in failures]
         if missing:
             failures[step.name] = f"not trained: it builds on {' and '.join(missing)}"
-            print_aside(f"{title}: {failures[step.name]}")
+            output.print_aside(f"{title}: {failures[step.name]}")
             continue
         if step.known is not None:
             folders[step.name] = step.known.folder
         else:
             run = with_folders(step.run, {role: folders[name].path for role, name in step.sources.items()})
-            folders[step.name] = make_run(run, make_reporter(verbosity), changed_settings(run.config))
+            folders[step.name] = make_run(run, output.make_reporter(verbosity), changed_settings(run.config))
         if verbosity != Verbosity.QUIET:
-            print_aside(f"{title}: {step.what}, run {folders[step.name].run_id}")
-        if step.what != REUSED and not _train_stage(folders[step.name], step, output, verbosity):
+            output.print_aside(f"{title}: {step.what}, run {folders[step.name].run_id}")
+        if step.what != REUSED and not _train_stage(folders[step.name], step, stream, verbosity):
             failures[step.name] = "failed"
     return _results(steps, folders, failures)
 
 
-def _train_stage(folder: RunFolder, step: PlannedStage, output: TextIO | None, verbosity: Verbosity) -> bool:
+def _train_stage(folder: RunFolder, step: PlannedStage, stream: TextIO | None, verbosity: Verbosity) -> bool:
     """Trains a run and returns whether it finished.
 
     Raises:
@@ -222,9 +215,9 @@ def _train_stage(folder: RunFolder, step: PlannedStage, output: TextIO | None, v
 
     places = ("--runs-dir", step.run.paths.runs_dir, "--state-dir", step.run.paths.state_dir)
     amount = {Verbosity.QUIET: ["--quiet"], Verbosity.VERBOSE: ["--verbose"]}.get(verbosity, [])
-    status, was_stopped = run_line(["resume", str(folder.path.resolve()), "--here", *amount, *places], output)
+    status, was_stopped = run_line(["resume", str(folder.path.resolve()), "--here", *amount, *places], stream)
     if was_stopped:
-        print_aside(f"Stopped in stage {step.name}. The same line again goes on from there.")
+        output.print_aside(f"Stopped in stage {step.name}. The same line again goes on from there.")
         raise SystemExit(status)
     return status == 0 and is_whole(folder)
 
@@ -341,9 +334,9 @@ def _stage_json(step: PlannedStage, run_id: str | None) -> dict[str, Any]:
 
 def _print(values: Any, table: TextTable, *, as_json: bool) -> None:
     if as_json:
-        print_json(values)
+        output.print_json(values)
     else:
-        print_tables([table])
+        output.print_tables([table])
 
 
 def _print_plan(steps: Sequence[PlannedStage], flags: Flags) -> None:
@@ -373,7 +366,7 @@ def _print_plan(steps: Sequence[PlannedStage], flags: Flags) -> None:
         if (script_text := scripts.get(step.name)) is not None:
             after = " and ".join(dict.fromkeys(step.sources.values()))
             waits = f", whose job waits for {after}" if after else ""
-            print_text(f"\nScript of stage {step.name}{waits}:\n\n{script_text}")
+            output.print_text(f"\nScript of stage {step.name}{waits}:\n\n{script_text}")
 
 
 def _summary_table(results: Sequence[Mapping[str, Any]]) -> TextTable:

@@ -10,20 +10,7 @@ from can_train.cli.output import print_json, print_tables, print_text, print_wra
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import write_text_atomic
-from can_train.report.run_facts import (
-    compared_runs,
-    comparison_json,
-    comparison_tables,
-    full_plan,
-    head_facts,
-    memory_facts,
-    memory_lines,
-    next_commands,
-    read_plan,
-    result_of,
-    run_facts,
-    score_tables,
-)
+from can_train.report import run_facts as facts
 from can_train.report.text import value_text
 from can_train.reporter import COLUMNS, wrapped
 
@@ -35,15 +22,17 @@ def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_di
     locator = RunLocator(runs_dir, state_dir)
     status = locator.status(locator.find(run))
     if as_json:
-        print_json(run_facts(status))
+        print_json(facts.run_facts(status))
         return
-    folder, result = status.known.folder, result_of(status)
-    config, commands = folder.config(), next_commands(status)
-    print_text(with_command_name("\n".join(f"{name:<8}{text}" for name, text in head_facts(status, config))))
-    print_tables(score_tables(result))
-    sentences, figures, notices = full_plan(read_plan(folder), str(result.get("device") or config.get("device")))
+    folder, result = status.known.folder, facts.result_of(status)
+    config, commands = folder.config(), facts.next_commands(status)
+    print_text(with_command_name("\n".join(f"{name:<8}{text}" for name, text in facts.head_facts(status, config))))
+    print_tables(facts.score_tables(result))
+    device = str(result.get("device") or config.get("device"))
+    sentences, figures, notices = facts.full_plan(facts.read_plan(folder), device)
     _print_part("Plan", [*sentences, *(f"{name:<14} {text}" for name, text in figures), *notices])
-    _print_part("Memory", [f"{name:<13}  {text}" for name, text in memory_lines(memory_facts(folder, result))])
+    memory = facts.memory_lines(facts.memory_facts(folder, result))
+    _print_part("Memory", [f"{name:<13}  {text}" for name, text in memory])
     _print_part("Settings that differ from the defaults", _settings_lines(folder.changed_settings()))
     # Not wrapped: a command that is broken into two lines cannot be typed.
     print_text("".join(["\nTo go on", *(f"\n  {command}" for command in commands)]) if commands else "")
@@ -78,11 +67,11 @@ def compare(
     if len(statuses) < 2:
         raise ConfigError("Only one run to compare", value=" ".join(runs),
                           remedy="Name two runs or more; can-train runs lists them")  # fmt: skip
-    compared = compared_runs(statuses)
+    compared = facts.compared_runs(statuses)
     if as_json:
-        print_json(comparison_json(compared))
+        print_json(facts.comparison_json(compared))
     else:
-        print_tables(comparison_tables(compared))
+        print_tables(facts.comparison_tables(compared))
 
 
 def report(
@@ -101,9 +90,9 @@ def report(
         raise ConfigError("A report can only be written as HTML", value=str(output),
                           remedy="Name a file that ends in .html")  # fmt: skip
     locator = RunLocator(runs_dir, state_dir)
-    compared = compared_runs(locator.statuses(runs))
+    compared = facts.compared_runs(locator.statuses(runs))
     path = output or (Path(_REPORT) if len(compared) > 1 else compared[0].status.known.folder.path / _REPORT)
-    page = page_html([read_run(run, locator.state_folder) for run in compared], comparison_tables(compared))
+    page = page_html([read_run(run, locator.state_folder) for run in compared], facts.comparison_tables(compared))
     with writing("report", path, "Name a file in a folder that you may write to: --output FILE"):
         write_text_atomic(path, page)
     print_wrapped(f"Report: {path}")

@@ -16,17 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import typer
 
-from can_train.cli.output import (
-    Verbosity,
-    make_reporter,
-    print_aside,
-    print_json,
-    print_judgement,
-    print_note,
-    print_tables,
-    print_text,
-    print_wrapped,
-)
+from can_train.cli import output
+from can_train.cli.output import Verbosity
 from can_train.cli.run_locator import Run, RunLocator
 from can_train.cli.train_options import (
     OPTIONS,
@@ -127,7 +118,7 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
     with RunPrinter(verbosity, as_json=as_json, of_several=len(runs) > 1) as printer:
 
         def attempt(run: "ResolvedRun") -> "Outcome":
-            outcome = train_new(run, make_reporter(verbosity), ranks, made=partial(setattr, printer, "folder"))
+            outcome = train_new(run, output.make_reporter(verbosity), ranks, made=partial(setattr, printer, "folder"))
             _log_outcome(outcome)
             return outcome
 
@@ -137,13 +128,13 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
                 settings = flat_settings(run.config)
                 differing = differences([flat_settings(other.config) for other in runs if other.key == run.key])
                 title = " ".join([run.key, *(f"{name}={settings.get(name)}" for name in differing)])
-                print_aside(f"run {number} of {len(runs)}: {title}")
+                output.print_aside(f"run {number} of {len(runs)}: {title}")
             try:
                 printer.print(partial(attempt, run))
             except CanTrainError as error:
                 if len(runs) == 1:
                     raise
-                print_aside(f"error: {error}")
+                output.print_aside(f"error: {error}")
                 failed.append(number)
     if failed:
         some = FailedRunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
@@ -180,7 +171,7 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
         from can_train.cli.submit import plan_jobs
 
         jobs = plan_jobs(runs, after, quiet=flags["quiet"])
-    reporter, objects, failure = make_reporter(verbosity), [], None
+    reporter, objects, failure = output.make_reporter(verbosity), [], None
     for run, job in zip(runs, jobs, strict=True):
         script = {} if job is None else {"script": job.script}
         try:
@@ -190,7 +181,7 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
             elif plans:
                 _print_plans(run, plans, flags, verbosity)
             else:
-                print_note(unknown)
+                output.print_note(unknown)
         except CanTrainError as error:
             if job is None:
                 raise
@@ -198,7 +189,7 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
             failure, error.in_json = error, flags["json"]
             objects.append({"config_key": run.key, "error": error.to_plain(), **script})
     if flags["json"]:
-        print_json(objects[0] if len(objects) == 1 else objects)
+        output.print_json(objects[0] if len(objects) == 1 else objects)
     else:
         _print_scripts(runs, jobs)
     if failure is not None:
@@ -208,11 +199,11 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
 def _print_scripts(runs: Sequence["ResolvedRun"], jobs: Sequence["PlannedJob | None"]) -> None:
     # An array has one script for all of its runs.
     for script in dict.fromkeys(job.script for job in jobs if job is not None and job.script is not None):
-        print_text(f"\nScript that --submit would send:\n\n{script}")
+        output.print_text(f"\nScript that --submit would send:\n\n{script}")
     processes = {run.cluster.executor for run, job in zip(runs, jobs, strict=True) if job is not None}
     for executor in sorted(processes - {"slurm"}):
         place = "the background of this machine" if executor == "local" else "this process"
-        print_text(f"\nNo script: --cluster {executor} trains in {place}.")
+        output.print_text(f"\nNo script: --cluster {executor} trains in {place}.")
 
 
 def _dry_plans(
@@ -263,15 +254,15 @@ def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"], flags: Flags, v
     # Before anything is printed: a plan that does not fit is an error.
     lines = dry_lines(run.key, plans[0], details=details) if len(plans) == 1 else []
     if flags["show_config"]:
-        print_text(plain_to_yaml(run.config))
+        output.print_text(plain_to_yaml(run.config))
     if lines:
         for line in lines:
-            print_wrapped(line)
+            output.print_wrapped(line)
         return
     warnings = dict.fromkeys(warning for dry in plans for warning in dry.warnings)
     sources = dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans)
     notes = [data_text(plans[0]), *sources, *warnings]
-    print_tables([TextTable(f"Plans of {run.key}", *dry_table(plans, details=details), notes)])
+    output.print_tables([TextTable(f"Plans of {run.key}", *dry_table(plans, details=details), notes)])
 
 
 # Like another run
@@ -318,7 +309,7 @@ def _resubmit(flags: Flags) -> None:
     data = replace(preset_request(new.config), device=new.device)
     new, notices = resolve_prerequisites(new, data, PastRuns(locator.state_folder, locator.runs_dir, slurm, after))
     for notice in () if flags["quiet"] else notices:
-        print_note(notice)
+        output.print_note(notice)
     start_runs([new], flags, after)
 
 
@@ -346,7 +337,7 @@ def launched_ranks(device: str, verbosity: Verbosity) -> "Iterator[Ranks]":
                 raise SystemExit(error.exit_code) from error
             raise
         if launch.rank == 0 and verbosity != Verbosity.QUIET:
-            print_note(f"{launch}: they train one run together")
+            output.print_note(f"{launch}: they train one run together")
     ranks = join_ranks(place, device)
     try:
         yield ranks
@@ -367,8 +358,9 @@ def continue_run(
     if not ranks.is_first:
         _continue(folder, SilentReporter(), StopRequests(), lambda device: ranks)
         return
+    reporter = output.make_reporter(verbosity)
     with RunPrinter(verbosity, as_json=as_json) as printer:
-        printer.print(lambda: _continue(folder, make_reporter(verbosity), StopRequests(), lambda device: ranks), folder)
+        printer.print(lambda: _continue(folder, reporter, StopRequests(), lambda device: ranks), folder)
 
 
 def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:
@@ -383,7 +375,7 @@ def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:
         if outcome is not None:
             _print_outcome(outcome, Verbosity.NORMAL)
     except CanTrainError as error:
-        print_aside(f"error: {error}")
+        output.print_aside(f"error: {error}")
         raise SystemExit(error.exit_code) from error
 
 
@@ -425,7 +417,7 @@ def after_job(
 
     message = restart_after_job(resubmit, state_dir, status=status, environment=sys.stdin.buffer.read())
     if message:
-        print_text(f"can-train: {message}")
+        output.print_text(f"can-train: {message}")
 
 
 @dataclass
@@ -460,7 +452,7 @@ class RunPrinter:
         except SystemExit:
             if self.verbosity == Verbosity.QUIET and self.folder is not None:
                 # The reporter, which says it otherwise, is silent.
-                print_note(resume_hint(self.folder))
+                output.print_note(resume_hint(self.folder))
             raise
         finally:
             if self.as_json:
@@ -478,7 +470,7 @@ class RunPrinter:
 
     def _print_next(self, command: str, *, wanted: bool) -> None:
         if wanted and self.verbosity != Verbosity.QUIET and not self.as_json:
-            print_text(with_command_name(f"More:   can-train {command}"))
+            output.print_text(with_command_name(f"More:   can-train {command}"))
 
     def __enter__(self) -> Self:
         return self
@@ -486,7 +478,7 @@ class RunPrinter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._print_next("runs", wanted=self.of_several and kind is None)
         if self.as_json:
-            print_json(self._objects if self.of_several else self._objects[0])
+            output.print_json(self._objects if self.of_several else self._objects[0])
 
 
 def _log_outcome(outcome: "Outcome") -> None:
@@ -498,9 +490,9 @@ def _log_outcome(outcome: "Outcome") -> None:
 
 
 def _print_outcome(outcome: "Outcome", verbosity: Verbosity) -> None:
-    print_judgement(outcome.summary_tables, outcome.tables, verbosity)
-    print_text("")
-    print_wrapped(f"Run {outcome.folder.run_id}: {outcome.summary}")
+    output.print_judgement(outcome.summary_tables, outcome.tables, verbosity)
+    output.print_text("")
+    output.print_wrapped(f"Run {outcome.folder.run_id}: {outcome.summary}")
     # From here a path that lies below is short enough for a line.
     result, here = outcome.folder.result_path.resolve(), Path.cwd()
-    print_text(f"Result: {result.relative_to(here) if result.is_relative_to(here) else result}")
+    output.print_text(f"Result: {result.relative_to(here) if result.is_relative_to(here) else result}")

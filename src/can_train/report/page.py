@@ -13,17 +13,8 @@ from can_train import __version__
 from can_train.errors import StateError
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
+from can_train.report import figures
 from can_train.report.charts import Chart, figure_html, read_style
-from can_train.report.figures import (
-    factor_chart,
-    has_both_classes,
-    loss_chart,
-    losses_chart,
-    memory_charts,
-    precision_recall_chart,
-    roc_chart,
-    timeline_chart,
-)
 from can_train.report.run_facts import ComparedRun, full_plan, head_facts, memory_lines, read_plan, score_tables
 from can_train.report.text import TextTable, value_text
 from can_train.runs.run_folder import RunFolder
@@ -144,13 +135,13 @@ def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[Table]") -> str
 
 
 def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[Table]") -> str:
-    losses = losses_chart({run.run.name: run.validation for run in runs if run.validation})
+    losses = figures.losses_chart({run.run.name: run.validation for run in runs if run.validation})
     curves = []
     for name in dict.fromkeys(name for run in runs for name in run.predictions):
         predictions = {run.run.name: run.predictions[name] for run in runs
-                       if name in run.predictions and has_both_classes(run.predictions[name])}  # fmt: skip
+                       if name in run.predictions and figures.has_both_classes(run.predictions[name])}  # fmt: skip
         if len(predictions) > 1:
-            curves.append(precision_recall_chart(name, predictions))
+            curves.append(figures.precision_recall_chart(name, predictions))
     return "\n".join([
         "<section>",
         _tables(tables),
@@ -164,7 +155,7 @@ def _run_section(run: ReportedRun, *, alone: bool) -> str:
     known = run.run.status.known
     heading = "" if alone else f'<h2 id="{run.anchor}">Run {escape(known.run_id)}</h2>'
     facts = [(name, text) for name, text in head_facts(run.run.status, run.config) if name != "run"]
-    verdict, loss = _tables(score_tables(run.run.result, summary=True)), loss_chart(run.steps, run.validation)
+    verdict, loss = _tables(score_tables(run.run.result, summary=True)), figures.loss_chart(run.steps, run.validation)
     unjudged = "The run's judgement is empty, or its result.json has no tables."
     if not run.run.result:
         unjudged = f"The run has not been judged. It is {run.run.status.state}."
@@ -185,7 +176,7 @@ def _run_section(run: ReportedRun, *, alone: bool) -> str:
 
 
 def _memory(run: ReportedRun) -> str:
-    charts = memory_charts(run.steps, run.limits)
+    charts = figures.memory_charts(run.steps, run.limits)
     missing = [] if charts else ["No step has been recorded yet."]
     if charts and len(charts) == 1:
         missing = ["No step's memory has been measured: on the CPU only one step in monitor.interval is."]
@@ -199,15 +190,15 @@ def _memory(run: ReportedRun) -> str:
 
 def _plan(run: ReportedRun) -> str:
     device = str(run.run.result.get("device") or run.config.get("device"))
-    sentences, figures, notices = full_plan(read_plan(run.folder), device)
+    sentences, basis, notices = full_plan(read_plan(run.folder), device)
     if not sentences:
         return _missing("No plan has been made yet.")
-    return "".join(f"<p>{escape(sentence)}</p>" for sentence in [*sentences, *notices]) + _facts(figures)
+    return "".join(f"<p>{escape(sentence)}</p>" for sentence in [*sentences, *notices]) + _facts(basis)
 
 
 def _factor(run: ReportedRun) -> str:
     history = run.history
-    chart = factor_chart(history, run.run.status.known.run_id) if history else None
+    chart = figures.factor_chart(history, run.run.status.known.run_id) if history else None
     if history is None or chart is None:
         return _missing("Nothing is known of this configuration's safety factor in the state folder.")
     factor = "none" if history.factor is None else f"{history.factor:.3f}"
@@ -222,13 +213,13 @@ def _curves(run: ReportedRun) -> str:
         sample, positive, negative = predictions.words
         count = f"{len(predictions.score):,} {sample}s, {int(predictions.positive.sum()):,} of them {positive}s"
         parts.append(f'<div class="set"><h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>')
-        if has_both_classes(predictions):
+        if figures.has_both_classes(predictions):
             label = {"model": predictions}
-            charts = [precision_recall_chart("Precision and recall", label), roc_chart("ROC", label)]
+            charts = [figures.precision_recall_chart("Precision and recall", label), figures.roc_chart("ROC", label)]
             parts.append(f'<div class="grid">{_figures(charts)}</div>')
         else:
             parts.append(_missing(f"Curves need both {positive} and {negative} {sample}s."))
-        timeline = timeline_chart(f"Flagged {sample}s over time", predictions)
+        timeline = figures.timeline_chart(f"Flagged {sample}s over time", predictions)
         parts.append(f"{_figures([timeline] if timeline else [])}</div>")
     return "".join(parts) or _missing("The run has recorded no scores of single samples.")
 
