@@ -19,13 +19,7 @@ import typer
 
 from can_train.cli.output import print_text
 from can_train.cli.train_options import named_task
-from can_train.config.resolved import (
-    NO_TRACKER,
-    TRACKERS,
-    preset_folders,
-    presets,
-    state_folder,
-)
+from can_train.config import resolved
 from can_train.config.settings import CHOICES, ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
 from can_train.config.task_settings import TaskSettings, task_names
 from can_train.errors import unknown_name
@@ -134,7 +128,7 @@ def _run_ids(before: Sequence[str]) -> list[str]:
 def _keys() -> set[str]:
     from can_train.factors.observations import read_records
 
-    return {run.key for run in read_records(state_folder()).finished}
+    return {run.key for run in read_records(resolved.state_folder()).finished}
 
 
 def _cards() -> list[str]:
@@ -144,7 +138,7 @@ def _cards() -> list[str]:
 
 
 def _presets(group: str, name: str, task: TaskSettings) -> Iterable[str]:
-    return presets(group, preset_folders(name, task.configs))
+    return resolved.presets(group, resolved.preset_folders(name, task.configs))
 
 
 def _settings(_: str, task: TaskSettings) -> Iterable[str]:
@@ -168,11 +162,11 @@ def _fields(group: str, settings: Any) -> Iterator[str]:
 # Where the values of a parameter come from, by its name.
 _SOURCES: Final[Mapping[str, Callable[[], Iterable[str]]]] = {
     "task": task_names,
-    "memory": lambda: presets("memory"),
-    "cluster": lambda: presets("cluster"),
+    "memory": lambda: resolved.presets("memory"),
+    "cluster": lambda: resolved.presets("cluster"),
     "device": lambda: ("auto", "cpu", "cuda", "sim:"),
     "target_gpu": _cards,
-    "tracker": lambda: (*TRACKERS, NO_TRACKER),
+    "tracker": lambda: (*resolved.TRACKERS, resolved.NO_TRACKER),
     "key": _keys,
     "replay": lambda: POLICIES,
     "shell": lambda: _SHELLS,

@@ -12,15 +12,7 @@ import typer
 
 from can_train.cli.output import print_note
 from can_train.cli.run_locator import flag_values
-from can_train.config import settings
-from can_train.config.resolved import (
-    CLUSTER_FLAGS,
-    PATH_FLAGS,
-    default_task,
-    preset_folders,
-    presets,
-    user_file,
-)
+from can_train.config import resolved, settings
 from can_train.config.settings import TrainingSettings, split_list
 from can_train.config.task_settings import TaskSettings, described_tasks, load_task_settings, locate
 from can_train.errors import ConfigError, unknown_name
@@ -33,7 +25,7 @@ if TYPE_CHECKING:
 Flags = dict[str, Any]
 """The value of each parameter by name; None if the flag was not given."""
 
-_ONLY_WITH_SUBMIT: Final = ("cluster", *CLUSTER_FLAGS, "after", "force")
+_ONLY_WITH_SUBMIT: Final = ("cluster", *resolved.CLUSTER_FLAGS, "after", "force")
 
 Option = tuple[Any, Any, str]
 """Type, default and help of an option."""
@@ -117,7 +109,7 @@ _METAVARS_OF_TYPES: Final[dict[Any, str]] = {int: "INTEGER", float: "NUMBER", st
 
 def named_task(words: Sequence[str]) -> tuple[str, TaskSettings]:
     """Returns the name and the description of the task that a command line names, else of the default one."""
-    name = flag_values(words).get("--task") or default_task()
+    name = flag_values(words).get("--task") or resolved.default_task()
     return name, load_task_settings(*locate(name))
 
 
@@ -211,13 +203,13 @@ def _training_options() -> dict[str, Option]:
 
 def _described(options: Mapping[str, Option], name: str, task: TaskSettings) -> dict[str, Option]:
     """Writes models, data sets, sizes and memory presets of a task into the help of options."""
-    datasets = presets("dataset", preset_folders(name, task.configs))
+    datasets = resolved.presets("dataset", resolved.preset_folders(name, task.configs))
     more = ", ..." if len(datasets) > _LISTED else ""
     names = {
         "models": _listed(task.models),
         "datasets": f"{', '.join(datasets[:_LISTED])}{more}, " if datasets else "Name of a preset, ",
         "sizes": _listed(dict.fromkeys(size for model in task.models.values() for size in model.sizes)),
-        "memory": _listed(presets("memory")),
+        "memory": _listed(resolved.presets("memory")),
     }
     return {option: (kind, default, text.format(**names)) for option, (kind, default, text) in options.items()}
 
@@ -249,14 +241,15 @@ def make_request(
     from can_train.config.compose import RunRequest
 
     groups = {field.name: "training" for field in fields(TrainingSettings)}
-    groups |= dict.fromkeys(("tracker", *PATH_FLAGS), "paths") | dict.fromkeys(CLUSTER_FLAGS, "cluster")
+    groups |= dict.fromkeys(("tracker", *resolved.PATH_FLAGS), "paths")
+    groups |= dict.fromkeys(resolved.CLUSTER_FLAGS, "cluster")
     # Any other flag is a role of a finished run, or a setting of the task's modes.
     groups |= dict.fromkeys(flags.keys() - groups.keys() - OPTIONS.keys() - _NOT_SETTINGS | {"baselines"}, "mode")
-    file, cluster = user_file(), flags["cluster"] or "local"
+    file, cluster = resolved.user_file(), flags["cluster"] or "local"
     if flags["submit"] and not flags["cluster"]:
         cluster = file.values.get("cluster", "slurm")
-        if cluster not in presets("cluster"):
-            raise unknown_name(f"cluster in {file.path}", cluster, presets("cluster"))
+        if cluster not in resolved.presets("cluster"):
+            raise unknown_name(f"cluster in {file.path}", cluster, resolved.presets("cluster"))
     return RunRequest(
         model=model,
         dataset=dataset,
@@ -295,8 +288,8 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
     if not any(run.prerequisites or run.training.start_from for run in runs):
         return runs
     past = PastRuns(state_dir(runs[0].paths), runs[0].runs_dir, slurm, after)
-    resolved = [resolve_prerequisites(run, request, past) for run, request in zip(runs, requests, strict=True)]
+    complete = [resolve_prerequisites(run, request, past) for run, request in zip(runs, requests, strict=True)]
     # A sweep's runs mostly build on the same one, which is said once.
-    for notice in () if flags.get("quiet") else dict.fromkeys(notice for _, notices in resolved for notice in notices):
+    for notice in () if flags.get("quiet") else dict.fromkeys(notice for _, notices in complete for notice in notices):
         print_note(notice)
-    return [run for run, _ in resolved]
+    return [run for run, _ in complete]
