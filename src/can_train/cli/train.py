@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from can_train.runs.registry import JobRecord
     from can_train.runs.run_folder import RunFolder
     from can_train.slurm.script import Submission
-    from can_train.training.distributed import Ranks
+    from can_train.training.distributed import RankPlace, Ranks
     from can_train.training.dry_run import DryPlan
     from can_train.training.train import Outcome
 
@@ -327,18 +327,7 @@ def launched_ranks(device: str, verbosity: Verbosity) -> "Iterator[Ranks]":
     """
     from can_train.training.distributed import RankFailedError, join_ranks
 
-    launch, place = find_launch(), None
-    if launch is not None:
-        try:
-            place = launched_place(launch)
-        except ConfigError as error:
-            # Rank 0 says it for all.
-            if launch.rank > 0:
-                raise SystemExit(error.exit_code) from error
-            raise
-        if launch.rank == 0 and verbosity != Verbosity.QUIET:
-            output.print_note(f"{launch}: they train one run together")
-    ranks = join_ranks(place, device)
+    ranks = join_ranks(_launched_place(verbosity), device)
     try:
         yield ranks
     except RankFailedError as error:
@@ -347,6 +336,22 @@ def launched_ranks(device: str, verbosity: Verbosity) -> "Iterator[Ranks]":
         raise SystemExit(error.exit_code) from error
     finally:
         ranks.leave()
+
+
+def _launched_place(verbosity: Verbosity) -> "RankPlace | None":
+    launch = find_launch()
+    if launch is None:
+        return None
+    try:
+        place = launched_place(launch)
+    except ConfigError as error:
+        # Rank 0 says it for all.
+        if launch.rank > 0:
+            raise SystemExit(error.exit_code) from error
+        raise
+    if launch.rank == 0 and verbosity != Verbosity.QUIET:
+        output.print_note(f"{launch}: they train one run together")
+    return place
 
 
 def continue_run(
