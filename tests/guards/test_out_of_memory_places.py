@@ -28,8 +28,8 @@ TRIALS = {
     "fit/search.py confirm_limit": "a remembered limit is tried",
     "memory/meters.py simulate_fit": "a batch is tried on a simulated GPU",
     "training/inference.py copy_to_device": "a finished model may be too large for a device",
-    "training/inference.py with_host_fallback": "a model that does not fit on the device computes on the host",
     "training/reference_models.py ReferenceModels._decide": "placements of a reference model are tried",
+    "training/reference_models.py ReferenceModels._with_host_fallback": "the host may have to compute",
 }
 LOOKS = {
     "factors/observing.py outcome_of": "names the outcome of an attempt",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from can_train import Feature, Phase, Task, predict_peak
 from can_train.errors import DataError, DoesNotFitError, TaskError
-from can_train.training.sample_judging import tables
+from can_train.training.sample_task import tables
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
 from fakes.line_fit import fixed, line_parts

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -29,14 +28,13 @@ from can_train.factors.observations import ALLOCATOR, Observation, Outcome, next
 from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
-from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.collate import Rows, leaves, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, PeakPrediction
 from can_train.fit.engine import Engine
 from can_train.fit.explore import Search, SearchTime, Workload, find_limit, left_as_it_was
 from can_train.fit.factor_rule import Aim, FactorRule, SafetyFactor
 from can_train.fit.micro_batcher import Counts, Losses, MicroBatcher, Split
-from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, Snapshot, measure_optimizer
+from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, Snapshot, measure_optimizer, state_bytes
 from can_train.fit.packing import BatchCosts, SplitRules, counts_of, cut
 from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
@@ -112,14 +110,6 @@ LossOf = Callable[[Part], tuple[Tensor, float | None]]
 """Computes the mean loss of a part, and the number of items that it is the mean over; None: the part's samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """The loss of a logical batch."""
-
-    loss: Tensor  # Its mean, detached
-    weights: dict[int, float]  # Weight of each part's mean, by the part's first sample
-
-
 @dataclass
 class _Parts:
     """Computes the losses of a batch's parts as `MicroBatcher` wants them; keeps, by their first samples, the weight of
@@ -181,13 +171,16 @@ class FrameworkLoop:
 
     def train(
         self, batch: Any, loss_of: LossOf, *, scale: Callable[[Tensor], Tensor] = lambda loss: loss
-    ) -> StepResult:
+    ) -> tuple[Tensor, dict[int, float]]:
         """Adds the gradient of a batch's mean loss to `.grad`, which holds nothing yet where parts name denominators.
 
         Args:
             batch: A collated batch.
             loss_of: Computes the mean loss of a part. It may run backward by itself, and return a detached loss.
             scale: A gradient scaler's.
+
+        Returns:
+            The mean loss, detached, and the weight of each part's mean in it, by the part's first sample.
 
         Raises:
             DoesNotFitError: One sample is too much.
@@ -200,8 +193,11 @@ class FrameworkLoop:
             result = self.batcher.run_share(parts, self._priced(counts), denominators={LOSS: 1.0}, scale=scale)
         if self.remedy_for_means and len(result.micro_batches) > 1 and self.batcher.batch_dependence is None:
             trial = _Parts(lambda start, stop: replace(parts.part(start, stop), is_trial=True), loss_of)
-            self.batcher.batch_dependence = self.batcher.measure_dependence(trial, result.micro_batches)
-            self._tell_dependence(self.batcher.batch_dependence)
+            self.batcher.batch_dependence = dependence = self.batcher.measure_dependence(trial, result.micro_batches)
+            # A split changes the gradient, and no layer is the reason.
+            is_mean = dependence.terms and not dependence.modules
+            changes = f"Cutting a batch changes its gradient by {dependence.terms.get(LOSS, 0.0):.1%}"
+            dependence.warn(f"{changes}. {self.remedy_for_means}" if is_mean else "")
         engine.record_result(result)
         self._logical_batch = max(self._logical_batch, samples)
         self.batcher.stepped()
@@ -211,7 +207,7 @@ class FrameworkLoop:
             torch._foreach_div_([one.grad for one in self.model.parameters() if one.grad is not None], whole)
         # On the device: reading it would make the host wait for it.
         loss = torch.stack([parts.losses[start] for start in starts]).sum() / whole
-        return StepResult(loss=loss, weights={start: parts.shares[start] / whole for start in starts})
+        return loss, {start: parts.shares[start] / whole for start in starts}
 
     def evaluate(self, batch: Any, compute: Callable[[Part], T]) -> list[tuple[Part, T]]:
         """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it."""
@@ -262,27 +258,13 @@ class FrameworkLoop:
         is_counted = isinstance(self.settings.limits, DeviceLimits | PeakPrediction)
         return counts if is_counted else len(counts_of(counts)[1])
 
-    def _tell_dependence(self, dependence: BatchDependence) -> None:
-        sentences = dependence.sentences(split=False)
-        if dependence.terms and not dependence.modules:
-            changes = f"Cutting a batch changes its gradient by {dependence.terms[LOSS]:.1%}"
-            sentences = [f"{changes}. {self.remedy_for_means}"]
-        for sentence in sentences:
-            warnings.warn(f"{sentence}.", stacklevel=3)
-
     # Limits
 
     def _prepare(self, batch: Any, counts: Counts, loss_of: LossOf) -> Engine:
         """Finds limits with the first batch, and holds the memory of the optimizers' first step."""
         with self.meter.host():
             needs = _memory_of(self.optimizers, on_gpu=not self.meter.is_host)
-        held_bytes = sum(
-            value.nbytes
-            for optimizer in self.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
+        held_bytes = sum(map(state_bytes, self.optimizers))
         needs = replace(needs, state_bytes=max(needs.state_bytes - held_bytes, 0))
         if self.settings.limits is None:
             with CatchOutOfMemory(), suppress(DoesNotFitError), left_as_it_was(self.model, self.meter) as buffers:
@@ -300,11 +282,23 @@ class FrameworkLoop:
             # A batch that is never split may still fit, since it needs no room for the gradients of earlier parts.
             self.notice("Weights, state and two sets of gradients leave no room: batches that run out of memory split.")
             return
-        self._factor = self._rule().decide(self._limits)
+        rule = FactorRule(decided=None, aim=Aim(FactorSettings().target))
+        if self.settings.learn:
+            try:
+                rule = rule_after(self._store.learned_rule(self._key, self.meter.key, self._fingerprint()), rule)
+            except StateError as error:
+                self.notice(f"Observations of earlier runs cannot be read. {error}")
+        self._factor = rule.decide(self._limits)
         tuned = self._limits.training.tuned_limit
         rules = SplitRules(safe_limit=self._factor.value * tuned, tuned_limit=tuned)
         self.batcher.set_limits(rules, self._limits)
-        self.notice(self._found(self._limits, self._limits.priced(counts)))
+        costs = self._limits.priced(counts)
+        sizes = cut(costs, rules.limit_for(costs))
+        peak = self._limits.training.peak_bytes(max(part.total for part in costs.parts(sizes)))
+        parts = "at once" if len(sizes) == 1 else f"in {len(sizes)} micro-batches of up to {max(sizes)}"
+        capacity_bytes = self.meter.capacity_bytes
+        share = f"{peak / capacity_bytes:.0%} of the {size_text(capacity_bytes)} of {self.meter.key}"
+        self.notice(f"{len(costs)} samples a step are computed {parts}. Memory is predicted to peak at {share}.")
 
     def _find_limits(
         self, batch: Any, counts: Counts, loss_of: LossOf, needs: OptimizerMemory, buffers: list[Tensor]
@@ -349,23 +343,6 @@ class FrameworkLoop:
             gradient_bytes=needs.parameter_bytes,
         )
 
-    def _rule(self) -> FactorRule:
-        first = FactorRule(decided=None, aim=Aim(FactorSettings().target))
-        if not self.settings.learn:
-            return first
-        try:
-            return rule_after(self._store.learned_rule(self._key, self.meter.key, self._fingerprint()), first)
-        except StateError as error:
-            self.notice(f"Observations of earlier runs cannot be read. {error}")
-            return first
-
-    def _found(self, limits: DeviceLimits, costs: BatchCosts) -> str:
-        sizes = cut(costs, self.batcher.rules.limit_for(costs))
-        peak = limits.training.peak_bytes(max(part.total for part in costs.parts(sizes)))
-        parts = "at once" if len(sizes) == 1 else f"in {len(sizes)} micro-batches of up to {max(sizes)}"
-        share = f"{peak / limits.capacity_bytes:.0%} of the {size_text(limits.capacity_bytes)} of {limits.device_key}"
-        return f"{len(costs)} samples a step are computed {parts}. Memory is predicted to peak at {share}."
-
     # The observation
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -379,20 +356,15 @@ class FrameworkLoop:
     def _observation(
         self, engine: Engine, outcome: Outcome, limits: DeviceLimits, factor: SafetyFactor, end_time: str
     ) -> Observation:
-        training = limits.training
+        training, cost = limits.training, engine.largest_cost
         begun = AttemptRecord(run_id=new_run_id(self._key), attempt=1, rank=0, key=self._key,
                               device=device_of(self.meter), start_time=self._started)  # fmt: skip
         planned = PlannedMemory(
-            factor=factor,
-            limit=training,
-            whole_limit=max(training.tuned_limit, 1.0),
-            safe_limit=self.batcher.rules.safe_limit,
-            predicted_peak_bytes=training.peak_bytes(engine.largest_cost),
-            logical_batch=self._logical_batch,
-            largest_micro_batch=engine.largest_micro_batch,
-            largest_cost=engine.largest_cost,
+            factor=factor, limit=training, whole_limit=max(training.tuned_limit, 1.0),
+            safe_limit=self.batcher.rules.safe_limit, predicted_peak_bytes=training.peak_bytes(cost),
+            logical_batch=self._logical_batch, largest_micro_batch=engine.largest_micro_batch, largest_cost=cost,
             binding_limit="requested",
-        )
+        )  # fmt: skip
         ooms = self.batcher.ooms_rescued
         is_rescued = outcome == "ok" and ooms and self.batcher.oom_cost is not None
         return make_observation(begun, [engine], planned, "rescued" if is_rescued else outcome, ooms, end_time=end_time,

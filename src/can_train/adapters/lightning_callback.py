@@ -20,6 +20,7 @@ from can_train.adapters.framework_loop import FrameworkLoop, LoopSettings, Part
 from can_train.errors import ArgumentError, CanTrainError, DoesNotFitError
 from can_train.factors.observations import Outcome
 from can_train.factors.observing import outcome_of
+from can_train.fit.collate import leaves
 from can_train.fit.rescue import fatal_out_of_memory
 from can_train.memory.monitor import INTERVAL, WARMUP, MemoryMonitor
 
@@ -148,16 +149,16 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
 
         # Lightning calls a step within autocast, and backward outside of it.
         with torch.autocast(loop.meter.device.type, enabled=False):
-            result = loop.train(batch, loss_of, scale=_scale_of(precision))
-        calls.write(result.weights)
+            mean, weights = loop.train(batch, loss_of, scale=_scale_of(precision))
+        calls.write(weights)
         self._gradients = [(one, one.grad) for one in parameters if one.grad is not None]
         # Lightning clears gradients before it calls backward.
         _clear_gradients(parameters)
-        output = _combined([outputs[start] for start in result.weights], [*result.weights.values()])
+        output = _combined([outputs[start] for start in weights], [*weights.values()])
         if output is None:
             return None
         trained = [one for one in parameters if one.requires_grad]
-        loss = _Touched.apply(result.loss, *trained)  # type: ignore[no-untyped-call]
+        loss = _Touched.apply(mean, *trained)  # type: ignore[no-untyped-call]
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def _backward(self, trainer: Any, pl_module: Any, backward: Callable[..., Any], loss: Tensor, *others: Any) -> None:
@@ -181,24 +182,20 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
             nonlocal output
             backward = _ManualBackward(pl_module.manual_backward, part, loop.batcher.merge_gradients)
             replaced = _replaced(pl_module, "manual_backward", backward)
-            with suppress(_PartComputedError), calls.of(part), replaced:
-                output = self._run_manually(step, part.batch, *others)
+            with suppress(_PartComputedError), calls.of(part), replaced, fatal_out_of_memory(self._after_step):
+                output = step(part.batch, *others)
             return backward.loss, None
 
-        result = loop.train(batch, loss_of)
-        calls.write(result.weights)
+        _, weights = loop.train(batch, loss_of)
+        calls.write(weights)
         return output
 
-    def _run_manually(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        def stepped(error: BaseException) -> DoesNotFitError | None:
-            message = str(error).partition("\n")[0]
-            failed = DoesNotFitError("Memory ran out after an optimizer's step, which cannot be undone",
-                                     value=f"the device said: {message}", remedy=_OWN_BATCHES)  # fmt: skip
-            # Before that step, the micro-batch is undone and split.
-            return failed if self._stepped else None
-
-        with fatal_out_of_memory(stepped):
-            return step(*arguments)
+    def _after_step(self, error: BaseException) -> DoesNotFitError | None:
+        """Makes the error of memory that ran out once gradients were used: before, the part is undone and split."""
+        message = str(error).partition("\n")[0]
+        failed = DoesNotFitError("Memory ran out after an optimizer's step, which cannot be undone",
+                                 value=f"the device said: {message}", remedy=_OWN_BATCHES)  # fmt: skip
+        return failed if self._stepped else None
 
     def _evaluate(self, trainer: Any, pl_module: Any, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
         """Runs a step of validation, test or prediction in parts."""
@@ -283,8 +280,8 @@ class _ManualBackward:
         self._calls += 1
         if self._calls > 1:
             if part.share < 1.0:
-                rule = "A training_step whose batch does not fit at once calls manual_backward once"
-                raise CanTrainError(rule, value="it calls it again", remedy=_OWN_BATCHES)
+                fact = "training_step calls manual_backward more than once, and its batch does not fit at once"
+                raise CanTrainError(fact, remedy=_OWN_BATCHES)
             self._backward(loss, *arguments, **options)
             return
         if part.is_trial:
@@ -323,7 +320,10 @@ class _Calls:
     def of(self, part: Part) -> Iterator[None]:
         """Opens the span of a part; of a trial nothing stays."""
         calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
-        before = self._states()
+        before = [
+            _copied({name: getattr(metric, name) for name in (*metric.metric_state, "_update_count", "_computed")})
+            for metric in self._metrics
+        ]
         if not part.is_trial:
             self._logged[part.start] = calls
             # As they were before a first try, which they may have counted wholly.
@@ -338,13 +338,6 @@ class _Calls:
         finally:
             if part.is_trial:
                 self._restore(before)
-
-    def _states(self) -> list[dict[str, Any]]:
-        names = ("_update_count", "_computed")
-        return [
-            _copied({name: getattr(metric, name) for name in (*metric.metric_state, *names)})
-            for metric in self._metrics
-        ]
 
     def _restore(self, states: list[dict[str, Any]]) -> None:
         for metric, state in zip(self._metrics, states, strict=True):
@@ -457,7 +450,7 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on the 
         self._batch.close()
         assert self.monitor is not None, "training starts before its batches"
         self._due = self.monitor.due
-        self._batch.enter_context(self.monitor.step(pl_module, *trainer.optimizers, _tensors(batch)))
+        self._batch.enter_context(self.monitor.step(pl_module, *trainer.optimizers, leaves(batch)))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Closes the step, and logs the peak where it was a measured one."""
@@ -485,12 +478,3 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on the 
             metrics["batch_size_safety_factor"] = self._safety_factor
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a collated batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | list | tuple):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from can_train.adapters.framework_loop import LOSS, FrameworkLoop, LoopSettings, Part
@@ -128,10 +127,13 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
         if not self._ways:
             self._ways = [_SUM] * (num_items_in_batch is not None) + items.means
-        result = loop.train(inputs, loss_of)
+        loss, _ = loop.train(inputs, loss_of)
         if is_parallel and self.accelerator.sync_gradients:
-            _average_gradients(list(self.model.parameters()))
-        return result.loss
+            # As DistributedDataParallel averages them, once a batch.
+            parameters = list(self.model.parameters())
+            add_gradients(parameters, parameters[0].device)
+            torch._foreach_div_([one.grad for one in parameters if one.grad is not None], float(dist.get_world_size()))
+        return loss
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -168,11 +170,8 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         differences = {way: one.terms.get(LOSS, math.inf if one.means else 0.0) for way, one in found.items()}
         nearest = min(self._ways, key=differences.__getitem__)
         self._ways = [way for way in self._ways if differences[way] == 0.0] or [nearest]
-        sentences = found[nearest].sentences(split=False)
-        if differences[nearest] and not found[nearest].modules:
-            sentences = [_NO_WAY.format(difference=differences[nearest])]
-        for sentence in sentences:
-            warnings.warn(f"{sentence}.", stacklevel=2)
+        is_none = differences[nearest] and not found[nearest].modules
+        found[nearest].warn(_NO_WAY.format(difference=differences[nearest]) if is_none else "")
 
     @contextmanager
     def _weighted_backward(self, weight: float) -> Iterator[None]:
@@ -286,12 +285,6 @@ def _joined(parts: Sequence[Any]) -> Any:
     if parts[0] is None:
         return None
     return reduce(import_module("transformers.trainer_pt_utils").nested_concat, parts)
-
-
-def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Averages gradients over the ranks as DistributedDataParallel does, once a batch."""
-    add_gradients(parameters, parameters[0].device)
-    torch._foreach_div_([one.grad for one in parameters if one.grad is not None], float(dist.get_world_size()))
 
 
 def _refuse_conflicts(trainer: Any) -> None:

@@ -343,8 +343,6 @@ class TaskSettings:
             data or on other data.
         evaluation: Import path. Settings dataclass of an evaluation; its fields become options of `can-train evaluate`,
             and may be annotated as Typer's options are.
-        tables: Import path. Writes a run's judgement as tables of text, all of it.
-        summary_tables: Import path. Writes the tables that are printed by default.
         files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
             torch; no files if the data are generated. Raises MissingDataError. Empty: `Task.files` lists them.
         digest: Import path. Computes the digest of a data set's content from its settings, the data root and a
@@ -371,8 +369,6 @@ class TaskSettings:
     sampler: Any = "can_train.training.sample_task:make_sample_task"
     evaluator: Any = "can_train.training.sample_evaluation:evaluator"
     evaluation: Any = NoSettings
-    tables: Any = "can_train.training.sample_judging:tables"
-    summary_tables: Any = "can_train.training.sample_judging:tables"
     files: Any = ""
     digest: Any = ""
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]] = lambda _dataset, _mode: (

@@ -7,6 +7,7 @@ is exact, and the plan says so.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -76,6 +77,11 @@ class BatchDependence:
                 " is the batch's"
             )
         return sentences
+
+    def warn(self, instead: str = "") -> None:
+        """Warns of it, but for dropout, which most models have; `instead` is a sentence in place of the usual ones."""
+        for sentence in [instead] if instead else self.sentences(split=False):
+            warnings.warn(f"{sentence}.", stacklevel=3)
 
     @staticmethod
     def sentence_of_mean(term: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -61,10 +60,6 @@ class BatchResult:
     def loss(self) -> float:
         """Sum of the means, unweighted: the loss, where there is one term."""
         return sum(self.means.values())
-
-    def scaled(self, factor: float) -> BatchResult:
-        """Returns the result with other means."""
-        return replace(self, means={term: mean * factor for term, mean in self.means.items()})
 
 
 class _MeansOnDevice(Mapping[str, float]):
@@ -336,9 +331,7 @@ class MicroBatcher:
             self.batch_dependence = self.measure_dependence(losses_of, result.micro_batches)
             for term in self.batch_dependence.means:
                 raise ArgumentError(_LOSSES, value=BatchDependence.sentence_of_mean(term))
-            # Without the sentence about dropout, which is true of most models.
-            for sentence in self.batch_dependence.sentences(split=False):
-                warnings.warn(f"{sentence}.", stacklevel=2)
+            self.batch_dependence.warn()
         return result
 
     def measure_dependence(
@@ -407,7 +400,11 @@ class MicroBatcher:
         limit = self.rules.limit_for(costs)
         if self._split is None:
             return limit
-        return replace(limit, planned=_planned(self._split(len(costs)), len(costs)))
+        sizes = tuple(self._split(len(costs)))
+        if not all(isinstance(size, int) and size >= 1 for size in sizes) or sum(sizes) != len(costs):
+            rule = "A split is the sizes of the micro-batches, 1 or more each, which add up to the batch"
+            raise ArgumentError(rule, value=f"{sizes!r:.80} of {len(costs)} samples")
+        return replace(limit, planned=sizes)
 
     def _add_gradient(self, batch_loss: _BatchLoss, part: Try, undo: Undo) -> Losses:
         """Computes a micro-batch forward and backward; returns its share of each term's mean, with its denominators."""
@@ -554,15 +551,6 @@ def _refuse_unsplittable(model: nn.Module) -> None:
             "step in each of them",
             value=f"a hook of {hooked[0]}", remedy="Step once the batch's gradient is there, after `run`",
         )  # fmt: skip
-
-
-def _planned(split: Sequence[int], samples: int) -> tuple[int, ...]:
-    """Checks the split of a batch that somebody's own function returned."""
-    sizes = tuple(split)
-    if not all(isinstance(size, int) and size >= 1 for size in sizes) or sum(sizes) != samples:
-        rule = "A split is the sizes of the micro-batches, 1 or more each, which add up to the batch"
-        raise ArgumentError(rule, value=f"{sizes!r:.80} of {samples} samples")
-    return sizes
 
 
 def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights: Mapping[str, float] | None) -> Losses:

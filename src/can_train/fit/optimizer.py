@@ -201,12 +201,6 @@ class Optimization:
             del self.optimizer.state[parameter]
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
-        states = self.optimizer.state.values()
-        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
-
-    @property
     def lr(self) -> float:
         """The current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"])
@@ -244,6 +238,12 @@ class Optimization:
     @property
     def _parts(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Returns the bytes of an optimizer's state."""
+    states = optimizer.state.values()
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
 
 def _check_form(own: Any, found: Any) -> None:

@@ -178,12 +178,9 @@ class ConnectedRanks(Ranks):
         # A thread of its own waits for the others, so that this one goes on hearing signals, and so that a simulated
         # GPU, which is a mode of this thread, does not take messages for its tensors.
         self._calls = _Calls()
-        self._calls.run(lambda: _connect(place))
+        self._tensors = self._calls.run(lambda: _connect(place, device))
         if device.type == "cuda":
-            # Each thread has a current device of its own.
             torch.cuda.set_device(device)
-            self._calls.run(lambda: torch.cuda.set_device(device))
-        self._tensors = self._calls.run(lambda: _tensor_group(device))
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:  # noqa: D102 - as above
@@ -242,7 +239,8 @@ class ConnectedRanks(Ranks):
     def leave(self) -> None:  # noqa: D102
         # Python ends its threads where they stand; in code of C++ that takes the process down with SIGABRT.
         with suppress(RuntimeError, TimeoutError):
-            self._calls.run(_disconnect, timeout_s=_LEAVE_TIMEOUT_S)
+            if dist.is_initialized():
+                self._calls.run(dist.destroy_process_group, timeout_s=_LEAVE_TIMEOUT_S)
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -332,7 +330,8 @@ def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, grou
     _packed(gradients, lambda tensor: dist.all_reduce(tensor, group=group))
 
 
-def _connect(place: RankPlace) -> None:
+def _connect(place: RankPlace, device: torch.device) -> ProcessGroup | None:
+    """Finds the other processes; returns the group that tensors are exchanged in, None for the one for everything."""
     try:
         listens = place.rank == 0 and not place.store_prefix
         opened = TCPStore(place.address, place.port, place.size, listens, _JOIN_TIMEOUT)
@@ -342,17 +341,10 @@ def _connect(place: RankPlace) -> None:
         found = f"rank {place.rank} of {place.size} at {place.address}:{place.port}: {first_sentence(error)}"
         remedy = "MASTER_ADDR and MASTER_PORT name another place; GLOO_SOCKET_IFNAME names the network between nodes"
         raise RunError("The processes of a run must find each other", value=found, remedy=remedy) from error
-
-
-def _disconnect() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _tensor_group(device: torch.device) -> ProcessGroup | None:
-    """Makes the group that tensors are exchanged in; None is the one for everything."""
     if device.type != "cuda":
         return None
+    # Each thread has a current device of its own.
+    torch.cuda.set_device(device)
     group: ProcessGroup = dist.new_group(backend="nccl", timeout=_REDUCE_TIMEOUT)
     # The first exchange makes the connection, and takes its buffers.
     dist.all_reduce(torch.zeros(1, device=device), group=group)

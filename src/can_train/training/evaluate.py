@@ -26,14 +26,13 @@ from can_train.config.resolved import EvaluationData, PathSettings, data_root
 from can_train.config.settings import TrainingSettings
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, StateError
-from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision
 from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.trust import CodeTrust
 from can_train.task import Table
-from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
+from can_train.training.inference import BatchedInference, InferenceDevice, Rows
 from can_train.training.loading import finished_model, load_finished, with_cache
 
 T = TypeVar("T")
@@ -110,14 +109,12 @@ class Scorer:
 
     def parts(self, samples: Any, rows: Rows) -> list[Any]:
         """Returns the results of `samples.outcome`, which has the arguments of `scores`, part by part."""
-        return self._timed(BatchedInference.parts, samples, rows)
+        return self._timed(lambda inference, *_: inference.parts(samples.outcome, rows), samples, rows)
 
     def _timed(self, compute: Callable[[BatchedInference, Any, Rows], T], samples: Any, rows: Rows) -> T:
         began = time.perf_counter()
         if samples.model not in self._inference:
-            model = copy_to_device(samples.model, self.device)
-            batcher = MicroBatcher(model, meter=self.device.meter, rescue=rescue_settings(self.training))
-            self._inference[samples.model] = BatchedInference(batcher=batcher, model=model, device=self.device)
+            self._inference[samples.model] = BatchedInference.of_copy(samples.model, self.device, self.training)
         # Two sets of samples may share a model, each with names of its own.
         inference = replace(self._inference[samples.model], describe=samples.describe, advance=self._advance)
         computed = compute(inference, samples, rows)

@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError
+from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.packing import BatchCosts, MicroBatchLimit
 from can_train.fit.rescue import PartDoesNotFitError, RescueSettings, describe_out_of_memory
-from can_train.memory.meters import CpuMeter, Meter
+from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
     from torch import nn
 
     from can_train.config.settings import TrainingSettings
-    from can_train.fit.micro_batcher import MicroBatcher
     from can_train.fit.optimizer import Precision
 
 PART_SAMPLES: Final = 256
@@ -59,6 +59,13 @@ class BatchedInference:
     describe: Callable[[int], str] = "sample {}".format  # names a sample that does not fit
     advance: Callable[[int], object] = lambda samples: None  # called with the samples of each part that is done
 
+    @classmethod
+    def of_copy(cls, model: nn.Module, device: InferenceDevice, training: TrainingSettings) -> BatchedInference:
+        """Copies a model to a device; raises `DoesNotFitError` where there is no room for it."""
+        copied = copy_to_device(model, device)
+        batcher = MicroBatcher(copied, meter=device.meter, rescue=rescue_settings(training))
+        return cls(batcher=batcher, model=copied, device=device)
+
     def run(self, rows: Rows, compute: Callable[[Rows], T]) -> list[T]:
         """Computes something of each part of some samples, in order.
 
@@ -80,24 +87,23 @@ class BatchedInference:
 
     def scores(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
         """Returns [R, …] scores of some samples, in their order, by `samples.scores`, which is as a task's."""
-        device = self.device.meter.device
 
-        def compute(part: Rows) -> NDArray[np.float64]:
-            with torch.inference_mode(), self.device.precision.context(device):
-                scores = samples.scores(self.model, part, device, self.device.precision.dtype)
-            return np.asarray(scores.double().cpu())
+        def compute(*arguments: Any) -> NDArray[np.float64]:
+            return np.asarray(samples.scores(*arguments).double().cpu())
 
-        return np.concatenate(self.run(rows, compute))
+        return np.concatenate(self.parts(compute, rows))
 
-    def parts(self, samples: Any, rows: Rows) -> list[Any]:
-        """Returns the results of `samples.outcome` for each part of some samples, in their order."""
-        device = self.device.meter.device
+    def parts(self, compute: Callable[..., T], rows: Rows) -> list[T]:
+        """Returns the results of `compute`, which has the arguments of `BatchTask.scores`, for each part of some
+        samples, in their order.
+        """
+        meter, precision = self.device.meter, self.device.precision
 
-        def compute(part: Rows) -> Any:
-            with torch.inference_mode(), self.device.precision.context(device):
-                return samples.outcome(self.model, part, device, self.device.precision.dtype)
+        def inferred(part: Rows) -> T:
+            with torch.inference_mode(), precision.context(meter.device):
+                return compute(self.model, part, meter.device, precision.dtype)
 
-        return self.run(rows, compute)
+        return self.run(rows, inferred)
 
     def contributions(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
         """Returns the contributions of some samples' parts to their scores, by `samples.contributions`."""
@@ -128,21 +134,6 @@ def copy_to_device(model: nn.Module, device: InferenceDevice) -> nn.Module:
     raise DoesNotFitError("A model must fit on the device", value=caught.message,
                           remedy="Choose another with --device: cpu has the host's memory",
                           details=describe_out_of_memory(device.meter, None))  # fmt: skip
-
-
-def with_host_fallback(device: InferenceDevice, use: Callable[[InferenceDevice], T], notify: Callable[[], object]) -> T:
-    """Uses a model on the device, or on the host where it does not fit there; calls `notify` in between."""
-    with CatchOutOfMemory():
-        try:
-            return use(device)
-        except DoesNotFitError:
-            pass
-    # After the block, where nothing that failed holds memory any more.
-    device.meter.release()
-    notify()
-    host = InferenceDevice(meter=CpuMeter(), precision=device.precision, span=device.meter.host)
-    with host.span():
-        return use(host)
 
 
 def rescue_settings(training: TrainingSettings) -> RescueSettings:

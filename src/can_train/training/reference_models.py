@@ -4,12 +4,12 @@ scores.
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from can_train.fit.optimizer import Precision, capture_generators, restore_gener
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, members
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.io.records import read_text, write_json_atomic
-from can_train.memory.meters import Meter
+from can_train.memory.meters import CpuMeter, Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
 from can_train.task import BatchTask, ReferenceModel
@@ -43,6 +43,8 @@ _SAME_SPEED: Final = 0.05
 _WORTHWHILE_SAMPLES: Final = 512
 
 _BLOCK_SAMPLES: Final = 4096  # whose outputs wait in memory for the disk
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,18 +285,13 @@ class ReferenceModels:
             return self._scoring[role].scores(reference_model, rows)
 
         def use(device: InferenceDevice) -> NDArray[np.float64]:
-            model = inference.copy_to_device(reference_model.model, device)
-            batcher = MicroBatcher(model, meter=device.meter, rescue=inference.rescue_settings(self.training))
-            self._scoring[role] = BatchedInference(batcher=batcher, model=model, device=device)
+            self._scoring[role] = BatchedInference.of_copy(reference_model.model, device, self.training)
             return self._scoring[role].scores(reference_model, rows)
 
-        return inference.with_host_fallback(self._device, use, lambda: self._notify_host(reference_model))
+        return self._with_host_fallback(role, use)
 
     def _named(self, role: str) -> ReferenceModel:
         return next(one for one in self.task.reference_models() if one.role == role)
-
-    def _notify_host(self, reference_model: ReferenceModel) -> None:
-        self.reporter.notice(f"The {reference_model.role} does not fit on the device and computes on the host")
 
     def _bind(self, sources: Sequence[tuple[ReferenceModelPlan, OutputSource]]) -> list[Tensor]:
         for plan, source in sources:
@@ -382,13 +379,22 @@ class ReferenceModels:
 
     def _compute(self, folder: Path, reference_model: ReferenceModel) -> tuple[Mapping[str, Any], float]:
         """Computes all outputs into a folder; returns them, mapped, and the predicted peak of the largest part."""
-        computed = inference.with_host_fallback(
-            self._device,
-            lambda device: self._compute_on(device, folder, reference_model),
-            lambda: self._notify_host(reference_model),
+        computed = self._with_host_fallback(
+            reference_model.role, lambda device: self._compute_on(device, folder, reference_model)
         )
         self.meter.release()
         return computed
+
+    def _with_host_fallback(self, role: str, use: Callable[[InferenceDevice], T]) -> T:
+        """Uses a model on the device, or on the host where it does not fit there."""
+        with CatchOutOfMemory(), suppress(DoesNotFitError):
+            return use(self._device)
+        # After the block, where nothing that failed holds memory any more.
+        self.meter.release()
+        self.reporter.notice(f"The {role} does not fit on the device and computes on the host")
+        host = InferenceDevice(meter=CpuMeter(), precision=self._device.precision, span=self.meter.host)
+        with host.span():
+            return use(host)
 
     def _compute_on(
         self, device: InferenceDevice, folder: Path, reference_model: ReferenceModel
@@ -396,11 +402,10 @@ class ReferenceModels:
         source = ComputedOutputs(reference_model, device.meter, device.precision)
         meter, peak_bytes = device.meter, 0.0
 
-        def worthwhile(costs: BatchCosts) -> float:
-            return float(costs.each().mean()) * _WORTHWHILE_SAMPLES / LIMIT_SHARE
-
         try:
-            limit = find_limit(_work(reference_model, source), meter, worthwhile, Search())
+            share = _WORTHWHILE_SAMPLES / LIMIT_SHARE
+            work = _work(reference_model, source)
+            limit = find_limit(work, meter, lambda costs: float(costs.each().mean()) * share, Search())
         finally:
             meter.release()
             meter.reset_peak()

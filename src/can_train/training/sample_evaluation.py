@@ -1,32 +1,17 @@
 """Evaluates a finished run of a `Task`, on its own test sets or on other data."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.task import Table
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
-from can_train.training.sample_judging import VALIDATION, PartOutcome, tables
-from can_train.training.sample_task import Rows, Task, make_trained_task
-
-
-@dataclass(frozen=True, eq=False)
-class _Judged:
-    """A finished model with the task that asks for its outcomes."""
-
-    model: nn.Module
-    task: Task
-
-    def outcome(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> PartOutcome:
-        return self.task.outcome(model, rows, device, dtype)
-
-    def describe(self, row: int) -> str:
-        return self.task.describe(row)
+from can_train.training.sample_task import VALIDATION, Task, make_task, tables
 
 
 class SampleEvaluation(Evaluation):
@@ -41,7 +26,7 @@ class SampleEvaluation(Evaluation):
         self.counted = {"samples": sum(map(len, self._sets.values()))}
         model = task.build_model()
         model.load_state_dict(finished.weights)
-        self._judged = _Judged(model.eval(), task)
+        self._judged = SimpleNamespace(model=model.eval(), outcome=task.outcome, describe=task.describe)
 
     def evaluate(self, score: Scorer) -> Verdict:
         """Judges the model on each set."""
@@ -67,7 +52,10 @@ def evaluator(
     """Prepares data for the evaluation of a finished run."""
     roles = [needed.role for needed in finished.run.prerequisites if getattr(finished.run.mode, needed.role)]
     models = {role: finished_model(role) for role in roles}
-    return SampleEvaluation(finished, make_trained_task(finished, models, data), data)
+    # With other data, perhaps.
+    task = make_task(replace(finished.run, dataset=data.dataset), models, data.data_root, data.cache, data.reporter,
+                     state=finished.state, evaluation=data.options)  # fmt: skip
+    return SampleEvaluation(finished, task, data)
 
 
 def _cell(prediction: Any) -> Any:

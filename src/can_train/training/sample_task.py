@@ -8,7 +8,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.config.resolved import EvaluationData, FinishedModel, ResolvedRun
+from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
 from can_train.errors import CanTrainError, DataError, TaskError
 from can_train.fit.collate import leaves, pad_and_stack, to_device
@@ -26,12 +26,18 @@ from can_train.io.records import sketch
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import BatchTask, Feature, LogicalBatch, Phase, Table
-from can_train.training.sample_judging import TRAIN, VALIDATION, PartOutcome, Samples, part_outcome, set_scores, tables
 
+TRAIN: Final = "train"
+VALIDATION: Final = "validation"
+TEST: Final = "test"
+MODEL: Final = "model"
 _HELD_OUT: Final = 0.1  # Share of the training samples that validate where a task names no such set
 _LOOK: Final = 64  # Samples that are looked at to find out whether samples differ in length
 _PADDED: Final = 1  # Row lengths of padded batches grow memory linearly,
 _SQUARED: Final = 2  # and attention between their positions with the square
+_LOSS: Final = "{} loss"  # A loss term among the metrics
+_DIGITS: Final = 4  # Significant ones of a figure that is shown
+_MOST_COLUMNS: Final = 4  # Of metrics, beside each other within 80 columns
 
 Rows = NDArray[np.int64]
 Losses = Mapping[str, tuple[Tensor, float | Tensor]]
@@ -69,6 +75,19 @@ class TaskContext:
     state: Mapping[str, Any] = field(default_factory=dict)
     reporter: Reporter = field(default_factory=SilentReporter)
     sampling: bool = False
+
+
+@dataclass(frozen=True)
+class PartOutcome:
+    """Sums and predictions of a model for a part of a set.
+
+    Attributes:
+        metrics: Sum and denominator of each metric, which add up over parts.
+        predictions: One for each sample, on the CPU; None where the task predicts nothing.
+    """
+
+    metrics: Mapping[str, tuple[float, float]]
+    predictions: Sequence[Any] | None
 
 
 class Task(BatchTask):
@@ -313,8 +332,10 @@ class Task(BatchTask):
         """The features of memory, and their [R, F] counts for all samples; None where all count alike."""
         count = type(self).features is not Task.features
         total = sum(map(len, self.sets.values()))
-        if not (count or self._differ_in_length(total)):
-            return (Feature("samples"),), None
+        if not count:
+            looked = np.unique(np.linspace(0, total - 1, min(total, _LOOK)).astype(np.int64))
+            if len({tuple(tensor.shape for tensor in leaves(self.sample(int(row)))) for row in looked}) == 1:
+                return (Feature("samples"),), None
         counted = []
         with self.context.reporter.stage("counting what samples hold", total=total, unit="samples") as stage:
             for row in range(total):
@@ -329,10 +350,6 @@ class Task(BatchTask):
         table = [[1.0 if kind == samples and kind not in counts else float(counts.get(kind, 0.0)) for kind in features]
                  for counts in by_kind]  # fmt: skip
         return tuple(features), np.asarray(table)
-
-    def _differ_in_length(self, total: int) -> bool:
-        looked = np.unique(np.linspace(0, total - 1, min(total, _LOOK)).astype(np.int64))
-        return len({tuple(tensor.shape for tensor in leaves(self.sample(int(row)))) for row in looked}) > 1
 
     @property
     def memory_features(self) -> Sequence[Feature]:  # type: ignore[override]
@@ -367,7 +384,11 @@ class Task(BatchTask):
         return _checked_terms(f"{type(self).__name__}.{compute.__name__}", terms)
 
     def outcome(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> PartOutcome:
-        """Computes losses, metrics and predictions of some samples."""
+        """Computes losses, metrics and predictions of some samples, and brings them to the CPU.
+
+        Raises:
+            DataError: A metric is not (sum, denominator), or predictions are not one for each sample.
+        """
         batch = SampleBatch(self, rows, device, dtype, None)
         losses = batch.losses(model, 0, len(rows))
         collated = batch.collated(0, len(rows))
@@ -375,28 +396,46 @@ class Task(BatchTask):
             metrics = self.metrics(model, collated)
         with self.asked("predict"):
             predictions = self.predict(model, collated)
-        return part_outcome(losses, metrics, predictions, len(rows))
-
-    def measured(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
-        """Computes the metrics of predictions."""
-        with self.asked("measure"):
-            return self.measure(samples, predictions)
-
-    def compared(self, samples: Sequence[Any]) -> Mapping[str, Mapping[str, float]]:
-        """Computes the metrics of baselines, by name."""
-        with self.asked("baselines"), _seeded(0):
-            return self.baselines(samples)
+        sums = {_LOSS.format(term): (float(total), count) for term, (total, count) in losses.items()}
+        for name, pair in metrics.items():
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise DataError("Task.metrics did not return {name: (sum, denominator)}", value=f"{name}: {pair!r:.60}",
+                                remedy="Return {'accuracy': (correct.sum(), len(correct))}")  # fmt: skip
+            sums[name] = (float(pair[0]), float(pair[1]))
+        if predictions is None:
+            return PartOutcome(sums, None)
+        if len(predictions) != len(rows):
+            raise DataError(f"Task.predict returned {len(predictions)} predictions for {len(rows)} samples",
+                            remedy="Return one for each sample")  # fmt: skip
+        return PartOutcome(sums, [one.detach().cpu() if isinstance(one, Tensor) else one for one in predictions])
 
     def judge(self, score: Any) -> Mapping[str, Any]:
         """Judges the trained model on the validation set and on each test set; baselines on the test sets."""
-        validation = set_scores(self, self.validation_rows, score.parts(self.validation_rows))
+        validation = self._scores(self.validation_rows, score.parts(self.validation_rows))
         tests = {name: self.judge_rows(rows, score.parts(rows)) for name, rows in self.test_sets.items()}
-        return {VALIDATION: validation, "test": tests}
+        return {VALIDATION: validation, TEST: tests}
 
     def judge_rows(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, Any]:
         """Judges the model and the baselines on some samples."""
-        baselines = {name: dict(scores) for name, scores in self.compared(Samples(self, rows)).items()}
-        return {"samples": len(rows), "model": set_scores(self, rows, parts), "baselines": baselines}
+        with self.asked("baselines"), _seeded(0):
+            baselines = self.baselines(Samples(self, rows))
+        return {"samples": len(rows), MODEL: self._scores(rows, parts),
+                "baselines": {name: dict(scores) for name, scores in baselines.items()}}  # fmt: skip
+
+    def _scores(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, float]:
+        """Returns the figures of a set: sums of its parts ÷ denominators, then the measures of its predictions."""
+        totals: dict[str, list[float]] = {}
+        for part in parts:
+            for name, (total, count) in part.metrics.items():
+                sums = totals.setdefault(name, [0.0, 0.0])
+                sums[0], sums[1] = sums[0] + total, sums[1] + count
+        scores = {name: total / count for name, (total, count) in totals.items() if count}
+        predictions = [value for part in parts for value in part.predictions or ()]
+        if predictions:
+            with self.asked("measure"):
+                measured = self.measure(Samples(self, rows), predictions)
+            scores |= {name: float(value) for name, value in measured.items()}
+        return {name: value for name, value in scores.items() if np.isfinite(value)}
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
         """Writes a judgement as a table."""
@@ -473,6 +512,24 @@ class SampleBatch:
         self._samples = dict(enumerate(drawn))
 
 
+class Samples(Sequence[Any]):
+    """The samples of some rows, read when they are asked for."""
+
+    def __init__(self, task: Task, rows: Rows) -> None:
+        self._task, self._rows = task, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Samples(self._task, self._rows[index])
+        return self._task.sample(int(self._rows[index]))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._task.sample(int(row)) for row in self._rows)
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seeds the global generators for the block, and restores them after it: datasets that augment draw from them."""
@@ -489,35 +546,19 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def make_task(
-    run: ResolvedRun, finished: Mapping[str, FinishedModel], data_root: Path, cache: Path, reporter: Reporter
+    run: ResolvedRun,
+    finished: Mapping[str, FinishedModel],
+    data_root: Path,
+    cache: Path,
+    reporter: Reporter,
+    **further: Any,
 ) -> Task:
-    """Makes the task of a run, with its data read."""
-    return _made(_context(run, finished, data_root=data_root, cache=cache, reporter=reporter), run)
-
-
-def make_trained_task(finished: FinishedModel, models: Mapping[str, FinishedModel], data: EvaluationData) -> Task:
-    """Makes the task of a finished run, with other data perhaps; `models` are those that the run builds on."""
-    run = replace(finished.run, dataset=data.dataset)
-    context = _context(run, models, data_root=data.data_root, cache=data.cache, reporter=data.reporter)
-    return _made(replace(context, state=finished.state, evaluation=data.options), run)
-
-
-def make_sample_task(
-    run: ResolvedRun, finished: Mapping[str, FinishedModel], data_root: Path, cache: Path, reporter: Reporter
-) -> Task:
-    """Makes the task of a run from a sample of its data, for a plan."""
-    context = _context(run, finished, data_root=data_root, cache=cache, reporter=reporter)
-    return _made(replace(context, sampling=True), run)
-
-
-def _context(run: ResolvedRun, finished: Mapping[str, FinishedModel], **places: Any) -> TaskContext:
-    return TaskContext(settings=run.settings, dataset=run.dataset, model_name=run.model_name, model=run.model,
-                       mode=run.mode, seed=run.training.seed, finished=finished,
-                       evaluation=load_object(run.task_settings.evaluation)(), **places)  # fmt: skip
-
-
-def _made(context: TaskContext, run: ResolvedRun) -> Task:
+    """Makes the task of a run, with its data read; `further` fields of its context may be given."""
     kind = load_object(run.task_settings.task_class)
+    further.setdefault("evaluation", load_object(run.task_settings.evaluation)())
+    context = TaskContext(settings=run.settings, dataset=run.dataset, model_name=run.model_name, model=run.model,
+                          mode=run.mode, seed=run.training.seed, data_root=data_root, cache=cache, finished=finished,
+                          reporter=reporter, **further)  # fmt: skip
     try:
         task: Task = kind(context)
     except CanTrainError:
@@ -527,6 +568,11 @@ def _made(context: TaskContext, run: ResolvedRun) -> Task:
     # Data that cannot be read end the run before it has a folder.
     _ = task.set_rows
     return task
+
+
+def make_sample_task(*arguments: Any) -> Task:
+    """Makes the task of a run from a sample of its data, for a plan; has the arguments of `make_task`."""
+    return make_task(*arguments, sampling=True)
 
 
 def _check_sets(task: str, sets: Mapping[str, Sequence[Any]]) -> None:
@@ -570,3 +616,37 @@ def _lengths(sample: Any) -> dict[str | Feature, float]:
     names = ["length"] if len(lengths) == 1 else [f"length {number}" for number in range(1, len(lengths) + 1)]
     return {Feature(name, padding): length for padding in (_PADDED, _SQUARED)
             for name, length in zip(names, lengths, strict=True)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """A table of scores, as text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+
+def tables(judgement: Mapping[str, Any]) -> Sequence[ScoreTable]:
+    """Writes a judgement as a table: the model on each set, and beside it the baselines that know no model."""
+    scored = [(VALIDATION, MODEL, judgement[VALIDATION])] if judgement.get(VALIDATION) else []
+    for name, judged in judgement.get("test", {}).items():
+        rivals = {MODEL: judged[MODEL], **judged.get("baselines", {})}
+        scored += [(name, rival, scores) for rival, scores in rivals.items()]
+    metrics = list(dict.fromkeys(metric for *_, scores in scored for metric in scores))
+    if len(metrics) <= _MOST_COLUMNS:
+        rows = [(name, rival, *(_number(scores.get(metric)) for metric in metrics)) for name, rival, scores in scored]
+        return [ScoreTable("Scores", ("set", "", *metrics), rows)] if metrics else []
+    # A table for each set, which is not wider than its methods are many.
+    sets = dict.fromkeys(name for name, *_ in scored)
+    return [_set_table(key, {rival: scores for name, rival, scores in scored if name == key}, metrics) for key in sets]
+
+
+def _set_table(name: str, by_rival: Mapping[str, Mapping[str, float]], metrics: Sequence[str]) -> ScoreTable:
+    rows = [(metric, *(_number(scores.get(metric)) for scores in by_rival.values())) for metric in metrics]
+    return ScoreTable(f"Scores on {name}", ("", *by_rival), rows)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.{_DIGITS}g}"

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from can_train.fit.optimizer import (
     make_optimization,
     restore_generators,
     seed_rank,
+    state_bytes,
 )
 from can_train.fit.phases import only_trained
 from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, packed_rows, rows_by_epoch, still_fits
@@ -147,11 +149,6 @@ class PhaseEngine(Engine):
             self._in_epoch = epoch, self.task.in_epoch(epoch, epochs)
         return self._in_epoch[1]
 
-    def set_plans(self, run_plan: RunPlan, shared_plan: RunPlan) -> None:
-        """Trains by other plans from now on."""
-        self.run_plan, self.shared_plan = run_plan, shared_plan
-        self.set_limits(run_plan.phase_plan.rules, run_plan.limits)
-
 
 @dataclass(kw_only=True)
 class Session(Parts):
@@ -244,11 +241,6 @@ class Session(Parts):
         """Out-of-memories survived so far, in all phases."""
         return sum(engine.batcher.ooms_rescued for engine in self.engines)
 
-    @property
-    def largest_micro_batch(self) -> int:
-        """Samples of the largest micro-batch so far, of all phases."""
-        return max(engine.largest_micro_batch for engine in self.engines)
-
     @contextmanager
     def in_phase(self, engine: PhaseEngine) -> Iterator[None]:
         """Trains a phase in the block, with the other phases' parameters frozen."""
@@ -277,7 +269,7 @@ class Session(Parts):
             self.planners = Planners.of_phases(self.planners.first)
             for engine, planner in zip(self.engines, self.planners.phases, strict=True):
                 engine.planner = planner
-        held_bytes = sum(engine.optimization.state_bytes for engine in self.engines)
+        held_bytes = sum(state_bytes(engine.optimization.optimizer) for engine in self.engines)
         # Probes have peaks of their own, and reset the meter.
         self.monitor.pause()
         own = self.own_plan
@@ -288,7 +280,7 @@ class Session(Parts):
             self._use_thawed(plans)
         for engine in self.engines:
             engine.reserve.expect(
-                engine.planner.explorer.optimizer_memory(), held_bytes=engine.optimization.state_bytes
+                engine.planner.explorer.optimizer_memory(), held_bytes=state_bytes(engine.optimization.optimizer)
             )
             engine.reserve.hold()
 
@@ -296,7 +288,8 @@ class Session(Parts):
         """Trains by all ranks' plans for the parameters that are trained now, which are not those trained at first."""
         self.is_thawed = True
         for engine, mine, first in zip(self.engines, plans[self.ranks.rank].phases, plans[0].phases, strict=True):
-            engine.set_plans(mine, first)
+            engine.run_plan, engine.shared_plan = mine, first
+            engine.set_limits(mine.phase_plan.rules, mine.limits)
 
     def log(self, **record: Any) -> None:
         """Adds a line about the last step to the metrics, which rank 0 writes, and shows it in the trackers."""
@@ -337,8 +330,9 @@ class Session(Parts):
                 ooms_rescued=result.ooms_rescued,
             )
         )
-        largest, rescued = max(result.micro_batches, default=None), result.ooms_rescued or None
-        self.track({"train/loss": loss, "train/micro_batch_size": largest, "train/ooms_rescued": rescued})
+        largest = max(result.micro_batches, default=None)
+        self.track({"train/loss": loss, "train/micro_batch_size": largest,
+                    "train/ooms_rescued": result.ooms_rescued or None})  # fmt: skip
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on, on every rank.
@@ -391,7 +385,7 @@ class Session(Parts):
             CheckpointError: There is no other.
         """
         skipped = 0
-        while why := self._damage_on_ranks(state):
+        while why := next(filter(None, self.ranks.gather(partial(self._damage, state))), ""):
             skipped += 1
             damaged = f"The checkpoint of step {self.progress.step} is damaged ({why})"
             self.reporter.notice(f"{damaged}; going back to the one before it")
@@ -411,9 +405,6 @@ class Session(Parts):
             # Of a rank that the run did not have: its randomness begins here.
             seed_rank(seed=self.training.seed, rank=rank, step=self.progress.step)
         return state
-
-    def _damage_on_ranks(self, state: Mapping[str, Any]) -> str:
-        return next(filter(None, self.ranks.gather(lambda: self._damage(state))), "")
 
     def _damage(self, state: Mapping[str, Any]) -> str:
         """Restores the state that needs no other rank and checks the rest; returns the failure, empty if there is
@@ -448,7 +439,7 @@ class Session(Parts):
             # `resume --epochs` may have made the schedule longer since.
             engine.optimization.follow_schedule()
             needed = engine.planner.explorer.optimizer_memory()
-            engine.reserve.expect(needed, held_bytes=engine.optimization.state_bytes)
+            engine.reserve.expect(needed, held_bytes=state_bytes(engine.optimization.optimizer))
         if self.folder.goes_on_for_longer(self.progress.step):
             self.progress.trained, self.progress.epochs_without_gain = False, 0
 
@@ -470,10 +461,8 @@ def load_checkpoint(parts: Parts, *, skip: int = 0) -> dict[str, Any] | None:
     checkpoints = Checkpoints(parts.folder.checkpoints_path)
     saved = parts.ranks.on_every_rank(lambda: checkpoints.load(parts.reporter, check=_check_progress, skip=skip))
 
-    def step() -> int | None:
-        return None if saved is None else int(saved["progress"]["step"])
-
-    if len(set(steps := parts.ranks.gather(step))) > 1:
+    steps = parts.ranks.gather(lambda: None if saved is None else int(saved["progress"]["step"]))
+    if len(set(steps)) > 1:
         seen = f"they see those of steps {', '.join(map(str, steps))}"
         remedy = "All nodes must share the run folder; if they do, resume once they see the same files"
         raise CheckpointError("Every rank goes on from the same checkpoint", value=seen, remedy=remedy)

@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -55,7 +55,7 @@ from can_train.fit.micro_batcher import (
 )
 from can_train.fit.optimizer import Snapshot, seed_rank, step_generator
 from can_train.fit.phases import freeze
-from can_train.fit.planner import Planner, Planners, RunPlan, packed_rows
+from can_train.fit.planner import Planner, Planners, packed_rows
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.io.records import check_writable, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
@@ -105,7 +105,7 @@ def train_new(
         SystemExit: A signal ended it; a checkpoint was saved.
     """
     stops, ranks = StopRequests(), ranks or Ranks()
-    ranks.on_rank0(lambda: _check_trackers(run))
+    ranks.on_rank0(lambda: check_packages(run.paths.trackers))
     log = LoggedReporter(reporter)
     reporter = log if ranks.is_first else SilentReporter()
     with stops.installed(), ExitStack() as lock:
@@ -139,7 +139,7 @@ def train_on(
         finished = ranks.on_rank0(folder.result)
         if finished is None:
             reporter = _with_state(run, reporter, ranks)
-            ranks.on_rank0(lambda: _check_trackers(run))
+            ranks.on_rank0(lambda: check_packages(run.paths.trackers))
             ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
         meter, task = _prepare(run, reporter, ranks)
         if finished is not None:
@@ -224,19 +224,12 @@ def _train_and_judge(parts: Parts) -> Outcome:
             raise
 
 
-def _check_trackers(run: ResolvedRun) -> None:
-    if run.paths.trackers:
-        check_packages(run.paths.trackers)
-
-
 def _tracked(parts: Parts) -> AbstractContextManager[Sequence[Tracker]]:
     """Shows the block in the trackers that the run has, on rank 0."""
     run, folder = parts.run, parts.folder
-    if not (run.paths.trackers and parts.ranks.is_first):
-        return nullcontext(())
     about = TrackedRun(run_id=folder.run_id, folder=str(folder.path.resolve()), dataset=run.dataset.name, key=run.key,
                        settings=run.config)  # fmt: skip
-    return tracked(about, run.paths.trackers, parts.reporter)
+    return tracked(about, run.paths.trackers if parts.ranks.is_first else (), parts.reporter)
 
 
 def _run_attempt(parts: Parts) -> Outcome:
@@ -285,7 +278,11 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
                                           ranks=ranks.size, reference_tensors=resident))  # fmt: skip
     plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
-    _show_plan(parts, plans[ranks.rank], references)
+    plan = plans[ranks.rank]
+    reporter.notice("\n".join(plan_summary(plan, meter.key, meter.capacity_bytes)))
+    reporter.detail("\n".join([*plan_details(plan), *reference_model_lines(references.plans)]))
+    for notice in plan.all_notices:
+        reporter.notice(notice)
     seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references)
@@ -301,14 +298,6 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
         session.metrics.rewind(0 if checkpoint is None else checkpoint["metrics_lines"])
         rewind_steps(session.folder.path, session.progress.step)
     return session
-
-
-def _show_plan(parts: Parts, plan: RunPlan, references: ReferenceModels) -> None:
-    meter, reporter = parts.meter, parts.reporter
-    reporter.notice("\n".join(plan_summary(plan, meter.key, meter.capacity_bytes)))
-    reporter.detail("\n".join(detail_lines(plan, references.plans)))
-    for notice in plan.all_notices:
-        reporter.notice(notice)
 
 
 def train(session: Session) -> None:
@@ -440,24 +429,29 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
     reserved = [engine.reserve.tensors for engine in session.engines]
     held = *reserved, session.planners.first.reference_tensors, snapshot.copies
     optimizers = [engine.optimization.optimizer for engine in session.engines]
-    ranks = session.ranks
+    ranks, optimization = session.ranks, session.engine.optimization
     with session.monitor.step(session.model, *optimizers, *held) as counted:
         shares = _accumulate(session, rows)
         factors = _correction(shares, ranks.rank, size=len(rows))
         if len(set(factors.values())) > 1:
             # Each term needs a factor of its own, and their gradients have been added up: once more, with the
             # denominators that the first pass has found.
-            session.engine.optimization.optimizer.zero_grad(set_to_none=True)
+            optimization.optimizer.zero_grad(set_to_none=True)
             snapshot.restore()
             denominators = Denominators(combine_shares([share for share, _ in shares]).denominators)
-            shares, factor = _with_ooms_of_both(shares, _accumulate(session, rows, denominators)), 1.0
+            earlier, shares, factor = shares, _accumulate(session, rows, denominators), 1.0
         else:
-            factor = next(iter(factors.values()))
-            _multiply_gradients(session.engine.optimization.parameters, factor)
-        result = combine_shares([share for share, _ in shares]).scaled(factor)
+            earlier, factor = [], next(iter(factors.values()))
+            gradients = [one.grad for one in optimization.parameters if one.grad is not None]
+            if factor != 1.0 and gradients:
+                torch._foreach_mul_(gradients, factor)
+        result = combine_shares([share for share, _ in shares])
+        # Memory ran out in the first pass mostly; the second one begins with smaller micro-batches.
+        result = replace(result, means={term: mean * factor for term, mean in result.means.items()},
+                         ooms_rescued=sum(share.ooms_rescued for share, _ in (*earlier, *shares)))  # fmt: skip
         if not all(math.isfinite(mean) for mean in result.means.values()):
             raise _no_longer_finite(session, f"step {session.progress.step}", result.means)
-        ranks.reduce_gradients(session.engine.optimization.parameters)
+        ranks.reduce_gradients(optimization.parameters)
         session.stop_signal = _first_signal(ranks.gather(lambda: _update_weights(session, ends_epoch=ends_epoch)))
         ranks.broadcast_buffers(session.model)
     session.engine.record_result(shares[ranks.rank][0], is_counted=counted)
@@ -487,20 +481,6 @@ def _correction(shares: Sequence[ShareResult], rank: int, *, size: int) -> dict[
     # Parts whose denominators do not add up to the batch's would silently train with another gradient.
     check_denominators(result, denominators.by_term, size=size)
     return {"": 1.0}
-
-
-def _multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
-def _with_ooms_of_both(first: Sequence[ShareResult], second: Sequence[ShareResult]) -> list[ShareResult]:
-    # Memory ran out in the first pass mostly; the second one begins with smaller micro-batches.
-    return [
-        (replace(later, ooms_rescued=earlier.ooms_rescued + later.ooms_rescued), denominators)
-        for (earlier, _), (later, denominators) in zip(first, second, strict=True)
-    ]
 
 
 def _no_longer_finite(session: Session, where: str, losses: Mapping[str, float]) -> FailedRunError:
@@ -663,7 +643,8 @@ class _Scores:
 
     def parts(self, rows: Rows) -> list[Any]:
         """Returns the task's results for each part of some samples."""
-        found = self._inference.parts(self._session.task, rows)
+        task: Any = self._session.task
+        found = self._inference.parts(task.outcome, rows)
         self._advance(len(rows))
         return found
 
@@ -699,7 +680,7 @@ def _result(session: Session) -> dict[str, Any]:
         "plan": session.own_plan.to_plain(),
         "reference_models": [asdict(plan) for plan in session.reference_models.plans],
         "ooms_rescued": session.ooms_rescued + session.ooms_elsewhere,
-        "micro_batch_size": session.largest_micro_batch or None,
+        "micro_batch_size": max(engine.largest_micro_batch for engine in session.engines) or None,
         "predicted_peak_bytes": session.fullest.run_plan.predicted_peak_bytes,
         "peak_memory_bytes": monitor.peak_bytes or None,
         "peak_memory_pct": monitor.peak_share,

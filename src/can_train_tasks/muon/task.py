@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from can_train.errors import DataError
 from can_train.task import Feature, Phase
-from can_train.training.sample_judging import TEST, TRAIN, VALIDATION
-from can_train.training.sample_task import Losses, Task, TaskContext
+from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task, TaskContext
 from can_train_tasks.muon.point_sets import (
     CONDITIONS,
     Drawn,

@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from can_train.task import Feature
-from can_train.training.sample_judging import TEST, TRAIN, VALIDATION
-from can_train.training.sample_task import Losses, Task
+from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task
 from can_train_tasks.seq2seq import pair_tables
 from can_train_tasks.seq2seq.encoder_decoders import AttentiveLstm, Seq2seqModel, Transformer, write
 from can_train_tasks.seq2seq.pair_tables import PAD, START, Pair, Symbols, Tables, Vocabulary
