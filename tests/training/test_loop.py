@@ -39,7 +39,7 @@ def test_weights_do_not_depend_on_the_micro_batches(tmp_path: Path, limit: int) 
     whole = train_line(tmp_path / "whole", batch_size=20, precision="fp64", micro_batch_size=20, epochs=5)
     split = train_line(tmp_path / "split", batch_size=20, precision="fp64", micro_batch_size=limit, epochs=5)
     assert split.engine.run_plan.phase_plan.most_parts == -(-20 // limit)
-    assert split.largest_micro_batch == -(-20 // -(-20 // limit))
+    assert split.engine.largest_micro_batch == -(-20 // -(-20 // limit))
     assert torch.linalg.vector_norm(weights(split) - weights(whole)) <= 1e-10 * torch.linalg.vector_norm(weights(whole))
 
 

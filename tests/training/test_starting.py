@@ -40,7 +40,7 @@ def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
     other = nn.ModuleDict({"weight": nn.Linear(3, 4), "head": nn.Linear(1, 1)})
     path = finished_run(tmp_path, other)
     mine = nn.ModuleDict({"weight": nn.Linear(3, 2), "tail": nn.Linear(1, 1)})
-    with pytest.raises(CheckpointError, match=r"tail.weight is not in it.*head.weight is only in it"):
+    with pytest.raises(CheckpointError, match=r"Missing key.*tail.weight.*Unexpected key.*head.weight"):
         start_from(mine, path)
-    with pytest.raises(CheckpointError, match=r"weight\.weight is 4 × 3, not 2 × 3"):
+    with pytest.raises(CheckpointError, match=r"size mismatch for weight\.weight: .*\[4, 3\].*\[2, 3\]"):
         start_from(nn.ModuleDict({"weight": nn.Linear(3, 2), "head": nn.Linear(1, 1)}), path)

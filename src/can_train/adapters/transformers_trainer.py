@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from importlib import import_module
@@ -152,7 +152,10 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         way = next(way for way in [*self._ways, *items.means] if way != _SUM)
         weighted = [(loss, items.weight(way, part)) for part, (loss, *_) in parts]
         loss = None if weighted[0][0] is None else sum(loss * weight for loss, weight in weighted if weight)
-        return (loss, *(_joined([one[place] for _, one in parts]) for place in (1, 2)))
+        # As the Trainer joins the outputs of batches.
+        join = import_module("transformers.trainer_pt_utils").nested_concat
+        of_parts = [[one[place] for _, one in parts] for place in (1, 2)]
+        return (loss, *(None if outputs[0] is None else reduce(join, outputs) for outputs in of_parts))
 
     def _items(self, inputs: Any) -> _Items:
         # Trainers before transformers 5 do not tell: they look the model's class up in this list.
@@ -278,13 +281,6 @@ class _Items:
                 labels = self._labels if way == _LABELS else self._labels[:, 1:]
                 self._counts[way] = labels.ne(_IGNORED_LABEL).reshape(samples, -1).sum(1).cpu().numpy()
         return self._counts[way]
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Joins the outputs of a batch's parts, as the Trainer joins the outputs of batches."""
-    if parts[0] is None:
-        return None
-    return reduce(import_module("transformers.trainer_pt_utils").nested_concat, parts)
 
 
 def _refuse_conflicts(trainer: Any) -> None:

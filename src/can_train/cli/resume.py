@@ -58,15 +58,14 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     locator.trust(trusts_all=trust_code).config(status.known.folder, has_code=in_slurm)
     if not status.state.certain and not quiet:
         print_note(str(status.state))
-    from can_train.training.resume import ResumeRequest, change_run
+    from can_train.training.resume import change_run
 
     folder = status.known.folder
     if device is not None and not in_slurm:
         from can_train.memory.meters import resolve_device
 
         resolve_device(device)
-    request = ResumeRequest(epochs=epochs, device=device, dataset=dataset)
-    make_changes = partial(change_run, folder, request, make_reporter(verbosity))
+    make_changes = partial(change_run, folder, make_reporter(verbosity), epochs=epochs, device=device, dataset=dataset)
     if in_slurm:
         _print_changes(make_changes(), quiet=quiet)
         goes_on = status.facts.result is not None and folder.result() is None

@@ -96,7 +96,7 @@ class Denominators:
     """The denominators of a whole logical batch, or estimates of them until the batch is computed."""
 
     by_term: dict[str, float]
-    size: int = 0  # Samples of the batch, where the denominators of its terms are taken to be that
+    size: int = 0  # Samples of the batch, where the denominators of its terms are taken to be that; 0: they are known
 
     @classmethod
     def of(cls, batch: LogicalBatch, size: int) -> Denominators:
@@ -104,24 +104,24 @@ class Denominators:
         known = batch.denominators
         return cls({}, size) if known is None else cls(dict(known))
 
-    @property
-    def is_estimate(self) -> bool:
-        """Whether the batch's denominators are not certain yet."""
-        return self.size > 0
-
     def learn(self, losses: Losses, *, is_whole: bool) -> None:
         """Sees the losses of a part, or of the whole batch, which has the denominators that are needed."""
-        for term, (_, own) in losses.items() if self.is_estimate else ():
+        for term, (_, own) in losses.items() if self.size else ():
             self.by_term.setdefault(term, float(self.size))
             if is_whole:
                 self.by_term[term] = own
 
-    def factors(self, actual: Mapping[str, float]) -> dict[str, float]:
-        """Returns, by term, the factor that corrects a gradient that was computed with these denominators."""
+    def factors(self, result: BatchResult) -> dict[str, float]:
+        """Returns, by term, the factor that corrects the gradient of a whole batch, which was computed with these
+        denominators: 1 where they were known before.
+        """
+        if not self.size:
+            # Parts whose denominators do not add up to the batch's would silently train with another gradient.
+            check_denominators(result, self.by_term, size=0)
+            return {"": 1.0}
         # A term without anything in the batch has no gradient.
-        return {
-            term: self.by_term.get(term, float(self.size)) / own if own else 1.0 for term, own in actual.items()
-        } or {"": 1.0}
+        return {term: self.by_term.get(term, float(self.size)) / own if own else 1.0
+                for term, own in result.denominators.items()} or {"": 1.0}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -439,10 +439,7 @@ class MicroBatcher:
             self._undo.merge()
 
     def evaluate(
-        self,
-        compute: Callable[[int, int], T],
-        batch: BatchCosts | Counts | int,
-        limit: MicroBatchLimit | None = None,
+        self, compute: Callable[[int, int], T], batch: BatchCosts | Counts | int, limit: MicroBatchLimit | None = None
     ) -> list[T]:
         """Computes something of samples `start:stop` without gradients, and returns the results of the parts in order.
         Without a limit, parts are as large as those in training.

@@ -195,11 +195,6 @@ class Optimization:
         for parameter, is_trained in zip(self.parameters, trainable, strict=True):
             parameter.requires_grad_(is_trained)
 
-    def drop_stale_state(self) -> None:
-        """Drops the moments of frozen parameters: once thawed, they would push into an old direction."""
-        for parameter in [p for p in self.optimizer.state if not p.requires_grad]:
-            del self.optimizer.state[parameter]
-
     @property
     def lr(self) -> float:
         """The current learning rate."""

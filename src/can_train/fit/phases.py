@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from can_train.errors import ConfigError, nearest_first
@@ -36,20 +37,15 @@ def named_by(model: nn.Module, names: Sequence[str], setting: str) -> set[str]:
     parameters = [name for name, _ in model.named_parameters()]
     found: set[str] = set()
     for name in names:
-        own = {one for one in parameters if one == name or one.startswith(f"{name}.") or fnmatchcase(one, name)
-               or any(fnmatchcase(parent, name) for parent in _parents(one))}  # fmt: skip
+        # A parameter goes by its own name and by the modules' that it is in: a, a.b, a.b.weight.
+        own = {one for one in parameters if any(part == name or fnmatchcase(part, name)
+               for part in accumulate(one.split("."), "{}.{}".format))}  # fmt: skip
         if not own:
             modules = [one for one, _ in model.named_modules() if one]
             nearest = ", ".join(nearest_first(name, [*modules, *parameters])[:_SUGGESTIONS])
             raise ConfigError(f"{setting} names parts of the model", value=repr(name), remedy=f"Nearest: {nearest}")
         found |= own
     return found
-
-
-def _parents(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def freeze(model: nn.Module, training: TrainingSettings, *, epoch: int) -> None:

@@ -107,11 +107,7 @@ class Backoff:
 class PartDoesNotFitError(DoesNotFitError):
     """Samples `part`, (start, stop), of a batch do not fit and cannot be split further."""
 
-    def __init__(
-        self, rule: str, *, value: str, remedy: str, details: OutOfMemoryDetails, part: tuple[int, int]
-    ) -> None:
-        super().__init__(rule, value=value, remedy=remedy, details=details)
-        self.part = part
+    part: tuple[int, int]
 
 
 class Try(CatchOutOfMemory):
@@ -270,13 +266,10 @@ class Rescue:
                 # Another attempt with the same settings would fail at the same place.
                 details = replace(details, should_fit=False)
         named = f"sample {start} of the batch" if samples == 1 else f"samples {start} to {stop - 1} of the batch"
-        return PartDoesNotFitError(
-            rule,
-            value=f"{named}; the device said: {message}",
-            remedy=self._remedy(need_bytes, samples),
-            details=details,
-            part=(start, stop),
-        )
+        error = PartDoesNotFitError(rule, value=f"{named}; the device said: {message}",
+                                    remedy=self._remedy(need_bytes, samples), details=details)  # fmt: skip
+        error.part = start, stop
+        return error
 
     def _remedy(self, need_bytes: float | None, samples: int) -> str:
         capacity, smaller = self.meter.capacity_bytes, "choose a smaller model or smaller samples"

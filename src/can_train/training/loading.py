@@ -30,7 +30,7 @@ from can_train.runs.run_folder import CONFIG, INPUTS, RunFolder, relocate_prereq
 from can_train.runs.trust import CodeTrust
 from can_train.task import BatchTask
 
-_MAX_NAMED: Final = 5  # weights that an error names before it stops
+_MAX_NAMED: Final = 5  # weights, or lines about them, that an error has before it stops
 
 _FORMAT_VERSION: Final = 1  # of checkpoints
 
@@ -339,20 +339,11 @@ def start_from(model: nn.Module, run_path: Path) -> None:
     if folder.result() is None or state is None or not isinstance(state.get("best"), dict):
         remedy = f"Finish it first: can-train resume {folder.run_id}"
         raise CheckpointError("Training starts from the weights of a finished run", value=str(run_path), remedy=remedy)
-    best = state["best"]
-    own = {name: _shape(value) for name, value in model.state_dict().items()}
-    found = {name: _shape(value) for name, value in best.items()}
-    differences = [f"{name} is not in it" for name in own if name not in found]
-    differences += [f"{name} is only in it" for name in found if name not in own]
-    differences += [f"{name} is {found[name]}, not {own[name]}" for name in own
-                    if found.get(name, own[name]) != own[name]]  # fmt: skip
-    if differences:
-        more = f"; and {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
+    try:
+        model.load_state_dict(state["best"])
+    except RuntimeError as error:
+        differences = [line.strip() for line in str(error).splitlines()[1:]]
+        more = f" And {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
         raise CheckpointError("The run that training starts from must have the same model",
-                              value=f"{folder.run_id}: {'; '.join(differences[:_MAX_NAMED])}{more}",
-                              remedy="Choose a run of the same model, size, features and data set")  # fmt: skip
-    model.load_state_dict(best)
-
-
-def _shape(value: Any) -> str:
-    return " × ".join(map(str, value.shape)) or "one number" if isinstance(value, Tensor) else type(value).__name__
+                              value=f"{folder.run_id}: {' '.join(differences[:_MAX_NAMED])}{more}",
+                              remedy="Choose a run of the same model, size, features and data") from error  # fmt: skip

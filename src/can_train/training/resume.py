@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 from can_train.config.compose import changed_settings, from_plain, with_changes
@@ -23,26 +22,17 @@ _PATH: Final = "dataset.path"
 _DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?|sim:(?P<size>.*)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumeRequest:
-    """The settings to change; None: the setting stays."""
-
-    epochs: str | None = None
-    device: str | None = None
-    dataset: str | None = None
-
-    @property
-    def values(self) -> dict[str, str]:
-        """The changes, by the setting's dotted name."""
-        path = None if self.dataset is None else str(expanded(self.dataset).absolute())
-        given = {_EPOCHS: self.epochs, "device": self.device, _PATH: path}
-        return {name: value for name, value in given.items() if value is not None}
-
-
-def change_run(folder: RunFolder, request: ResumeRequest, reporter: Reporter) -> list[str]:
+def change_run(
+    folder: RunFolder,
+    reporter: Reporter,
+    *,
+    epochs: str | None = None,
+    device: str | None = None,
+    dataset: str | None = None,
+) -> list[str]:
     """Changes how a run goes on, which its configuration and `RunFolder.changes` say afterwards.
 
-    Everything is checked first: a refusal leaves the run as it was.
+    Everything is checked first: a refusal leaves the run as it was. A setting that is None stays.
 
     Returns:
         A sentence for each setting that changed.
@@ -51,26 +41,29 @@ def change_run(folder: RunFolder, request: ResumeRequest, reporter: Reporter) ->
         ConfigError: More epochs are done than asked for, or a value does not fit.
         RunError: The data are not those that the run began with, or another process trains the run.
     """
-    if not request.values:
+    path = None if dataset is None else str(expanded(dataset).absolute())
+    given = {_EPOCHS: epochs, "device": device, _PATH: path}
+    request = {name: value for name, value in given.items() if value is not None}
+    if not request:
         return []
     before = folder.config()
-    run = with_changes(before, (), request.values)
+    run = with_changes(before, (), request)
     with folder.locked():
         step, begun = _newest_checkpoint(folder)
         result = folder.result()
         done = begun if result is None else _count(result.get("epochs"))
         # One that stopped early, for want of a better loss, may go on for as long as it was to be trained at first.
-        goes_on = request.epochs is not None and run.training.epochs > done
-        if request.epochs is not None and run.training.epochs < done:
-            anew = f"can-train resubmit {name_to_type(folder)} --epochs {request.epochs}"
+        goes_on = epochs is not None and run.training.epochs > done
+        if epochs is not None and run.training.epochs < done:
+            anew = f"can-train resubmit {name_to_type(folder)} --epochs {epochs}"
             raise ConfigError("A run goes on for no fewer epochs than it has done",
-                              value=f"--epochs {request.epochs}, and {done} are done",
+                              value=f"--epochs {epochs}, and {done} are done",
                               remedy=f"With fewer it is a new run:\n  {anew}\nHere give {done} or more")  # fmt: skip
-        if request.device is not None:
-            _check_device(request.device, is_over=result is not None and not goes_on)
-        if request.dataset is not None:
+        if device is not None:
+            _check_device(device, is_over=result is not None and not goes_on)
+        if dataset is not None:
             _check_data(folder, run, reporter)
-        values = {name: {"before": _value(before, name), "after": _value(run.config, name)} for name in request.values}
+        values = {name: {"before": _value(before, name), "after": _value(run.config, name)} for name in request}
         is_extended = result is not None and goes_on
         changed = {name: each for name, each in values.items()
                    if each["before"] != each["after"] or (name == _EPOCHS and is_extended)}  # fmt: skip

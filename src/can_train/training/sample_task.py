@@ -526,9 +526,6 @@ class Samples(Sequence[Any]):
             return Samples(self._task, self._rows[index])
         return self._task.sample(int(self._rows[index]))
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self._task.sample(int(row)) for row in self._rows)
-
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:

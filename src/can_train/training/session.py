@@ -39,7 +39,7 @@ from can_train.memory.monitor import LeakWatch, MemoryMonitor
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter
 from can_train.runs.attempts import TERMINATED, StopRequests
-from can_train.runs.recording import MetricsLog, StepLog, StepRecord, memory_limits, steps_path
+from can_train.runs.recording import MetricsLog, StepLog, StepRecord, memory_limits, rewind_steps, steps_path
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.trackers import Tracker
 from can_train.task import BatchTask, Phase, TaskInEpoch
@@ -114,12 +114,6 @@ class Progress:
         if values.keys() != {each.name for each in fields(cls)} or min(counts) < 0:
             raise ValueError("a count of its progress is missing or negative")
         return progress
-
-    def end_epoch(self) -> None:
-        """Counts an epoch; its sums begin anew."""
-        self.epoch += 1
-        self.step_in_epoch, self.epoch_sums, self.epoch_samples = 0, {}, 0
-        self.epoch_parts, self.epoch_largest, self.epoch_ooms = 0, 0, 0
 
 
 @dataclass(kw_only=True)
@@ -263,7 +257,10 @@ class Session(Parts):
             return
         for engine in changed:
             engine.planned_for = engine.optimization.trainable
-            engine.optimization.drop_stale_state()
+            # The moments of frozen parameters would push into an old direction once these are thawed.
+            state = engine.optimization.optimizer.state
+            for parameter in [one for one in state if not one.requires_grad]:
+                del state[parameter]
         if len(self.engines) > 1:
             # Each phase leaves room for the state that the others' optimizers keep by now.
             self.planners = Planners.of_phases(self.planners.first)
@@ -304,6 +301,11 @@ class Session(Parts):
         known = {name: value for name, value in figures.items() if value is not None}
         for tracker in self.trackers:
             tracker.track(self.progress.step, known)
+
+    def rewind_records(self, metrics_lines: int) -> None:
+        """Drops what was recorded after the checkpoint: those steps are trained, and logged, once more."""
+        self.metrics.rewind(metrics_lines)
+        rewind_steps(self.folder.path, self.progress.step)
 
     def record_step(self, result: BatchResult, *, loss: float) -> None:
         """Adds the step that has just been taken to the rank's record for the report, and shows it in the trackers.
@@ -412,7 +414,20 @@ class Session(Parts):
         """
         self.progress = Progress.from_plain(state["progress"])
         try:
-            self._restore_own(state)
+            if state["best"]:
+                self.model.load_state_dict(state["best"])
+            self.model.load_state_dict(state["model"])
+            self.best = state["best"] if self.ranks.is_first else {}
+            saved = zip(self.engines, state["trainable"], state["optimization"], strict=True)
+            for engine, trainable, optimization in saved:
+                engine.optimization.set_trainable(trainable)
+                engine.optimization.load_state_dict(optimization)
+                # `resume --epochs` may have made the schedule longer since.
+                engine.optimization.follow_schedule()
+                needed = engine.planner.explorer.optimizer_memory()
+                engine.reserve.expect(needed, held_bytes=state_bytes(engine.optimization.optimizer))
+            if self.folder.goes_on_for_longer(self.progress.step):
+                self.progress.trained, self.progress.epochs_without_gain = False, 0
             of_ranks = [state, *state["other_ranks"]]
             own = of_ranks[self.ranks.rank if len(of_ranks) == self.ranks.size else 0]
             restore_generators(own["randomness"])
@@ -426,22 +441,6 @@ class Session(Parts):
                 raise
             return f"{type(error).__name__}: {first_sentence(error)}"
         return ""
-
-    def _restore_own(self, state: Mapping[str, Any]) -> None:
-        if state["best"]:
-            self.model.load_state_dict(state["best"])
-        self.model.load_state_dict(state["model"])
-        self.best = state["best"] if self.ranks.is_first else {}
-        saved = zip(self.engines, state["trainable"], state["optimization"], strict=True)
-        for engine, trainable, optimization in saved:
-            engine.optimization.set_trainable(trainable)
-            engine.optimization.load_state_dict(optimization)
-            # `resume --epochs` may have made the schedule longer since.
-            engine.optimization.follow_schedule()
-            needed = engine.planner.explorer.optimizer_memory()
-            engine.reserve.expect(needed, held_bytes=state_bytes(engine.optimization.optimizer))
-        if self.folder.goes_on_for_longer(self.progress.step):
-            self.progress.trained, self.progress.epochs_without_gain = False, 0
 
     def _restore_thawed(self, saved: Sequence[dict[str, Any] | None]) -> None:
         """Goes on by all ranks' plans of the attempt before. Limits that are found once more may differ a little, and

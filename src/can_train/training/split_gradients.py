@@ -75,7 +75,9 @@ def compare_gradients(run: ResolvedRun, reporter: Reporter) -> GradientCompariso
     meter = open_meter("cpu" if is_simulated(run.device) else run.device)
     task = sample_task(run, reporter)
     model = fresh_model(run, task, meter).train()
-    _consult_reference_models(task, meter)
+    for one in task.reference_models():
+        if one.placements:
+            task.bind_outputs(one.role, ComputedOutputs(one, meter, Precision.named("fp64")))
     rows = _rows(task, run, min(batch_size, MOST_SAMPLES))
     task.before_step(model, rows, 0.0, step_generator(seed=seed, step=0, before=True))
     epoch, generator = task.in_epoch(0, training.epochs), step_generator(seed=seed, step=0)
@@ -118,12 +120,6 @@ def splits(samples: int, accumulated: int = 1) -> list[tuple[int, ...]]:
     found = [loaded if each > 1 else (), (first, samples - first), tuple(growing), (1,) * samples]
     # A pair cannot be split in different ways.
     return list(dict.fromkeys(sizes for sizes in found if len(sizes) > 1))
-
-
-def _consult_reference_models(task: BatchTask, meter: Meter) -> None:
-    for one in task.reference_models():
-        if one.placements:
-            task.bind_outputs(one.role, ComputedOutputs(one, meter, Precision.named("fp64")))
 
 
 def _rows(task: BatchTask, run: ResolvedRun, size: int) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -23,14 +23,7 @@ from torch import nn
 
 from can_train.config.compose import changed_settings
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
-from can_train.errors import (
-    RUN_FAILED,
-    CanTrainError,
-    DoesNotFitError,
-    FailedRunError,
-    OutOfMemoryDetails,
-    StateError,
-)
+from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, FailedRunError, OutOfMemoryDetails, StateError
 from can_train.factors.observations import Observation, Started, next_time, write_record
 from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.factors.observing import (
@@ -44,18 +37,10 @@ from can_train.factors.observing import (
 from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint, policy_options, store_of
 from can_train.fit.cost_model import SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
-from can_train.fit.micro_batcher import (
-    BatchResult,
-    Denominators,
-    Losses,
-    check_denominators,
-    combine_shares,
-    combine_updates,
-    sum_by_term,
-)
+from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, combine_updates, sum_by_term
 from can_train.fit.optimizer import Snapshot, seed_rank, step_generator
 from can_train.fit.phases import freeze
-from can_train.fit.planner import Planner, Planners, packed_rows
+from can_train.fit.planner import Planner, Planners, RunPlan, packed_rows
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.io.records import check_writable, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
@@ -63,7 +48,7 @@ from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, without_others
 from can_train.reporter import DemotingReporter, LoggedReporter, Reporter, SilentReporter
 from can_train.runs.attempts import SlurmContext, StopRequests
-from can_train.runs.recording import rewind_steps, write_predictions
+from can_train.runs.recording import write_predictions
 from can_train.runs.run_folder import RunFolder, make_run, resume_hint
 from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
 from can_train.task import BatchTask, Table
@@ -227,9 +212,11 @@ def _train_and_judge(parts: Parts) -> Outcome:
 def _tracked(parts: Parts) -> AbstractContextManager[Sequence[Tracker]]:
     """Shows the block in the trackers that the run has, on rank 0."""
     run, folder = parts.run, parts.folder
+    if not (run.paths.trackers and parts.ranks.is_first):
+        return nullcontext(())
     about = TrackedRun(run_id=folder.run_id, folder=str(folder.path.resolve()), dataset=run.dataset.name, key=run.key,
                        settings=run.config)  # fmt: skip
-    return tracked(about, run.paths.trackers if parts.ranks.is_first else (), parts.reporter)
+    return tracked(about, run.paths.trackers, parts.reporter)
 
 
 def _run_attempt(parts: Parts) -> Outcome:
@@ -278,11 +265,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
                                           ranks=ranks.size, reference_tensors=resident))  # fmt: skip
     plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
-    plan = plans[ranks.rank]
-    reporter.notice("\n".join(plan_summary(plan, meter.key, meter.capacity_bytes)))
-    reporter.detail("\n".join([*plan_details(plan), *reference_model_lines(references.plans)]))
-    for notice in plan.all_notices:
-        reporter.notice(notice)
+    _show_plan(parts, plans[ranks.rank], references)
     seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references)
@@ -293,11 +276,16 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
             epochs, lr = parts.training.epochs, session.engine.optimization.lr
             text = f"The run now has {epochs} epochs; from here on its learning rate, now {lr:.3g}, is that of a run"
             reporter.notice(f"{text} of {epochs}")
-    if ranks.is_first:
-        # Steps after the checkpoint are trained, and logged, once more.
-        session.metrics.rewind(0 if checkpoint is None else checkpoint["metrics_lines"])
-        rewind_steps(session.folder.path, session.progress.step)
+    ranks.on_rank0(lambda: session.rewind_records(0 if checkpoint is None else checkpoint["metrics_lines"]))
     return session
+
+
+def _show_plan(parts: Parts, plan: RunPlan, references: ReferenceModels) -> None:
+    meter, reporter = parts.meter, parts.reporter
+    reporter.notice("\n".join(plan_summary(plan, meter.key, meter.capacity_bytes)))
+    reporter.detail("\n".join([*plan_details(plan), *reference_model_lines(references.plans)]))
+    for notice in plan.all_notices:
+        reporter.notice(notice)
 
 
 def train(session: Session) -> None:
@@ -357,7 +345,9 @@ def _train_epoch(session: Session, stage: Any) -> None:
         micro_batches=progress.epoch_parts,
         ooms_rescued=progress.epoch_ooms,
     )
-    progress.end_epoch()
+    # The next epoch begins.
+    progress.epoch, progress.step_in_epoch, progress.epoch_sums = progress.epoch + 1, 0, {}
+    progress.epoch_samples = progress.epoch_parts = progress.epoch_largest = progress.epoch_ooms = 0
 
 
 def _exit_if_stopped(session: Session) -> None:
@@ -385,7 +375,12 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> Mapping[str,
     updates = [(engine, repetition) for engine in engines for repetition in range(1, engine.phase.steps + 1)]
     results = []
     try:
-        _before_step(session, rows)
+        generator = step_generator(seed=session.training.seed, step=progress.step, before=True)
+        share = progress.step / session.total_steps
+        # On all ranks or on none: an error on one must not leave the others waiting in a later exchange.
+        session.ranks.on_every_rank(lambda: session.task.before_step(session.model, rows, share, generator))
+        # Before the monitored step: planning runs probes, whose memory is not the step's.
+        session.replan_if_thawed()
         # A run that is resumed within a step goes on after the updates that are done.
         for number, (engine, repetition) in list(enumerate(updates))[progress.updates :]:
             ends = ends_epoch and repetition == engine.phase.steps
@@ -410,17 +405,6 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> Mapping[str,
     return result.means
 
 
-def _before_step(session: Session, rows: Rows) -> None:
-    """Lets the task freeze and thaw parameters, and plans for the parameters that are trained then."""
-    step, seed = session.progress.step, session.training.seed
-    generator = step_generator(seed=seed, step=step, before=True)
-    share = step / session.total_steps
-    # On all ranks or on none: an error on one must not leave the others waiting in a later exchange.
-    session.ranks.on_every_rank(lambda: session.task.before_step(session.model, rows, share, generator))
-    # Before the monitored step: planning runs probes, whose memory is not the step's.
-    session.replan_if_thawed()
-
-
 def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool) -> BatchResult:
     """Takes one optimizer step of the current phase: its gradient, the sum over the ranks, the weights; `snapshot` was
     taken before it.
@@ -432,27 +416,34 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
     ranks, optimization = session.ranks, session.engine.optimization
     with session.monitor.step(session.model, *optimizers, *held) as counted:
         shares = _accumulate(session, rows)
-        factors = _correction(shares, ranks.rank, size=len(rows))
+        result = combine_shares([share for share, _ in shares])
+        factors, earlier_ooms = shares[ranks.rank][1].factors(result), 0
         if len(set(factors.values())) > 1:
             # Each term needs a factor of its own, and their gradients have been added up: once more, with the
-            # denominators that the first pass has found.
+            # denominators that the first pass has found. Memory ran out in the first pass mostly; the second one begins
+            # with smaller micro-batches.
             optimization.optimizer.zero_grad(set_to_none=True)
             snapshot.restore()
-            denominators = Denominators(combine_shares([share for share, _ in shares]).denominators)
-            earlier, shares, factor = shares, _accumulate(session, rows, denominators), 1.0
+            earlier_ooms, factor = result.ooms_rescued, 1.0
+            shares = _accumulate(session, rows, Denominators(dict(result.denominators)))
+            result = combine_shares([share for share, _ in shares])
         else:
-            earlier, factor = [], next(iter(factors.values()))
+            factor = next(iter(factors.values()))
             gradients = [one.grad for one in optimization.parameters if one.grad is not None]
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
-        result = combine_shares([share for share, _ in shares])
-        # Memory ran out in the first pass mostly; the second one begins with smaller micro-batches.
         result = replace(result, means={term: mean * factor for term, mean in result.means.items()},
-                         ooms_rescued=sum(share.ooms_rescued for share, _ in (*earlier, *shares)))  # fmt: skip
+                         ooms_rescued=earlier_ooms + result.ooms_rescued)  # fmt: skip
         if not all(math.isfinite(mean) for mean in result.means.values()):
             raise _no_longer_finite(session, f"step {session.progress.step}", result.means)
         ranks.reduce_gradients(optimization.parameters)
-        session.stop_signal = _first_signal(ranks.gather(lambda: _update_weights(session, ends_epoch=ends_epoch)))
+        with ranks.reporting_failure():
+            moved = optimization.step()
+            session.engine.batcher.stepped()
+            # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
+            if ends_epoch if session.training.scheduler_interval == "epoch" else moved:
+                optimization.scheduler.step()
+        session.stop_signal = _first_signal(ranks.exchange(session.stops.received))
         ranks.broadcast_buffers(session.model)
     session.engine.record_result(shares[ranks.rank][0], is_counted=counted)
     if session.training.log_splits and len(result.micro_batches) > 1:
@@ -469,18 +460,6 @@ def _split_text(session: Session, rows: Rows, result: BatchResult) -> str:
     total = f"{units.sum():,.0f} {task.memory_features[0].name}, the largest part {largest:,.0f}"
     peak = f", peak {size_text(allocated)}" if allocated else ""
     return f"step {session.progress.step}{phase}: {len(stops)} micro-batches, {total}{peak}"
-
-
-def _correction(shares: Sequence[ShareResult], rank: int, *, size: int) -> dict[str, float]:
-    """Returns, by term, the factor that corrects the whole batch's gradient: 1 where its denominators were known
-    before it was computed.
-    """
-    result, denominators = combine_shares([share for share, _ in shares]), shares[rank][1]
-    if denominators.is_estimate:
-        return denominators.factors(result.denominators)
-    # Parts whose denominators do not add up to the batch's would silently train with another gradient.
-    check_denominators(result, denominators.by_term, size=size)
-    return {"": 1.0}
 
 
 def _no_longer_finite(session: Session, where: str, losses: Mapping[str, float]) -> FailedRunError:
@@ -539,16 +518,6 @@ def _accumulate(session: Session, rows: Rows, known: Denominators | None = None)
             raise with_samples(error, session.task.describe, rows[share]) from None
         engine.reserve.before_step()
     return ranks.exchange((result, denominators))
-
-
-def _update_weights(session: Session, *, ends_epoch: bool) -> int | None:
-    """Moves weights and schedule; returns the signal that this rank has received."""
-    moved = session.engine.optimization.step()
-    session.engine.batcher.stepped()
-    # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
-    if ends_epoch if session.training.scheduler_interval == "epoch" else moved:
-        session.engine.optimization.scheduler.step()
-    return session.stops.received
 
 
 def _release_and_report(session: Session, result: BatchResult) -> None:
