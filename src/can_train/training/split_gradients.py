@@ -18,9 +18,8 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import ConfigError
 from can_train.fit.batch_dependence import NoDropout
 from can_train.fit.explore import Explorer
-from can_train.fit.micro_batcher import MicroBatcher
+from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import Precision, Snapshot, step_generator
-from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.rescue import RescueSettings
 from can_train.memory.meters import Meter, is_simulated, open_meter
 from can_train.reporter import Reporter
@@ -90,7 +89,7 @@ def compare_gradients(run: ResolvedRun, reporter: Reporter) -> GradientCompariso
         whole = work.accumulate((len(rows),))
         ways = splits(len(rows), training.gradient_accumulation_steps)
         errors = {sizes: _difference(work.accumulate(sizes), whole) for sizes in ways}
-        averaged = {sizes: _difference(work.average(sizes), whole) for sizes in ways}
+        averaged = {sizes: _difference(work.accumulate(sizes, averages=True), whole) for sizes in ways}
     comparison = GradientComparison(key=run.key, device=meter.name, samples=len(rows), batch_size=batch_size,
                                     parameters=whole[1].numel(), errors=errors, averaged=averaged,
                                     drops=no_dropout.seen)  # fmt: skip
@@ -141,34 +140,26 @@ class _Batch:
     meter: Meter
     denominators: Mapping[str, float]
 
-    def accumulate(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
-        """Returns the loss, and the gradient as training accumulates it, in micro-batches of these sizes."""
-        # Every micro-batch costs 1 and may cost no more, so that the batch is cut between them.
-        costs = BatchCosts.of_samples([1 / size for size in sizes for _ in range(size)])
-        batcher = MicroBatcher(self.model, meter=self.meter, rules=SplitRules(safe_limit=1.0),
+    def accumulate(self, sizes: tuple[int, ...], *, averages: bool = False) -> tuple[float, Tensor]:
+        """Returns the loss, and the gradient as training accumulates it, in micro-batches of these sizes; or the means
+        of the micro-batches' own losses and gradients, each with its own denominators.
+        """
+
+        def losses_of(start: int, stop: int) -> Losses:
+            losses = self.batch.losses(self.model, start, stop)
+            if not averages:
+                return losses
+            return {term: (total / (own or 1.0), 1.0) for term, (total, own) in losses.items()}
+
+        batcher = MicroBatcher(self.model, meter=self.meter, limits=lambda _: sizes,
                                rescue=RescueSettings(adaptive=False))  # fmt: skip
         snapshot = Snapshot(self.model, self.meter.device)
         self.model.zero_grad()
-        result = batcher.run_share(lambda start, stop: self.batch.losses(self.model, start, stop), costs,
-                                  denominators=self.denominators, weights=self.weights or None)  # fmt: skip
+        denominators = dict.fromkeys(self.denominators, float(len(sizes))) if averages else self.denominators
+        result = batcher.run_share(losses_of, sum(sizes), denominators=denominators, weights=self.weights or None)
         snapshot.restore()
-        return sum(self.weights.get(term, 1.0) * mean for term, mean in result.means.items()), self._flat()
-
-    def average(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
-        """Returns the means of the micro-batches' own losses and gradients, each with its own denominators."""
-        snapshot, start, loss = Snapshot(self.model, self.meter.device), 0, 0.0
-        self.model.zero_grad()
-        for size in sizes:
-            losses = self.batch.losses(self.model, start, start + size)
-            means = [self.weights.get(term, 1.0) * total / (own or 1.0) for term, (total, own) in losses.items()]
-            share = torch.stack(means).sum() / len(sizes)
-            share.backward()
-            start, loss = start + size, loss + float(share.detach())
-        snapshot.restore()
-        return loss, self._flat()
-
-    def _flat(self) -> Tensor:
-        return torch.cat([one.grad.flatten() for one in self.model.parameters() if one.grad is not None])
+        gradient = torch.cat([one.grad.flatten() for one in self.model.parameters() if one.grad is not None])
+        return sum(self.weights.get(term, 1.0) * mean for term, mean in result.means.items()), gradient
 
 
 def _difference(one: tuple[float, Tensor], whole: tuple[float, Tensor]) -> Difference:
