@@ -4,7 +4,7 @@ command line passes a reporter down, which writes lines or draws on a terminal.
 
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,16 @@ NOTE: Final = "note: "
 _INDENT: Final = "  "
 _COMMANDS: Final = ("can-train ", "wandb ")  # beginnings of lines that are commands to type
 _WHOLE_FROM: Final = 1000  # a larger figure is shown without decimals
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text cells, for a terminal or a page."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
 
 
 class Stage(Protocol):

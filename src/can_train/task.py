@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from can_train.reporter import TextTable
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -65,26 +67,6 @@ class LogicalBatch(Protocol):
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
         """Computes the sum and the denominator of each loss term over samples `start:stop` of the batch."""
-
-
-class Table(Protocol):
-    """A table of a result, as text."""
-
-    @property
-    def title(self) -> str:
-        """Its title."""
-
-    @property
-    def columns(self) -> Sequence[str]:
-        """Headings."""
-
-    @property
-    def rows(self) -> Sequence[Sequence[str]]:
-        """Cells under the headings."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Sentences below the table."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -291,10 +273,10 @@ class BatchTask(ABC):
         """
         return {}
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes all of a judgement as tables of text, which `-v` prints before the summary."""
         return ()
 
-    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes the tables of a judgement that are printed by default; without an override, all of them."""
         return self.tables(judgement)

@@ -1,19 +1,17 @@
 import re
-from dataclasses import dataclass
 
 import pytest
 from rich.console import Console
 
 from can_train.cli.output import print_tables
-from can_train.report.text import TextTable
+from can_train.reporter import TextTable
 
-
-@dataclass(frozen=True)
-class Two:
-    title: str = "Title"
-    columns: tuple[str, ...] = ("key", "factor", "runs", "reason")
-    rows: tuple[tuple[str, ...], ...] = (("a_long_configuration_key", "0.871 ± 0.012", "5", "learned from 5 runs"),)
-    notes: tuple[str, ...] = ("a note",)
+TWO = TextTable(
+    "Title",
+    ("key", "factor", "runs", "reason"),
+    [("a_long_configuration_key", "0.871 ± 0.012", "5", "learned from 5 runs")],
+    ["a note"],
+)
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def test_a_table_too_wide_for_its_terminal_becomes_paragraphs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    print_tables([Two()])
+    print_tables([TWO])
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("a_long_configuration_key")
     assert lines[start + 1 : start + 3] == ["  factor 0.871 ± 0.012  runs 5", "  reason learned from 5 runs"]
@@ -42,14 +40,14 @@ def test_no_heading_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    print_tables([Two()])
+    print_tables([TWO])
     shown = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out)
-    assert all(word in shown for word in (*Two().columns[1:], *Two().rows[0][0].split()))
+    assert all(word in shown for word in (*TWO.columns[1:], *TWO.rows[0][0].split()))
     assert max(map(len, shown.splitlines())) <= columns
 
 
 def test_a_pipe_gets_a_row_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    print_tables([Two()])
+    print_tables([TWO])
     assert "a_long_configuration_key 0.871 ± 0.012    5 learned from 5 runs" in capsys.readouterr().out
 
 

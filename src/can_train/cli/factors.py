@@ -29,7 +29,7 @@ from can_train.factors.summary import (
 )
 from can_train.io.records import write_json_atomic, write_text_atomic
 from can_train.io.units import counted
-from can_train.report.text import TextTable
+from can_train.reporter import TextTable
 
 _STANDARD_OUTPUT: Final = "-"
 _SUGGESTIONS: Final = 3

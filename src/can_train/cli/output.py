@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from can_train.errors import CONTROL, ConfigError, printable
-from can_train.report.text import TextTable, finite
-from can_train.reporter import COLUMNS, NOTE, LineReporter, SilentReporter, amount_text, figure_text, wrapped
+from can_train.report.text import finite
+from can_train.reporter import COLUMNS, NOTE, LineReporter, SilentReporter, TextTable, amount_text, figure_text, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from can_train.reporter import Reporter, Stage
-    from can_train.task import Table
 
 # A column with longer cells is text and may be wrapped in a narrow terminal; figures and names stay whole.
 _WRAPPED_FROM: Final = 17
@@ -126,7 +125,7 @@ def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
-def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> None:
+def print_tables(tables: Sequence[TextTable], *, pipe_columns: int = _UNBOUNDED) -> None:
     """Prints each table under its title, with its notes below it.
 
     A table that is too wide for the terminal, or for `pipe_columns` where there is none, becomes a paragraph for each
@@ -164,7 +163,7 @@ def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> 
             console.print(Text(wrapped(_GAP + note, console.width if console.is_terminal else COLUMNS)))
 
 
-def print_judgement(summary: Sequence[Table], tables: Sequence[Table], verbosity: Verbosity) -> None:
+def print_judgement(summary: Sequence[TextTable], tables: Sequence[TextTable], verbosity: Verbosity) -> None:
     """Prints a judgement: its summary, after all of its tables if details are wanted."""
     # A short judgement is its own summary.
     if verbosity == Verbosity.VERBOSE and tables != summary:
@@ -172,12 +171,12 @@ def print_judgement(summary: Sequence[Table], tables: Sequence[Table], verbosity
     print_tables(summary, pipe_columns=COLUMNS)
 
 
-def _printable(table: Table) -> TextTable:
+def _printable(table: TextTable) -> TextTable:
     rows = [tuple(map(printable, row)) for row in table.rows]
     return TextTable(printable(table.title), tuple(map(printable, table.columns)), rows, table.notes)
 
 
-def _print_paragraphs(table: Table, widths: Sequence[int], console: Console) -> None:
+def _print_paragraphs(table: TextTable, widths: Sequence[int], console: Console) -> None:
     """Prints each row as its first cell and, below it, a line of the figures with their headings, then the texts."""
     from rich.text import Text
 

@@ -20,8 +20,7 @@ from can_train.factors.observations import repeated_starts
 from can_train.io.index import index_folder
 from can_train.io.records import TEMPORARY_SUFFIX
 from can_train.io.units import parse_time_min, size_text
-from can_train.report.text import TextTable
-from can_train.reporter import COLUMNS
+from can_train.reporter import COLUMNS, TextTable
 from can_train.runs.registry import Registry
 from can_train.runs.status import known_runs
 from can_train.slurm.snapshot import code_folder, described_folder

@@ -21,8 +21,8 @@ from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import is_file
 from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
 from can_train.report.scores import higher_is_better, mapping, rank, ranked_part, score
-from can_train.report.text import TextTable, duration, finite, local_time, seconds_between
-from can_train.reporter import COLUMNS, wrapped
+from can_train.report.text import duration, finite, local_time, seconds_between
+from can_train.reporter import COLUMNS, TextTable, wrapped
 from can_train.runs.run_folder import CONFIG, RESULT, name_to_type, short_name
 from can_train.runs.run_state import infer_attempt_state
 from can_train.runs.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses

@@ -31,8 +31,7 @@ from can_train.cli.train_options import (
 from can_train.config.resolved import user_file
 from can_train.config.settings import split_list
 from can_train.errors import CanTrainError, ConfigError, FailedRunError, with_command_name
-from can_train.report.text import TextTable
-from can_train.reporter import LineReporter, SilentReporter
+from can_train.reporter import LineReporter, SilentReporter, TextTable
 from can_train.runs.run_folder import name_to_type, resume_hint
 from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once, find_launch, launched_place

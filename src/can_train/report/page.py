@@ -16,13 +16,14 @@ from can_train.io.units import size_text
 from can_train.report import figures
 from can_train.report.charts import Chart, figure_html, read_style
 from can_train.report.run_facts import ComparedRun, full_plan, head_facts, memory_lines, read_plan, score_tables
-from can_train.report.text import TextTable, value_text
+from can_train.report.text import value_text
+from can_train.reporter import TextTable
 from can_train.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from can_train.factors.summary import FactorSummary
     from can_train.runs.recording import MemoryLimits, StepRecord
-    from can_train.task import Predictions, Table
+    from can_train.task import Predictions
 
 _TEXT_LETTERS: Final = 24  # a longer cell is a text, which may be wrapped
 
@@ -95,7 +96,7 @@ def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
                        history=next(iter([*taught, *reversed(summaries)]), None))  # fmt: skip
 
 
-def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[Table]") -> str:
+def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[TextTable]") -> str:
     """Makes the page; text that may come from a user is escaped.
 
     Args:
@@ -134,7 +135,7 @@ def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[Table]") -> str
 """
 
 
-def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[Table]") -> str:
+def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[TextTable]") -> str:
     losses = figures.losses_chart({run.run.name: run.validation for run in runs if run.validation})
     curves = []
     for name in dict.fromkeys(name for run in runs for name in run.predictions):
@@ -248,13 +249,13 @@ def _figures(charts: Iterable[Chart]) -> str:
     return "".join(map(figure_html, charts))
 
 
-def _tables(tables: "Sequence[Table]") -> str:
+def _tables(tables: "Sequence[TextTable]") -> str:
     if len(tables) < 2:
         return "".join(map(_table, tables))
     return '<div class="tables">' + "".join(f"<div>{_table(table)}</div>" for table in tables) + "</div>"
 
 
-def _table(table: "Table") -> str:
+def _table(table: "TextTable") -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
     texts = {index for index in range(1, len(table.columns))
              if any(len(row[index]) > _TEXT_LETTERS for row in table.rows)}  # fmt: skip

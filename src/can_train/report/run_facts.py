@@ -11,7 +11,8 @@ from can_train.errors import command_name
 from can_train.io.records import JobId, parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.report.scores import by_test_set, higher_is_better, is_ranked, mapping, score, test_scores
-from can_train.report.text import TextTable, duration, finite, local_time, number_or_none, seconds_between
+from can_train.report.text import duration, finite, local_time, number_or_none, seconds_between
+from can_train.reporter import TextTable
 from can_train.runs.run_folder import RunFolder, name_to_type, short_name
 from can_train.runs.run_state import FINISHED, QUEUED, RUNNING, infer_attempt_state, live_row
 from can_train.runs.status import RunStatus
@@ -138,19 +139,10 @@ def change_text(change: Mapping[str, Any]) -> str:
     return f"{', '.join(settings)} at step {change.get('step')}, {local_time(change['time'])}"
 
 
-class WrittenTable(msgspec.Struct):
-    """A table of `result.json`: `can_train.task.Table`."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    notes: list[str]
-
-
-def score_tables(result: Mapping[str, Any], *, summary: bool = False) -> list[WrittenTable]:
+def score_tables(result: Mapping[str, Any], *, summary: bool = False) -> list[TextTable]:
     """Returns the score tables that a run's task wrote, in full or in short; none if the file was damaged."""
     try:
-        tables = msgspec.convert(result.get("summary_tables" if summary else "tables"), list[WrittenTable])
+        tables = msgspec.convert(result.get("summary_tables" if summary else "tables"), list[TextTable])
     except msgspec.ValidationError:
         # A person may have edited the file.
         return []

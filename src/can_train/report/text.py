@@ -1,23 +1,12 @@
 """Durations, times, numbers and tables as text, and numbers as JSON values."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
 
 _UNITS_S: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table of text cells, for a terminal or a page."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
 
 
 def duration(seconds: float) -> str:

@@ -29,9 +29,8 @@ from can_train.errors import ConfigError, StateError
 from can_train.fit.optimizer import Precision
 from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
-from can_train.reporter import Reporter, SilentReporter
+from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.runs.trust import CodeTrust
-from can_train.task import Table
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows
 from can_train.training.loading import finished_model, load_finished, with_cache
 
@@ -162,11 +161,11 @@ class Evaluation(ABC):
     def evaluate(self, score: Scorer) -> Verdict:
         """Judges the model by its scores, which it computes in the stage `scoring`."""
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes all of a judgement as tables of text."""
         return ()
 
-    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes the tables of a judgement that are printed by default."""
         return self.tables(judgement)
 
@@ -178,8 +177,8 @@ class Evaluated:
     document: Mapping[str, Any]
     verdict: Verdict
     counted: Mapping[str, int]
-    summary_tables: Sequence[Table]
-    tables: Sequence[Table]
+    summary_tables: Sequence[TextTable]
+    tables: Sequence[TextTable]
 
 
 def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from can_train.config.resolved import EvaluationData, FinishedModel
-from can_train.task import Table
+from can_train.reporter import TextTable
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
 from can_train.training.sample_task import VALIDATION, Task, make_task, tables
 
@@ -41,7 +41,7 @@ class SampleEvaluation(Evaluation):
         }
         return Verdict(judgement={"test": tests}, samples=columns if predictions else {})
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes a judgement as a table."""
         return tables(judgement)
 

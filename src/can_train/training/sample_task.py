@@ -24,8 +24,8 @@ from can_train.errors import CanTrainError, DataError, TaskError
 from can_train.fit.collate import leaves, pad_and_stack, to_device
 from can_train.io.records import sketch
 from can_train.memory.out_of_memory import is_out_of_memory
-from can_train.reporter import Reporter, SilentReporter
-from can_train.task import BatchTask, Feature, LogicalBatch, Phase, Table
+from can_train.reporter import Reporter, SilentReporter, TextTable
+from can_train.task import BatchTask, Feature, LogicalBatch, Phase
 
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
@@ -437,7 +437,7 @@ class Task(BatchTask):
             scores |= {name: float(value) for name, value in measured.items()}
         return {name: value for name, value in scores.items() if np.isfinite(value)}
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes a judgement as a table."""
         return tables(judgement)
 
@@ -615,17 +615,7 @@ def _lengths(sample: Any) -> dict[str | Feature, float]:
             for name, length in zip(names, lengths, strict=True)}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ScoreTable:
-    """A table of scores, as text."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
-
-
-def tables(judgement: Mapping[str, Any]) -> Sequence[ScoreTable]:
+def tables(judgement: Mapping[str, Any]) -> Sequence[TextTable]:
     """Writes a judgement as a table: the model on each set, and beside it the baselines that know no model."""
     scored = [(VALIDATION, MODEL, judgement[VALIDATION])] if judgement.get(VALIDATION) else []
     for name, judged in judgement.get("test", {}).items():
@@ -634,15 +624,15 @@ def tables(judgement: Mapping[str, Any]) -> Sequence[ScoreTable]:
     metrics = list(dict.fromkeys(metric for *_, scores in scored for metric in scores))
     if len(metrics) <= _MOST_COLUMNS:
         rows = [(name, rival, *(_number(scores.get(metric)) for metric in metrics)) for name, rival, scores in scored]
-        return [ScoreTable("Scores", ("set", "", *metrics), rows)] if metrics else []
+        return [TextTable("Scores", ("set", "", *metrics), rows)] if metrics else []
     # A table for each set, which is not wider than its methods are many.
     sets = dict.fromkeys(name for name, *_ in scored)
     return [_set_table(key, {rival: scores for name, rival, scores in scored if name == key}, metrics) for key in sets]
 
 
-def _set_table(name: str, by_rival: Mapping[str, Mapping[str, float]], metrics: Sequence[str]) -> ScoreTable:
+def _set_table(name: str, by_rival: Mapping[str, Mapping[str, float]], metrics: Sequence[str]) -> TextTable:
     rows = [(metric, *(_number(scores.get(metric)) for scores in by_rival.values())) for metric in metrics]
-    return ScoreTable(f"Scores on {name}", ("", *by_rival), rows)
+    return TextTable(f"Scores on {name}", ("", *by_rival), rows)
 
 
 def _number(value: float | None) -> str:

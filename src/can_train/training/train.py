@@ -46,12 +46,12 @@ from can_train.io.records import check_writable, open_to_append, this_host, writ
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, without_others
-from can_train.reporter import DemotingReporter, LoggedReporter, Reporter, SilentReporter
+from can_train.reporter import DemotingReporter, LoggedReporter, Reporter, SilentReporter, TextTable
 from can_train.runs.attempts import SlurmContext, StopRequests
 from can_train.runs.recording import write_predictions
 from can_train.runs.run_folder import RunFolder, make_run, resume_hint
 from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
-from can_train.task import BatchTask, Table
+from can_train.task import BatchTask
 from can_train.training.distributed import RankFailedError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
@@ -70,8 +70,8 @@ class Outcome:
     """The text about a finished run: its judgement, in short and in full, and one sentence."""
 
     folder: RunFolder
-    summary_tables: Sequence[Table]
-    tables: Sequence[Table]
+    summary_tables: Sequence[TextTable]
+    tables: Sequence[TextTable]
     summary: str
 
 
@@ -283,7 +283,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
 def _show_plan(parts: Parts, plan: RunPlan, references: ReferenceModels) -> None:
     meter, reporter = parts.meter, parts.reporter
     reporter.notice("\n".join(plan_summary(plan, meter.key, meter.capacity_bytes)))
-    reporter.detail("\n".join([*plan_details(plan), *reference_model_lines(references.plans)]))
+    reporter.detail("\n".join(detail_lines(plan, references.plans)))
     for notice in plan.all_notices:
         reporter.notice(notice)
 
@@ -660,7 +660,7 @@ def _result(session: Session) -> dict[str, Any]:
     }
 
 
-def _plain_table(table: Table) -> dict[str, Any]:
+def _plain_table(table: TextTable) -> dict[str, Any]:
     return {"title": table.title, "columns": table.columns, "rows": table.rows, "notes": table.notes}
 
 

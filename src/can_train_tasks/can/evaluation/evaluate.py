@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError, ConfigError
 from can_train.io.records import expanded
-from can_train.reporter import SilentReporter
+from can_train.reporter import SilentReporter, TextTable
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
 from can_train_tasks.can.data.dataset import (
     CanData,
@@ -433,11 +433,11 @@ class WindowEvaluation(Evaluation):
         }
         return {**judgement, "compared": compared}
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes each test folder as a table of all detectors."""
         return judging.judgement_tables(judgement)
 
-    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes a judgement as two tables, of windows and of bursts, with a row for each test folder."""
         return [*judging.summary_tables(judgement), judging.burst_summary(judgement)]
 

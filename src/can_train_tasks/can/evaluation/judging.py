@@ -17,6 +17,7 @@ import numpy as np
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
 from can_train.io.units import shortened
+from can_train.reporter import TextTable
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints, counted
 from can_train_tasks.can.evaluation import metrics
 from can_train_tasks.can.evaluation.baselines import FOREST_SEEDS, BaselineOptions, Baselines, fit_baselines
@@ -384,17 +385,7 @@ class TimedScore:
         return round(windows / seconds, 1) if seconds > 0 else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class JudgementTable:
-    """A table of a judgement, as text."""
-
-    title: str
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-    columns: tuple[str, ...] = COLUMNS
-
-
-def judgement_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
+def judgement_tables(judgement: Mapping[str, Any]) -> list[TextTable]:
     """Writes a judgement as two tables for each test folder, and a table of sizes and speeds if it has them.
 
     In the tables of a folder the model comes first, then the references, then the baselines.
@@ -405,7 +396,7 @@ def judgement_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
     return [*tables, _comparison_table(judgement)] if "compared" in judgement else tables
 
 
-def _folder_table(folder: str, judged: FolderJudgement) -> JudgementTable:
+def _folder_table(folder: str, judged: FolderJudgement) -> TextTable:
     model = judged["model"]
     detectors: Mapping[str, Mapping[str, Any]] = {TRAINED: model, **judged["references"], **judged["baselines"]}
     rows = []
@@ -418,10 +409,10 @@ def _folder_table(folder: str, judged: FolderJudgement) -> JudgementTable:
     ranges = [f"{name}: the mean of {FOREST_SEEDS} seeds, MCC {one['mcc'][0]:.3f} to {one['mcc'][1]:.3f}"
               for name, one in judged.get("ranges", {}).items() if "mcc" in one]  # fmt: skip
     notes = (*([f"recall by kind: {kinds}"] if kinds else []), *ranges, *judged["remarks"])
-    return JudgementTable(title=title, rows=tuple(rows), notes=notes)
+    return TextTable(title, COLUMNS, rows, notes)
 
 
-def _burst_table(folder: str, judged: FolderJudgement) -> JudgementTable:
+def _burst_table(folder: str, judged: FolderJudgement) -> TextTable:
     rows = []
     for name, figures in judged["bursts"].items():
         difference = judged["differences"].get(name)
@@ -430,7 +421,7 @@ def _burst_table(folder: str, judged: FolderJudgement) -> JudgementTable:
         gained = UNDEFINED if difference is None else f"{difference['mcc']:+.3f}"
         rows.append((name, *_burst_cells(figures), gained, interval))
     hold = judged["bursts"][TRAINED]["hold"]
-    return JudgementTable(
+    return TextTable(
         title=f"{folder}: bursts of attacks, alarms with --hold {hold}", columns=BURST_COLUMNS, rows=tuple(rows)
     )
 
@@ -441,13 +432,13 @@ def _burst_cells(figures: BurstFigures) -> tuple[str, str, str, str]:
     return found, _cell(figures["latency_s"], ".3g"), events, _cell(figures["false_alarm_share"], ".1%")
 
 
-def burst_summary(judgement: Mapping[str, Any]) -> JudgementTable:
+def burst_summary(judgement: Mapping[str, Any]) -> TextTable:
     """Writes the model's burst-level figures as a table, a row for each test folder."""
     folders: Mapping[str, FolderJudgement] = judgement["test"]
     short = _short_names([*folders])
     by_name = {short[folder]: judged["bursts"][TRAINED] for folder, judged in folders.items()}
     needed, _, of = next(iter(by_name.values()))["hold"].partition("/")
-    return JudgementTable(
+    return TextTable(
         title="How soon an alarm finds each burst of attacks",
         columns=BURST_SUMMARY_COLUMNS,
         rows=tuple((name, *_burst_cells(figures)) for name, figures in by_name.items()),
@@ -460,7 +451,7 @@ def burst_summary(judgement: Mapping[str, Any]) -> JudgementTable:
     )
 
 
-def summary_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
+def summary_tables(judgement: Mapping[str, Any]) -> list[TextTable]:
     """Writes a judgement as one table: the model's figures in each test folder, and the best baseline there."""
     folders: Mapping[str, FolderJudgement] = judgement["test"]
     short = _short_names([*folders])
@@ -481,7 +472,7 @@ def summary_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
     if any(short[folder] != folder for folder in folders):
         notes.append(", ".join(folders))
     title = "How well the model finds attacks in each test folder"
-    return [JudgementTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))]
+    return [TextTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))]
 
 
 def _short_names(folders: Sequence[str]) -> dict[str, str]:
@@ -520,10 +511,10 @@ def _cell(value: float | None, spec: str) -> str:
     return UNDEFINED if value is None else format(value, spec)
 
 
-def _comparison_table(judgement: Mapping[str, Any]) -> JudgementTable:
+def _comparison_table(judgement: Mapping[str, Any]) -> TextTable:
     compared: Mapping[str, Mapping[str, Any]] = judgement["compared"]
     remedy = "no student without a teacher is compared with it: --without-teacher RUN"
-    return JudgementTable(
+    return TextTable(
         title="size and speed, windows a second as they were judged",
         columns=("detector", "parameters", "windows/s", "run"),
         rows=tuple(

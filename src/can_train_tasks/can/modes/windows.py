@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from can_train.errors import DataError
+from can_train.reporter import TextTable
 from can_train.task import BatchTask, Feature, Predictions
 from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
@@ -28,7 +29,7 @@ from can_train_tasks.can.models import build_network
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train_tasks.can.data.dataset import CanData
-    from can_train_tasks.can.evaluation.judging import JudgementTable, ModelScores, Score
+    from can_train_tasks.can.evaluation.judging import ModelScores, Score
     from can_train_tasks.can.losses import Gather
 
 _MAX_NAMED_LOGS: Final = 3  # logs that an error names
@@ -109,13 +110,13 @@ class WindowTask(BatchTask):
             for folder, rows in self._data.split.test.items()
         }
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[JudgementTable]:
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes each test folder as a table of all detectors."""
         from can_train_tasks.can.evaluation.judging import judgement_tables
 
         return judgement_tables(judgement)
 
-    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[JudgementTable]:
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes a judgement as one table, a row for each test folder."""
         from can_train_tasks.can.evaluation.judging import summary_tables
 
