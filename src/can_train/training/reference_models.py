@@ -2,7 +2,6 @@
 scores.
 """
 
-import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -110,12 +110,9 @@ def write_plans(path: Path, plans: Sequence[ReferenceModelPlan]) -> None:
 def read_plans(path: Path, task: BatchTask) -> list[ReferenceModelPlan] | None:
     """Reads the plans of an earlier attempt; None where there are none, or of other reference models."""
     try:
-        plans = [
-            ReferenceModelPlan(**{**plain, "costs": tuple(PlacementCost(**cost) for cost in plain["costs"])})
-            for plain in json.loads(read_text(path))
-        ]
+        plans = msgspec.json.decode(read_text(path), type=list[ReferenceModelPlan])
     # Damaged or of another version: placements are decided again, which changes no result.
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError):
         return None
     expected = [(model.role, model.name) for model in task.reference_models() if model.placements]
     return plans if [(plan.role, plan.name) for plan in plans] == expected else None
