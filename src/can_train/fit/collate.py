@@ -55,12 +55,9 @@ def pad_and_stack(samples: Sequence[Any]) -> Any:
         shapes = ", ".join(str(tuple(shape)) for shape in sorted({sample.shape for sample in samples})[:3])
         raise DataError("Samples of a batch differ in their first dimension at most", value=f"shapes {shapes}",
                         remedy="Write Task.collate, which makes a batch of samples")  # fmt: skip
-    if isinstance(first, bool | np.bool_):
-        return torch.tensor([bool(sample) for sample in samples])
-    if isinstance(first, int | np.integer):
-        return torch.tensor([int(sample) for sample in samples])
-    if isinstance(first, float | np.floating):
-        return torch.tensor([float(sample) for sample in samples])
+    for kind, of_numpy in ((bool, np.bool_), (int, np.integer), (float, np.floating)):
+        if isinstance(first, kind | of_numpy):
+            return torch.tensor([kind(sample) for sample in samples])
     if isinstance(first, Mapping):
         return {name: pad_and_stack([sample[name] for sample in samples]) for name in first}
     if isinstance(first, tuple | list):
