@@ -35,10 +35,10 @@ from can_train.fit.optimizer import (
     Snapshot,
     make_optimizer,
     measure_optimizer,
+    only_trained,
     step_generator,
 )
 from can_train.fit.packing import BatchCosts, batch_totals
-from can_train.fit.phases import only_trained
 from can_train.fit.search import Peak, SearchBounds, confirm_limit, find_phase_limit, pack_worst_case
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import read_allocator_settings

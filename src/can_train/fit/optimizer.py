@@ -1,5 +1,5 @@
-"""Parts of an optimizer step other than the batch: random generators, number formats, the optimizer and its
-schedule, and the memory that it takes.
+"""Parts of an optimizer step other than the batch: random generators, number formats, the parameters that are trained,
+the optimizer and its schedule, and the memory that it takes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import cycle
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import accumulate, cycle
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,8 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from can_train.errors import DoesNotFitError, OutOfMemoryDetails
-from can_train.fit.phases import named_by, phase_parameters
+from can_train.errors import ConfigError, DoesNotFitError, OutOfMemoryDetails, nearest_first
 from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
 from can_train.task import Phase
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SGD_MOMENTUM: Final = 0.9
 _UNLIMITED: Final = 2**62
+_SUGGESTIONS: Final = 5  # Names that an error lists
 _MT19937_BYTES: Final = 4 * (624 + 1)  # 624 words of state, and the position in them
 
 
@@ -251,6 +252,78 @@ def _check_form(own: Any, found: Any) -> None:
             _check_form(one, other)
     elif isinstance(own, int | float) and not isinstance(found, int | float):
         raise ValueError(f"{found!r} is in the place of {own}")
+
+
+# The parameters that are trained: by the names in settings, and phase by phase. A name stands for a module with all
+# that is in it, or for a parameter; a pattern (`*.bias`) for those whose names match.
+
+
+def named_by(model: nn.Module, names: Sequence[str], setting: str) -> set[str]:
+    """Returns the names of the parameters that some names or patterns stand for.
+
+    Args:
+        model: The model.
+        names: Of modules or parameters, or patterns of them.
+        setting: Where they were given, for the error.
+
+    Raises:
+        ConfigError: A name stands for no parameter; the message lists the nearest names.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    found: set[str] = set()
+    for name in names:
+        # A parameter goes by its own name and by the modules' that it is in: a, a.b, a.b.weight.
+        own = {one for one in parameters if any(part == name or fnmatchcase(part, name)
+               for part in accumulate(one.split("."), "{}.{}".format))}  # fmt: skip
+        if not own:
+            modules = [one for one, _ in model.named_modules() if one]
+            nearest = ", ".join(nearest_first(name, [*modules, *parameters])[:_SUGGESTIONS])
+            raise ConfigError(f"{setting} names parts of the model", value=repr(name), remedy=f"Nearest: {nearest}")
+        found |= own
+    return found
+
+
+def freeze(model: nn.Module, training: TrainingSettings, *, epoch: int) -> None:
+    """Freezes the parameters that `training.freeze` names, or thaws them once its epochs are over."""
+    if training.freeze:
+        names = named_by(model, training.freeze, "training.freeze")
+        is_trained = 0 < training.thaw_epoch <= epoch
+        for name, parameter in model.named_parameters():
+            if name in names and (parameter.is_floating_point() or parameter.is_complex()):
+                parameter.requires_grad_(is_trained)
+
+
+def phase_parameters(model: nn.Module, phase: Phase) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters of a phase with their names, frozen ones too; integers, which nothing trains, are left
+    out.
+    """
+    named = [(name, one) for name, one in model.named_parameters() if one.is_floating_point() or one.is_complex()]
+    if not phase.parameters:
+        return named
+    names = named_by(model, phase.parameters, f"phase {phase.name}")
+    return [(name, parameter) for name, parameter in named if name in names]
+
+
+def phase_training(training: TrainingSettings, phase: Phase) -> TrainingSettings:
+    """Returns the training settings of a phase."""
+    return replace(training, **phase.training) if phase.training else training
+
+
+@contextmanager
+def only_trained(model: nn.Module, phase: Phase) -> Iterator[None]:
+    """Freezes the parameters of all other phases for the block."""
+    if not phase.parameters:
+        yield
+        return
+    own = {id(parameter) for _, parameter in phase_parameters(model, phase)}
+    others = [one for one in model.parameters() if one.requires_grad and id(one) not in own]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
 
 
 def make_optimization(

@@ -19,9 +19,8 @@ from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
-from can_train.fit.optimizer import capture_generators, restore_generators
+from can_train.fit.optimizer import capture_generators, phase_training, restore_generators
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
-from can_train.fit.phases import phase_training
 from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold

@@ -25,9 +25,16 @@ from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, SearchResult
 from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe, weighted_loss
-from can_train.fit.optimizer import Precision, make_optimizer, measure_optimizer, step_generator
+from can_train.fit.optimizer import (
+    Precision,
+    make_optimizer,
+    measure_optimizer,
+    only_trained,
+    phase_parameters,
+    phase_training,
+    step_generator,
+)
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
-from can_train.fit.phases import only_trained, phase_parameters, phase_training
 from can_train.io.units import parse_size
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import (

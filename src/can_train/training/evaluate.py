@@ -98,25 +98,25 @@ class Scorer:
                 which names a sample in a message.
             rows: [R] the samples.
         """
-        return self._timed(BatchedInference.scores, samples, rows)
+        return self._timed(samples, lambda inference: inference.scores(samples, rows))
 
     def contributions(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
         """Returns the contributions of the parts of samples to their scores. `samples.contributions`, which has the
         arguments of `scores`, computes them with gradients enabled.
         """
-        return self._timed(BatchedInference.contributions, samples, rows)
+        return self._timed(samples, lambda inference: inference.contributions(samples, rows))
 
     def parts(self, samples: Any, rows: Rows) -> list[Any]:
         """Returns the results of `samples.outcome`, which has the arguments of `scores`, part by part."""
-        return self._timed(lambda inference, *_: inference.parts(samples.outcome, rows), samples, rows)
+        return self._timed(samples, lambda inference: inference.parts(samples.outcome, rows))
 
-    def _timed(self, compute: Callable[[BatchedInference, Any, Rows], T], samples: Any, rows: Rows) -> T:
+    def _timed(self, samples: Any, compute: Callable[[BatchedInference], T]) -> T:
         began = time.perf_counter()
         if samples.model not in self._inference:
             self._inference[samples.model] = BatchedInference.of_copy(samples.model, self.device, self.training)
         # Two sets of samples may share a model, each with names of its own.
         inference = replace(self._inference[samples.model], describe=samples.describe, advance=self._advance)
-        computed = compute(inference, samples, rows)
+        computed = compute(inference)
         self.seconds += time.perf_counter() - began
         return computed
 

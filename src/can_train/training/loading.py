@@ -20,8 +20,7 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, cache_folder, data_root
 from can_train.config.task_settings import load_object
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RunError, StateError
-from can_train.fit.optimizer import Precision, seed_everything
-from can_train.fit.phases import freeze
+from can_train.fit.optimizer import Precision, freeze, seed_everything
 from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_host_memory

@@ -26,11 +26,11 @@ from can_train.fit.optimizer import (
     Precision,
     capture_generators,
     make_optimization,
+    only_trained,
     restore_generators,
     seed_rank,
     state_bytes,
 )
-from can_train.fit.phases import only_trained
 from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, packed_rows, rows_by_epoch, still_fits
 from can_train.fit.rescue import Backoff
 from can_train.io.records import read_text, write_json_atomic

@@ -38,8 +38,7 @@ from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint
 from can_train.fit.cost_model import SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, combine_updates, sum_by_term
-from can_train.fit.optimizer import Snapshot, seed_rank, step_generator
-from can_train.fit.phases import freeze
+from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator
 from can_train.fit.planner import Planner, Planners, RunPlan, packed_rows
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.io.records import check_writable, open_to_append, this_host, write_json_atomic
