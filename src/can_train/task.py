@@ -7,14 +7,15 @@ Shapes: R samples that a call names by their rows, i.e. their indices in the tas
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.reporter import TextTable
+if TYPE_CHECKING:
+    from can_train.reporter import TextTable
 
 
 @dataclass(frozen=True)
@@ -273,10 +274,10 @@ class BatchTask(ABC):
         """
         return {}
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
+    def tables(self, judgement: Mapping[str, Any]) -> "Sequence[TextTable]":
         """Writes all of a judgement as tables of text, which `-v` prints before the summary."""
         return ()
 
-    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
+    def summary_tables(self, judgement: Mapping[str, Any]) -> "Sequence[TextTable]":
         """Writes the tables of a judgement that are printed by default; without an override, all of them."""
         return self.tables(judgement)

@@ -409,7 +409,7 @@ def _folder_table(folder: str, judged: FolderJudgement) -> TextTable:
     ranges = [f"{name}: the mean of {FOREST_SEEDS} seeds, MCC {one['mcc'][0]:.3f} to {one['mcc'][1]:.3f}"
               for name, one in judged.get("ranges", {}).items() if "mcc" in one]  # fmt: skip
     notes = (*([f"recall by kind: {kinds}"] if kinds else []), *ranges, *judged["remarks"])
-    return TextTable(title, COLUMNS, rows, notes)
+    return TextTable(title, COLUMNS, tuple(rows), notes)
 
 
 def _burst_table(folder: str, judged: FolderJudgement) -> TextTable:
