@@ -152,4 +152,4 @@ def test_what_is_wrong_with_a_line_is_said_in_a_sentence(line: Line, flags: tupl
 
 def test_an_empty_log_is_refused(line: Line, tmp_path: Path) -> None:
     (tmp_path / "empty.csv").touch()
-    assert "must hold frames" in line(finished_run("gat"), "--dataset", tmp_path / "empty.csv", code=2)
+    assert "The log is empty" in line(finished_run("gat"), "--dataset", tmp_path / "empty.csv", code=2)

@@ -103,8 +103,8 @@ def test_a_stage_that_fails_stops_those_that_build_on_it_and_no_others(tmp_path:
         (("--stages", ","), "Stages: autoencoder, normal,"),
         (("--submit",), "or leave out --submit"),
         (("--submit", "--cluster", "debug"), "the stages then train here, one after another"),
-        (("--dataset", "hcrl_ch"), "hcrl_ch must lie below the data root"),
-        (("--dataset", "hcrl_ch", "--force"), "hcrl_ch must lie below the data root"),
+        (("--dataset", "hcrl_ch"), "hcrl_ch is not below the data root"),
+        (("--dataset", "hcrl_ch", "--force"), "hcrl_ch is not below the data root"),
         (("--stages", "fusion"), "can-train --model vgae --dataset synthetic --mode autoencoder"),
     ],
 )

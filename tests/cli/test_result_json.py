@@ -66,7 +66,7 @@ def test_the_result_of_a_training_is_an_object_and_of_a_sweep_a_list(
     [
         (
             (*TRAIN, "--dataset", "nowhere/x.csv"),
-            "--dataset must name a file or folder that exists, or a known data set",
+            "--dataset names no file or folder that exists",
         ),
         ((*TRAIN, "--dataset", "synthetic", "--epochs", "0"), "--epochs must be at least 1"),
         (("show", "nothing", "--json"), "There is no such run"),

@@ -343,7 +343,7 @@ def test_a_dry_run_without_a_scheduler_says_what_would_be_started(
         (("--submit", "--after", "nothing"), "There is no such run"),
         (("--dry-run", "--start-from", "nothing"), "There is no such run"),
         (("--submit", "--device", "cuda", "--gpus", "0"), "Give --gpus 1"),
-        (("--submit", "--dataset", "hcrl_ch"), "hcrl_ch must lie below the data root"),
+        (("--submit", "--dataset", "hcrl_ch"), "hcrl_ch is not below the data root"),
     ],
 )
 def test_what_cannot_be_submitted_is_said_and_leaves_nothing(

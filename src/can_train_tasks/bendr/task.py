@@ -19,13 +19,7 @@ from can_train.training.sample_task import Losses, Task
 from can_train_tasks.bendr import class_metrics
 from can_train_tasks.bendr.network import BendrNetwork
 from can_train_tasks.bendr.recording_windows import Windows, cut
-from can_train_tasks.bendr.recordings import (
-    Recording,
-    digest_of,
-    find_recordings,
-    open_recordings,
-    read_beginnings,
-)
+from can_train_tasks.bendr.recordings import Recording, digest_of, find_recordings, open_recordings, read_beginnings
 from can_train_tasks.bendr.settings import CLASSIFY, PRETRAIN, PRETRAINED, RecordingSettings
 from can_train_tasks.bendr.simulated_eeg import synthetic_folder, write_recording
 

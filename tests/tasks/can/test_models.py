@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import GATConv
 
-from can_train_tasks.can.contributions import (
-    PROPERTIES,
-    SILENCE,
-    autoencoder_contributions,
-    classifier_contributions,
-)
+from can_train_tasks.can.contributions import PROPERTIES, SILENCE, autoencoder_contributions, classifier_contributions
 from can_train_tasks.can.data.batches import Gatherer
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import FlatGraphs

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train_tasks.can.data.grammar import MAX_CAN_ID
-from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Floats, Ints
+from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Ints
+from can_train_tasks.can.data.log_text import unpacked
 
 # The faults of a frame, by index in `Recorded.wrong`; 0: none.
 WRONG: Final = (
@@ -88,8 +89,7 @@ _OLD_PACKET: Final = 2
 _UNTIMED_PACKET: Final = 3
 _PACKET: Final = 6
 # Numbers before a packet's bytes, the packet's length last; and the size of these numbers in bytes.
-_PACKETS: Final = {_OLD_PACKET: "HxxIII", _UNTIMED_PACKET: "I", _PACKET: "IIII"}
-_PACKET_HEADS: Final = {_OLD_PACKET: 20, _UNTIMED_PACKET: 4, _PACKET: 20}
+_PACKETS: Final = {_OLD_PACKET: ("HxxIII", 20), _UNTIMED_PACKET: ("I", 4), _PACKET: ("IIII", 20)}
 _NAME: Final = 2  # codes of an interface's options
 _RESOLUTION: Final = 9
 _OFFSET: Final = 14
@@ -119,91 +119,64 @@ class _Link:
     name: str = "0"
 
 
-class _Packets:
-    """Packets in a part of a file.
-
-    Attributes:
-        begin: Position of each packet's first byte.
-        size: Bytes of each packet.
-        seconds: Time of each packet.
-        link: Index of each packet's interface.
-        end: End of the last whole record.
-    """
-
-    def __init__(self) -> None:
-        self.begin: list[int] = []
-        self.size: list[int] = []
-        self.seconds: list[float] = []
-        self.link: list[int] = []
-        self.end = 0
-
-    def add(self, begin: int, size: int, seconds: float, link: int) -> None:
-        self.begin.append(begin)
-        self.size.append(size)
-        self.seconds.append(seconds)
-        self.link.append(link)
-
-    def of(self, link: int) -> tuple[Ints, Ints, Floats]:
-        """Returns `begin`, `size` and `seconds`, [M] each, of the packets of an interface."""
-        here = np.array(self.link, np.int64) == link
-        return (
-            np.array(self.begin, np.int64)[here],
-            np.array(self.size, np.int64)[here],
-            np.array(self.seconds, np.float64)[here],
-        )
+# A packet: position of its first byte, number of its bytes, its time, index of its interface.
+_Packet = tuple[int, int, float, int]
+_PACKET_COLUMNS: Final = [("begin", np.int64), ("size", np.int64), ("seconds", np.float64), ("link", np.int64)]
 
 
-def read_capture(stream: Any, path: Path) -> Iterator[Recorded]:
+def read_capture(path: Path) -> Iterator[Recorded]:
     """Yields the CAN frames of a capture; a record that the file's end cuts off becomes a wrong frame.
 
     Raises:
         DataError: No interface of the capture is a CAN interface.
         ValueError: The file is damaged.
     """
-    magic = stream.peek(4)[:4]
     links: list[_Link] = []
-    if magic == _PCAPNG:
-        find = _pcapng_packets
-    else:
-        find = _pcap_packets
-        order, ticks = _PCAP[magic]
-        (link_type,) = struct.unpack_from(f"{order}I", stream.read(_FILE_HEADER_BYTES), _FILE_HEADER_BYTES - 4)
-        links.append(_Link(order=order, link_type=link_type & 0x0FFF_FFFF, ticks=ticks))
-    rest, num_frames = b"", 0
-    while part := stream.read(_READ_BYTES):
-        buffer = rest + part
-        packets = find(buffer, links)
-        rest = buffer[packets.end :]
-        used = [index for index in sorted(set(packets.link)) if links[index].link_type in _LINKS]
-        if used:
-            begins, parts = zip(*(_frames(buffer, packets.of(index), links[index]) for index in used), strict=True)
-            # Frames of several interfaces get the order of the file.
-            frames = Recorded.concatenate(parts).select(np.argsort(np.concatenate(begins), kind="stable"))
-            num_frames += len(frames.timestamp) + frames.error_frames + frames.xl_frames
-            yield frames
-    if rest:
-        yield _cut_off()
+    find, rest, num_frames = _pcapng_packets, b"", 0
+    with unpacked(path) as (stream, _):
+        if (magic := stream.peek(4)[:4]) != _PCAPNG:
+            find = _pcap_packets
+            order, ticks = _PCAP[magic]
+            (link_type,) = struct.unpack_from(f"{order}I", stream.read(_FILE_HEADER_BYTES), _FILE_HEADER_BYTES - 4)
+            links.append(_Link(order=order, link_type=link_type & 0x0FFF_FFFF, ticks=ticks))
+        while part := stream.read(_READ_BYTES):
+            buffer = rest + part
+            rows, end = find(buffer, links)
+            rest, packets = buffer[end:], np.array(rows, _PACKET_COLUMNS)
+            used = [index for index in np.unique(packets["link"]) if links[index].link_type in _LINKS]
+            if used:
+                of_links = (_frames(buffer, packets[packets["link"] == index], links[index]) for index in used)
+                begins, parts = zip(*of_links, strict=True)
+                # Frames of several interfaces get the order of the file.
+                frames = Recorded.concatenate(parts).select(np.argsort(np.concatenate(begins), kind="stable"))
+                num_frames += len(frames.timestamp) + frames.error_frames + frames.xl_frames
+                yield frames
+    if rest:  # stands for the record that the file's end cuts off
+        none, payload = np.zeros(1, np.int64), np.zeros((1, MAX_PAYLOAD_BYTES), np.uint8)
+        yield Recorded(timestamp=none, can_id=none, length=none, payload=payload, channel=none, wrong=none + CUT_OFF)
     if not num_frames and links and not any(link.link_type in _LINKS for link in links):
         link_type = max(link.link_type for link in links)
-        raise DataError("A capture must be of a CAN interface", value=f"{path} is of link type {link_type}",
+        raise DataError("The capture is of no CAN interface", value=f"{path} is of link type {link_type}",
                         remedy="Capture one: tcpdump -i can0 -w drive.pcap")  # fmt: skip
 
 
-def _pcap_packets(buffer: bytes, links: list[_Link]) -> _Packets:
-    packets, position, link = _Packets(), 0, links[0]
+def _pcap_packets(buffer: bytes, links: list[_Link]) -> tuple[list[_Packet], int]:
+    """Returns the packets in a part of a file, and the end of its last whole record."""
+    packets, position, link = list[_Packet](), 0, links[0]
     record = struct.Struct(f"{link.order}III")
     while position + _RECORD_HEADER_BYTES <= len(buffer):
         second, ticks, size = record.unpack_from(buffer, position)
-        end = position + _RECORD_HEADER_BYTES + _checked(size)
-        if end > len(buffer):
+        begin = position + _RECORD_HEADER_BYTES
+        if begin + _checked(size) > len(buffer):
             break
-        packets.add(position + _RECORD_HEADER_BYTES, size, (second * int(link.ticks) + ticks) / link.ticks, 0)
-        packets.end = position = end
-    return packets
+        packets.append((begin, size, (second * int(link.ticks) + ticks) / link.ticks, 0))
+        position = begin + size
+    return packets, position
 
 
-def _pcapng_packets(buffer: bytes, links: list[_Link]) -> _Packets:
-    packets, position = _Packets(), 0
+def _pcapng_packets(buffer: bytes, links: list[_Link]) -> tuple[list[_Packet], int]:
+    """Does the same for a pcapng file; adds the interfaces that it describes to `links`."""
+    packets, position = list[_Packet](), 0
     while position + 12 <= len(buffer):
         order = links[-1].order if links else "<"
         kind, size = struct.unpack_from(f"{order}II", buffer, position)
@@ -220,9 +193,9 @@ def _pcapng_packets(buffer: bytes, links: list[_Link]) -> _Packets:
         elif kind == _INTERFACE:
             links.append(_interface(buffer[position + 8 : end - 4], order, name=str(len(links) - _section(links) - 1)))
         elif kind in _PACKETS:
-            _add_packet(packets, links, kind, buffer[position + 8 : end - 4], position + 8)
-        packets.end = position = end
-    return packets
+            packets.append(_pcapng_packet(links, kind, buffer[position + 8 : end - 4], position + 8))
+        position = end
+    return packets, position
 
 
 def _section(links: list[_Link]) -> int:
@@ -230,18 +203,17 @@ def _section(links: list[_Link]) -> int:
     return max(i for i, link in enumerate(links) if link.link_type == _NO_LINK)
 
 
-def _add_packet(packets: _Packets, links: list[_Link], kind: int, body: bytes, begin: int) -> None:
-    layout, order = _PACKETS[kind], links[-1].order
-    number, high, low, size = 0, 0, 0, 0
-    if kind == _UNTIMED_PACKET:
-        size = min(*struct.unpack_from(f"{order}{layout}", body), len(body) - 4)
-    else:
-        number, high, low, size = struct.unpack_from(f"{order}{layout}", body)
+def _pcapng_packet(links: list[_Link], kind: int, body: bytes, begin: int) -> _Packet:
+    layout, head_bytes = _PACKETS[kind]
+    *place, size = struct.unpack_from(f"{links[-1].order}{layout}", body)
+    number, high, low = place or (0, 0, 0)
     index = _section(links) + 1 + number
     if index >= len(links):
         raise ValueError(f"a packet of the interface {number}, which it does not describe")
+    if kind == _UNTIMED_PACKET:
+        return begin + head_bytes, min(size, len(body) - head_bytes), np.nan, index
     seconds = ((high << 32) | low) / links[index].ticks + links[index].start_s
-    packets.add(begin + _PACKET_HEADS[kind], size, np.nan if kind == _UNTIMED_PACKET else seconds, index)
+    return begin + head_bytes, size, seconds, index
 
 
 def _interface(body: bytes, order: str, name: str) -> _Link:
@@ -265,19 +237,12 @@ def _checked(size: int) -> int:
     return size
 
 
-def _cut_off() -> Recorded:
-    """Makes the frame that stands for a record that the file's end cuts off."""
-    none = np.zeros(1, np.int64)
-    payload = np.zeros((1, MAX_PAYLOAD_BYTES), np.uint8)
-    return Recorded(timestamp=none, can_id=none, length=none, payload=payload, channel=none, wrong=none + CUT_OFF)
-
-
-def _frames(buffer: bytes, packets: tuple[Ints, Ints, Floats], link: _Link) -> tuple[Ints, Recorded]:
+def _frames(buffer: bytes, packets: NDArray[Any], link: _Link) -> tuple[Ints, Recorded]:
     """Decodes the packets of an interface that are frames; also returns the position of each frame."""
     # Zeros at the end: a payload is read in full width, even at the end of the buffer.
     data = np.frombuffer(buffer + bytes(_MAX_HEAD_BYTES + FD_PAYLOAD_BYTES), np.uint8)
     head, place = _LINKS[link.link_type]
-    begin, size, seconds = packets
+    begin, size, seconds = (packets[name] for name in ("begin", "size", "seconds"))
     protocol = np.full(len(begin), _CAN) if place is None else _numbers(data, begin + place, ">u2")
     is_can = np.isin(protocol, (_CAN, _CAN_FD, _CAN_XL))
     begin, size, seconds, protocol = begin[is_can], size[is_can], seconds[is_can], protocol[is_can]

@@ -5,7 +5,7 @@ Shapes: G windows of the data set, R windows of one log or part.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -149,31 +149,25 @@ def _split(dataset: CanDatasetSettings, logs: Sequence[HashedLog], flat: FlatGra
     # The cache may have been made when the logs had other paths.
     here = [replace(source, path=str(log.log.path)) for source, log in zip(flat.sources, logs, strict=True)]
     flat = replace(flat, sources=tuple(here))
-    remaining, copied = _drop_copies(flat, logs)
+    # Logs with equal frames in different notations are copies, too.
+    by_frames = [replace(log, sha256=source.frames_digest) for log, source in zip(logs, here, strict=True)]
+    unique, copied = drop_duplicates(by_frames)
+    remaining = [by_frames.index(log) for log in unique]
     split, cut = split_rows(flat, dataset.validation_share, dataset.test_share, remaining)
-    split, known = leave_out_known(flat, split, flat, np.concatenate([split.train, split.validation]))
-    notices = (*flat.notices, *copied, *cut, *known, *_unlabelled([flat.sources[index] for index in remaining]))
-    data = CanData(flat=flat, split=split, notices=notices)
-    for notice in data.notices:
+    split, repeated = leave_out_known(flat, split, flat, np.concatenate([split.train, split.validation]))
+    notices = [*flat.notices, *copied, *cut, *repeated]
+    unlabelled = [flat.sources[index].path for index in remaining if not flat.sources[index].labelled]
+    if 0 < len(unlabelled) < len(remaining):
+        without = f"{len(unlabelled)} of {len(remaining)} logs without labels"
+        notices.append(f"{without}: their frames count as benign ({_first_names(unlabelled)})")
+    for notice in notices:
         reporter.notice(notice)
-    return data
+    return CanData(flat=flat, split=split, notices=tuple(notices))
 
 
-def _unlabelled(sources: Sequence[SourceFile]) -> list[str]:
-    """Names the logs without labels, in a notice, if other logs have labels."""
-    names = [source.path for source in sources if not source.labelled]
-    if len(names) in (0, len(sources)):
-        return []
-    shown = ", ".join(Path(name).name for name in names[:_MAX_NAMED])
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return [f"{len(names)} of {len(sources)} logs without labels: their frames count as benign ({shown}{more})"]
-
-
-def _drop_copies(flat: FlatGraphs, logs: Sequence[HashedLog]) -> tuple[list[int], list[str]]:
-    """Like `drop_duplicates`, by frames instead of bytes: returns the indices of the remaining sources, and notices."""
-    by_frames = [replace(log, sha256=source.frames_digest) for log, source in zip(logs, flat.sources, strict=True)]
-    remaining, notices = drop_duplicates(by_frames)
-    return [by_frames.index(log) for log in remaining], notices
+def _first_names(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else ""
+    return ", ".join(Path(path).name for path in paths[:_MAX_NAMED]) + more
 
 
 def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_rows: Ints) -> tuple[Split, list[str]]:
@@ -193,56 +187,41 @@ def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_row
     Raises:
         DataError: No test window is left.
     """
-    own_time = {source.group for source in flat.sources if source.role == LOG}
+    cut_by_time = {source.group for source in flat.sources if source.role == LOG}
     test: dict[str, Ints] = {}
-    repeated: list[str] = []
+    notices: list[str] = []
     lost: dict[str, int] = {}
     for group, rows in split.test.items():
         fresh = rows[~known_windows(flat, rows, known, known_rows)]
-        if not len(fresh) and group in own_time:
+        if not len(fresh) and group in cut_by_time:
             fresh = rows
             occur = "the only test window occurs" if len(rows) == 1 else f"all {len(rows):,} test windows occur"
-            repeated.append(f"{group}: {occur} in training, so its figures are too good")
+            notices.append(f"{group}: {occur} in training, so its figures are too good")
         if len(fresh) < len(rows):
             lost[group] = len(rows) - len(fresh)
         if len(fresh):
             test[group] = fresh
-    notices = [*repeated, *_lost_windows(lost, split.test, test)]
+    if count := sum(lost.values()):
+        total = counted(sum(map(len, split.test.values())), "test window")
+        occur = "occurs in training and is" if count == 1 else "occur in training and are"
+        named = ", ".join(f"{group} ({windows:,})" for group, windows in list(lost.items())[:_MAX_NAMED])
+        notices.append(f"{count:,} of {total} {occur} left out: {named}" + (", …" if len(lost) > _MAX_NAMED else ""))
+    if gone := [group for group in lost if group not in test]:
+        notices.append(f"Nothing is left to test of {', '.join(gone)}")
     if split.test and not test:
-        raise DataError("A test needs windows that were not trained on", value=notices[0],
+        raise DataError("No window is left to test that was not trained on", value=notices[0],
                         remedy="Test on other logs")  # fmt: skip
     return replace(split, test=test), notices
 
 
-def _lost_windows(lost: Mapping[str, int], before: Mapping[str, Ints], after: Mapping[str, Ints]) -> list[str]:
-    """Counts, in notices, the windows of each test group that were left out."""
-    if not lost:
-        return []
-    count, total = sum(lost.values()), sum(map(len, before.values()))
-    occur = "occurs in training and is" if count == 1 else "occur in training and are"
-    named = ", ".join(f"{group} ({windows:,})" for group, windows in list(lost.items())[:_MAX_NAMED])
-    more = ", …" if len(lost) > _MAX_NAMED else ""
-    gone = [group for group in lost if group not in after]
-    return [
-        f"{count:,} of {counted(total, 'test window')} {occur} left out: {named}{more}",
-        *([f"Nothing is left to test of {', '.join(gone)}"] if gone else []),
-    ]
-
-
 def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
     """Returns the name of the cache folder for the graphs of these logs under these settings."""
+    names = ("window", "stride", "format", "id_base", "byte_base", "time_unit", "channel", "max_malformed")
     content = {
+        **{name: getattr(dataset, name) for name in names},
         "schema": graphs.SCHEMA,
-        "window": dataset.window,
-        "stride": dataset.stride,
-        "format": dataset.format,
         "columns": asdict(dataset.columns),
-        "id_base": dataset.id_base,
-        "byte_base": dataset.byte_base,
-        "time_unit": dataset.time_unit,
-        "channel": dataset.channel,
         "benign_values": sorted(dataset.benign_values),
-        "max_malformed": dataset.max_malformed,
         "logs": [(hashed.sha256, hashed.log.role, hashed.log.group, hashed.log.kind) for hashed in logs],
     }
     # 24 hexadecimal digits are 96 bits: no two data sets share a name.
@@ -250,15 +229,15 @@ def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
 
 
 def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path, reporter: Reporter) -> FlatGraphs:
-    bases = decide_bases([hashed.log.path for hashed in logs], dataset)
+    settings, notes = decide_bases([hashed.log.path for hashed in logs], dataset)
     with (
         graphs.writing_graphs(folder, dataset.window) as writer,
         reporter.stage("Reading logs", total=sum(log.size for log in logs), unit="bytes") as stage,
     ):
-        num_frames, notes = 0, [*bases.notes]
+        num_frames = 0
         for hashed in logs:
             log = hashed.log
-            reader = LogReader(log.path, bases.settings[log.path], kind=log.kind)
+            reader = LogReader(log.path, settings[log.path], kind=log.kind)
             builder, digest = graphs.GraphBuilder(dataset.window, dataset.stride), LogDigest()
             for frames in reader.blocks():
                 digest.update(frames)
@@ -269,8 +248,8 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
             if not hashed.is_unchanged():  # compared with the file's state when it was hashed, before it was opened
                 raise changed_log(log.path)
             if builder.frames_seen < dataset.window:
-                found = f"{log.path} has {counted(builder.frames_seen, 'frame')}, a window needs {dataset.window:,}"
-                raise too_short(found, builder.frames_seen, reader.report.left_out())
+                fact = f"{log.path} has {counted(builder.frames_seen, 'frame')}, a window needs {dataset.window:,}"
+                raise too_short(fact, builder.frames_seen, reader.report.left_out())
             source = source_of(log, reader, frames=builder.frames_seen, sha256=hashed.sha256)
             writer.end_log(replace(source, frames_digest=digest.hexdigest()), [*notes, *reader.report.summary()])
             notes = []
@@ -284,13 +263,13 @@ def source_of(log: LogFile, reader: LogReader, *, frames: int, sha256: str) -> S
                       id_base=reader.id_base, byte_base=reader.byte_base)  # fmt: skip
 
 
-def too_short(found: str, frames: int, left_out: str) -> DataError:
+def too_short(fact: str, frames: int, left_out: str) -> DataError:
     """Makes the error for logs that are too short for a window.
 
     `frames` are the frames of the shortest log; `left_out` counts the rows that were not read, and may be empty.
     """
-    found += f"; left out: {left_out}" if left_out else ""
-    return DataError("A log must hold at least one window of frames", value=found, remedy=_longer_logs(frames))
+    fact += f"; left out: {left_out}" if left_out else ""
+    return DataError(fact, remedy=_longer_logs(frames))
 
 
 def _longer_logs(frames: int) -> str:
@@ -341,18 +320,21 @@ def split_rows(
         if source.role == LOG:
             test.setdefault(source.group, []).append(parts[2])
     none = np.empty(0, dtype=np.int64)
-    tests = {group: np.concatenate(rows) for group, rows in test.items()}
-    split = Split(train=np.concatenate([none, *train]), validation=np.concatenate([none, *validation]), test=tests)
+    split = Split(
+        train=np.concatenate([none, *train]),
+        validation=np.concatenate([none, *validation]),
+        test={group: np.concatenate(rows) for group, rows in test.items()},
+    )
     needed = {f"test ({group})": rows for group, rows in split.test.items()}
     if train:
         needed = {"training": split.train, "validation": split.validation, **needed}
     if empty := [name for name, rows in needed.items() if not len(rows)]:
-        raise DataError(
-            "Every part of a data set needs at least one window",
-            value=f"none for {', '.join(empty)}",
-            remedy=_longer_logs(min(source.frames for source in flat.sources)),
-        )
-    return split, [f"{_named(paths)}: {notice}" for notice, paths in paths_by_notice.items()]
+        raise DataError(f"The data set has no window for {', '.join(empty)}",
+                        remedy=_longer_logs(min(source.frames for source in flat.sources)))  # fmt: skip
+    return split, [
+        f"{paths[0] if len(paths) == 1 else f'Each of {len(paths)} logs ({_first_names(paths)})'}: {notice}"
+        for notice, paths in paths_by_notice.items()
+    ]
 
 
 def find_held_out_logs(flat: FlatGraphs, validation_share: float, sources: Sequence[int]) -> set[int]:
@@ -367,22 +349,13 @@ def find_held_out_logs(flat: FlatGraphs, validation_share: float, sources: Seque
         rows = np.flatnonzero(flat.source == index)
         if flat.sources[index].role != TEST and len(rows) and not flat.label[rows].any():
             benign.append((index, np.unique(flat.node_code[flat.node_ptr[rows[0]] : flat.node_ptr[rows[-1] + 1]])))
-    found: set[int] = set()
-    if len(benign) < LEAST_DRIVES:
-        return found
+    held_out: set[int] = set()
+    wanted = max(1, round(validation_share * len(benign))) if len(benign) >= LEAST_DRIVES else 0
     for index, codes in reversed(benign):
-        others = [each for other, each in benign if other != index and other not in found]
-        if len(found) < max(1, round(validation_share * len(benign))) and np.isin(codes, np.concatenate(others)).all():
-            found.add(index)
-    return found
-
-
-def _named(paths: Sequence[str]) -> str:
-    if len(paths) == 1:
-        return paths[0]
-    names = [Path(path).name for path in paths]
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"Each of {len(paths)} logs ({', '.join(names[:_MAX_NAMED])}{more})"
+        in_training = [each for log, each in benign if log != index and log not in held_out]
+        if len(held_out) < wanted and np.isin(codes, np.concatenate(in_training)).all():
+            held_out.add(index)
+    return held_out
 
 
 def _cut_log(flat: FlatGraphs, rows: Ints, shares: Sequence[float]) -> tuple[list[Ints], list[str]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -55,26 +56,15 @@ _REQUIRED_ROLES: Final = ("timestamp", "id", "data")
 # Names of columns, the most specific first: only letters and digits, in lower case.
 _COLUMN_NAMES: Final = {
     "timestamp": ("timestamp", "time", "ts", "epoch", "timestampepoch", "datetime", "date"),
-    "id": (
-        "canid",
-        "arbitrationid",
-        "arbid",
-        "canidentifier",
-        "identifier",
-        "messageid",
-        "msgid",
-        "id",
-        "aid",
-        "address",
-        "addr",
-    ),
+    "id": ("canid", "arbitrationid", "arbid", "canidentifier", "identifier", "messageid", "msgid", "id", "aid",
+           "address", "addr"),
     # The length in bytes goes before CAN FD's code for it, which CANedge loggers write too.
     "dlc": ("datalength", "datalen", "dlc", "length", "len", "messagelength"),
     "data": ("data", "datafield", "payload", "databytes", "datahex", "message"),
     "label": ("label", "labels", "attack", "class", "flag", "isattack", "anomaly"),
     "remote": ("rtr", "remote", "isremote", "isremoteframe", "remoteframe"),
     "channel": ("channel", "iface", "interface", "bus", "canchannel", "caninterface", "canbus", "busid", "buschannel"),
-}
+}  # fmt: skip
 # A column of one payload byte, such as `data_0`, `DATA[0]` or `byte 1`.
 _BYTE_COLUMN: Final = re.compile(r"(?:data|databyte|byte|payload|d|b)(\d\d?)")
 _DATA_SEPARATORS: Final = " :._-"
@@ -101,6 +91,8 @@ _LATE_LABEL: Final = '[ "]*(?P<label>[01]|[A-Za-z_][0-9A-Za-z_ -]*?)?[ "]*'
 _LATE_LABEL_OF_BYTES: Final = '[ "]*(?P<label>[A-Za-z_][0-9A-Za-z_ -]{2,}?)?[ "]*'  # a shorter text may be a byte
 
 
+# The column to blame for a malformed row.
+_ROLES_OF_REASONS: Final = {BAD_TIMESTAMP: "timestamp", BAD_ID: "id", BAD_PAYLOAD: "data", BAD_DECIMALS: "data"}
 # The look of cells that hold a frame's time, ID or payload.
 _LOOKS: Final = {
     "timestamp": re.compile(f"{NUMBER}|{DATE}|{CLOCK}|[0-9]+,[0-9]+"),
@@ -111,20 +103,54 @@ _CAR_HACKING_COLUMNS: Final = 3 + MAX_PAYLOAD_BYTES  # time, ID, DLC and bytes; 
 _SHOWN_CHARACTERS: Final = 80  # characters of a malformed row that a message shows
 
 
-def _header_of(sample: pl.Series) -> _Header:
-    _, line = first_row(sample)
-    delimiter = max(_DELIMITERS, key=line.count)
-    try:
-        names = next(csv.reader([line], delimiter=delimiter), [])
-    except csv.Error:  # A cell beyond the parser's limit: no header.
+class _Header:
+    """The header of a CSV file, in its first lines; a log of another format may have one by accident.
+
+    Attributes:
+        line: The line.
+        delimiter: The delimiter of cells.
+        names: The names of the columns.
+        roles: The columns of each role; a column that the user named for one role has no second role.
+        missing: The roles that a log needs, and the header lacks.
+
+    Raises:
+        ConfigError: The header lacks a column that the user named.
+        DataError: The user named a column twice.
+    """
+
+    def __init__(self, sample: pl.Series, columns: ColumnSettings) -> None:
+        _, self.line = first_row(sample)
+        self.delimiter = max(_DELIMITERS, key=self.line.count)
         names = []
-    return _Header(line, delimiter, [name.strip() for name in names])
+        with suppress(csv.Error):  # a cell beyond the parser's limit: no header
+            names = next(csv.reader([self.line], delimiter=self.delimiter), [])
+        self.names = names = [name.strip() for name in names]
+        named = {}
+        for role, text in asdict(columns).items():
+            wanted = text.split() if role == "data" and text not in names else [text]
+            if text and (unknown := [name for name in wanted if name not in names]):
+                raise unknown_name(f"column (dataset.columns.{role})", unknown[0], names)
+            if text:
+                named[role] = [names.index(name) for name in wanted]
+        taken = [column for columns in named.values() for column in columns]
+        if len(set(taken)) < len(taken):
+            raise DataError(f"The column {names[max(taken, key=taken.count)]!r} was named twice",
+                            remedy="Name a different column for each: `--set dataset.columns.id=NAME`")  # fmt: skip
+        free = ["" if column in taken else name for column, name in enumerate(names)]
+        recognised = {role: _recognised_columns(free, role) for role in _COLUMN_NAMES if role not in named}
+        self.roles = {role: columns for role, columns in (named | recognised).items() if columns}
+        self.missing = [role for role in _REQUIRED_ROLES if role not in self.roles]
+        taken = [column for columns in self.roles.values() for column in columns]
+        self.unrecognised = {column: name for column, name in enumerate(names) if name and column not in taken}
 
+    def name_of(self, role: str) -> str:
+        """Returns the name of a role's column, the first of several."""
+        return self.names[self.roles[role][0]]
 
-class _Header(NamedTuple):
-    line: str  # the first line of a CSV file
-    delimiter: str
-    names: list[str]
+    def join(self, cells: Sequence[str], late: str = "") -> str:
+        """Returns the pattern of a row with these cells, and perhaps a cell `late` after them."""
+        end = f"(?:{self.delimiter}{late})?" if late else ""
+        return f"^{self.delimiter.join(cells)}{end}[ \\r]*$"
 
 
 def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Grammar]:
@@ -138,19 +164,16 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
         ConfigError: The header lacks a column that the user named.
         DataError: The user asked for columns, and a needed column is neither named nor recognised.
     """
-    header = _header_of(sample)
+    header = _Header(sample, settings.columns)
     asked = any(asdict(settings.columns).values())
     published = [] if asked else [grammar for grammar in PUBLISHED_CSV_GRAMMARS if grammar.header == header.line]
     if not asked and _is_car_hacking(header):
         published += [replace(grammar, header=header.line) for grammar in RESAVED_CAR_HACKING]
-    roles = _find_roles(header.names, settings.columns)
-    missing = [role for role in _REQUIRED_ROLES if role not in roles]
-    if not missing:
-        return [*published, *_columns_grammars(header, roles, sample, settings)]
+    if not header.missing:
+        return [*published, *_columns_grammars(header, sample, settings)]
     if asked or settings.format == "columns":
-        raise DataError(f"A CSV file with a header must have a column for each of {', '.join(_REQUIRED_ROLES)}",
-                        value=f"no {missing[0]} column among {', '.join(header.names)}",
-                        remedy=f"Name it with `--set dataset.columns.{missing[0]}=NAME`")  # fmt: skip
+        raise DataError(f"The CSV file has no {header.missing[0]} column", value=f"among {', '.join(header.names)}",
+                        remedy=f"Name it with `--set dataset.columns.{header.missing[0]}=NAME`")  # fmt: skip
     return published
 
 
@@ -166,19 +189,17 @@ def _is_car_hacking(header: _Header) -> bool:
     return (is_named and is_bytes) or plain == [str(i) for i in range(len(plain))]
 
 
-def _columns_grammars(
-    header: _Header, roles: Mapping[str, list[int]], sample: pl.Series, settings: CanDatasetSettings
-) -> list[Grammar]:
+def _columns_grammars(header: _Header, sample: pl.Series, settings: CanDatasetSettings) -> list[Grammar]:
     """Makes the grammar of a CSV file's rows; if the label is the last cell, also a grammar for rows without label."""
-    texts = _texts_of(header, roles, settings).read(sample)
-    decided = texts.decided()
+    texts = NumberTexts.of(header, settings).read(sample)
+    decided, roles = texts.decided(), header.roles
     id_content = _CONTENT["id"] if decided.id_base == _HEX else f"(?P<id>{DIGITS})"
     decimal_bytes = decided.byte_base == _DEC
-    cells = _row_cells(header, roles, id_content, _DECIMAL_DATA if decimal_bytes else _HEX_DATA)
-    unit = unit_of_name(header.names[roles["timestamp"][0]], _COLUMN_NAMES["timestamp"])
+    cells = _row_cells(header, id_content, _DECIMAL_DATA if decimal_bytes else _HEX_DATA)
+    unit = unit_of_name(header.name_of("timestamp"), _COLUMN_NAMES["timestamp"])
     grammar = Grammar(
         name="columns",
-        pattern=f"^{header.delimiter.join(cells)}[ \\r]*$",
+        pattern=header.join(cells),
         separators=_DATA_SEPARATORS,
         id_base=16 if decided.id_base == _HEX else 10,
         byte_columns=len(roles["data"]) if len(roles["data"]) > 1 else 0,
@@ -191,18 +212,12 @@ def _columns_grammars(
         header=header.line,
         assumption=". ".join(map(str, texts.notes())),
     )
-    last = len(cells) - 1
     if "label" not in roles:
         late = _LATE_LABEL_OF_BYTES if grammar.byte_columns else _LATE_LABEL
-        return [replace(grammar, pattern=_with_late_cell(header, cells, late), unlabelled_rows=True)]
-    if roles["label"] != [last]:
+        return [replace(grammar, pattern=header.join(cells, late), unlabelled_rows=True)]
+    if roles["label"] != [len(cells) - 1]:
         return [grammar]
-    pattern = _with_late_cell(header, cells[:last], cells[last])
-    return [grammar, replace(grammar, pattern=pattern, unlabelled_rows=True)]
-
-
-def _with_late_cell(header: _Header, cells: Sequence[str], late: str) -> str:
-    return f"^{header.delimiter.join(cells)}(?:{header.delimiter}{late})?[ \\r]*$"
+    return [grammar, replace(grammar, pattern=header.join(cells[:-1], cells[-1]), unlabelled_rows=True)]
 
 
 class BaseNote(NamedTuple):
@@ -249,6 +264,23 @@ class NumberTexts:
     numbers: frozenset[str] = frozenset()
     in_columns: bool = False
     separated: bool = False
+
+    @classmethod
+    def of(cls, header: _Header, settings: CanDatasetSettings) -> NumberTexts:
+        """Begins without texts."""
+        base = next((base for base in (_HEX, _DEC) if plain_name(header.name_of("id")).endswith(base)), "")
+        if {plain_name(name) for name in header.names} >= _CANEDGE_COLUMNS:
+            base = _HEX
+        any_number = f'[^"{header.delimiter}]*?'
+        data = (f"(?P<data_N>{any_number})", f"(?P<data>{any_number})")
+        cells = _row_cells(header, f"(?P<id>{any_number})", data)
+        needed = 1 + max(*header.roles["id"], *header.roles["data"])  # later cells may be missing
+        pattern = f"^{header.delimiter.join(cells[:needed])}(?:{header.delimiter}|[ \\r]*$)"
+        # Between commas, a decimal comma stands inside quotes.
+        any_time = f'(?: *"[-+0-9]+,[0-9]+"|[ "]*{any_number}[ "]*)'
+        pattern = pattern.replace(f'[ "]*{TIMESTAMP}[ "]*', any_time)
+        return cls(header=header.line, pattern=pattern, settings=settings, header_base=base,
+                   in_columns=len(header.roles["data"]) > 1)  # fmt: skip
 
     def read(self, lines: pl.Series) -> NumberTexts:
         """Adds the texts of lines."""
@@ -335,22 +367,18 @@ class NumberTexts:
         """Names the bases that are assumed, and the bases that differ from the training data."""
         # Numbers of one digit are equal in both bases, and a payload without separators is always hexadecimal.
         differ = any(len(text) > 1 for text in self.numbers) and (self.in_columns or self.separated)
-        told = {"id_base": self.id_base(), **({"byte_base": self.byte_base()} if differ else {})}
-        return [note for setting, base in told.items() if (note := self._note(setting, base))]
-
-    def _note(self, setting: str, told: str) -> BaseNote | None:
-        wanted: str = getattr(self.settings, setting)
-        taken: str = getattr(self.decided(), setting)
-        trained = _trained_base(wanted)
-        if not _is_open(wanted) or (told and trained in ("", told)):
-            return None
-        if told:
-            why = f"as the log tells, although those of the training data are {_WORDS[trained]}"
-        elif taken == trained:
-            why = "as in the training data, because the log does not tell"
-        else:
-            why = _WHY[taken]
-        return BaseNote(setting, taken, f"{_NUMBERS[setting]} were read as {_WORDS[taken]} numbers, {why}")
+        notes, decided = [], self.decided()
+        for setting, told in {"id_base": self.id_base(), **({"byte_base": self.byte_base()} if differ else {})}.items():
+            wanted, taken = getattr(self.settings, setting), getattr(decided, setting)
+            trained = _trained_base(wanted)
+            if not _is_open(wanted) or (told and trained in ("", told)):
+                continue
+            why = "as in the training data, because the log does not tell" if taken == trained else _WHY[taken]
+            if told:
+                why = f"as the log tells, although those of the training data are {_WORDS[trained]}"
+            fact = f"{_NUMBERS[setting]} were read as {_WORDS[taken]} numbers, {why}"
+            notes.append(BaseNote(setting, taken, fact))
+        return notes
 
 
 def number_texts(sample: pl.Series, settings: CanDatasetSettings) -> NumberTexts | None:
@@ -363,8 +391,7 @@ def number_texts(sample: pl.Series, settings: CanDatasetSettings) -> NumberTexts
     grammars = header_grammars(sample, settings)
     if not grammars or grammars[0].name != "columns":
         return None
-    header = _header_of(sample)
-    return _texts_of(header, _find_roles(header.names, settings.columns), settings).read(sample)
+    return NumberTexts.of(_Header(sample, settings.columns), settings).read(sample)
 
 
 def _is_open(base: str) -> bool:
@@ -373,23 +400,6 @@ def _is_open(base: str) -> bool:
 
 def _trained_base(base: str) -> str:
     return base.removeprefix("auto").removeprefix("_") if _is_open(base) else ""
-
-
-def _texts_of(header: _Header, roles: Mapping[str, list[int]], settings: CanDatasetSettings) -> NumberTexts:
-    names = [plain_name(header.names[roles[role][0]]) for role in ("id", "data")]
-    in_columns = len(roles["data"]) > 1
-    if {plain_name(name) for name in header.names} >= _CANEDGE_COLUMNS:
-        base = _HEX
-    else:
-        base = next((base for base in (_HEX, _DEC) if names[0].endswith(base)), "")
-    any_number = f'[^"{header.delimiter}]*?'
-    cells = _row_cells(header, roles, f"(?P<id>{any_number})", (f"(?P<data_N>{any_number})", f"(?P<data>{any_number})"))
-    needed = 1 + max(*roles["id"], *roles["data"])  # later cells may be missing
-    pattern = f"^{header.delimiter.join(cells[:needed])}(?:{header.delimiter}|[ \\r]*$)"
-    # Between commas, a decimal comma stands inside quotes.
-    any_time = f'(?: *"[-+0-9]+,[0-9]+"|[ "]*{any_number}[ "]*)'
-    pattern = pattern.replace(f'[ "]*{TIMESTAMP}[ "]*', any_time)
-    return NumberTexts(header=header.line, pattern=pattern, settings=settings, header_base=base, in_columns=in_columns)
 
 
 def looks_hexadecimal(ids: pl.Series) -> bool:
@@ -410,45 +420,22 @@ _DECIMAL_DATA: Final = (
 )
 
 
-def _row_cells(
-    header: _Header, roles: Mapping[str, list[int]], id_content: str, data_content: tuple[str, str]
-) -> list[str]:
+def _row_cells(header: _Header, id_content: str, data_content: tuple[str, str]) -> list[str]:
     # Quotes around the delimiter, doubled quotes inside quotes: both are runs of unquoted and quoted text.
     any_cell = f'(?:[^"{header.delimiter}]|"[^"]*")*'
+    contents = {
+        **_CONTENT,
+        "id": id_content,
+        "data": data_content[1],
+        "remote": f'(?:(?P<remote>1|(?i:true|yes))|[^"{header.delimiter}]*?)',
+        "channel": f'(?P<channel>[^"{header.delimiter}]*?)',
+    }
     cells = [any_cell for _ in header.names]
-    for role, columns in roles.items():
+    for role, columns in header.roles.items():
         for i, column in enumerate(columns):
-            if role == "label":
-                cells[column] = f"(?P<label>{any_cell})"
-            elif role == "remote":
-                cells[column] = f'[ "]*(?:(?P<remote>1|(?i:true|yes))|[^"{header.delimiter}]*?)[ "]*'
-            elif role == "channel":
-                cells[column] = f'[ "]*(?P<channel>[^"{header.delimiter}]*?)[ "]*'
-            elif len(columns) > 1:
-                cells[column] = f'[ "]*{data_content[0].replace("data_N", f"data_{i}")}[ "]*'
-            else:
-                content = {**_CONTENT, "id": id_content, "data": data_content[1]}[role]
-                cells[column] = f'[ "]*{content}[ "]*'
+            content = contents.get(role, "") if len(columns) == 1 else data_content[0].replace("data_N", f"data_{i}")
+            cells[column] = f"(?P<label>{any_cell})" if role == "label" else f'[ "]*{content}[ "]*'
     return cells
-
-
-def _find_roles(names: list[str], columns: ColumnSettings) -> dict[str, list[int]]:
-    """Returns the columns of each role. A column that the user named for one role has no second role."""
-    named = {}
-    for role, name in asdict(columns).items():
-        if name:
-            wanted = name.split() if role == "data" and name not in names else [name]
-            if unknown := [one for one in wanted if one not in names]:
-                raise unknown_name(f"column (dataset.columns.{role})", unknown[0], names)
-            named[role] = [names.index(one) for one in wanted]
-    taken = [column for found in named.values() for column in found]
-    if len(set(taken)) < len(taken):
-        raise DataError("A column of a log holds one thing",
-                        value=f"{names[max(taken, key=taken.count)]!r} was named for several",
-                        remedy="Name a different column for each: `--set dataset.columns.id=NAME`")  # fmt: skip
-    free = ["" if column in taken else name for column, name in enumerate(names)]
-    recognised = {role: _recognised_columns(free, role) for role in _COLUMN_NAMES if role not in named}
-    return {role: found for role, found in (named | recognised).items() if found}
 
 
 def _recognised_columns(names: list[str], role: str) -> list[int]:
@@ -484,12 +471,12 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         ConfigError: The log lacks a column that the user named.
         DataError: The log is of no known format, or has no rows.
     """
-    of_header = header_grammars(sample, settings)
+    header, of_header = _Header(sample, settings.columns), header_grammars(sample, settings)
     # The rows of a CSV file may also fit a format without a header.
-    if not of_header and settings.format == "auto" and (error := _missing_column(sample, settings, path, unknown=True)):
-        raise error
-    known = variants([*of_header, *line_grammars(sample)], sample)
-    grammars = [grammar for grammar in known if settings.format in ("auto", grammar.name)]
+    if not of_header and settings.format == "auto" and header.unrecognised:
+        _refuse_missing_column(header, path, sample)
+    grammars = [grammar for grammar in variants([*of_header, *line_grammars(sample)], sample)
+                if settings.format in ("auto", grammar.name)]  # fmt: skip
     if not grammars:
         raise _unrecognised(sample, settings.format, path, first_row(sample))
     first = sample.head(RECOGNISED_LINES)
@@ -503,16 +490,26 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
     best = int(np.argmax([sum(counts) for counts in zip(num_good, left_out, lead, strict=True)]))
     num_rows = num_good[best] + len(parsed[best].malformed)
     if num_rows == 0:
-        raise DataError("A log must hold frames", value=f"{path} holds no rows", remedy="Give another log")
+        raise DataError("The log holds no rows", value=str(path), remedy="Give another log")
     if num_good[best] < RECOGNISED_SHARE * num_rows:
         if settings.format == "auto" and not grammars[best].header:
-            raise _missing_column(sample, settings, path) or _unrecognised(
-                sample, settings.format, path, first_row(sample)
-            )
-        bad = parsed[best].malformed.row(0)[:3]
-        raise _wrong_column(sample, settings, path, bad) or _unrecognised(sample, settings.format, path, bad)
-    grammar = with_unit(grammars[best], settings.time_unit, parsed[best], first)
-    return _narrowed(grammar, parsed[best])
+            _refuse_missing_column(header, path, sample)
+            raise _unrecognised(sample, settings.format, path, first_row(sample))
+        position, line, reason = bad = parsed[best].malformed.row(0)[:3]
+        role = _ROLES_OF_REASONS.get(reason, "")
+        if role not in header.roles:
+            raise _unrecognised(sample, settings.format, path, bad)
+        raise DataError(f"The column {header.name_of(role)!r} does not hold the {role} of the CSV log's frames",
+                        value=f"{path}:{position + 1}: {shortened(line)!r}: {reason}",
+                        remedy=_name_column(header, role, sample))  # fmt: skip
+    grammar, rows = with_unit(grammars[best], settings.time_unit, parsed[best], first), parsed[best]
+    unlabelled = rows.label is None or rows.label.null_count() == len(rows.label)
+    pattern, channel = grammar.usual if grammar.usual and unlabelled else grammar.pattern, ""
+    if rows.channel is not None and rows.channel.n_unique() == 1 and rows.channel[0] is not None:
+        channel = str(rows.channel[0])
+        pattern = re.sub(r"\(\?P<channel>[^()]*\)", lambda _: re.escape(channel), pattern)
+    narrow = replace(grammar, pattern=pattern) if pattern != grammar.pattern else None
+    return Recognised(grammar, narrow, channel)
 
 
 def _lead_of_labels(grammar: Grammar, rows: ParsedRows, settings: CanDatasetSettings) -> float:
@@ -550,63 +547,25 @@ def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series
     return replace(grammar, ticks_per_second=TICKS_PER_SECOND[unit], unit_known=True, assumption=assumption)
 
 
-def _narrowed(grammar: Grammar, rows: ParsedRows) -> Recognised:
-    unlabelled = rows.label is None or rows.label.null_count() == len(rows.label)
-    pattern = grammar.usual if grammar.usual and unlabelled else grammar.pattern
-    channel = ""
-    if rows.channel is not None and rows.channel.n_unique() == 1 and rows.channel[0] is not None:
-        channel = str(rows.channel[0])
-        pattern = re.sub(r"\(\?P<channel>[^()]*\)", lambda _: re.escape(channel), pattern)
-    narrow = replace(grammar, pattern=pattern) if pattern != grammar.pattern else None
-    return Recognised(grammar, narrow, channel)
-
-
-def _missing_column(
-    sample: pl.Series, settings: CanDatasetSettings, path: Path, *, unknown: bool = False
-) -> DataError | None:
-    """Makes the error for a CSV file whose header names all needed columns but one; None for any other file.
-
-    With `unknown`, it is also None if all names of the header are recognised.
-    """
-    header = _header_of(sample)
-    roles = _find_roles(header.names, settings.columns)
-    missing = [role for role in _REQUIRED_ROLES if role not in roles]
-    taken = {column for columns in roles.values() for column in columns}
-    others = [repr(name) for column, name in enumerate(header.names) if name and column not in taken]
-    if len(missing) != 1 or (unknown and not others):
-        return None
-    has = ", ".join(f"{role} in {header.names[roles[role][0]]!r}" for role in _REQUIRED_ROLES if role in roles)
+def _refuse_missing_column(header: _Header, path: Path, sample: pl.Series) -> None:
+    """Raises DataError for a CSV file whose header names all needed columns but one."""
+    if len(header.missing) != 1:
+        return
+    lacking, names = header.missing[0], ", ".join(map(repr, header.unrecognised.values()))
+    has = ", ".join(f"{role} in {header.name_of(role)!r}" for role in _REQUIRED_ROLES if role in header.roles)
     told = f" among {', '.join(map(repr, header.names))}"
-    if others:
-        told = f"; {', '.join(others)} {'is' if len(others) == 1 else 'are'} not recognised"
-    return DataError(f"A CSV log must have a column for each of {', '.join(_REQUIRED_ROLES)}",
-                     value=f"{path} has {has}, and no {missing[0]}{told}",
-                     remedy=_name_column(header, roles, missing[0], sample))  # fmt: skip
+    if names:
+        told = f"; {names} {'is' if len(header.unrecognised) == 1 else 'are'} not recognised"
+    raise DataError(f"The CSV log has no {lacking} column", value=f"{path} has {has}, and no {lacking}{told}",
+                    remedy=_name_column(header, lacking, sample))  # fmt: skip
 
 
-def _wrong_column(
-    sample: pl.Series, settings: CanDatasetSettings, path: Path, bad: tuple[int, str, str]
-) -> DataError | None:
-    """Makes the error for a CSV file with a column whose cells contradict its name, as in the row `bad`."""
-    position, line, reason = bad
-    header = _header_of(sample)
-    roles = _find_roles(header.names, settings.columns)
-    role = {BAD_TIMESTAMP: "timestamp", BAD_ID: "id", BAD_PAYLOAD: "data", BAD_DECIMALS: "data"}.get(reason, "")
-    if not role or role not in roles:
-        return None
-    return DataError(f"The column {header.names[roles[role][0]]!r} of a CSV log must hold its {role}",
-                     value=f"{path}:{position + 1}: {shortened(line)!r}: {reason}",
-                     remedy=_name_column(header, roles, role, sample))  # fmt: skip
-
-
-def _name_column(header: _Header, roles: Mapping[str, Sequence[int]], role: str, sample: pl.Series) -> str:
+def _name_column(header: _Header, role: str, sample: pl.Series) -> str:
     """Writes the setting that names a role's column: the column without a role that looks most like it."""
-    taken = {column for columns in roles.values() for column in columns}
     rows = list(csv.reader(sample.drop_nulls().head(RECOGNISED_LINES).to_list()[1:], delimiter=header.delimiter))
     cells = {
-        name: {row[column].strip() for row in rows if column < len(row)}
-        for column, name in enumerate(header.names) if name and column not in taken
-    }  # fmt: skip
+        name: {row[column].strip() for row in rows if column < len(row)} for column, name in header.unrecognised.items()
+    }
     fitting = [name for name, texts in cells.items() if texts and all(map(_LOOKS[role].fullmatch, texts))]
     name = max(fitting, key=lambda name: len(cells[name]), default="NAME")
     setting = f"dataset.columns.{role}={name}" if name.isidentifier() else f"'dataset.columns.{role}=\"{name}\"'"
@@ -617,17 +576,15 @@ def _unrecognised(sample: pl.Series, wanted: str, path: Path, row: tuple[int, st
     """Makes the error for a log of no known format; `row` is a malformed row, with its reason if known."""
     protocol = next(iter(sample.str.extract(r"^[^*]?\*\*\*PROTOCOL ([^*]+)\*").drop_nulls()), "CAN")
     if protocol != "CAN":
-        return DataError("A BUSMASTER log must be of the protocol CAN", value=f"{path} is of the protocol {protocol}",
+        return DataError(f"The BUSMASTER log is of the protocol {protocol}", value=str(path),
                          remedy="Log the bus as CAN, whose rows are whole frames")  # fmt: skip
     names = dict.fromkeys(grammar.name for grammar in (*PUBLISHED_CSV_GRAMMARS, *LINE_GRAMMARS))
-    all_formats = f"one of the formats {', '.join(names)}, columns"
+    formats = f"none of the formats {', '.join(names)}, columns"
     return DataError(
-        f"A CAN log must be in {all_formats if wanted == 'auto' else f'the format {wanted}, as was asked for'}",
+        f"The log is in {formats if wanted == 'auto' else f'another format than {wanted}, which was asked for'}",
         value=": ".join([f"{path}:{row[0] + 1}", repr(shortened(row[1])), *row[2:]]),
-        remedy=(
-            "If it is a CSV file with a header, name its columns: `--set dataset.columns.id=NAME` (the same for "
-            "timestamp, data, dlc, label); or choose the format: `--set dataset.format=FORMAT`"
-        ),
+        remedy="If it is a CSV file with a header, name its columns: `--set dataset.columns.id=NAME` (the same for "
+        "timestamp, data, dlc, label); or choose the format: `--set dataset.format=FORMAT`",
     )
 
 

@@ -581,6 +581,13 @@ def read_sources(folder: Path) -> list[SourceFile]:
         return [SourceFile(**source) for source in read_meta(folder)["sources"]]
 
 
+def no_graphs(window: int) -> FlatGraphs:
+    """Returns a data set without windows."""
+    arrays: dict[str, NDArray[Any]] = {name: np.empty((0, *shape), kind) for name, (kind, shape) in _ARRAYS.items()}
+    arrays |= dict.fromkeys(("node_ptr", "edge_ptr", "absent_ptr"), np.zeros(1, np.int64))
+    return _flat_graphs(arrays, {"kinds": [BENIGN], "sources": [], "window": window, "notices": []})
+
+
 def _flat_graphs(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> FlatGraphs:
     return FlatGraphs(
         **{**arrays, "edge_index": arrays["edge_index"].T},

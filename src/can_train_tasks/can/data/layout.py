@@ -76,7 +76,7 @@ def data_files(dataset: CanDatasetSettings, data_root: Path) -> list[Path]:
 def data_digest(dataset: CanDatasetSettings, data_root: Path, reporter: Reporter) -> str:
     """Computes the digest of the contents of a data set's logs. Raises as `find_logs` does."""
     logs, _ = drop_duplicates(hash_logs(find_logs(dataset, data_root), reporter))
-    return digest_of_logs((one.log.role, one.log.group, one.sha256) for one in logs)
+    return digest_of_logs((hashed.log.role, hashed.log.group, hashed.sha256) for hashed in logs)
 
 
 def digest_of_logs(logs: Iterable[tuple[str, str, str]]) -> str:
@@ -91,18 +91,16 @@ def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -
     place = _place(dataset, data_root)
     folders = {role: sorted(folder for folder in place.glob(f"{role}_*") if folder.is_dir()) for role in (TRAIN, TEST)}
     if dataset.path and not any(folders.values()):
-        root, logs = (place, _logs_below(place)) if place.is_dir() else (place.parent, [place])
-        found = [(log, LOG, log.relative_to(root).as_posix()) for log in logs]
+        root, paths = (place, _logs_below(place)) if place.is_dir() else (place.parent, [place])
+        logs = [(path, LOG, path.relative_to(root).as_posix()) for path in paths]
     else:
-        for role in wanted:
-            if not folders[role]:
-                raise MissingDataError(
-                    f"{place} must hold folders named {role}_…",
-                    remedy="The published layout is train_01_attack_free and train_02_with_attacks (or one train_01) "
-                    "and test_01_…, test_02_…, with logs in each",
-                )
-        found = [(log, role, folder.name) for role in wanted for folder in folders[role] for log in _logs_below(folder)]
-    return [LogFile(path=path, role=role, group=group, kind=attack_kind(path.name)) for path, role, group in found]
+        if lacking := [role for role in wanted if not folders[role]]:
+            raise MissingDataError(f"{place} holds no folder named {lacking[0]}_…", remedy="The published layout is "
+                                   "train_01_attack_free and train_02_with_attacks (or one train_01) and test_01_…, "
+                                   "test_02_…, with logs in each")  # fmt: skip
+        wanted_folders = [(role, folder) for role in wanted for folder in folders[role]]
+        logs = [(path, role, folder.name) for role, folder in wanted_folders for path in _logs_below(folder)]
+    return [LogFile(path=path, role=role, group=group, kind=attack_kind(path.name)) for path, role, group in logs]
 
 
 def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
@@ -110,8 +108,8 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
         path = expanded(dataset.path)
         if path.is_file() or path.is_dir():
             return path
-        raise MissingDataError("--dataset must name a file or folder that exists, or a known data set", value=str(path),
-                               remedy=f"Known: {', '.join(NAMED_SETS)}, synthetic")  # fmt: skip
+        raise MissingDataError("--dataset names no file or folder that exists", value=str(path), remedy="Give another "
+                               f"path, or a data set: {', '.join(NAMED_SETS)}, synthetic")  # fmt: skip
     if dataset.name not in NAMED_SETS:
         raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
     data_root = expanded(data_root)
@@ -122,12 +120,10 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
             if (data_root / collection / spelling).is_dir():
                 return data_root / collection / spelling
     raise MissingDataError(
-        f"Data set {dataset.name} must lie below the data root",
+        f"Data set {dataset.name} is not below the data root",
         value=f"no folder {' or '.join(spellings)} in {data_root}, nor in {' or '.join(_COLLECTIONS[1:])} there",
-        remedy=(
-            "Download it from https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5 into the data root, or name "
-            "another with --data-root DIR. Any log works with --dataset PATH, and --dataset synthetic needs no files"
-        ),
+        remedy="Download it from https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5 into the data root, or "
+        "name another with --data-root DIR. Any log works with --dataset PATH, and --dataset synthetic needs no files",
     )
 
 
@@ -150,9 +146,9 @@ def _logs_below(folder: Path) -> list[Path]:
             logs.append(path)
     if not logs:
         raise MissingDataError(
-            "A folder of logs must hold files named *.csv, *.txt, *.log, *.asc, *.trc, *.pcap or *.pcapng, or these "
-            "with .gz, .bz2, .xz or .zst, or *.blf, *.mf4 or *.db",
-            value=f"none in {folder}",
+            f"{folder} holds no logs",
+            value="files named *.csv, *.txt, *.log, *.asc, *.trc, *.pcap or *.pcapng, or these with .gz, .bz2, .xz or "
+            ".zst, or *.blf, *.mf4 or *.db",
             remedy="Put the logs there, or give --dataset the path of another folder or of one file",
         )
     return sorted(logs, key=lambda log: log.relative_to(folder).as_posix())
@@ -205,10 +201,8 @@ def hash_logs(logs: Sequence[LogFile], reporter: Reporter) -> list[HashedLog]:
                 with log.path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
-                found = f"{log.path} ({error.strerror})"
-                raise DataError(
-                    "A log must be a file that can be read", value=found, remedy="Check its permissions"
-                ) from error
+                raise DataError("The log cannot be read", value=f"{log.path}: {error.strerror}",
+                                remedy="Check its permissions") from error  # fmt: skip
             if sidecar := find_sidecar(log.path):
                 digest = hashlib.sha256(f"{digest} {sidecar.content}".encode()).hexdigest()
             hashed.append(HashedLog(log=log, sha256=digest, size=status.st_size, modified_ns=status.st_mtime_ns))

@@ -8,9 +8,9 @@ import gzip
 import io
 import lzma
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
@@ -63,34 +63,30 @@ class TextSample(NamedTuple):
 
 def missing_package(what: str, extra: str) -> DataError:
     """Makes the error for a log whose reader needs a package that is not installed."""
-    return DataError("The package that reads a log must be installed", value=f"the package for {what} is missing",
-                     remedy=f'Install it: pip install "can-train[{extra}]"')  # fmt: skip
+    return DataError(f"The package for {what} is not installed", remedy=f'pip install "can-train[{extra}]"')
 
 
 class _WindowTooLargeError(Exception):
     """A compressed text refers back over more than `WINDOW_BYTES`."""
 
 
-class _Converted(ABC):
-    """A stream that converts another stream."""
+class _Converted:
+    """A stream of the bytes that a generator yields in parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts = parts
         self._position = 0
         self._rest = b""
 
-    @abstractmethod
-    def _more(self) -> bytes:
-        """Returns the next bytes; no bytes at the end of the stream."""
-
     def peek(self, size: int) -> bytes:
-        while len(self._rest) < size and (part := self._more()):
+        while len(self._rest) < size and (part := next(self._parts, b"")):
             self._rest += part
         return self._rest[:size]
 
     def read(self, size: int) -> bytes:
         parts = [self._rest]
         missing = size - len(self._rest)
-        while missing > 0 and (part := self._more()):
+        while missing > 0 and (part := next(self._parts, b"")):
             parts.append(part)
             missing -= len(part)
         whole = b"".join(parts)
@@ -102,79 +98,55 @@ class _Converted(ABC):
         return self._position
 
 
-class _Utf16AsUtf8(_Converted):
-    def __init__(self, stream: Any) -> None:
-        super().__init__()
-        self._stream = stream
-        self._decoder = codecs.getincrementaldecoder("utf-16")("replace")
-
-    def _more(self) -> bytes:
-        # The byte order mark alone makes no text.
-        while part := self._stream.read(_CONVERTED_BYTES):
-            if text := self._decoder.decode(part):
-                return text.encode()
-        return b""
+def _utf16_as_utf8(stream: Any) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-16")("replace")
+    while part := stream.read(_CONVERTED_BYTES):
+        if text := decoder.decode(part):  # the byte order mark alone makes no text
+            yield text.encode()
 
 
-class _Frames(_Converted):
-    """Successive frames of compressed text: frames of zstd, or streams of xz.
+def _decompressed(raw: Any, new_frame: Callable[[], Any], failure: type[Exception]) -> Iterator[bytes]:
+    """Yields the text of successive frames of zstd, or streams of xz.
 
     A few bytes may hold gigabytes of text, and these decompressors return the whole text of a piece at once.
     """
-
     # The file readers of both packages are not used: zstandard's reader accepts a truncated file, and lzma's reader
     # takes as much memory as the file's header asks for.
-    def __init__(self, raw: Any, new_frame: Callable[[], Any], failure: type[Exception]) -> None:
-        super().__init__()
-        self._raw = raw
-        self._failure = failure
-        self._new_frame = new_frame
-        self._frame = new_frame()
-        self._input = memoryview(b"")
-        self._begun = False  # whether a frame has begun and not ended
-
-    def _more(self) -> bytes:
-        while self._input or self._refilled():
-            piece = self._input[:_PIECE_BYTES]
-            if not self._begun and (padding := len(piece) - len(bytes(piece).lstrip(b"\0"))):
-                self._input = self._input[padding:]
+    frame, begun = new_frame(), False  # whether the frame has begun and not ended
+    while compressed := memoryview(raw.read(_CONVERTED_BYTES)):
+        while compressed:
+            piece = compressed[:_PIECE_BYTES]
+            if not begun and (padding := len(piece) - len(bytes(piece).lstrip(b"\0"))):
+                compressed = compressed[padding:]
                 continue
-            text = self._decompressed(piece)
-            self._begun = not self._frame.eof
-            self._input = self._input[len(piece) - len(self._frame.unused_data) :]
-            if self._frame.eof:
-                self._frame = self._new_frame()
+            try:
+                text: bytes = frame.decompress(piece)
+            except failure as error:
+                if "memory" in str(error).lower():  # only the text of both packages' errors tells of the limit
+                    raise _WindowTooLargeError from error
+                raise EOFError(str(error)) from error
+            begun = not frame.eof
+            compressed = compressed[len(piece) - len(frame.unused_data) :]
+            if frame.eof:
+                frame = new_frame()
             if text:
-                return text
-        if self._begun:
-            raise EOFError("it ends inside a block")
-        return b""
-
-    def _refilled(self) -> bool:
-        self._input = memoryview(self._raw.read(_CONVERTED_BYTES))
-        return bool(self._input)
-
-    def _decompressed(self, piece: memoryview) -> bytes:
-        try:
-            text: bytes = self._frame.decompress(piece)
-        except self._failure as error:
-            if "memory" in str(error).lower():  # only the text of both packages' errors tells that the limit was hit
-                raise _WindowTooLargeError from error
-            raise EOFError(str(error)) from error
-        return text
+                yield text
+    if begun:
+        raise EOFError("it ends inside a block")
 
 
-def _open_zstd(raw: Any) -> _Frames:
+def _open_zstd(raw: Any) -> _Converted:
     try:
         import zstandard
     except ImportError as error:
         raise missing_package("a log compressed by zstd (zstandard)", "can") from error
     decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES)
-    return _Frames(raw, decompressor.decompressobj, zstandard.ZstdError)
+    return _Converted(_decompressed(raw, decompressor.decompressobj, zstandard.ZstdError))
 
 
-def _open_xz(raw: Any) -> _Frames:
-    return _Frames(raw, lambda: lzma.LZMADecompressor(memlimit=WINDOW_BYTES + _XZ_BYTES), lzma.LZMAError)
+def _open_xz(raw: Any) -> _Converted:
+    new_frame = partial(lzma.LZMADecompressor, memlimit=WINDOW_BYTES + _XZ_BYTES)
+    return _Converted(_decompressed(raw, new_frame, lzma.LZMAError))
 
 
 class Compression(NamedTuple):
@@ -222,17 +194,14 @@ class LogText:
             self._state = _file_state(path)
             start = stream.read(RECOGNISED_BYTES)
         if not start.removeprefix(_BYTE_ORDER_MARK).strip():
-            raise DataError("A log must hold frames", value=f"{path} is empty", remedy="Give another log")
+            raise DataError("The log is empty", value=str(path), remedy="Give another log")
         for offset, mark, program in _ARCHIVES:
             if start.startswith(mark, offset):
-                raise DataError("A log must be one file, not an archive of files", value=str(path),
+                raise DataError("The log is an archive of files", value=str(path),
                                 remedy=f"Unpack it, and give the folder: {program} {path}")  # fmt: skip
         if len(start) - len(start.translate(None, _CONTROL_BYTES)) > _MAX_CONTROL_SHARE * len(start):
-            raise DataError(
-                "A log must be text (UTF-8 or UTF-16, plain or compressed), or a BLF or MF4 file",
-                value=f"{path} is binary",
-                remedy="Convert it, for example with python-can: `python -m can.logconvert FILE log.asc`",
-            )
+            raise DataError("The log is binary, and no BLF, MF4, pcap or SQLite file", value=str(path),
+                            remedy="Convert it: `python -m can.logconvert FILE log.asc`, of python-can")  # fmt: skip
         whole_lines = start.rfind(b"\n") + 1 if len(start) == RECOGNISED_BYTES else len(start)
         if not whole_lines:
             raise _endless_line(path)
@@ -272,7 +241,7 @@ class LogText:
                 num_parts, part_bytes = 1, size
             last_start = (size if plain else reach_bytes) - part_bytes
             step = max(last_start // max(num_parts - 1, 1), part_bytes)
-            found: list[bytes] = []
+            texts: list[bytes] = []
             for start in range(0, num_parts * step, step):
                 if plain:
                     stream.seek(start)
@@ -283,14 +252,14 @@ class LogText:
                 ended = len(text) < part_bytes or (plain and stream.tell() == size)
                 # Incomplete lines at either end belong to no part, unless the text begins or ends there.
                 begin = text.find(b"\n") + 1 or len(text) if start else 0
-                found.append(text[begin : len(text) if ended else text.rfind(b"\n") + 1])
+                texts.append(text[begin : len(text) if ended else text.rfind(b"\n") + 1])
                 if ended:
                     break
             text_bytes = stream.tell()
             if not plain and not ended:
                 text_bytes = text_bytes * size // max(raw.tell(), 1)
-        parts = [_split_lines(text) for text in found if text]
-        return TextSample(parts, sum(map(len, found)), size if plain else text_bytes)
+        parts = [_split_lines(text) for text in texts if text]
+        return TextSample(parts, sum(map(len, texts)), size if plain else text_bytes)
 
     def _whole_lines(self, stream: Any) -> Iterator[bytes]:
         """Yields blocks that end where a line ends."""
@@ -310,7 +279,8 @@ class LogText:
     def _open(self) -> Iterator[_Stream]:
         with unpacked(self._path) as (stream, raw):
             is_utf16 = stream.peek(_PEEKED_BYTES).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-            yield _Stream(_Utf16AsUtf8(stream) if is_utf16 else stream, raw, plain=stream is raw and not is_utf16)
+            text = _Converted(_utf16_as_utf8(stream)) if is_utf16 else stream
+            yield _Stream(text, raw, plain=stream is raw and not is_utf16)
 
 
 @contextmanager
@@ -331,29 +301,22 @@ def unpacked(path: Path) -> Iterator[tuple[Any, IO[bytes]]]:
                 compression = next_one
                 stream = compression.open(stream)
             if compression and _compression_of(stream):
-                raise DataError(f"A log may be compressed {MAX_NESTED} times at most", value=str(path),
+                raise DataError(f"The log was compressed more than {MAX_NESTED} times", value=str(path),
                                 remedy="Unpack it, and give the unpacked log")  # fmt: skip
             yield stream, raw
     except FileNotFoundError as error:
-        raise MissingDataError("A log must exist", value=str(path)) from error
+        raise MissingDataError("The log does not exist", value=str(path)) from error
     except _WindowTooLargeError as error:
-        raise DataError(
-            f"A compressed log may refer back over at most {WINDOW_BYTES >> 20} MiB of its text",
-            value=f"{path} was compressed with a larger window",
-            remedy="Unpack it, and give the unpacked log",
-        ) from error
+        raise DataError(f"The log was compressed with a window of more than {WINDOW_BYTES >> 20} MiB", value=str(path),
+                        remedy="Unpack it, and give the unpacked log") from error  # fmt: skip
     except (OSError, *_DAMAGE) as error:
-        raise _unreadable(path, error, compression) from error
-
-
-def _unreadable(path: Path, error: Exception, compression: Compression | None) -> DataError:
-    # gzip and bz2 raise OSError without a number on damaged files.
-    if compression is None or (isinstance(error, OSError) and error.errno):
-        reason = error.strerror if isinstance(error, OSError) else error
-        return DataError("A log must be a file that can be read", value=f"{path}: {reason}",
-                         remedy="Check its permissions")  # fmt: skip
-    return DataError(f"A compressed log must be a whole {compression.name} file", value=f"{path}: {error}",
-                     remedy="Copy or download it again")  # fmt: skip
+        # gzip and bz2 raise OSError without a number on damaged files.
+        if compression is None or (isinstance(error, OSError) and error.errno):
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError("The log cannot be read", value=f"{path}: {reason}",
+                            remedy="Check its permissions") from error  # fmt: skip
+        raise DataError(f"The compressed log is no whole {compression.name} file", value=f"{path}: {error}",
+                        remedy="Copy or download it again") from error  # fmt: skip
 
 
 def _compression_of(stream: Any) -> Compression | None:
@@ -363,7 +326,7 @@ def _compression_of(stream: Any) -> Compression | None:
 
 def changed_log(path: Path) -> DataError:
     """Makes the error for a log that changed between two readings."""
-    return DataError("A log must not change while it is read", value=str(path),
+    return DataError("The log changed while it was read", value=str(path),
                      remedy="Wait until the recording has ended, or read a copy")  # fmt: skip
 
 
@@ -374,7 +337,7 @@ def _file_state(path: Path) -> tuple[int, int, int]:
 
 
 def _endless_line(path: Path) -> DataError:
-    return DataError(f"A line of a log is at most {MAX_LINE_BYTES:,} bytes long", value=str(path),
+    return DataError(f"A line of the log is longer than {MAX_LINE_BYTES:,} bytes", value=str(path),
                      remedy="Write each frame on a line of its own, or give another log")  # fmt: skip
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +24,7 @@ from can_train_tasks.can.data.formats import NumberTexts, number_texts, recognis
 from can_train_tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
 from can_train_tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, counted, named_id, too_many_kinds
 from can_train_tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
-from can_train_tasks.can.data.recordings import BLOCK_FRAMES, Recording, recording_format
+from can_train_tasks.can.data.recordings import Recording, recording_format
 from can_train_tasks.can.data.sidecars import find_sidecar
 from can_train_tasks.can.settings import RECORDINGS, CanDatasetSettings
 
@@ -39,7 +39,9 @@ MAX_JITTER_SHARE: Final = 0.5  # share of the frames that may step back by a clo
 _MAX_EXAMPLES: Final = 3
 _MAX_CHANNELS: Final = 4  # channels that a notice names
 _MAX_LOST: Final = 6  # CAN IDs, and labels, of malformed rows that a notice names
-_LINE_OF_RECORDING_BYTES: Final = 40.0  # size of a frame in a binary log, with its header, uncompressed
+
+# Number of a block's first line, counted from 1 (in a binary log: of its first frame); the lines; the rows.
+Block = tuple[int, Sequence[str] | pl.Series, ParsedRows]
 
 
 class LogSample(NamedTuple):
@@ -50,86 +52,78 @@ class LogSample(NamedTuple):
     expected_frames: int  # estimate of the frames in the whole log
 
 
-class _Block(NamedTuple):
-    first_line: int  # number of the block's first line, counted from 1; in a binary log, number of the first frame
-    lines: Sequence[str] | pl.Series
-    rows: ParsedRows
-
-
 class _TextLog:
     """A log of text, parsed in parts of `block_bytes`."""
 
     def __init__(self, path: Path, settings: CanDatasetSettings, block_bytes: int) -> None:
         self._path = path
-        self.text = LogText(path, block_bytes)
-        self.grammar, self._narrow, self.channel = recognise(self.text.first_lines, settings, path)
+        self._text = LogText(path, block_bytes)
+        self.grammar, self._narrow, self.channel = recognise(self._text.first_lines, settings, path)
         if settings.channel:
             self._narrow = None
         self._clock = LogClock(self.grammar)
+        self.line_bytes = self._text.line_bytes
 
-    def blocks(self) -> Iterator[_Block]:
+    def blocks(self) -> Iterator[Block]:
         self._clock = LogClock(self.grammar)
-        for first_line, lines in self.text.blocks():
-            yield _Block(first_line, lines, self._parse(lines))
+        return ((first_line, lines, self._parse(lines)) for first_line, lines in self._text.blocks())
 
-    def parts(self, sample: TextSample) -> Iterator[_Block]:
-        for lines in sample.parts:
-            yield _Block(1, lines, self._parse(lines))
+    def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> tuple[TextSample, Iterable[Block]]:
+        sample = self._text.sample(num_parts, part_bytes, reach_bytes)
+        return sample, ((1, lines, self._parse(lines)) for lines in sample.parts)
 
     def _parse(self, lines: pl.Series) -> ParsedRows:
-        if self._narrow is not None:
-            rows = parse_rows(lines, self._narrow)
-            if not rows.malformed["line"].str.contains(self.grammar.pattern).any():
-                return self._absolute(rows, lines)
+        rows = parse_rows(lines, self._narrow or self.grammar)
+        if self._narrow is not None and rows.malformed["line"].str.contains(self.grammar.pattern).any():
             self._narrow = None  # another channel, or a label
-        return self._absolute(parse_rows(lines, self.grammar), lines)
-
-    def _absolute(self, rows: ParsedRows, lines: pl.Series) -> ParsedRows:
+            rows = parse_rows(lines, self.grammar)
         rows = self._clock.of(rows, lines)
         if self._clock.elapsed_s > MAX_TIME_S:
-            raise DataError("The times of a log's lines must add up to one of a clock",
+            raise DataError("The times of the log's lines add up to more than any clock shows",
                             value=f"{self._path}: {self._clock.elapsed_s:.3g} s after its beginning",
                             remedy="Correct the log's times, or its line `timestamps relative`")  # fmt: skip
         return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecidedBases:
-    """The bases of CAN IDs and payload bytes in the CSV logs of a data set.
+def decide_bases(
+    paths: Sequence[Path], settings: CanDatasetSettings, *, whole: bool = True
+) -> tuple[dict[Path, CanDatasetSettings], list[str]]:
+    """Decides the bases of CAN IDs and payload bytes in CSV logs.
 
-    Attributes:
-        settings: Settings for each log, by its path.
-        notes: Sentences for the user about assumed bases.
-    """
-
-    settings: Mapping[Path, CanDatasetSettings]
-    notes: Sequence[str]
-
-
-def decide_bases(paths: Sequence[Path], settings: CanDatasetSettings, *, whole: bool = True) -> DecidedBases:
-    """Decides the bases by all rows of all logs, since the first rows of one log may fit either base.
+    They are decided by all rows of all logs, since the first rows of one log may fit either base.
 
     Args:
         paths: The logs of a data set.
         settings: Settings of the data set; a base that the user chose is taken.
         whole: Whether logs are read further where their first lines do not tell the bases.
 
+    Returns:
+        Settings for each log, by its path; and sentences for the user about assumed bases.
+
     Raises:
         ConfigError: A log lacks a column that the user named.
     """
+    decided, notes = dict.fromkeys(paths, settings), list[str]()
     if not any(base.startswith("auto") for base in (settings.id_base, settings.byte_base)):
-        return DecidedBases(settings=dict.fromkeys(paths, settings), notes=())
-    texts = {path: written for path in paths if (written := _first_numbers(path, settings)) is not None}
-    decided: dict[Path, CanDatasetSettings] = {}
-    notes = []
+        return decided, notes
+    texts: dict[Path, NumberTexts] = {}
+    for path in paths:
+        with suppress(DataError):  # the reader of the log raises the error
+            written = None if recording_format(path) else number_texts(LogText(path).first_lines, settings)
+            texts |= {} if written is None else {path: written}
     for group in _sources(texts):
         for path in group if whole else ():
-            texts[path] = _all_numbers(path, {other: texts[other] for other in group})
+            # A log is read until its numbers, together with the other logs' numbers, tell both bases.
+            of_group = reduce(NumberTexts.joined, (texts[log] for log in group))
+            for _, lines in LogText(path).blocks():
+                if (joined := of_group.joined(texts[path])).id_base() and joined.byte_base():
+                    break
+                texts[path] = texts[path].read(lines)
         joined = reduce(NumberTexts.joined, (texts[path] for path in group))
         decided |= dict.fromkeys(group, joined.decided())
         more = f" and {counted(len(group) - 1, 'more log')}" if len(group) > 1 else ""
         notes += [f"{group[0].name}{more}: {note}" for note in joined.notes()]
-    return DecidedBases(settings={path: decided.get(path, settings) for path in paths}, notes=notes)
+    return decided, notes
 
 
 def _sources(texts: Mapping[Path, NumberTexts]) -> list[list[Path]]:
@@ -146,29 +140,17 @@ def _sources(texts: Mapping[Path, NumberTexts]) -> list[list[Path]]:
     return [*groups.values()]
 
 
-def _first_numbers(path: Path, settings: CanDatasetSettings) -> NumberTexts | None:
-    try:
-        return None if recording_format(path) else number_texts(LogText(path).first_lines, settings)
-    except DataError:
-        return None  # the reader of the log raises the error
-
-
-def _all_numbers(path: Path, texts: Mapping[Path, NumberTexts]) -> NumberTexts:
-    """Reads a log until its numbers, together with the other logs' numbers, tell both bases."""
-    written = texts[path]
-    others = reduce(NumberTexts.joined, texts.values())
-    for _, lines in LogText(path).blocks():
-        if (both := others.joined(written)).id_base() and both.byte_base():
-            break
-        written = written.read(lines)
-    return written
-
-
 class LogReader:
     """One CAN log, streamed; `block_bytes` of text are parsed at once.
 
     `kind` is the kind of attacks whose label names no kind. The `report` of faults is complete once `blocks()` is
     exhausted.
+
+    Attributes:
+        format: A name of `settings.FORMATS` or `settings.RECORDINGS`.
+        id_base: Base of the log's CAN IDs, `hex` or `dec`; empty for a binary log.
+        byte_base: Base of the log's payload bytes, `hex` or `dec`; empty for a binary log and for other notations.
+        kinds: Kinds by label code, "benign" first; grows while the log is read.
 
     Raises:
         MissingDataError: The file does not exist.
@@ -180,29 +162,30 @@ class LogReader:
         self, path: Path, settings: CanDatasetSettings, *, kind: str = "attack", block_bytes: int = BLOCK_BYTES
     ) -> None:
         self.path = path
-        bases = decide_bases([path], settings)
-        settings, self._notes = bases.settings[path], bases.notes
+        decided, self._base_notes = decide_bases([path], settings)
+        settings = decided[path]
         binary = recording_format(path)
         if settings.format not in ("auto", binary) and (binary or settings.format in RECORDINGS):
-            raise DataError(f"A log must be in the format {settings.format}, as was asked for",
-                            value=f"{path} is {binary or 'text'}",
+            raise DataError(f"The log is {binary or 'text'}, and {settings.format} was asked for", value=str(path),
                             remedy="Leave out dataset.format: the format is recognised")  # fmt: skip
         self._log = Recording(path, binary) if binary else _TextLog(path, settings, block_bytes)
-        self._grammar = None if isinstance(self._log, Recording) else self._log.grammar
+        self._grammar = grammar = self._log.grammar
         self._channel = settings.channel
-        if settings.channel and self._grammar is not None and not self._grammar.has("channel"):
-            raise DataError("Only a log that names interfaces has some to choose from", value=str(path),
+        if settings.channel and grammar is not None and not grammar.has("channel"):
+            raise DataError(f"The log names no interface, and {settings.channel} was asked for", value=str(path),
                             remedy="Leave out dataset.channel")  # fmt: skip
         self._encoder = LabelEncoder(settings.benign_values, kind)
         self._max_malformed = settings.max_malformed
-        self._has_labels = self._grammar is not None and self._grammar.has("label")
-        self._all_labelled = self._has_labels and not (self._grammar and self._grammar.unlabelled_rows)
+        self._has_labels = grammar is not None and grammar.has("label")
+        self._all_labelled = self._has_labels and not (grammar and grammar.unlabelled_rows)
         self._sidecar = None if self._all_labelled else find_sidecar(path)
         self._start_s: float | None = None  # time of the log's first frame
+        self.format = grammar.name if grammar else binary
+        self.id_base = {16: "hex", 10: "dec"}[grammar.id_base] if grammar else ""
+        self.byte_base = {"hex": "hex", "decimal": "dec"}.get(grammar.payload_code, "") if grammar else ""
         self.report = self._new_report()
-        self.format = self._grammar.name if self._grammar else binary  # one of settings.FORMATS or settings.RECORDINGS
-        self.kinds = self._encoder.names  # kinds by label code, "benign" first; grows while the log is read
-        self.line_bytes = _LINE_OF_RECORDING_BYTES if isinstance(self._log, Recording) else self._log.text.line_bytes
+        self.kinds = self._encoder.names
+        self.line_bytes = self._log.line_bytes
 
     def blocks(self) -> Iterator[Frames]:
         """Yields all frames in the order of the file.
@@ -210,13 +193,7 @@ class LogReader:
         Raises:
             DataError: More rows are bad than `max_malformed` allows (raised at the end), or the file changed meanwhile.
         """
-        self.report = self._new_report()
-        previous = -np.inf
-        for block in self._chosen_blocks():
-            self.report.add_rows(block.rows, block.lines, block.first_line, previous)
-            if len(block.rows.timestamp):
-                previous = block.rows.timestamp[-1]
-                yield self._frames(block.rows)
+        yield from self._read(self._log.blocks(), continuous=True)
         self.report.check(self._max_malformed)
 
     @property
@@ -228,33 +205,17 @@ class LogReader:
         by_sidecar = self._sidecar is not None and self._sidecar.whole
         return self._all_labelled or by_sidecar or self.report.labelled > 0
 
-    @property
-    def decimal_ids(self) -> bool:
-        """Whether the log writes CAN IDs as decimal numbers."""
-        return self._grammar is not None and self._grammar.id_base == 10
-
-    @property
-    def id_base(self) -> str:
-        """Base of the log's CAN IDs, `hex` or `dec`; empty for a binary log."""
-        return "" if self._grammar is None else {16: "hex", 10: "dec"}[self._grammar.id_base]
-
-    @property
-    def byte_base(self) -> str:
-        """Base of the log's payload bytes, `hex` or `dec`; empty for a binary log and for other notations."""
-        return "" if self._grammar is None else {"hex": "hex", "decimal": "dec"}.get(self._grammar.payload_code, "")
-
     def line_numbers(self, frames: Ints) -> Ints:
         """Returns the line numbers [R], counted from 1, of the log's frames `frames` [R].
 
         For a binary log these are the numbers of the frames.
         """
-        found, seen = np.empty(len(frames), np.int64), 0
-        for block in self._chosen_blocks():
-            position = block.rows.position
-            here = (frames >= seen) & (frames < seen + len(position))
-            found[here] = block.first_line + position[frames[here] - seen]
-            seen += len(position)
-        return found
+        numbers, seen = np.empty(len(frames), np.int64), 0
+        for first_line, _, rows in self._chosen(self._log.blocks()):
+            here = (frames >= seen) & (frames < seen + len(rows.position))
+            numbers[here] = first_line + rows.position[frames[here] - seen]
+            seen += len(rows.position)
+        return numbers
 
     def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> LogSample:
         """Reads parts of the log (see `LogText.sample`); of a binary log, the beginning.
@@ -264,45 +225,33 @@ class LogReader:
         Raises:
             DataError: The log is damaged, or the parts are the whole log and more rows are bad than allowed.
         """
-        self.report = self._new_report()
-        if isinstance(self._log, Recording):
-            text, blocks = self._beginning(num_parts * part_bytes)
-        else:
-            text = self._log.text.sample(num_parts, part_bytes, reach_bytes)
-            blocks = self._log.parts(text)
-        parts = []
-        for block in map(self._choose, blocks):
-            self.report.add_rows(block.rows, block.lines, block.first_line, -np.inf)
-            if len(block.rows.timestamp):
-                parts.append(self._frames(block.rows))
+        text, blocks = self._log.sample(num_parts, part_bytes, reach_bytes)
+        parts = list(self._read(blocks, continuous=False))
         if text.complete:
             self.report.check(self._max_malformed)
         expected_frames = round(self.report.frames * text.text_bytes / max(text.read_bytes, 1))
         return LogSample(text, parts, expected_frames)
 
-    def _beginning(self, wanted_bytes: int) -> tuple[TextSample, Iterator[_Block]]:
-        """Reads the first blocks of a binary log, about `wanted_bytes` in all."""
-        size = self.path.stat().st_size
-        log = (_Block(*block) for block in self._log.blocks())
-        blocks = list(islice(log, max(1, int(wanted_bytes / _LINE_OF_RECORDING_BYTES / BLOCK_FRAMES))))
-        ended = next(log, None) is None
-        read = size if ended else min(size, int(sum(len(one.rows.position) for one in blocks) * self.line_bytes))
-        return TextSample([], read, size), iter(blocks)
+    def _read(self, blocks: Iterable[Block], *, continuous: bool) -> Iterator[Frames]:
+        """Yields the frames of blocks, and reports faults; `continuous` if each block follows the block before."""
+        self.report = self._new_report()
+        previous_s = -np.inf
+        for first_line, lines, rows in self._chosen(blocks):
+            self.report.add_rows(rows, lines, first_line, previous_s)
+            if len(rows.timestamp):
+                previous_s = rows.timestamp[-1] if continuous else -np.inf
+                yield self._frames(rows)
 
-    def _chosen_blocks(self) -> Iterator[_Block]:
-        return (self._choose(_Block(*block)) for block in self._log.blocks())
-
-    def _choose(self, block: _Block) -> _Block:
-        """Counts the channels of a block's rows, and leaves out the channels that the user did not choose."""
-        rows = block.rows
-        if rows.channel is None:
-            if isinstance(self._log, _TextLog) and self._log.channel:
+    def _chosen(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """Counts the channels of rows, and leaves out the channels that the user did not choose."""
+        for first_line, lines, rows in blocks:
+            if rows.channel is not None:
+                _count(self.report.channels, rows.channel)
+            elif self._log.channel:
                 self.report.channels[self._log.channel] += len(rows.position)
-            return block
-        self.report.channels.update(dict(rows.channel.drop_nulls().value_counts().iter_rows()))
-        if not self._channel:
-            return block
-        return block._replace(rows=rows.select((rows.channel == self._channel).fill_null(False).to_numpy()))
+            if self._channel and rows.channel is not None:
+                rows = rows.select((rows.channel == self._channel).fill_null(False).to_numpy())
+            yield first_line, lines, rows
 
     def _new_report(self) -> ReadReport:
         notes = [self._grammar.assumption] if self._grammar and self._grammar.assumption else []
@@ -313,10 +262,10 @@ class LogReader:
         return ReadReport(
             path=self.path,
             chosen_channel=self._channel,
-            base_notes=self._notes,
+            base_notes=self._base_notes,
             notes=notes,
             some_labelled=self._has_labels and not self._all_labelled,
-            decimal_ids=self.decimal_ids,
+            decimal_ids=self.id_base == "dec",
         )
 
     def _frames(self, rows: ParsedRows) -> Frames:
@@ -486,39 +435,37 @@ class ReadReport:
             first = self.examples[0]
             lost = self._lost()
             raise DataError(
-                f"At most {max_malformed:.2%} of a log's rows may be malformed or run backwards in time",
-                value=(
-                    f"{bad:,} of {counted(self.frames + self.malformed, 'row')} of {self.path} {are}; "
-                    f"{self.path}:{first.line}: {first.reason}, in {first.text!r}"
-                ),
+                f"{bad:,} of {counted(self.frames + self.malformed, 'row')} of {self.path} {are} malformed or "
+                f"{'runs' if bad == 1 else 'run'} backwards in time, at most {max_malformed:.2%} may be",
+                value=f"{self.path}:{first.line}: {first.reason}, in {first.text!r}",
                 remedy=f"Repair the log, or allow more with `--set dataset.max_malformed={enough:g}`"
                 + (f", which leaves out {lost}" if lost else ""),
             )
         if self.jitter > MAX_JITTER_SHARE * self.frames:
-            raise DataError("A log's time must run forwards",
+            raise DataError("Time runs backwards in the log",
                             value=f"{self.path} steps back at {self.jitter:,} of {counted(self.frames, 'frame')}",
                             remedy="Sort the log by time; if its times are differences, as of `candump -t d`, record "
                                    "times of a clock: `candump -t a`")  # fmt: skip
         if not self.frames and self.chosen_channel and self.channels:
-            raise DataError("dataset.channel must be an interface of the log",
+            raise DataError("dataset.channel is no interface of the log",
                             value=f"{self.chosen_channel}; {self.path} has {self._named_channels()}",
                             remedy=f"Use `--set dataset.channel={self.channels.most_common(1)[0][0]}`")  # fmt: skip
         if not self.frames:
-            raise DataError("A log must hold frames", value=f"{self.path} holds none that is well-formed")
+            raise DataError("The log holds no well-formed frame", value=f"{self.path}", remedy="Give another log")
 
     def left_out(self) -> str:
         """Counts, in words, the rows that are no frames, by reason, and the frames of interfaces that were not chosen.
 
         The text is empty without such rows and frames.
         """
-        others = self.channels.total() - self.channels[self.chosen_channel] if self.chosen_channel else 0
-        parts = [
-            counted(self.error_frames, "error frame") if self.error_frames else "",
-            counted(self.xl_frames, "CAN XL frame") if self.xl_frames else "",
-            f"{counted(others, 'frame')} not of {self.chosen_channel}" if others else "",
-            f"{counted(self.malformed, 'malformed row')} ({self._reasons()})" if self.malformed else "",
-        ]
-        return ", ".join(filter(None, parts))
+        not_chosen = self.channels.total() - self.channels[self.chosen_channel] if self.chosen_channel else 0
+        parts = {
+            counted(self.error_frames, "error frame"): self.error_frames,
+            counted(self.xl_frames, "CAN XL frame"): self.xl_frames,
+            f"{counted(not_chosen, 'frame')} not of {self.chosen_channel}": not_chosen,
+            f"{counted(self.malformed, 'malformed row')} ({self._reasons()})": self.malformed,
+        }
+        return ", ".join(part for part, count in parts.items() if count)
 
     def _reasons(self) -> str:
         return ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.most_common())
@@ -551,12 +498,10 @@ class ReadReport:
         name = self.path.name
         sentences = [*self.base_notes, *(f"{name}: {note}" for note in self.notes)]
         if len(self.channels) > 1:
-            first = self.channels.most_common(1)[0][0]
-            done = (
-                f"only {self.chosen_channel} was read"
-                if self.chosen_channel
-                else (f"they were taken for one bus; choose one with `--set dataset.channel={first}`")
-            )
+            largest = self.channels.most_common(1)[0][0]
+            done = f"they were taken for one bus; choose one with `--set dataset.channel={largest}`"
+            if self.chosen_channel:
+                done = f"only {self.chosen_channel} was read"
             sentences.append(f"{name}: its frames are of {self._named_channels()}: {done}")
         if self.error_frames:
             sentences.append(f"{name}: {counted(self.error_frames, 'error frame', 'were')} left out")
@@ -574,10 +519,9 @@ class ReadReport:
                 f"label {'is' if unlabelled == 1 else 'are'} benign"
             )
         if self.malformed:
-            num_rows = self.frames + self.malformed
-            are = "is" if self.malformed == 1 else "are"
-            rows = f"{self.malformed:,} of {counted(num_rows, 'row')} {are} malformed and left out"
-            sentences.append(f"{name}: {rows}: {self._reasons()}")
+            are, rows = "is" if self.malformed == 1 else "are", counted(self.frames + self.malformed, "row")
+            left_out = f"{self.malformed:,} of {rows} {are} malformed and left out"
+            sentences.append(f"{name}: {left_out}: {self._reasons()}")
             sentences.append(f"{name}: left out {are} {self._lost()}")
         if self.backwards:
             sentences.append(f"{name}: {TIME_RUNS_BACKWARDS} at {counted(self.backwards, 'row')}; the order was kept")

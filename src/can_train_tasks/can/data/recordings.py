@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import shutil
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from io import StringIO
 from itertools import islice
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from can_train.errors import CanTrainError, DataError
 from can_train_tasks.can.data.captures import (
@@ -34,11 +36,12 @@ from can_train_tasks.can.data.captures import (
     Recorded,
     read_capture,
 )
-from can_train_tasks.can.data.grammar import FD_LENGTHS, LATE_TIMESTAMP, MAX_CAN_ID, MAX_TIME_S, ParsedRows
+from can_train_tasks.can.data.grammar import FD_LENGTHS, LATE_TIMESTAMP, MAX_CAN_ID, MAX_TIME_S, Grammar, ParsedRows
 from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES
-from can_train_tasks.can.data.log_text import missing_package, unpacked
+from can_train_tasks.can.data.log_text import TextSample, missing_package, unpacked
 
 BLOCK_FRAMES: Final = 2**17
+_FRAME_BYTES: Final = 40.0  # size of a frame in a binary log, with its header, uncompressed
 
 # First bytes of binary logs.
 _UNFINISHED: Final = b"UnFinMF 4"  # an MF4 file that its logger did not finalise, since it lost power
@@ -92,15 +95,19 @@ class Recording:
         DataError: The package that reads the log is not installed, or the log is damaged.
     """
 
+    grammar: Grammar | None = None
+    channel = ""
+    line_bytes = _FRAME_BYTES
+
     def __init__(self, path: Path, log_format: str) -> None:
         self.path = path
         self.format = log_format
         with path.open("rb") as file:
             is_packed = not file.read(max(map(len, _MAGIC))).startswith(tuple(_MAGIC))
         if is_packed and log_format != "pcap":
-            raise DataError("Only logs of text and captures may be compressed",
-                            value=f"{path} is a {log_format.upper()} file that was compressed",
-                            remedy="Unpack it, and give the unpacked log")  # fmt: skip
+            raise DataError(f"The log is a {log_format.upper()} file that was compressed, which only logs of text and "
+                            "captures may be", value=str(path), remedy="Unpack it, and give the unpacked log"
+                            )  # fmt: skip
         if log_format not in _PACKAGES:
             return
         try:
@@ -110,7 +117,9 @@ class Recording:
 
     def blocks(self) -> Iterator[tuple[int, FrameNames, ParsedRows]]:
         """Yields, for each block, the number of its first frame, counted from 1, stand-ins for its lines, its rows."""
-        readers = {"blf": self._blf_columns, "mf4": self._mf4_columns, "pcap": self._pcap, "sqlite": self._sqlite}
+        readers: dict[str, Callable[[], Iterator[Recorded]]] = {
+            "blf": self._blf, "mf4": self._mf4, "pcap": partial(read_capture, self.path), "sqlite": self._sqlite
+        }  # fmt: skip
         first = 1
         try:
             for recorded in readers[self.format]():
@@ -120,7 +129,11 @@ class Recording:
             raise
         # The packages raise errors of many kinds on a damaged file.
         except Exception as error:  # noqa: BLE001 - raised below, once asammdf's object is gone
-            failure = self._unreadable(error)
+            fact, remedy = f"The log is no whole {self.format.upper()} file", "Copy or download it again"
+            if self._is_unfinished():
+                fact = "asammdf cannot read the MF4 file, which its logger did not finalise"
+                remedy = "Finalise it with the logger's own tool, such as CANedge's mdf2finalized"
+            failure = DataError(fact, value=f"{self.path}: {error}", remedy=remedy)
         else:
             return
         # When asammdf could not open a file, its object prints a traceback as it is garbage-collected.
@@ -128,14 +141,13 @@ class Recording:
             gc.collect()
         raise failure
 
-    def _unreadable(self, error: Exception) -> DataError:
-        if self._is_unfinished():
-            return DataError("An MF4 file that its logger did not finalise must be one that asammdf can read",
-                             value=f"{self.path}: {error}",
-                             remedy="Finalise it with the logger's own tool, such as CANedge's mdf2finalized",
-                             )  # fmt: skip
-        return DataError(f"A log must be a whole {self.format.upper()} file", value=f"{self.path}: {error}",
-                         remedy="Copy or download it again")  # fmt: skip
+    def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> tuple[TextSample, list[Any]]:
+        """Reads the first blocks, about as many bytes as the parts have in all; see `LogText.sample`."""
+        size, log = self.path.stat().st_size, self.blocks()
+        blocks = list(islice(log, max(1, int(num_parts * part_bytes / _FRAME_BYTES / BLOCK_FRAMES))))
+        ended = next(log, None) is None
+        read_bytes = int(sum(len(rows.position) for _, _, rows in blocks) * _FRAME_BYTES)
+        return TextSample([], size if ended else min(size, read_bytes), size), blocks
 
     def _is_unfinished(self) -> bool:
         with self.path.open("rb") as file:
@@ -159,15 +171,25 @@ class Recording:
                     counted.cycles_nr = data_bytes // max(record_bytes, 1)
                 yield mdf
 
-    def _blf_columns(self) -> Iterator[Recorded]:
+    def _blf(self) -> Iterator[Recorded]:
         # Given a path, the reader would leave a damaged file open.
         with self.path.open("rb") as file:
             messages = iter(self._package.BLFReader(file))
             while block := list(islice(messages, BLOCK_FRAMES)):
                 frames = [message for message in block if not message.is_error_frame]
-                yield replace(_blf_frames(frames), error_frames=len(block) - len(frames))
+                data = [b"" if frame.is_remote_frame else bytes(frame.data) for frame in frames]
+                channels = [frame.channel if isinstance(frame.channel, int) else 0 for frame in frames]
+                yield Recorded(
+                    timestamp=np.array([frame.timestamp for frame in frames], np.float64),
+                    can_id=np.array([frame.arbitration_id for frame in frames], np.uint32),
+                    length=np.array(list(map(len, data)), np.uint8),
+                    payload=_padded(data),
+                    channel=np.array(channels, np.int64),
+                    wrong=np.full(len(frames), GOOD),
+                    error_frames=len(block) - len(frames),
+                )
 
-    def _mf4_columns(self) -> Iterator[Recorded]:
+    def _mf4(self) -> Iterator[Recorded]:
         with self._opened_mf4() as mdf:
             start_s = mdf.header.start_time.timestamp()
             parts: list[Recorded] = []
@@ -191,10 +213,6 @@ class Recording:
             part = whole.select(order[begin : begin + BLOCK_FRAMES])
             yield part if begin else replace(part, error_frames=error_frames)
 
-    def _pcap(self) -> Iterator[Recorded]:
-        with unpacked(self.path) as (stream, _):
-            yield from read_capture(stream, self.path)
-
     def _sqlite(self) -> Iterator[Recorded]:
         # Opened read-only, so that a database in a read-only folder can be read.
         with closing(sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)) as database:
@@ -206,9 +224,8 @@ class Recording:
                     if columns
                     else f"the tables {', '.join(tables) or 'none'}"
                 )
-                wanted = f"{_SQLITE_TABLE} ({', '.join(_SQLITE_COLUMNS)})"
-                raise DataError(f"A database must have python-can's table {wanted}",
-                                value=f"{self.path} has {held}", remedy="Give another log")  # fmt: skip
+                raise DataError("The database lacks python-can's table", value=f"{self.path} has {held}",
+                                remedy=f"Give one with {_SQLITE_TABLE} ({', '.join(_SQLITE_COLUMNS)})")  # fmt: skip
             # Columns of SQLite may hold values of any type: values of a wrong type become null.
             cells = [
                 f"CASE WHEN typeof({name}) IN ({kinds}) THEN {name} END" for name, (kinds, _) in _SQLITE_COLUMNS.items()
@@ -218,21 +235,10 @@ class Recording:
                 yield _sqlite_frames(rows)
 
 
-def _blf_frames(frames: list[Any]) -> Recorded:
-    data = [b"" if frame.is_remote_frame else bytes(frame.data) for frame in frames]
-    payload = b"".join(one.ljust(FD_PAYLOAD_BYTES, b"\0") for one in data)
-    return Recorded(
-        timestamp=np.array([frame.timestamp for frame in frames], np.float64),
-        can_id=np.array([frame.arbitration_id for frame in frames], np.uint32),
-        length=np.array(list(map(len, data)), np.uint8),
-        payload=np.frombuffer(payload, np.uint8).reshape(-1, FD_PAYLOAD_BYTES),
-        channel=np.array([_number(frame.channel) for frame in frames], np.int64),
-        wrong=np.full(len(frames), GOOD),
-    )
-
-
-def _number(channel: Any) -> int:
-    return channel if isinstance(channel, int) else 0
+def _padded(payloads: Iterable[bytes]) -> NDArray[np.uint8]:
+    """Returns payloads as an array [M, `FD_PAYLOAD_BYTES`]."""
+    padded = b"".join(payload[:FD_PAYLOAD_BYTES].ljust(FD_PAYLOAD_BYTES, b"\0") for payload in payloads)
+    return np.frombuffer(padded, np.uint8).reshape(-1, FD_PAYLOAD_BYTES)
 
 
 def _mf4_group(signal: Any, name: str, start_s: float) -> Recorded:
@@ -272,12 +278,11 @@ def _sqlite_frames(rows: list[tuple[Any, ...]]) -> Recorded:
         .when(~remote & (pl.col("dlc") != size)).then(OTHER_LENGTH)
         .otherwise(GOOD),
     )  # fmt: skip
-    payload = b"".join(data[:FD_PAYLOAD_BYTES].ljust(FD_PAYLOAD_BYTES, b"\0") for data in frames["data"])
     return Recorded(
         timestamp=frames["ts"].fill_null(0.0).to_numpy(),
         can_id=frames["arbitration_id"].to_numpy(),
         length=frames["data"].bin.size().to_numpy().astype(np.int64),
-        payload=np.frombuffer(payload, np.uint8).reshape(-1, FD_PAYLOAD_BYTES),
+        payload=_padded(frames["data"]),
         channel=np.zeros(len(frames), np.int64),
         wrong=frames["wrong"].to_numpy(),
         error_frames=len(table) - len(frames),

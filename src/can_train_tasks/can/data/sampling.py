@@ -94,25 +94,32 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
     ):
         samples, left_out = {}, {}
         # Only the first lines of logs: a dry run must take seconds.
-        bases = decide_bases([log.path for log in chosen], dataset, whole=False)
+        settings, notes = decide_bases([log.path for log in chosen], dataset, whole=False)
         for log in chosen:
-            samples[log], left_out[log.path.name] = _sample_log(bases.settings[log.path], log, len(chosen), writer)
+            samples[log], left_out[log.path.name] = _sample_log(settings[log.path], log, len(chosen), writer)
             stage.advance()
         flat = _copy_to_memory(writer.finish())
-    flat = replace(flat, notices=(*bases.notes, *flat.notices))
+    flat = replace(flat, notices=(*notes, *flat.notices))
     for notice in flat.notices:
         reporter.notice(notice)
     if not len(flat):
         rows = ", ".join(f"{name}: {told}" for name, told in left_out.items() if told)
-        found = f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read"
-        raise too_short(found, min(sample.expected_frames for sample in samples.values()), rows)
+        fact = f"None of {len(chosen)} logs has a window of {dataset.window} frames in the parts that were read"
+        raise too_short(fact, min(sample.expected_frames for sample in samples.values()), rows)
     if (flat.label > 0).all():
         # Models learn a vehicle from its benign windows, and fail without such a window. The labels can be changed
         # here: a window's memory does not depend on its label.
         flat = replace(flat, label=np.zeros_like(flat.label))
-    train_windows = _train_windows(dataset, logs, samples)
+    sizes = {log: log.path.stat().st_size for log in logs}
+    frames_per_byte = sum(sample.expected_frames for sample in samples.values()) / sum(sizes[log] for log in samples)
+    estimate = 0.0
+    for log, size in sizes.items():
+        frames = samples[log].expected_frames if log in samples else round(frames_per_byte * size)
+        share = (1 - dataset.validation_share) * (1 - dataset.test_share if log.role == LOG else 1)
+        estimate += max(0, (frames - dataset.window) // dataset.stride + 1) * share
+    train_windows = max(1, round(estimate))
     read_mib = sum(sample.text.read_bytes for sample in samples.values()) / 2**20
-    mib = sum(log.path.stat().st_size for log in logs) / 2**20
+    mib = sum(sizes.values()) / 2**20
     note = (
         f"a sample of {len(flat):,} windows from {len(chosen)} of {len(logs)} training logs "
         f"({read_mib:.1f} MiB of text; {mib:,.0f} MiB of logs): about {train_windows:,} training windows in all"
@@ -175,17 +182,6 @@ def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer
         )
     writer.end_log(source_of(log, reader, frames=sample.expected_frames, sha256=""), notices)
     return sample, reader.report.left_out()
-
-
-def _train_windows(dataset: CanDatasetSettings, logs: Sequence[LogFile], samples: dict[LogFile, LogSample]) -> int:
-    sizes = {log: log.path.stat().st_size for log in logs}
-    frames_per_byte = sum(sample.expected_frames for sample in samples.values()) / sum(sizes[log] for log in samples)
-    windows = 0.0
-    for log, size in sizes.items():
-        frames = samples[log].expected_frames if log in samples else round(frames_per_byte * size)
-        share = (1 - dataset.validation_share) * (1 - dataset.test_share if log.role == LOG else 1)
-        windows += max(0, (frames - dataset.window) // dataset.stride + 1) * share
-    return max(1, round(windows))
 
 
 def _copy_to_memory(flat: FlatGraphs) -> FlatGraphs:

@@ -377,7 +377,7 @@ class WindowEvaluation(Evaluation):
         first = flat.first_frame[rows]
         paths = [Path(source.path) for source in flat.sources]
         path = paths[flat.source[rows[0]]]
-        reader = LogReader(path, decide_bases(paths, self._request.dataset).settings[path])
+        reader = LogReader(path, decide_bases(paths, self._request.dataset)[0][path])
         lines = reader.line_numbers(np.concatenate([first, first + flat.window - 1])).reshape(2, -1)
         return FlaggedLog(
             flat=flat,
@@ -387,7 +387,7 @@ class WindowEvaluation(Evaluation):
             threshold=verdict.threshold,
             lines=lines,
             causes=causes,
-            decimal=reader.decimal_ids,
+            decimal=reader.id_base == "dec",
             hold=verdict.hold,
         )
 

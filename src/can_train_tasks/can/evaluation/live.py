@@ -10,25 +10,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError, ConfigError, DataError, RunError
-from can_train.fit.packing import members
 from can_train.runs.trust import CodeTrust
 from can_train.training.evaluate import Scorer
 from can_train.training.loading import finished_model, load_finished
-from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import (
     BENIGN,
-    EDGE_FEATURES,
-    NODE_FEATURES,
     FlatGraphs,
     Floats,
     Frames,
@@ -37,21 +33,12 @@ from can_train_tasks.can.data.graphs import (
     Ints,
     SourceFile,
     counted,
+    no_graphs,
 )
 from can_train_tasks.can.evaluation.alarms import LEAST_USUAL_WINDOWS, TOLD_SHARE, Cause, Explainer
 from can_train_tasks.can.evaluation.bursts import EACH_WINDOW, JOIN_S, USUAL_HOLD
-from can_train_tasks.can.evaluation.calibration import (
-    LEAST_CALIBRATION_WINDOWS,
-    BenignScores,
-    Calibration,
-    Suspicion,
-)
-from can_train_tasks.can.evaluation.live_input import (
-    SILENCE_S,
-    BusErrors,
-    FrameInput,
-    open_input,
-)
+from can_train_tasks.can.evaluation.calibration import LEAST_CALIBRATION_WINDOWS, BenignScores, Calibration
+from can_train_tasks.can.evaluation.live_input import SILENCE_S, BusErrors, FrameInput, open_input
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import AlarmRule, Hold
 from can_train_tasks.can.fusion.agent import FinishedFusion
@@ -145,7 +132,7 @@ def make_live_detector(
     elif rule.alarms_per_hour is not None:
         threshold = BenignScores.from_result(judgement, finished.run_id).threshold(rule.alarms_per_hour, hold)
     benign = None if rule.calibrate_s is None else BenignScores.from_result(judgement, finished.run_id)
-    nothing = _flat_of(_empty_block(), finished.run.dataset.window)
+    nothing = no_graphs(finished.run.dataset.window)
     model: WindowModel
     if isinstance(finished.run.model, FusionAgentSettings):
         model = FinishedFusion(finished, nothing, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
@@ -177,12 +164,6 @@ class Watch:
     benign: BenignScores | None
     explain: bool
 
-    def calibration(self, vocabulary: Ints) -> Calibration | None:
-        """Begins the calibration of a bus; None without a calibration."""
-        if self.calibrate_s is None or self.benign is None:
-            return None
-        return Calibration(self.calibrate_s, self.benign, threshold=self.threshold.value, vocabulary=vocabulary)
-
 
 class _Flagged(NamedTuple):
     """A flagged window."""
@@ -210,20 +191,6 @@ class LiveAlarm:
     score: float
     raised_until_s: float
 
-    @classmethod
-    def of(cls, flagged: Sequence[_Flagged], end_s: float) -> Self:
-        """Raises an alarm at the window that ends at `end_s`."""
-        score = max(one.score for one in flagged)
-        return cls(start_s=flagged[0].start_s, end_s=flagged[-1].end_s, windows=len(flagged), score=score,
-                   raised_until_s=end_s)  # fmt: skip
-
-    def extend(self, flagged: Sequence[_Flagged], end_s: float) -> None:
-        """Raises the alarm again: adds the flagged windows since it was last raised."""
-        self.windows += len(flagged)
-        self.score = max([self.score, *(one.score for one in flagged)])
-        self.end_s = max([self.end_s, *(one.end_s for one in flagged)])
-        self.raised_until_s = end_s
-
 
 class AlarmState:
     """The alarm that is raised at the moment; takes the windows of a bus one by one."""
@@ -238,21 +205,25 @@ class AlarmState:
 
     def see(self, start_s: float, end_s: float, score: float) -> tuple[LiveAlarm | None, LiveAlarm | None]:
         """Takes the next window; returns the alarm that ended before the window, and the alarm that it raised."""
-        one = _Flagged(start_s, end_s, score) if score > self.threshold.value else None
-        self._recent.append(one)
+        flagged = _Flagged(start_s, end_s, score) if score > self.threshold.value else None
+        self._recent.append(flagged)
         ended = None
         if self._alarm is not None and start_s - self._alarm.raised_until_s >= JOIN_S:
-            ended, self._alarm = self._alarm, None
-        if self._alarm is not None and one is not None:
-            self._since.append(one)
-        raising = [each for each in self._recent if each is not None]
+            ended = self.finish()
+        if self._alarm is not None and flagged is not None:
+            self._since.append(flagged)
+        raising = [window for window in self._recent if window is not None]
         if len(raising) < self.hold.needed:
             return ended, None
         since, self._since = self._since, []
-        if self._alarm is not None:
-            self._alarm.extend(since, end_s)
+        if (alarm := self._alarm) is not None:
+            alarm.windows += len(since)
+            alarm.score = max([alarm.score, *(window.score for window in since)])
+            alarm.end_s = max([alarm.end_s, *(window.end_s for window in since)])
+            alarm.raised_until_s = end_s
             return ended, None
-        self._alarm = LiveAlarm.of(raising, end_s)
+        self._alarm = LiveAlarm(start_s=raising[0].start_s, end_s=raising[-1].end_s, windows=len(raising),
+                                score=max(window.score for window in raising), raised_until_s=end_s)  # fmt: skip
         self.alarms += 1
         return ended, self._alarm
 
@@ -279,7 +250,10 @@ class LiveBus:
         self.name = name
         self._model = model
         self._watch = watch
-        self._calibration = watch.calibration(model.vocabulary)
+        self._calibration: Calibration | None = None
+        if watch.calibrate_s is not None and watch.benign is not None:
+            self._calibration = Calibration(watch.calibrate_s, watch.benign, threshold=watch.threshold.value,
+                                            vocabulary=model.vocabulary)  # fmt: skip
         self._window, self._stride = int(dataset.window), int(dataset.stride)
         self._builder = GraphBuilder(dataset.window, dataset.stride)
         self._usual: deque[GraphBlock] = deque(maxlen=USUAL_WINDOWS)
@@ -320,11 +294,10 @@ class LiveBus:
             yield LiveEvent(text=f"{time_s:.6f} s: BUS OFF, the controller takes no part in the bus",
                             record={"event": "bus_off", "time": time_s})  # fmt: skip
         if self._is_new("error_frames", time_s):
-            count, self._untold = self._untold, 0
             why = f" ({errors.text()})" if errors.text() else ""
-            yield LiveEvent(text=f"{time_s:.6f} s: {counted(count, 'error frame')}{why}",
-                            record={"event": "error_frames", "time": time_s, "count": count, "text": errors.text()}
-                            )  # fmt: skip
+            record = {"event": "error_frames", "time": time_s, "count": self._untold, "text": errors.text()}
+            yield LiveEvent(text=f"{time_s:.6f} s: {counted(self._untold, 'error frame')}{why}", record=record)
+            self._untold = 0
 
     def _is_new(self, kind: str, time_s: float) -> bool:
         """Returns whether the last event of this kind is `ERRORS_S` ago, and then notes the new event's time."""
@@ -398,15 +371,22 @@ class LiveBus:
         calibration.add(flat, rows[:count], scores[:count])
         if count < len(rows) and not calibration.done:
             calibration.finish(where="the input")
-            suspicions = calibration.suspicions()
-            yield _calibrated(calibration.windows, float(flat.start_time[count]), suspicions)
-            yield from map(_suspected, suspicions)
+            suspicions, at_s, windows = calibration.suspicions(), float(flat.start_time[count]), calibration.windows
+            told = f"calibrated on {counted(windows, 'window')}, taken for benign; alarms from here on"
+            yield LiveEvent(text=f"{at_s:.6f} s: {told}", record={"event": "calibrated", "time": at_s,
+                            "windows": windows, "suspicions": [vars(each) for each in suspicions]})  # fmt: skip
+            for suspicion in suspicions:
+                record = {"event": "warning", "text": suspicion.text(), **vars(suspicion)}
+                yield LiveEvent(text=f"warning: {suspicion.text()}", record=record)
         return count
 
     def _causes(self, block: GraphBlock, row: int, contribute: Compute) -> Sequence[Cause]:
         """Names the CAN IDs that drove the score of a window, with their usual values in earlier calm windows."""
         usual = list(self._usual) if len(self._usual) >= LEAST_USUAL_WINDOWS else []
-        flat = _flat_of(_joined([*usual, _select(block, row)]), self._window)
+        blocks = [*usual, _select(block, row)]
+        parts = {name: np.concatenate([getattr(part, name) for part in blocks], axis=1 if name == "edge_index" else 0)
+                 for name in vars(block)}  # fmt: skip
+        flat = _flat_of(GraphBlock(**parts), self._window)
         model = self._model.on(flat)
         explainer = Explainer(flat=flat, contribute=lambda rows: contribute(model, rows), vocabulary=model.vocabulary,
                               usual_rows=np.arange(len(usual)))  # fmt: skip
@@ -536,18 +516,6 @@ def _silence(last_s: float | None) -> LiveEvent:
                      record={"event": "silence", "time": last_s})  # fmt: skip
 
 
-def _calibrated(windows: int, at_s: float, suspicions: Sequence[Suspicion]) -> LiveEvent:
-    count = counted(windows, "window")
-    return LiveEvent(text=f"{at_s:.6f} s: calibrated on {count}, taken for benign; alarms from here on",
-                     record={"event": "calibrated", "time": at_s, "windows": windows,
-                             "suspicions": [vars(one) for one in suspicions]})  # fmt: skip
-
-
-def _suspected(suspicion: Suspicion) -> LiveEvent:
-    return LiveEvent(text=f"warning: {suspicion.text()}",
-                     record={"event": "warning", "text": suspicion.text(), **vars(suspicion)})  # fmt: skip
-
-
 # Fields of a block for nodes [N], edges [E] and absences [A]; the other fields are [R].
 _OF_NODES: Final = ("can_id", "node_features", "behaviour", "past", "past_windows")
 _OF_EDGES: Final = ("edge_features",)
@@ -558,25 +526,15 @@ def _flat_of(block: GraphBlock, window: int) -> FlatGraphs:
     """Arranges a block as a data set."""
     ids, codes = np.unique(np.concatenate([block.can_id, block.absent_id]), return_inverse=True)
     num_nodes = len(block.can_id)
+    names = {field.name for field in fields(FlatGraphs)}
     return FlatGraphs(
+        **{name: value for name, value in vars(block).items() if name in names},
         node_ptr=_bounds(block.num_nodes),
         edge_ptr=_bounds(block.num_edges),
         node_code=codes[:num_nodes].astype(np.int32),
-        node_features=block.node_features,
-        behaviour=block.behaviour,
-        past=block.past,
-        past_windows=block.past_windows,
         absent_ptr=_bounds(block.num_absent),
         absent_code=codes[num_nodes:].astype(np.int32),
-        absent_silence=block.absent_silence,
-        edge_index=block.edge_index,
-        edge_features=block.edge_features,
-        label=block.label,
-        digest=block.digest,
         source=np.zeros(len(block), np.int32),
-        first_frame=block.first_frame,
-        start_time=block.start_time,
-        end_time=block.end_time,
         ids=ids.astype(np.int64),
         kinds=(BENIGN,),
         sources=(SourceFile(path=LIVE, role="test", group=LIVE, frames=0, labelled=False, sha256=""),),
@@ -588,36 +546,15 @@ def _bounds(counts: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _empty_block() -> GraphBlock:
-    none, times = np.empty(0, np.int64), np.empty(0)
-    return GraphBlock(
-        num_nodes=none, num_edges=none, can_id=none.astype(np.uint32), edge_index=np.empty((2, 0), np.int32),
-        node_features=np.empty((0, len(NODE_FEATURES)), np.float32),
-        behaviour=np.empty((0, len(BEHAVIOUR)), np.float32), past=np.empty((0, len(BEHAVIOUR)), np.float32),
-        past_windows=np.empty(0, np.int32), digest=np.empty(0, np.uint64),
-        num_absent=none, absent_id=none.astype(np.uint32), absent_silence=np.empty(0, np.float32),
-        edge_features=np.empty((0, len(EDGE_FEATURES)), np.float32),
-        label=none.astype(np.uint8), first_frame=none, start_time=times, end_time=times,
-    )  # fmt: skip
-
-
 def _select(block: GraphBlock, row: int) -> GraphBlock:
     """Copies one window of a block; a view would keep the whole block in memory."""
-    nodes = members(_bounds(block.num_nodes), np.array([row])).positions
-    edges = members(_bounds(block.num_edges), np.array([row])).positions
-    absences = members(_bounds(block.num_absent), np.array([row])).positions
-    parts: dict[str, Any] = {
-        name: getattr(block, name)[positions]
-        for names, positions in ((_OF_NODES, nodes), (_OF_EDGES, edges), (_OF_ABSENCES, absences))
-        for name in names
-    }
-    others = {name: value[row : row + 1].copy() for name, value in vars(block).items()
-              if name not in (*parts, "edge_index")}  # fmt: skip
-    return GraphBlock(**parts, **others, edge_index=block.edge_index[:, edges])
-
-
-def _joined(blocks: Sequence[GraphBlock]) -> GraphBlock:
-    names = vars(blocks[0])
-    parts = {name: np.concatenate([getattr(block, name) for block in blocks], axis=1 if name == "edge_index" else 0)
-             for name in names}  # fmt: skip
-    return GraphBlock(**parts)
+    nodes, edges, absences = (
+        slice(counts[:row].sum(), counts[: row + 1].sum())
+        for counts in (block.num_nodes, block.num_edges, block.num_absent)
+    )
+    places = {
+        **dict.fromkeys(_OF_NODES, nodes), **dict.fromkeys(_OF_EDGES, edges), **dict.fromkeys(_OF_ABSENCES, absences)
+    }  # fmt: skip
+    parts = {name: value[..., edges] if name == "edge_index" else value[places.get(name, slice(row, row + 1))]
+             for name, value in vars(block).items()}  # fmt: skip
+    return GraphBlock(**{name: part.copy() for name, part in parts.items()})

@@ -188,12 +188,12 @@ def test_a_column_that_the_header_lacks_is_refused_with_the_nearest() -> None:
 def test_a_named_column_is_not_taken_for_anything_else() -> None:
     text = "timestamp,data,payload\n1.5,12A,00ff"
     assert first_frame(text, columns=ColumnSettings(id="data")) == (1.5, 0x12A, "00ff", None)
-    with pytest.raises(DataError, match="'data' was named for several"):
+    with pytest.raises(DataError, match="'data' was named twice"):
         grammars(text, columns=ColumnSettings(id="data", label="data"))
 
 
 def test_a_header_without_a_needed_column_is_refused_when_columns_are_asked_for() -> None:
-    with pytest.raises(DataError, match=r"no data column among timestamp, id, x.*\n.*dataset.columns.data="):
+    with pytest.raises(DataError, match=r"no data column: among timestamp, id, x.*\n.*dataset.columns.data="):
         grammars("timestamp,id,x\n1.5,1,00", format="columns")
 
 

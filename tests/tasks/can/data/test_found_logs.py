@@ -50,7 +50,7 @@ def test_a_busmaster_log_of_another_protocol_is_refused_by_its_name(tmp_path: Pa
     row = "11:49:12:9420 1 0x18FEF100 0x0FEF1 BROADCAST 00 FF 006 Rx 8 00 11 22 33 44 55 66 77\n"
     with pytest.raises(DataError) as caught:
         read(busmaster(row * 9, "HEX", "SYSTEM").replace("PROTOCOL CAN", "PROTOCOL J1939"), tmp_path)
-    assert caught.value.value == f"{tmp_path / 'log'} is of the protocol J1939"
+    assert str(caught.value).startswith(f"The BUSMASTER log is of the protocol J1939: {tmp_path / 'log'}.")
 
 
 @pytest.mark.parametrize("block_bytes", [1, 1 << 20])

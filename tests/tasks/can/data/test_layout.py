@@ -76,15 +76,13 @@ def test_an_unknown_name_lists_the_nearest_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["train", "test"])
 def test_a_set_without_training_or_test_folders_is_refused(tmp_path: Path, missing: str) -> None:
     lay_out(tmp_path / "set_03", tuple(file for file in NEWER if not file.startswith(missing)))
-    with pytest.raises(
-        MissingDataError, match=rf"must hold folders named {missing}_.*\n.*train_01_attack_free.*test_01"
-    ):
+    with pytest.raises(MissingDataError, match=rf"holds no folder named {missing}_.*\n.*train_01_attack_free.*test_01"):
         by_name("set_03", tmp_path)
 
 
 def test_an_empty_split_folder_is_named(tmp_path: Path) -> None:
     (lay_out(tmp_path / "set_04", NEWER) / "test_05_suppress").mkdir()
-    with pytest.raises(MissingDataError, match=r"none in .*test_05_suppress"):
+    with pytest.raises(MissingDataError, match=r"test_05_suppress.* holds no logs"):
         by_name("set_04", tmp_path)
 
 
@@ -136,12 +134,12 @@ def test_logs_in_a_hidden_place_are_found_when_it_is_asked_for(tmp_path: Path) -
 
 
 def test_a_path_that_does_not_exist_is_refused_with_the_known_names(tmp_path: Path) -> None:
-    with pytest.raises(MissingDataError, match=r"gone.*\nKnown: hcrl_ch, .*, synthetic"):
+    with pytest.raises(MissingDataError, match=r"gone.*\nGive another path, or a data set: hcrl_ch, .*, synthetic"):
         by_path(tmp_path / "gone")
 
 
 def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MissingDataError, match=r"must hold files named .* none in"):
+    with pytest.raises(MissingDataError, match=r"holds no logs: files named"):
         by_path(tmp_path)
 
 

@@ -54,7 +54,7 @@ def test_a_compressed_log_is_recognised_by_its_content(suffix: str, tmp_path: Pa
 def test_a_truncated_log_is_refused_whatever_compressed_it(suffix: str, tmp_path: Path) -> None:
     compressed = {**COMPRESSORS, ".zst": zstd}[suffix](TEXT.encode())
     (tmp_path / "log").write_bytes(compressed[:-20])
-    with pytest.raises(DataError, match=r"must be a whole (gzip|bzip2|xz|zstd) file"):
+    with pytest.raises(DataError, match=r"is no whole (gzip|bzip2|xz|zstd) file"):
         lines_of(tmp_path / "log")
 
 
@@ -62,7 +62,7 @@ def test_a_truncated_log_is_refused_whatever_compressed_it(suffix: str, tmp_path
 def test_a_damaged_log_is_refused_whatever_compressed_it(magic: bytes, tmp_path: Path) -> None:
     pytest.importorskip("zstandard")
     (tmp_path / "log").write_bytes(magic + bytes(range(250)))
-    with pytest.raises(DataError, match=r"must be a whole (bzip2|xz|zstd) file"):
+    with pytest.raises(DataError, match=r"is no whole (bzip2|xz|zstd) file"):
         lines_of(tmp_path / "log")
 
 
@@ -170,7 +170,7 @@ def test_a_window_that_takes_too_much_memory_is_refused_with_a_remedy(compressor
         ).compressobj()
         wide = frame.compress(TEXT.encode()) + frame.flush()
     (tmp_path / "log").write_bytes(wide)
-    with pytest.raises(DataError, match="refer back over at most 128 MiB") as caught:
+    with pytest.raises(DataError, match="window of more than 128 MiB") as caught:
         lines_of(tmp_path / "log")
     assert "Unpack it" in caught.value.remedy
 
@@ -180,7 +180,7 @@ def test_a_log_that_is_compressed_twice_is_read_and_one_compressed_more_often_is
     (tmp_path / "log").write_bytes(twice)
     assert lines_of(tmp_path / "log", 1000) == TEXT.splitlines()
     (tmp_path / "log").write_bytes(bz2.compress(twice))
-    with pytest.raises(DataError, match="may be compressed 2 times at most"):
+    with pytest.raises(DataError, match="was compressed more than 2 times"):
         LogText(tmp_path / "log")
 
 
@@ -191,14 +191,14 @@ def test_an_archive_is_refused_with_the_program_that_unpacks_it(tmp_path: Path) 
     with tarfile.open(tmp_path / "drive.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "drive.log")
     for name, program in (("drive.zip", "unzip"), ("drive.tar.gz", "tar -xf")):
-        with pytest.raises(DataError, match="must be one file, not an archive") as caught:
+        with pytest.raises(DataError, match="is an archive of files") as caught:
             LogText(tmp_path / name)
         assert f"{program} {tmp_path / name}" in caught.value.remedy
 
 
 def test_a_line_of_absurd_length_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(TEXT + "x" * (MAX_LINE_BYTES + 1))
-    with pytest.raises(DataError, match="is at most 1,048,576 bytes long") as caught:
+    with pytest.raises(DataError, match="is longer than 1,048,576 bytes") as caught:
         lines_of(tmp_path / "log", 1000)
     assert "Write each frame on a line" in caught.value.remedy
 

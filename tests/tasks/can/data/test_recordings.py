@@ -118,7 +118,7 @@ def test_a_damaged_recording_is_refused(start: bytes, tmp_path: Path) -> None:
     pytest.importorskip("can")
     pytest.importorskip("asammdf")
     (tmp_path / "drive").write_bytes(start + bytes(range(200)))
-    with pytest.raises(DataError, match=r"must be a whole (BLF|MF4) file|did not finalise.*\n.*mdf2finalized"):
+    with pytest.raises(DataError, match=r"is no whole (BLF|MF4) file|did not finalise.*\n.*mdf2finalized"):
         read(tmp_path / "drive")
     gc.collect()
 
@@ -137,7 +137,7 @@ def test_a_damaged_mf4_file_ends_with_an_error_and_no_traceback(tmp_path: Path) 
     ended = subprocess.run([sys.executable, "-P", "-c", program, str(tmp_path / "drive.mf4")], capture_output=True,
                            text=True, check=True)  # fmt: skip
     assert (ended.stdout, ended.stderr) == (
-        "An MF4 file that its logger did not finalise must be one that asammdf can read\n", "",
+        "asammdf cannot read the MF4 file, which its logger did not finalise\n", "",
     )  # fmt: skip
 
 

@@ -149,5 +149,5 @@ def test_a_result_without_a_threshold_is_refused(tmp_path: Path) -> None:
 def test_a_layout_without_test_folders_has_nothing_to_judge(tmp_path: Path) -> None:
     finished = finished_on(log(tmp_path / "own.csv"))
     log(tmp_path / "set" / "train_01" / "DoS-1.csv")
-    with pytest.raises(MissingDataError, match="must hold folders named test_"):
+    with pytest.raises(MissingDataError, match="holds no folder named test_"):
         evaluation_of(finished, tmp_path, tmp_path / "set")
