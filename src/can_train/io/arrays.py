@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import struct
+import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -256,6 +257,30 @@ def _map_array(path: Path, *, dtype: str, shape: Sequence[int], crc32: int, veri
             raise ValueError(f"{path.name} was altered")
     mapped = np.memmap(path, dtype=dtype, mode="c", offset=_HEADER_BYTES, shape=tuple(shape))
     return mapped.view(np.ndarray)
+
+
+@contextmanager
+def writing_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder for generated files, which is renamed to `folder` at the end.
+
+    The folder appears complete or not at all. If another process has made it meanwhile, its files stay: they are equal.
+
+    Raises:
+        StateError: The folder cannot be written.
+    """
+    with _as_state_error(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
+            staged = Path(staging) / folder.name
+            staged.mkdir()
+            yield staged
+            try:
+                staged.rename(folder)
+            except OSError:
+                # A folder with other files is somebody else's.
+                existing = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+                if not {path.name for path in staged.iterdir()} <= existing:
+                    raise
 
 
 def _temporary_folder(folder: Path) -> Path:

@@ -7,7 +7,6 @@ Shapes: T samples, C channels, from the front of the head to its back.
 """
 
 import hashlib
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -15,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.errors import StateError
+from can_train.io.arrays import writing_folder
 from can_train_tasks.bendr.settings import RecordingSettings
 
 # Raise it whenever the same settings give other bytes, so that folders of an earlier version are not used.
@@ -43,25 +42,10 @@ def synthetic_folder(cache: Path, dataset: RecordingSettings) -> Path:
     """
     identity = f"{GENERATOR_VERSION}:{dataset.sampling_hz!r}:{sorted(asdict(dataset.synthetic).items())}"
     folder = cache / f"synthetic-eeg-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    if folder.is_dir():
-        return folder
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as temporary:
-            unfinished = Path(temporary) / folder.name
-            unfinished.mkdir()
+    if not folder.is_dir():
+        with writing_folder(folder) as staged:
             for number in range(dataset.synthetic.recordings):
-                write_recording(unfinished / f"recording_{number + 1:03}.csv", dataset, number)
-            try:
-                unfinished.rename(folder)
-            except OSError:
-                # Another process has written the folder meanwhile, with the same bytes.
-                if not folder.is_dir():
-                    raise
-    except OSError as error:
-        raise StateError("The folder for simulated recordings must be writable and have room",
-                         value=f"{cache} ({error.strerror or error})",
-                         remedy="Free some space, or choose another folder with --state-dir") from error  # fmt: skip
+                write_recording(staged / f"recording_{number + 1:03}.csv", dataset, number)
     return folder
 
 

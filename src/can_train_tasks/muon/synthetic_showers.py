@@ -8,7 +8,6 @@ Shapes: S showers, M muons.
 import hashlib
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -16,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.errors import StateError
+from can_train.io.arrays import writing_folder
 from can_train.reporter import Reporter
 from can_train_tasks.muon.settings import SyntheticShowerSettings
 from can_train_tasks.muon.showers import (
@@ -68,34 +67,14 @@ def synthetic_files(cache: Path, settings: SyntheticShowerSettings, reporter: Re
     identity = json.dumps([GENERATOR_VERSION, asdict(settings)])
     folder = cache / f"showers-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
-        write_synthetic(folder, settings, reporter)
+        with (
+            writing_folder(folder) as staged,
+            reporter.stage("simulating showers", total=settings.files, unit="files") as stage,
+        ):
+            for number in range(settings.files):
+                _write(staged, number, settings)
+                stage.advance()
     return sorted(folder.iterdir())
-
-
-def write_synthetic(folder: Path, settings: SyntheticShowerSettings, reporter: Reporter) -> None:
-    """Simulates the data set and writes it. The folder appears complete or not at all.
-
-    Raises:
-        StateError: The folder cannot be written.
-    """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
-            staged = Path(staging) / folder.name
-            staged.mkdir()
-            with reporter.stage("simulating showers", total=settings.files, unit="files") as stage:
-                for number in range(settings.files):
-                    _write(staged, number, settings)
-                    stage.advance()
-            try:
-                staged.rename(folder)
-            except OSError:
-                # Another run may have written the folder from the same settings; the files are equal, so it stays.
-                if not folder.is_dir():
-                    raise
-    except OSError as error:
-        raise StateError(f"The simulated showers must be writable to {folder}", value=error.strerror or str(error),
-                         remedy="Make room there or choose another folder with --state-dir DIR") from error  # fmt: skip
 
 
 def simulate_showers(settings: SyntheticShowerSettings, number: int, showers: int) -> Columns:

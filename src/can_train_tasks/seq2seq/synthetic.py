@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from can_train.errors import StateError
+from can_train.io.arrays import writing_folder
 from can_train.io.records import write_text_atomic
 from can_train_tasks.seq2seq.pair_tables import DEV, TEST, TRAIN, Tables
 from can_train_tasks.seq2seq.settings import LanguageSettings
@@ -41,20 +41,12 @@ def synthetic_tables(cache: Path, settings: LanguageSettings) -> Tables:
     """
     identity = f"{GENERATOR_VERSION}:{settings.seed}:{settings.words}"
     folder = cache / f"seq2seq-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    paths = {name: folder / f"synthetic.{name}.tsv" for name in (TEST, DEV, TRAIN)}
-    # The training table is written last: where it exists, all tables exist.
-    if not paths[TRAIN].is_file():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+    names = {name: f"synthetic.{name}.tsv" for name in (TRAIN, DEV, TEST)}
+    if not folder.is_dir():
+        with writing_folder(folder) as staged:
             for name, text in write_language(settings).items():
-                write_text_atomic(paths[name], text)
-        except OSError as error:
-            raise StateError(
-                f"The synthetic data set must be writable to {folder}",
-                value=error.strerror or str(error),
-                remedy="Make room there or choose another folder with --state-dir DIR",
-            ) from error
-    return Tables(train=paths[TRAIN], dev=paths[DEV], test=paths[TEST])
+                write_text_atomic(staged / names[name], text)
+    return Tables(**{name: folder / file for name, file in names.items()})
 
 
 def write_language(settings: LanguageSettings) -> dict[str, str]:

@@ -10,7 +10,6 @@ Shapes: T pictures of a clip; H, W height and width of a picture; D distractors;
 
 import hashlib
 import io
-import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,7 +20,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.errors import ConfigError, StateError
+from can_train.errors import ConfigError
+from can_train.io.arrays import writing_folder
 from can_train.reporter import Reporter
 from can_train_tasks.tracknet.clips import ABSENT, EASY, HARD, OCCLUDED, Clip, Floats, Labels, Picture
 from can_train_tasks.tracknet.settings import SyntheticVideoSettings
@@ -268,25 +268,13 @@ def write_games(folder: Path, clips: list[Clip], reporter: Reporter) -> None:
     Raises:
         StateError: The folder cannot be written.
     """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging,
-            reporter.stage("drawing clips", total=sum(map(len, clips)), unit="pictures") as stage,
-        ):
-            staged = Path(staging) / folder.name
-            for clip in clips:
-                _write_clip(staged / clip.name, clip)
-                stage.advance(len(clip))
-            try:
-                staged.rename(folder)
-            except OSError:
-                # Another run may have written the folder from the same settings; the files are equal, so it stays.
-                if not folder.is_dir():
-                    raise
-    except OSError as error:
-        raise StateError(f"Generated clips must be writable to {folder}", value=error.strerror or str(error),
-                         remedy="Make room there or choose another folder with --state-dir DIR") from error  # fmt: skip
+    with (
+        writing_folder(folder) as staged,
+        reporter.stage("drawing clips", total=sum(map(len, clips)), unit="pictures") as stage,
+    ):
+        for clip in clips:
+            _write_clip(staged / clip.name, clip)
+            stage.advance(len(clip))
 
 
 def _write_clip(folder: Path, clip: Clip) -> None:

@@ -9,6 +9,7 @@ Shapes: M frames.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -89,7 +90,10 @@ def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tupl
     Returns:
         The unit, and a notice about it for the user; empty where seconds are certain.
     """
-    period = _median_period(ticks, can_id) if len(ticks) >= _MIN_FRAMES else 0.0
+    order = np.argsort(can_id, kind="stable")
+    steps, same = np.diff(ticks[order]), np.diff(can_id[order]) == 0
+    # The median time from an ID's previous frame to a frame; 0 where no ID repeats.
+    period = float(np.median(np.abs(steps[same]))) if len(ticks) >= _MIN_FRAMES and same.any() else 0.0
     unit, slowest = "s", _SLOWEST_PERIOD_S
     for smaller, digits in _DIGITS.items():
         if period < slowest * (_DOUBTFUL_SHARE if decimals <= digits else 1.0):
@@ -110,13 +114,6 @@ def guess_unit(ticks: Floats, can_id: NDArray[np.uint32], decimals: int) -> tupl
             "use `--set dataset.time_unit=ms`"
         )
     return unit, ""
-
-
-def _median_period(ticks: Floats, can_id: NDArray[np.uint32]) -> float:
-    """Returns the median time from an ID's previous frame to a frame; 0 where no ID repeats."""
-    order = np.argsort(can_id, kind="stable")
-    steps, same = np.diff(ticks[order]), np.diff(can_id[order]) == 0
-    return float(np.median(np.abs(steps[same]))) if same.any() else 0.0
 
 
 class LogClock:
@@ -187,26 +184,15 @@ class LogClock:
         begun: list[tuple[int, float | None]] = [(0, None)]
         if not self._grammar.session:
             return begun
-        marked = (
-            pl.DataFrame({"line": lines}).with_row_index().filter(pl.col("line").str.contains(self._grammar.session))
-        )
-        for position, line in marked.iter_rows():
+        numbered = pl.DataFrame({"line": lines}).with_row_index()
+        for position, line in numbered.filter(pl.col("line").str.contains(self._grammar.session)).iter_rows():
             match = re.search(self._grammar.session, line)
             assert match is not None
-            if (start_s := _moment(match["date"], match["clock"])) is not None:
+            # A date `31:1:2026` and a time `9:5:7:65`, whose last number is milliseconds.
+            day, month, year = map(int, match["date"].split(":"))
+            hour, minute, second, millisecond = map(int, match["clock"].split(":"))
+            with suppress(ValueError):  # a day that does not exist
+                midnight = datetime(year, month, day, tzinfo=UTC)
+                start_s = (midnight + timedelta(0, second, 0, millisecond, minute, hour)).timestamp()
                 begun.append((position, start_s - start_s % SECONDS_A_DAY if self._grammar.from_midnight else start_s))
         return begun
-
-
-def _moment(date: str, clock: str) -> float | None:
-    """Returns the seconds since 1970 of a date `31:1:2026` and a time `9:5:7:65`; None for a day that does not exist.
-
-    The last number of the time is milliseconds.
-    """
-    day, month, year = map(int, date.split(":"))
-    hour, minute, second, millisecond = map(int, clock.split(":"))
-    try:
-        midnight = datetime(year, month, day, tzinfo=UTC)
-    except ValueError:
-        return None
-    return (midnight + timedelta(0, second, 0, millisecond, minute, hour)).timestamp()

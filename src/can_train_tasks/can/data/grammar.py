@@ -156,11 +156,6 @@ class Grammar:
         pattern, usual = (one.replace(_ID, _MARKED_ID) for one in (self.pattern, self.usual))
         return replace(self, pattern=pattern, usual=usual)
 
-    @property
-    def max_ticks(self) -> float:
-        """The largest valid timestamp, in ticks; larger while the unit is not known."""
-        return MAX_TIME_S * (self.ticks_per_second if self.unit_known else MAX_TICKS_PER_SECOND)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParsedRows:
@@ -183,11 +178,11 @@ class ParsedRows:
     def select(self, chosen: NDArray[np.bool_]) -> ParsedRows:
         """Returns the well-formed rows where `chosen` [M] is True, and all malformed rows."""
         parts: dict[str, Any] = {}
-        for name in ("position", "timestamp", "can_id", "length", "payload"):
-            parts[name] = getattr(self, name)[chosen]
-        for name in ("label", "kind", "channel"):
-            texts = getattr(self, name)
-            parts[name] = None if texts is None else texts.filter(pl.Series(chosen))
+        for name in ("position", "timestamp", "can_id", "length", "payload", "label", "kind", "channel"):
+            column = getattr(self, name)
+            parts[name] = column.filter(pl.Series(chosen)) if isinstance(column, pl.Series) else column
+            if isinstance(column, np.ndarray):
+                parts[name] = column[chosen]
         return replace(self, **parts)
 
 
@@ -222,18 +217,20 @@ def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
 
 def _columns(lines: pl.Series, grammar: Grammar, *more: str) -> pl.DataFrame:
     """Matches lines and turns their fields into numbers; `more` names other columns that are kept."""
+    time = pl.col("timestamp")
+    number = time.str.replace(",", ".", literal=True) if grammar.time_code == COMMA_CODE else time
     return (
         pl.LazyFrame({"line": lines})
         .with_row_index("position")
         .with_columns(groups=pl.col("line").str.extract_groups(grammar.pattern))
         .unnest("groups")
         # A separate column: polars would strip the separators once for each expression that uses the digits.
-        .with_columns(moment_parts(pl.col("timestamp")) if grammar.dated else [], digits=_payload_digits(grammar))
+        .with_columns(moment_parts(time) if grammar.dated else [], digits=_payload_digits(grammar))
         .select(
             "position",
             "line",
-            pl.col("timestamp").is_not_null().alias("matched"),
-            _seconds(grammar).alias("timestamp"),
+            time.is_not_null().alias("matched"),
+            (moment_seconds() if grammar.dated else number.cast(pl.Float64, strict=False)).alias("timestamp"),
             pl.col("id").str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False),
             *_payload_columns(pl.col("digits"), fd=bool(grammar.fd_groups)),
             *more,
@@ -254,15 +251,6 @@ def first_row(lines: pl.Series) -> tuple[int, str]:
 def _is_row(line: pl.Expr) -> pl.Expr:
     text = line.fill_null("").str.strip_chars()
     return (text != "") & ~text.str.starts_with("#")
-
-
-def _seconds(grammar: Grammar) -> pl.Expr:
-    text = pl.col("timestamp")
-    if grammar.dated:
-        return moment_seconds()
-    return (text.str.replace(",", ".", literal=True) if grammar.time_code == COMMA_CODE else text).cast(
-        pl.Float64, strict=False
-    )
 
 
 def moment_parts(text: pl.Expr) -> pl.Expr:
@@ -304,13 +292,12 @@ def moment_seconds() -> pl.Expr:
 def _payload_digits(grammar: Grammar) -> pl.Expr:
     if grammar.byte_columns:
         cells = [pl.col(f"data_{i}") for i in range(grammar.byte_columns)]
+        codes = [_decimal_byte(cell) if grammar.payload_code == "decimal" else cell.str.zfill(2) for cell in cells]
         # Dots stand for an empty cell: dots after the payload are dropped, dots inside it make the number unreadable.
-        return pl.concat_str(
-            pl.when(cell == "")
-            .then(pl.lit(".."))
-            .otherwise(_decimal_byte(cell) if grammar.payload_code == "decimal" else cell.str.zfill(2))
-            for cell in cells
-        ).str.strip_chars_end(".")
+        bytes_ = (
+            pl.when(cell == "").then(pl.lit("..")).otherwise(code) for cell, code in zip(cells, codes, strict=True)
+        )
+        return pl.concat_str(bytes_).str.strip_chars_end(".")
     digits = pl.col("data").fill_null("")
     if grammar.payload_code == "base64":
         digits = digits.str.decode("base64", strict=False).bin.encode("hex")
@@ -331,13 +318,12 @@ def _decimal_byte(text: pl.Expr) -> pl.Expr:
 
 
 def _payload_columns(digits: pl.Expr, *, fd: bool) -> list[pl.Expr]:
-    padded = digits.str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
-    long = [pl.when(digits.str.len_bytes() > 2 * MAX_PAYLOAD_BYTES).then(digits).alias("long")]
+    padded, size = digits.str.pad_end(2 * MAX_PAYLOAD_BYTES, "0"), digits.str.len_bytes()
     return [
-        (digits.str.len_bytes() // 2).alias("length"),  # in bytes
+        (size // 2).alias("length"),  # in bytes
         # A big-endian number with zeros after the payload.
         padded.str.to_integer(base=16, dtype=pl.UInt64, strict=False).alias("payload"),
-        *(long if fd else []),
+        *([pl.when(size > 2 * MAX_PAYLOAD_BYTES).then(digits).alias("long")] if fd else []),
     ]
 
 
@@ -388,10 +374,11 @@ def _rules(grammar: Grammar, *, has_long: bool) -> list[tuple[pl.Expr, str]]:
         has_long: Whether any payload is longer than a classical frame's.
     """
     timestamp, length = pl.col("timestamp"), pl.col("length")
+    most_ticks = MAX_TIME_S * (grammar.ticks_per_second if grammar.unit_known else MAX_TICKS_PER_SECOND)
     rules = [
         (pl.col("matched"), NO_MATCH),
         (timestamp.is_finite(), BAD_TIMESTAMP),
-        (timestamp.abs() <= grammar.max_ticks, LATE_TIMESTAMP),
+        (timestamp.abs() <= most_ticks, LATE_TIMESTAMP),
         (pl.col("id") <= MAX_CAN_ID, "the ID does not fit into 29 bits"),
         *_payload_rules(grammar.fd_groups if has_long else ()),
     ]

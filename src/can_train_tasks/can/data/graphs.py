@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -105,14 +105,14 @@ class Frames:
     def __len__(self) -> int:
         return len(self.timestamp)
 
-    def __getitem__(self, part: slice) -> Self:
-        """Returns a view of a contiguous part."""
-        return type(self)(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
+    def __getitem__(self, part: slice | Bools) -> Self:
+        """Returns a part; a contiguous part is a view."""
+        return type(self)(**{name: column[part] for name, column in vars(self).items()})
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
         """Joins at least one part, in order."""
-        joined = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
+        joined = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
         widest = max(part.payload.shape[1] for part in parts)
         joined["payload"] = [
             part if part.shape[1] == widest else np.pad(part, ((0, 0), (0, widest - part.shape[1])))
@@ -160,35 +160,41 @@ class SourceFile:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FlatGraphs:
-    """All windows of a data set."""
+class WindowGraphs:
+    """The graphs of windows, without the IDs of their nodes."""
 
-    node_ptr: Ints  # [G + 1] the nodes of graph g are node_ptr[g]:node_ptr[g + 1]
-    edge_ptr: Ints  # [G + 1] the edges of graph g are edge_ptr[g]:edge_ptr[g + 1]
-    node_code: NDArray[np.int32]  # [N] index into `ids`
     node_features: NDArray[np.float32]  # [N, 10] columns `NODE_FEATURES`, unscaled
     behaviour: NDArray[np.float32]  # [N, 7] columns `BEHAVIOUR`; NaN where no frame of the ID has an earlier frame
     past: NDArray[np.float32]  # [N, 7] means of `behaviour` over the ID's earlier windows in the log
     past_windows: NDArray[np.int32]  # [N] number of the ID's earlier windows in the log
-    absent_ptr: Ints  # [G + 1] the absences of graph g are absent_ptr[g]:absent_ptr[g + 1]
-    absent_code: NDArray[np.int32]  # [A] index into `ids`
     absent_silence: NDArray[np.float32]  # [A] binary logarithm of seconds since the ID's last frame
     edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside the graph
     edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
-    label: NDArray[np.uint8]  # [G] index into `kinds`: the window's most frequent attack kind, 0 where it has no attack
-    source: NDArray[np.int32]  # [G] index into `sources`
+    label: NDArray[np.uint8]  # [G] code of the window's most frequent attack kind, 0 where it has no attack
     first_frame: Ints  # [G] position of the window's first frame in its file
     start_time: Floats  # [G] time of the window's first frame in seconds
     end_time: Floats  # [G] time of the window's last frame in seconds
     digest: NDArray[np.uint64]  # [G] hash of the window's IDs, payloads and relative times (`window_digests`)
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlatGraphs(WindowGraphs):
+    """All windows of a data set; their labels are indices into `kinds`."""
+
+    node_ptr: Ints  # [G + 1] the nodes of graph g are node_ptr[g]:node_ptr[g + 1]
+    edge_ptr: Ints  # [G + 1] the edges of graph g are edge_ptr[g]:edge_ptr[g + 1]
+    node_code: NDArray[np.int32]  # [N] index into `ids`
+    absent_ptr: Ints  # [G + 1] the absences of graph g are absent_ptr[g]:absent_ptr[g + 1]
+    absent_code: NDArray[np.int32]  # [A] index into `ids`
+    source: NDArray[np.int32]  # [G] index into `sources`
     ids: Ints  # [K] the distinct CAN IDs, ascending
     kinds: tuple[str, ...]  # names of the label codes; kinds[0] is "benign"
     sources: tuple[SourceFile, ...]  # the files, in reading order
     window: int  # frames in a window
     notices: tuple[str, ...] = ()  # sentences about the files for the user
-
-    def __len__(self) -> int:
-        return len(self.label)
 
     @property
     def num_nodes(self) -> Ints:
@@ -216,33 +222,18 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GraphBlock:
-    """Graphs of consecutive windows of one log, as in `FlatGraphs`, with three differences.
+class GraphBlock(WindowGraphs):
+    """Graphs of consecutive windows of one log.
 
-    `can_id` [N] and `absent_id` [A] are IDs, ascending inside each graph. Edges are in ascending order of (source,
-    destination). `label` is the reader's code of the window's most frequent attack kind; the lowest if several are.
+    Edges are in ascending order of (source, destination). `label` is the reader's code of the window's most frequent
+    attack kind; the lowest if several are.
     """
 
-    num_nodes: Ints
-    num_edges: Ints
-    can_id: NDArray[np.uint32]
-    node_features: NDArray[np.float32]
-    behaviour: NDArray[np.float32]
-    past: NDArray[np.float32]
-    past_windows: NDArray[np.int32]
-    num_absent: Ints
-    absent_id: NDArray[np.uint32]
-    absent_silence: NDArray[np.float32]
-    edge_index: NDArray[np.int32]
-    edge_features: NDArray[np.float32]
-    label: NDArray[np.uint8]
-    first_frame: Ints
-    start_time: Floats
-    end_time: Floats
-    digest: NDArray[np.uint64]
-
-    def __len__(self) -> int:
-        return len(self.label)
+    num_nodes: Ints  # [G]
+    num_edges: Ints  # [G]
+    num_absent: Ints  # [G]
+    can_id: NDArray[np.uint32]  # [N] ascending inside each graph
+    absent_id: NDArray[np.uint32]  # [A] ascending inside each graph
 
 
 class GraphBuilder:
@@ -250,9 +241,8 @@ class GraphBuilder:
 
     def __init__(self, window: int, stride: int) -> None:
         if window > MAX_WINDOW:
-            raise ConfigError(
-                f"dataset.window must be at most {MAX_WINDOW}", value=str(window), remedy="Use --set dataset.window=100"
-            )
+            raise ConfigError(f"dataset.window is more than {MAX_WINDOW}", value=str(window),
+                              remedy="Use --set dataset.window=100")  # fmt: skip
         self._window = window
         self._stride = stride
         self._pending: _ComparedFrames | None = None
@@ -284,8 +274,8 @@ class GraphBuilder:
         for window in range(0, num_windows, per_chunk):
             last = min(window + per_chunk, num_windows) - 1
             begin, end = (first_frame + window * self._stride, first_frame + last * self._stride + self._window)
-            chunk = _Chunk(known.part(begin - joined_from, end - joined_from), self._window, self._stride)
-            yield _build_chunk(chunk, begin, self._history)
+            chunk = known.part(begin - joined_from, end - joined_from)
+            yield _build_chunk(chunk, self._window, self._stride, begin, self._history)
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,18 +330,8 @@ def _group_rows(keys: NDArray[Any], largest: int) -> _Groups:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class _Chunk:
-    """Frames whose windows are built at a time."""
-
-    frames: _ComparedFrames
-    window: int
-    stride: int
-
-
-def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBlock:
-    """Builds the graphs of all windows of a chunk, whose first frame is frame `first_frame` of the log."""
-    frames, window, stride = chunk.frames, chunk.window, chunk.stride
+def _build_chunk(frames: _ComparedFrames, window: int, stride: int, first_frame: int, history: IdHistory) -> GraphBlock:
+    """Builds the graphs of all windows of frames, the first of which is frame `first_frame` of the log."""
 
     def windows(values: NDArray[Any]) -> NDArray[Any]:
         return windows_of(values, window, stride)  # [G, W]
@@ -480,7 +460,7 @@ def _window_labels(label: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def too_many_kinds(what: str, value: str) -> DataError:
     """Makes the error for more kinds of labels than codes."""
-    return DataError(f"{what} has at most {MAX_KINDS - 1} kinds of attack", value=value,
+    return DataError(f"{what} has more than {MAX_KINDS - 1} kinds of attack", value=value,
                      remedy="Name the column that holds the label: `--set dataset.columns.label=NAME`")  # fmt: skip
 
 
@@ -497,9 +477,7 @@ class GraphWriter:
         self._sources: list[SourceFile] = []
         self._notices: list[str] = []
         self._ids: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
-        self._num_nodes = 0
-        self._num_edges = 0
-        self._num_absent = 0
+        self._ends = {"node": 0, "edge": 0, "absent": 0}  # nodes, edges and absences so far
         arrays.append({"node_ptr": np.zeros(1), "edge_ptr": np.zeros(1), "absent_ptr": np.zeros(1)})
 
     def append(self, block: GraphBlock, kinds: Sequence[str]) -> None:
@@ -512,24 +490,16 @@ class GraphWriter:
         if len(self._kinds) > MAX_KINDS:
             raise too_many_kinds("A data set", f"{len(self._kinds) - 1}")
         codes = np.array([self._kinds.index(kind) for kind in kinds], dtype=np.uint8)
-        names = (
-            "can_id", "node_features", "behaviour", "past", "past_windows", "absent_id", "absent_silence",
-            "edge_features", "first_frame", "start_time", "end_time", "digest",
-        )  # fmt: skip
-        self._arrays.append({name: getattr(block, name) for name in names})
-        self._arrays.append(
-            {
-                "edge_index": block.edge_index.T,
-                "label": codes[block.label],
-                "source": np.full(len(block), len(self._sources)),
-                "node_ptr": self._num_nodes + np.cumsum(block.num_nodes),
-                "edge_ptr": self._num_edges + np.cumsum(block.num_edges),
-                "absent_ptr": self._num_absent + np.cumsum(block.num_absent),
-            }
-        )
-        self._num_nodes += len(block.can_id)
-        self._num_absent += len(block.absent_id)
-        self._num_edges += block.edge_index.shape[1]
+        columns = {name: array for name, array in vars(block).items() if not name.startswith("num_")}
+        columns |= {
+            "edge_index": block.edge_index.T,
+            "label": codes[block.label],
+            "source": np.full(len(block), len(self._sources)),
+        }
+        for name, counts in (("node", block.num_nodes), ("edge", block.num_edges), ("absent", block.num_absent)):
+            columns[f"{name}_ptr"] = self._ends[name] + np.cumsum(counts)
+            self._ends[name] += int(counts.sum())
+        self._arrays.append(columns)
         self._ids = np.union1d(self._ids, block.can_id)
 
     def end_log(self, source: SourceFile, notices: Iterable[str]) -> None:

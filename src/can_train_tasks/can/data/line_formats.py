@@ -57,10 +57,7 @@ def _resaved_car_hacking(*, unlabelled_rows: bool) -> Grammar:
     )
 
 
-RESAVED_CAR_HACKING: Final = (
-    _resaved_car_hacking(unlabelled_rows=False),
-    _resaved_car_hacking(unlabelled_rows=True),
-)
+RESAVED_CAR_HACKING: Final = (_resaved_car_hacking(unlabelled_rows=False), _resaved_car_hacking(unlabelled_rows=True))
 
 # HCRL's field of three digits after the ID; a first digit of 1 marks a remote transmission request.
 _FLAGS: Final = "(?:(?P<remote>1)|[02-9])[0-9]{2}"
@@ -206,12 +203,6 @@ def _trc_2(columns: str) -> Grammar:
     return _trc(f"^{BLANKS}{GAP.join(cells)}(?:{GAP}{SPACED_BYTES})?{BLANKS}{END}")
 
 
-def _are_columns(columns: str) -> bool:
-    """Returns whether columns include a frame's time and ID, and no column twice: the line may be damaged."""
-    cells = columns.replace("l", "L").split(",")
-    return {"O", "I"} <= {*cells} and len({*cells}) == len(cells)
-
-
 # `11:49:12:9420 Rx 1 0x023 s 1 40`: the last number of a time is the fraction of a second. Types are s and x for IDs of
 # 11 and 29 bits, with an r for remote frames and -fd for CAN FD. IDs and bytes are decimal under `***DEC***`.
 _BUSMASTER_MARK: Final = r"^[^*]?\*\*\*"
@@ -290,14 +281,14 @@ LINE_GRAMMARS: Final = (*_FIXED_GRAMMARS, _asc(), _trc(_TRC_1), _trc_2(_TRC_2_CO
 def line_grammars(sample: pl.Series) -> list[Grammar]:
     """Returns the grammars of formats without a header, adapted to the first lines of a log."""
     lines = sample.drop_nulls()
-    found = next(iter(lines.filter(lines.str.contains(_ASC_SETTINGS))), "base hex")
-    asc = re.match(_ASC_SETTINGS, found)
-    found = next(iter(lines.filter(lines.str.contains(_TRC_COLUMNS))), "")
-    trc = re.match(_TRC_COLUMNS, found)
-    columns = trc["columns"] if trc and _are_columns(trc["columns"]) else _TRC_2_COLUMNS
+    asc = re.match(_ASC_SETTINGS, next(iter(lines.filter(lines.str.contains(_ASC_SETTINGS))), "base hex"))
     assert asc is not None
     base = 10 if asc["base"].lower() == "dec" else 16
     relative = (asc["timestamps"] or "").lower() == "relative"
+    columns = next(iter(lines.str.extract(_TRC_COLUMNS).drop_nulls()), "")
+    cells = columns.replace("l", "L").split(",")
+    if not {"O", "I"} <= {*cells} or len({*cells}) < len(cells):  # the line is missing or damaged
+        columns = _TRC_2_COLUMNS
     busmaster = lines.str.extract(_BUSMASTER_SETTINGS).drop_nulls().to_list()
     return [*_FIXED_GRAMMARS, _asc(base, relative=relative), _trc(_TRC_1), _trc_2(columns), _busmaster(busmaster)]
 

@@ -80,7 +80,11 @@ def find_sidecar(log: Path) -> Sidecar | None:
     name = re.sub(r"(?i)\.(?:gz|xz|bz2|zst)$", "", log.name).rpartition(".")[0] or log.name
     folder = log.resolve().parent
     for path in (folder / f"{name}.json", *sorted(folder.glob(_NAMES)), *sorted(folder.parent.glob(_NAMES))):
-        content = _content(path, _modified_ns(path))
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        content = _content(path, status.st_mtime_ns) if status.st_size <= _MAX_BYTES else {}
         entry = content if path.stem == name and any(map(_INTERVAL.fullmatch, content)) else content.get(name)
         if isinstance(entry, dict):
             injections = tuple(_injections(entry, name))
@@ -91,18 +95,10 @@ def find_sidecar(log: Path) -> Sidecar | None:
     return None
 
 
-def _modified_ns(path: Path) -> int:
-    try:
-        status = path.stat()
-    except OSError:
-        return 0
-    return status.st_mtime_ns if status.st_size <= _MAX_BYTES else 0
-
-
 @cache  # a folder of logs has one file for all
-def _content(path: Path, modified_ns: int) -> Mapping[str, Any]:
+def _content(path: Path, modified_ns: int) -> Mapping[str, Any]:  # read again once it was modified
     try:
-        text = path.read_text(encoding="utf-8-sig") if modified_ns else "{}"
+        text = path.read_text(encoding="utf-8-sig")
         content = json.loads(re.sub(r",(?=\s*[}\]])", "", text))  # CAN-MIRGU's file has trailing commas
     except (OSError, ValueError, RecursionError):
         return {}  # another kind of file

@@ -93,13 +93,6 @@ class Property:
         told = _WORDS[self.name].format(self.value)
         return told if self.usual is None else f"{told} (usually {_USUAL_WORDS[self.name].format(self.usual)})"
 
-    def looks_usual(self) -> bool:
-        """Returns whether value and usual value have the same words."""
-        if self.value is None or self.usual is None:
-            return False
-        words = _USUAL_WORDS[self.name]
-        return words.format(self.value) == words.format(self.usual)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
@@ -120,9 +113,13 @@ class Cause:
         # The number of frames is always told: a person who looks the ID up in the log needs it.
         frames = self.frames.text().replace("frames", f"frames in {self.seconds:.3g} s", 1)
         frames = frames.replace("1 frames", "1 frame") if self.frames.value == 1 else frames
-        left_out = (FRAMES,) if self.known else (FRAMES, IDENTITY)
-        told = [each.text() for each in self.properties if each.name not in left_out and not each.looks_usual()]
-        return f"{name}: " + "; ".join([frames, *told])
+        told = [frames]
+        for each in self.properties:
+            words = _USUAL_WORDS.get(each.name, "")
+            looks_usual = None not in (each.value, each.usual) and words.format(each.value) == words.format(each.usual)
+            if each.name not in ((FRAMES,) if self.known else (FRAMES, IDENTITY)) and not looks_usual:
+                told.append(each.text())
+        return f"{name}: " + "; ".join(told)
 
     def plain(self) -> dict[str, Any]:
         """Returns the cause as strict JSON."""
@@ -170,35 +167,28 @@ class Explainer:
             # Some IDs always contribute much. Only the excess over the usual contribution explains a window.
             excess = np.maximum(self.contribute(part) - self._usual_sums[self._codes(part)], 0.0)
             bounds = np.cumsum(self.flat.num_ids[part])[:-1]
-            for row, own in zip(part, np.split(excess, bounds), strict=True):
-                yield self._window_causes(int(row), own)
+            for row, excess_of_ids in zip(part, np.split(excess, bounds), strict=True):
+                yield self._window_causes(int(row), excess_of_ids)
 
     def _window_causes(self, row: int, excess: Floats) -> list[Cause]:
         flat, codes = self.flat, self._codes(np.array([row]))
         by_id = excess.sum(axis=1)
         whole = max(float(by_id.sum()), np.finfo(np.float64).tiny)
-        found = []
-        for own in np.argsort(-by_id, kind="stable")[:NAMED_IDS]:
-            code = int(codes[own])
-            strongest = np.argsort(-excess[own], kind="stable")[:NAMED_PROPERTIES]
-            names = [PROPERTIES[index] for index in strongest if excess[own, index] > 0]
+        causes = []
+        for position in np.argsort(-by_id, kind="stable")[:NAMED_IDS].tolist():
+            code = int(codes[position])
+            strongest = np.argsort(-excess[position], kind="stable")[:NAMED_PROPERTIES]
+            names = [PROPERTIES[index] for index in strongest if excess[position, index] > 0]
             frames, *properties = [
                 Property(name=name, value=value, usual=self._usual(code, name))
                 for name in (FRAMES, *names)
                 # An ID without an earlier frame has no period and no change.
-                if (value := id_value(flat, row, int(own), name)) is not None or name not in _OF_BEHAVIOUR
+                if (value := id_value(flat, row, position, name)) is not None or name not in _OF_BEHAVIOUR
             ]
-            found.append(
-                Cause(
-                    can_id=int(flat.ids[code]),
-                    known=bool(self._known[code]),
-                    share=float(by_id[own]) / whole,
-                    seconds=float(flat.end_time[row] - flat.start_time[row]),
-                    frames=frames,
-                    properties=properties,
-                )
-            )
-        return found
+            share, seconds = float(by_id[position]) / whole, float(flat.end_time[row] - flat.start_time[row])
+            causes.append(Cause(can_id=int(flat.ids[code]), known=bool(self._known[code]), share=share, seconds=seconds,
+                                frames=frames, properties=properties))  # fmt: skip
+        return causes
 
     def _usual(self, code: int, name: str) -> float | None:
         """Returns the median of an ID's property in usual windows; None where no usual window has the property."""
@@ -207,8 +197,8 @@ class Explainer:
         if (code, name) not in self._medians:
             flat, values = self.flat, []
             for row in self.usual_rows:
-                own = flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]]
-                values += [id_value(flat, int(row), int(node), name) for node in np.flatnonzero(own == code)]
+                codes = flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]]
+                values += [id_value(flat, int(row), int(node), name) for node in np.flatnonzero(codes == code)]
             numbers = [value for value in values if value is not None]
             # Frames of an ID that is usually absent are usually 0.
             absent = 0.0 if name == FRAMES and len(self.usual_rows) else None
@@ -232,25 +222,21 @@ def usual_windows(rows: Ints, flagged: Bools) -> Ints:
     return calm[np.unique(np.linspace(0, len(calm) - 1, USUAL_WINDOWS).astype(np.int64))]
 
 
-def id_value(flat: FlatGraphs, row: int, own: int, name: str) -> float | None:
-    """Returns a property of a window's ID in the unit of the log; None where the property is not a number."""
-    # `num_nodes` counts the nodes of all windows.
-    absence = own - int(flat.node_ptr[row + 1] - flat.node_ptr[row])
-    if absence < 0:
-        return _node_value(flat, row, own, name)
-    if name == SILENCE:
+def id_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None:
+    """Returns a property of a window's ID in the unit of the log; None where the property is not a number.
+
+    `node` is the position of the ID among the window's nodes and, after them, its absences.
+    """
+    absence = node - int(flat.node_ptr[row + 1] - flat.node_ptr[row])
+    if absence >= 0 and name == SILENCE:
         return _OF_BEHAVIOUR[SILENCE][1](float(flat.absent_silence[flat.absent_ptr[row] + absence]))
-    return 0.0 if name == FRAMES else None
-
-
-def _node_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None:
+    if absence >= 0:
+        return 0.0 if name == FRAMES else None
     features = flat.node_features[flat.node_ptr[row] + node]
     if name in BYTES:
         return float(features[BYTES.index(name)]) * 255
-    if name == FRAMES:
-        return float(features[NODE_FEATURES.index("count")])
-    if name == LAST:
-        return float(features[NODE_FEATURES.index("last_position")])
+    if name in (FRAMES, LAST):
+        return float(features[NODE_FEATURES.index("count" if name == FRAMES else "last_position")])
     if name in _OF_BEHAVIOUR:
         column, to_unit = _OF_BEHAVIOUR[name]
         value = float(flat.behaviour[flat.node_ptr[row] + node, BEHAVIOUR.index(column)])

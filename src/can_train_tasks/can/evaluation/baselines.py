@@ -218,8 +218,8 @@ class SilenceLookup:
         chosen = np.zeros(len(flat), dtype=np.bool_)
         chosen[benign] = True
         for part in lookup._silences(flat, benign):
-            known = np.where(chosen[part.rows, None] & ~np.isnan(part.silence), part.silence, -np.inf)
-            np.maximum(lookup.longest, known.max(axis=0, initial=-np.inf), out=lookup.longest)
+            silence = np.where(chosen[part.rows, None] & ~np.isnan(part.silence), part.silence, -np.inf)
+            np.maximum(lookup.longest, silence.max(axis=0, initial=-np.inf), out=lookup.longest)
         return lookup
 
     def score(self, flat: FlatGraphs, rows: Ints) -> Floats:
@@ -299,10 +299,10 @@ def over_one_table(table: WindowTable, scorers: Sequence[TableScorer]) -> list[W
             latest = (flat, rows.copy(), [np.concatenate(part) for part in parts])
         return latest[2]
 
-    def one(index: int) -> WindowScorer:
+    def scorer(index: int) -> WindowScorer:
         return lambda flat, rows: scores_of_all(flat, rows)[index]
 
-    return [one(index) for index in range(len(scorers))]
+    return [scorer(index) for index in range(len(scorers))]
 
 
 def sample_by_class(flat: FlatGraphs, rows: Ints, *, most: int, seed: int) -> Ints:
@@ -365,8 +365,8 @@ class WindowTable:
 def _deviations(inputs: InputEncoder, flat: FlatGraphs, rows: Ints) -> NDArray[np.float32]:
     batch = Gatherer(flat)(rows)
     with torch.no_grad():
-        found: NDArray[np.float32] = inputs.deviations(batch, inputs.id_index(batch)).numpy()
-    return found
+        deviations: NDArray[np.float32] = inputs.deviations(batch, inputs.id_index(batch)).numpy()
+    return deviations
 
 
 def _summaries(features: NDArray[np.float32], of: Members) -> Floats:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, cast
 
 import numpy as np
 
@@ -111,12 +111,12 @@ class Timeline:
         """Returns the number of each window's burst [R], also for benign windows inside a burst; -1: no burst."""
         attacks = np.flatnonzero(self.is_attack)
         groups = self.groups(attacks)
-        found = np.full(len(self.is_attack), -1)
+        numbers = np.full(len(self.is_attack), -1)
         first = np.flatnonzero(np.diff(groups, prepend=-1))
         last = np.append(first[1:], len(attacks))[: len(first)] - 1
         for number, (begin, end) in enumerate(zip(attacks[first], attacks[last], strict=True)):
-            found[begin : end + 1] = number
-        return found
+            numbers[begin : end + 1] = number
+        return numbers
 
 
 def held_scores(score: Floats, segment: Ints, hold: Hold) -> Floats:
@@ -144,18 +144,18 @@ def burst_figures(timeline: Timeline, score: Floats, threshold: float, hold: Hol
     outside = burst < 0
     count = int(burst.max(initial=-1)) + 1
     raised = np.flatnonzero((held_scores(score, timeline.segment, hold) > threshold) & ~outside)
-    found, first_alarm = np.unique(burst[raised], return_index=True)
+    alarmed, first_alarm = np.unique(burst[raised], return_index=True)
     inside = np.flatnonzero(~outside)
     begins = inside[np.unique(burst[inside], return_index=True)[1]]
-    latency = timeline.end_s[raised[first_alarm]] - timeline.start_s[begins[found]]
+    latency = timeline.end_s[raised[first_alarm]] - timeline.start_s[begins[alarmed]]
     alone = held_scores(np.where(outside, score, -np.inf), timeline.segment, hold) > threshold
     false_events = timeline.count_events(alone)
     benign_s = float(timeline.benign_s[outside].sum())
     return BurstFigures(
         hold=str(hold),
         bursts=count,
-        bursts_found=len(found),
-        latency_s=float(np.median(np.maximum(latency, 0.0))) if len(found) else None,
+        bursts_found=len(alarmed),
+        latency_s=float(np.median(np.maximum(latency, 0.0))) if len(alarmed) else None,
         false_events=false_events,
         false_events_per_hour=false_events / benign_s * SECONDS_PER_HOUR if benign_s > 0 else None,
         false_alarm_share=float(timeline.benign_s[outside & alone].sum()) / benign_s if benign_s > 0 else None,
@@ -177,30 +177,27 @@ class Blocks:
         self._seed = seed
         self._attacks, self._benign = self._counts(timeline.is_attack), self._counts(~timeline.is_attack)
 
-    @property
-    def suffice(self) -> bool:
-        """Whether there are enough bursts and enough benign stretches for an interval."""
-        bursts = int(self._is_burst.sum())
-        return min(bursts, len(self._is_burst) - bursts) >= LEAST_BLOCKS
-
     def differences(self, model: Bools, others: Mapping[str, Sequence[Bools]]) -> dict[str, MccDifference]:
         """Compares the MCC of the model's flags [R] with other detectors' MCC; several fits count by their mean."""
         if not 0 < self._is_attack.sum() < len(self._is_attack):
             return {}
         flags = {"": [model], **others}
-        counts = {name: [self._confusion(one) for one in several] for name, several in flags.items()}
+        counts = {name: [(self._counts(flagged & self._is_attack), self._counts(flagged & ~self._is_attack))
+                         for flagged in several] for name, several in flags.items()}  # fmt: skip
         whole = np.ones((1, len(self._is_burst)))
         mcc = {name: self._mcc(several, whole) for name, several in counts.items()}
+        bursts = int(self._is_burst.sum())
+        enough = min(bursts, len(self._is_burst) - bursts) >= LEAST_BLOCKS
         drawn = {name: np.concatenate([self._mcc(several, weights) for weights in self._draws()])
-                 for name, several in counts.items()} if self.suffice else {}  # fmt: skip
-        found = {}
+                 for name, several in counts.items()} if enough else {}  # fmt: skip
+        differences = {}
         for name in others:
             low, high = None, None
             if drawn:
                 ends = np.quantile(drawn[""] - drawn[name], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
                 low, high = (float(end) for end in ends)
-            found[name] = MccDifference(mcc=float(mcc[""][0] - mcc[name][0]), low=low, high=high)
-        return found
+            differences[name] = MccDifference(mcc=float(mcc[""][0] - mcc[name][0]), low=low, high=high)
+        return differences
 
     def _draws(self) -> list[Floats]:
         """Draws the number of times that each block occurs, [B, K] in parts; numbers of bursts and stretches stay."""
@@ -217,36 +214,25 @@ class Blocks:
     def _counts(self, chosen: Bools) -> Floats:
         return np.bincount(self._block[chosen], minlength=len(self._is_burst)).astype(np.float64)
 
-    def _confusion(self, flagged: Bools) -> tuple[Floats, Floats]:
-        return self._counts(flagged & self._is_attack), self._counts(flagged & ~self._is_attack)
-
     def _mcc(self, several: Sequence[tuple[Floats, Floats]], weights: Floats) -> Floats:
         """Returns the mean MCC [B]; a fit that flags all windows or none has MCC 0, as in `detector_metrics`."""
         attacks, benign = weights @ self._attacks, weights @ self._benign
-        found = []
+        each = []
         for hits, false_alarms in several:
             hit, false = weights @ hits, weights @ false_alarms
             flagged = hit + false
             scale = np.sqrt(flagged * (attacks + benign - flagged) * attacks * benign)
             covariance = hit * (benign - false) - false * (attacks - hit)
-            found.append(np.divide(covariance, scale, out=np.zeros_like(scale), where=scale > 0))
-        mean: Floats = np.mean(found, axis=0)
+            each.append(np.divide(covariance, scale, out=np.zeros_like(scale), where=scale > 0))
+        mean: Floats = np.mean(each, axis=0)
         return mean
 
 
 def mean_burst_figures(several: Sequence[BurstFigures]) -> BurstFigures:
     """Returns the means over several fits of a detector; None where a fit has None."""
-
-    def mean(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return float(np.mean(known)) if known and len(known) == len(values) else None
-
-    return BurstFigures(
-        hold=several[0]["hold"],
-        bursts=several[0]["bursts"],
-        bursts_found=mean([one["bursts_found"] for one in several]) or 0.0,
-        latency_s=mean([one["latency_s"] for one in several]),
-        false_events=mean([one["false_events"] for one in several]) or 0.0,
-        false_events_per_hour=mean([one["false_events_per_hour"] for one in several]),
-        false_alarm_share=mean([one["false_alarm_share"] for one in several]),
-    )
+    columns: dict[str, list[Any]] = {name: [dict(fit)[name] for fit in several] for name in several[0]}
+    means: dict[str, Any] = {
+        name: values[0] if name in ("hold", "bursts") else None if None in values else float(np.mean(values))
+        for name, values in columns.items()
+    }
+    return cast(BurstFigures, means)

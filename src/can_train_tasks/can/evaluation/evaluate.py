@@ -109,14 +109,14 @@ def _judged_data(finished: FinishedModel, request: EvaluationData) -> tuple[CanD
         same = expanded(trained.path).resolve() == expanded(dataset.path).resolve()
     else:
         same = (trained.path, trained.name, trained.synthetic) == (dataset.path, dataset.name, dataset.synthetic)
-    own = request.own or same
-    for name in (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own else ())):
+    own_split = request.own or same
+    for name in (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own_split else ())):
         before, now = getattr(trained, name), getattr(dataset, name)
         if before != now:
             why = "the model is bound to it" if name in _MODEL_SETTINGS else "it tells what the run was trained on"
             raise ConfigError(f"dataset.{name} cannot be changed, since {why}", value=f"{now}; the run has {before}",
                               remedy="Leave it out; --dataset names other data")  # fmt: skip
-    if own:
+    if own_split:
         return load_data(dataset, request.data_root, request.cache, request.reporter), replace(request, own=True)
     dataset = read_as_trained(dataset, finished.result["judgement"])
     logs = find_evaluation_logs(simulate_if_synthetic(dataset, request.cache, request.reporter), request.data_root)
@@ -134,19 +134,19 @@ def _without_training_windows(trained: CanDatasetSettings, request: EvaluationDa
         trained = replace(trained, path=str(request.cache / synthetic_folder_name(trained.synthetic)))
     try:
         logs = find_logs(trained, request.data_root)
-        known = find_prepared(trained, logs, request.cache, SilentReporter())
-        if known is None:
+        trained_data = find_prepared(trained, logs, request.cache, SilentReporter())
+        if trained_data is None:
             training = [log for log in logs if log.role != TEST]
-            known = prepare(trained, training, request.cache, SilentReporter())
+            trained_data = prepare(trained, training, request.cache, SilentReporter())
     except (CanTrainError, OSError) as error:  # The logs are gone, or on another machine.
         why = ": ".join(filter(None, (error.rule, error.value))) if isinstance(error, CanTrainError) else str(error)
         request.reporter.notice(f"Whether the run was trained on these logs cannot be told: {why}")
         return data
     flat = data.flat
     split, _ = leave_out_known(
-        flat, data.split, known.flat, np.concatenate([known.split.train, known.split.validation])
+        flat, data.split, trained_data.flat, np.concatenate([trained_data.split.train, trained_data.split.validation])
     )
-    before, after = (np.concatenate([*one.test.values()]) for one in (data.split, split))
+    before, after = (np.concatenate([*part.test.values()]) for part in (data.split, split))
     if len(after) == len(before):
         return data
     paths = [flat.sources[index].path for index in np.unique(flat.source[np.setdiff1d(before, after)])]
@@ -161,12 +161,6 @@ def _without_training_windows(trained: CanDatasetSettings, request: EvaluationDa
     return replace(data, split=split)
 
 
-def _final_scores(model: WindowModel, raw: FolderScores, validation: Floats | None = None) -> judging.ModelScores:
-    final = np.empty(0) if validation is None else model.combine(validation)
-    test = {folder: model.combine(columns) for folder, columns in raw.items()}
-    return judging.ModelScores(validation=final, test=test, error_units=model.error_units)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluatedWindows:
     """The outcome of an evaluation."""
@@ -177,15 +171,6 @@ class EvaluatedWindows:
     threshold: float
     hold: Hold | None  # the requested hold for alarms; None: each flagged window raises an alarm
     notes: Sequence[str]  # sentences about the judgement
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """The causes of the scores of windows."""
-
-    alarms: Sequence[Alarm]  # in the order of the windows
-    columns: Mapping[str, Any]  # more columns of the file of scores, with None where a window is not explained
-    notes: Sequence[str]  # sentences that help to read the explanation
 
 
 class WindowEvaluation(Evaluation):
@@ -246,9 +231,10 @@ class WindowEvaluation(Evaluation):
         with score.stage("explaining"):
             # Only the file of scores has reasons for windows that are not flagged.
             every = options.explain and writes and not options.flagged_only
-            explanation = self.explain(score.contributions, windows, every=every)
+            alarms, explained = self._explain(score.contributions, windows, every=every)
         explaining_s = time.perf_counter() - began
-        columns = {**samples, **explanation.columns}
+        usual = any("(usually " in reason for reason in explained["reason"] if reason)
+        columns = {**samples, **explained}
         if options.flagged_only:
             flagged = np.flatnonzero(samples["flagged"])
             columns = {name: [cells[index] for index in flagged] for name, cells in columns.items()}
@@ -256,10 +242,10 @@ class WindowEvaluation(Evaluation):
         return Verdict(
             judgement=judgement,
             samples=columns,
-            notes=[*windows.notes, *explanation.notes],
-            record={**record, "alarms": [alarm.record for alarm in explanation.alarms]},
+            notes=[*windows.notes, *([USUAL_NOTE] if usual else [])],
+            record={**record, "alarms": [alarm.record for alarm in alarms]},
             seconds={"scoring": round(scoring_s, 3), "explaining": round(explaining_s, 3)},
-            paragraphs=list_alarms(explanation.alarms, every=self._request.verbose) if lists else (),
+            paragraphs=list_alarms(alarms, every=self._request.verbose) if lists else (),
             has_tables=self._request.verbose or not options.flagged_only,
         )
 
@@ -275,13 +261,14 @@ class WindowEvaluation(Evaluation):
         models = {"": model, **self._references}
         timed = judging.TimedScore(lambda rows, role="": score(models[role], rows))
         raw = self._folder_scores(timed)
-        validation = timed(data.split.validation) if len(data.split.validation) else None
-        scores = _final_scores(model, raw, validation)
+        scores = self._final_scores(model, raw)
+        if len(data.split.validation):
+            scores = replace(scores, validation=model.combine(timed(data.split.validation)))
         chosen = self._threshold(rule, hold)
         detectors = {judging.TRAINED: judging.Detector(scores, chosen)}
         detectors |= {
-            name: judging.Detector(one, self._known(self._result["references"][name]))
-            for name, one in (self._reference_scores(timed) | self._mix_scores(raw)).items()
+            name: judging.Detector(each, self._known(self._result["references"][name]))
+            for name, each in (self._reference_scores(timed) | self._mix_scores(raw)).items()
         }
         split, notes = data.split, list[str]()
         if rule.calibrate_s is not None:
@@ -304,8 +291,13 @@ class WindowEvaluation(Evaluation):
             rows=rows,
             threshold=chosen.value,
             hold=None if rule.hold is None else hold,
-            notes=[*notes, *self._unknown_ids(), *self._new_ids(), *_notes(chosen, judgement["absent"])],
+            notes=[*notes, *self._id_notes(), *_notes(chosen, judgement["absent"])],
         )
+
+    @staticmethod
+    def _final_scores(model: WindowModel, raw: FolderScores) -> judging.ModelScores:
+        test = {folder: model.combine(columns) for folder, columns in raw.items()}
+        return judging.ModelScores(validation=np.empty(0), test=test, error_units=model.error_units)
 
     def _threshold(self, rule: AlarmRule, hold: Hold) -> Threshold:
         if rule.threshold is not None:
@@ -326,12 +318,12 @@ class WindowEvaluation(Evaluation):
         make = partial(Calibration, seconds, benign, threshold=model.threshold.value, vocabulary=self._model.vocabulary)
         calibrated = {
             folder: calibrate_logs(
-                flat, rows, model.scores.test[folder], make, lambda own: self._model.combine(timed(own))
+                flat, rows, model.scores.test[folder], make, lambda of_log: self._model.combine(timed(of_log))
             )
             for folder, rows in split.test.items()
         }
         test = {folder: rows[calibrated[folder].judged] for folder, rows in split.test.items()}
-        scores = replace(model.scores, test={folder: one.score[one.judged] for folder, one in calibrated.items()})
+        scores = replace(model.scores, test={folder: each.score[each.judged] for folder, each in calibrated.items()})
         self._absent |= dict.fromkeys((name for name in detectors if name != judging.TRAINED), _NOT_CALIBRATED)
         notes = calibration_notes(flat, [*calibrated.values()], tested=self._rows, threshold=model.threshold.value)
         self._rows = np.concatenate([*test.values()])
@@ -339,35 +331,39 @@ class WindowEvaluation(Evaluation):
         kept = {folder: columns[calibrated[folder].judged] for folder, columns in raw.items()}
         return replace(split, test=test), {judging.TRAINED: replace(model, scores=scores)}, kept, notes
 
-    def explain(self, contribute: Contribute, verdict: EvaluatedWindows, *, every: bool) -> Explanation:
-        """Names the CAN IDs and properties that drove the scores; adds the line numbers of the windows.
+    def _explain(
+        self, contribute: Contribute, verdict: EvaluatedWindows, *, every: bool
+    ) -> tuple[list[Alarm], dict[str, Any]]:
+        """Names the CAN IDs and properties that drove the scores.
 
         Args:
             contribute: Computes the contributions to the scores of windows.
             verdict: The windows.
             every: Whether windows that are not flagged are explained, too.
+
+        Returns:
+            The alarms, in the order of the windows; and columns of the file of scores: the windows' lines, and reasons,
+            with None where a window is not explained.
         """
         flat, rows = self._data.flat, verdict.rows
         reasons: list[str | None] = [None] * len(rows)
         lines = np.empty((2, len(rows)), np.int64)
         alarms: list[Alarm] = []
         for source in dict.fromkeys(flat.source[rows].tolist()):
-            own = np.flatnonzero(flat.source[rows] == source)
-            log = self._explain_log(partial(contribute, self._model), verdict, own, every=every)
-            lines[:, own] = log.lines
-            for position, place in enumerate(own):
+            of_log = np.flatnonzero(flat.source[rows] == source)
+            log = self._explain_log(partial(contribute, self._model), verdict, of_log, every=every)
+            lines[:, of_log] = log.lines
+            for position, place in enumerate(of_log):
                 reasons[place] = log.reason(position)
             alarms += log.alarms()
-        columns = {"first_line": lines[0], "last_line": lines[1], "reason": reasons}
-        notes = [USUAL_NOTE] if any("(usually " in reason for reason in reasons if reason) else []
-        return Explanation(alarms=alarms, columns=columns, notes=notes)
+        return alarms, {"first_line": lines[0], "last_line": lines[1], "reason": reasons}
 
     def _explain_log(
-        self, contribute: Callable[[Ints], Floats], verdict: EvaluatedWindows, own: Ints, *, every: bool
+        self, contribute: Callable[[Ints], Floats], verdict: EvaluatedWindows, of_log: Ints, *, every: bool
     ) -> FlaggedLog:
-        """Explains the windows of one log, at the positions `own` of a verdict."""
-        flat, rows = self._data.flat, verdict.rows[own]
-        flagged = np.asarray(verdict.samples["flagged"])[own]
+        """Explains the windows of one log, at the positions `of_log` of a verdict."""
+        flat, rows = self._data.flat, verdict.rows[of_log]
+        flagged = np.asarray(verdict.samples["flagged"])[of_log]
         wanted = np.flatnonzero(flagged | every)
         causes: dict[int, Sequence[Cause]] = {}
         if len(wanted):
@@ -382,7 +378,7 @@ class WindowEvaluation(Evaluation):
         return FlaggedLog(
             flat=flat,
             rows=rows,
-            score=np.asarray(verdict.samples["score"])[own],
+            score=np.asarray(verdict.samples["score"])[of_log],
             flagged=flagged,
             threshold=verdict.threshold,
             lines=lines,
@@ -393,13 +389,13 @@ class WindowEvaluation(Evaluation):
 
     def _reference_scores(self, timed: judging.TimedScore) -> dict[str, judging.ModelScores]:
         """Returns the final scores of the reference models, by role; a model that fails is absent."""
-        found = {}
+        by_role = {}
         for role, model in self._references.items():
             with self._absent_on_error(role):
-                scores = _final_scores(model, self._folder_scores(timed, role))
+                scores = self._final_scores(model, self._folder_scores(timed, role))
                 judging.check_scores(scores)
-                found[role] = scores
-        return found
+                by_role[role] = scores
+        return by_role
 
     def _mix_scores(self, raw: FolderScores) -> dict[str, judging.ModelScores]:
         """Returns the scores of the simple mixes that the agent's run has fitted, by name."""
@@ -427,8 +423,8 @@ class WindowEvaluation(Evaluation):
         if "compared" not in self._result:
             return dict(judgement)
         compared = {
-            name: {**known, "windows_per_second": timed.speed("" if name == judging.TRAINED else name)}
-            for name, known in self._result["compared"].items()
+            name: {**figures, "windows_per_second": timed.speed("" if name == judging.TRAINED else name)}
+            for name, figures in self._result["compared"].items()
             if name == judging.TRAINED or name in judgement["references"]
         }
         return {**judgement, "compared": compared}
@@ -450,24 +446,18 @@ class WindowEvaluation(Evaluation):
         where = "" if self.own_split else f", in {self._run.dataset.name}"
         return Threshold(value=record["threshold"], rule=f"{record['threshold_rule']}{where}")
 
-    def _unknown_ids(self) -> list[str]:
-        """Counts the CAN IDs that are new to a model with an ID embedding."""
-        flat, weights = self._data.flat, self._model.finished.weights
-        if self.own_split or not self._run.dataset.identity or "inputs.vocabulary" not in weights:
-            return []
-        unknown = flat.ids[~np.isin(flat.ids, np.asarray(weights["inputs.vocabulary"]))]
-        if not len(unknown):
-            return []
-        names = ", ".join(map(id_text, unknown[:_MAX_NAMED_IDS])) + (", …" if len(unknown) > _MAX_NAMED_IDS else "")
-        known = len(flat.ids) - len(unknown)
-        alternative = "a model that is trained with dataset.identity=false needs to know none"
-        return [f"The model knows {known} of the {len(flat.ids)} CAN IDs, not {names}; {alternative}"]
-
-    def _new_ids(self) -> list[str]:
-        """Names the new CAN IDs that training may have been too short to see."""
+    def _id_notes(self) -> list[str]:
+        """Counts the IDs that are new to a model with an ID embedding; names the IDs that training may have missed."""
+        flat, weights, notes = self._data.flat, self._model.finished.weights, list[str]()
         if self.own_split:
-            return []
-        return new_id_notes(self._result, new_id_gaps(self._data.flat, self._rows, self._model.vocabulary))
+            return notes
+        vocabulary = np.asarray(weights.get("inputs.vocabulary", flat.ids))
+        unknown = flat.ids[~np.isin(flat.ids, vocabulary)]
+        if self._run.dataset.identity and len(unknown):
+            names = ", ".join(map(id_text, unknown[:_MAX_NAMED_IDS])) + (", …" if len(unknown) > _MAX_NAMED_IDS else "")
+            knows = f"The model knows {len(flat.ids) - len(unknown)} of the {len(flat.ids)} CAN IDs, not {names}"
+            notes.append(f"{knows}; a model that is trained with dataset.identity=false needs to know none")
+        return [*notes, *new_id_notes(self._result, new_id_gaps(flat, self._rows, self._model.vocabulary))]
 
     def _samples(
         self, split: Split, scores: FolderScores, threshold: float

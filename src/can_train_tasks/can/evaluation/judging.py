@@ -189,15 +189,13 @@ def judge(
     """
     is_attack = flat.label[split.validation] > 0
 
-    def with_threshold(one: ModelScores) -> Detector:
-        check_scores(one)
-        validation, fpr = one.validation, options.validation_fpr
+    detectors = {}
+    for name, detector_scores in {TRAINED: scores, **references}.items():
+        check_scores(detector_scores)
+        validation, fpr = detector_scores.validation, options.validation_fpr
         threshold = metrics.choose_threshold(is_attack, validation, supervised=options.supervised, fpr=fpr)
-        return Detector(one, threshold)
-
-    model = with_threshold(scores)
-    others = {name: with_threshold(one) for name, one in references.items()}
-    judgement = judge_at(flat, split, {TRAINED: model, **others}, own_baselines(flat, split, options), options.hold)
+        detectors[name] = Detector(detector_scores, threshold)
+    judgement = judge_at(flat, split, detectors, own_baselines(flat, split, options), options.hold)
     judgement["rare_ids"] = rare_ids(flat, split.train)
     judgement["bases"] = training_bases(flat, split.train)
     if not is_attack.all():
@@ -231,16 +229,18 @@ def judge_at(
     for detector in detectors.values():
         check_scores(detector.scores)
     model = detectors[TRAINED]
-    judgement = Judgement(
-        threshold=model.threshold.value,
-        threshold_rule=model.threshold.rule,
-        test={folder: _judge_folder(flat, split, folder, _fits(flat, split, folder, detectors, baselines), hold)
-              for folder in split.test},
-        references={name: other.record() for name, other in detectors.items() if name != TRAINED},
-        absent=baselines.absent,
-    )  # fmt: skip
+    references = {name: other.record() for name, other in detectors.items() if name != TRAINED}
+    judgement = Judgement(threshold=model.threshold.value, threshold_rule=model.threshold.rule, test={},
+                          references=references, absent=baselines.absent)  # fmt: skip
     if model.scores.error_units is not None:
         judgement["error_units"] = model.scores.error_units
+    for folder, rows in split.test.items():
+        fits = {name: [_Fit(detector.scores.test[folder], detector.threshold.value, False)]
+                for name, detector in detectors.items()}  # fmt: skip
+        for baseline in baselines.fitted:
+            fit = _Fit(baseline.score(flat, rows), baseline.threshold.value, True)
+            fits.setdefault(baseline.name, []).append(fit)
+        judgement["test"][folder] = _judge_folder(flat, rows, fits, hold)
     if len(split.validation):
         judgement["validation"] = _metrics(flat, split.validation, model.scores.validation, model.threshold.value)
     return judgement
@@ -269,42 +269,32 @@ class _Fit(NamedTuple):
     is_baseline: bool
 
 
-def _fits(
-    flat: FlatGraphs, split: Split, folder: str, detectors: Mapping[str, Detector], baselines: Baselines
-) -> dict[str, list[_Fit]]:
-    rows = split.test[folder]
-    found = {name: [_Fit(one.scores.test[folder], one.threshold.value, False)] for name, one in detectors.items()}
-    for one in baselines.fitted:
-        found.setdefault(one.name, []).append(_Fit(one.score(flat, rows), one.threshold.value, True))
-    return found
-
-
-def _judge_folder(
-    flat: FlatGraphs, split: Split, folder: str, fits: Mapping[str, Sequence[_Fit]], hold: Hold
-) -> FolderJudgement:
-    rows, timeline = split.test[folder], Timeline.of(flat, split.test[folder])
+def _judge_folder(flat: FlatGraphs, rows: Ints, fits: Mapping[str, Sequence[_Fit]], hold: Hold) -> FolderJudgement:
+    timeline = Timeline.of(flat, rows)
     every = {name: [_metrics(flat, rows, fit.score, fit.threshold) for fit in several]
              for name, several in fits.items()}  # fmt: skip
-    means = {name: metrics.mean_metrics(several) for name, several in every.items()}
+    compared, ranges = {}, {}
+    for name, several in every.items():
+        compared[name], ranges[name] = metrics.means_and_ranges(several)
+    model = compared.pop(TRAINED)
     flagged = {name: [fit.score > fit.threshold for fit in several] for name, several in fits.items()}
-    others = {name: flags for name, flags in flagged.items() if name != TRAINED}
+    (model_flagged,) = flagged.pop(TRAINED)
     # One seed for all runs: the same blocks are drawn, so that the intervals of runs can be compared.
-    differences = Blocks(timeline, seed=0).differences(flagged[TRAINED][0], others)
+    differences = Blocks(timeline, seed=0).differences(model_flagged, flagged)
     labelled = np.array([source.labelled for source in flat.sources])[flat.source[rows]]
-    compared = {name: figures for name, figures in means.items() if name != TRAINED}
     unlabelled = int(np.count_nonzero(~labelled))
     return FolderJudgement(
-        model=means[TRAINED],
-        references={name: one for name, one in compared.items() if not fits[name][0].is_baseline},
-        baselines={name: one for name, one in compared.items() if fits[name][0].is_baseline},
-        ranges={name: metrics.metric_ranges(several) for name, several in every.items() if len(several) > 1},
+        model=model,
+        references={name: figures for name, figures in compared.items() if not fits[name][0].is_baseline},
+        baselines={name: figures for name, figures in compared.items() if fits[name][0].is_baseline},
+        ranges={name: bounds for name, bounds in ranges.items() if len(fits[name]) > 1},
         bursts={
             name: mean_burst_figures([burst_figures(timeline, fit.score, fit.threshold, hold) for fit in several])
             for name, several in fits.items()
         },
         differences=differences,
-        recall_by_kind=metrics.recall_by_kind(flat.label[rows], flagged[TRAINED][0], flat.kinds),
-        remarks=remarks(means[TRAINED], compared, differences, unlabelled_windows=unlabelled),
+        recall_by_kind=metrics.recall_by_kind(flat.label[rows], model_flagged, flat.kinds),
+        remarks=remarks(model, compared, differences, unlabelled_windows=unlabelled),
     )
 
 
@@ -331,28 +321,27 @@ def remarks(
     """Writes remarks about a folder that its figures alone hide; `others` has the figures of compared detectors."""
     windows, attacks = model["windows"], model["attack_windows"]
     share, fpr, mcc = model["flagged_share"], model["false_positive_rate"], model["mcc"]
-    found = []
+    sentences = []
     if unlabelled_windows == windows:
-        found.append("labels absent: all windows are presumed benign, only false-alarm figures are defined")
+        sentences.append("labels absent: all windows are presumed benign, only false-alarm figures are defined")
     else:
         if unlabelled_windows:
-            found.append(f"{unlabelled_windows} of {windows} windows have no labels and are presumed benign")
+            sentences.append(f"{unlabelled_windows} of {windows} windows have no labels and are presumed benign")
         if not attacks:
-            found.append("no attacks: only false-alarm figures are defined")
+            sentences.append("no attacks: only false-alarm figures are defined")
         if attacks == windows:
-            found.append("all windows are attacks: false-alarm figures are not defined")
+            sentences.append("all windows are attacks: false-alarm figures are not defined")
     if share == 0 and attacks:
-        found.append("flags nothing: every attack is missed")
+        sentences.append("flags nothing: every attack is missed")
     elif share is not None and share >= FLAGS_EVERYTHING_SHARE and (fpr is None or fpr >= INDISCRIMINATE_FPR):
         why = "(recall 1.0 says nothing; accuracy = attack share)"
-        found.append(f"flags everything {why}" if attacks else "flags everything: every alarm is a false one")
-    if mcc is not None:
-        unbeaten = [f"{name} ({others[name]['mcc']:.3f})" for name, one in differences.items() if _is_unbeaten(one)]
-        if unbeaten:
-            unsure = any(one["low"] is None for one in differences.values())
-            why = ", with too few bursts for an interval" if unsure else ""
-            found.append(f"{_NOT_BEATEN} {', '.join(unbeaten)} on MCC ({mcc:.3f}){why}")
-    return found
+        sentences.append(f"flags everything {why}" if attacks else "flags everything: every alarm is a false one")
+    unbeaten = [f"{name} ({others[name]['mcc']:.3f})" for name, lead in differences.items() if _is_unbeaten(lead)]
+    if mcc is not None and unbeaten:
+        unsure = any(lead["low"] is None for lead in differences.values())
+        why = ", with too few bursts for an interval" if unsure else ""
+        sentences.append(f"{_NOT_BEATEN} {', '.join(unbeaten)} on MCC ({mcc:.3f}){why}")
+    return sentences
 
 
 def _is_unbeaten(difference: MccDifference) -> bool:
@@ -390,9 +379,9 @@ def judgement_tables(judgement: Mapping[str, Any]) -> list[TextTable]:
 
     In the tables of a folder the model comes first, then the references, then the baselines.
     """
-    folders = judgement["test"].items()
-    tables = [write(folder, judged) for folder, judged in folders for write in (_folder_table, _burst_table)
-              if write is _folder_table or judged.get("bursts")]  # fmt: skip
+    tables = []
+    for folder, judged in judgement["test"].items():
+        tables += [_folder_table(folder, judged), *([_burst_table(folder, judged)] if judged.get("bursts") else [])]
     return [*tables, _comparison_table(judgement)] if "compared" in judgement else tables
 
 
@@ -404,10 +393,10 @@ def _folder_table(folder: str, judged: FolderJudgement) -> TextTable:
         rates = (_cell(figures[rate], ".3f") for rate in _RATES.values())
         rows.append((name, *rates, _alarms_cell(figures["false_alarms_per_hour"])))
     by_kind = judged["recall_by_kind"].items()
-    kinds = ", ".join(f"{kind} {found['recall']:.3f} of {found['windows']:,}" for kind, found in by_kind)
+    kinds = ", ".join(f"{kind} {recall['recall']:.3f} of {recall['windows']:,}" for kind, recall in by_kind)
     title = f"{folder}: {counted(model['windows'], 'window')}, {counted(model['attack_windows'], 'attack')}"
-    ranges = [f"{name}: the mean of {FOREST_SEEDS} seeds, MCC {one['mcc'][0]:.3f} to {one['mcc'][1]:.3f}"
-              for name, one in judged.get("ranges", {}).items() if "mcc" in one]  # fmt: skip
+    ranges = [f"{name}: the mean of {FOREST_SEEDS} seeds, MCC {bounds['mcc'][0]:.3f} to {bounds['mcc'][1]:.3f}"
+              for name, bounds in judged.get("ranges", {}).items() if "mcc" in bounds]  # fmt: skip
     notes = (*([f"recall by kind: {kinds}"] if kinds else []), *ranges, *judged["remarks"])
     return TextTable(title, COLUMNS, tuple(rows), notes)
 
@@ -427,9 +416,9 @@ def _burst_table(folder: str, judged: FolderJudgement) -> TextTable:
 
 
 def _burst_cells(figures: BurstFigures) -> tuple[str, str, str, str]:
-    found = f"{figures['bursts_found']:.3g} of {figures['bursts']}" if figures["bursts"] else UNDEFINED
+    share = f"{figures['bursts_found']:.3g} of {figures['bursts']}" if figures["bursts"] else UNDEFINED
     events = _alarms_cell(figures["false_events_per_hour"])
-    return found, _cell(figures["latency_s"], ".3g"), events, _cell(figures["false_alarm_share"], ".1%")
+    return share, _cell(figures["latency_s"], ".3g"), events, _cell(figures["false_alarm_share"], ".1%")
 
 
 def burst_summary(judgement: Mapping[str, Any]) -> TextTable:
@@ -465,8 +454,9 @@ def summary_tables(judgement: Mapping[str, Any]) -> list[TextTable]:
     remarks = {remark: names for remark, names in names_by_remark.items() if not remark.startswith(_NOT_BEATEN)}
     notes += [f"{', '.join(names)}: {remark}." for remark, names in remarks.items()]
     if timed := {short[folder]: judged["bursts"][TRAINED] for folder, judged in folders.items() if "bursts" in judged}:
-        found = [f"{name} {one['bursts_found']:g} of {one['bursts']}" for name, one in timed.items() if one["bursts"]]
-        notes += [f"Bursts of attacks in which an alarm is raised: {', '.join(found)}."] * bool(found)
+        alarmed = [f"{name} {bursts['bursts_found']:g} of {bursts['bursts']}"
+                   for name, bursts in timed.items() if bursts["bursts"]]  # fmt: skip
+        notes += [f"Bursts of attacks in which an alarm is raised: {', '.join(alarmed)}."] * bool(alarmed)
     notes += _SUMMARY_LEGEND
     notes += [f"{note}." for note in rare_id_notes(judgement)]
     if any(short[folder] != folder for folder in folders):
@@ -493,14 +483,10 @@ def _summary_row(name: str, judged: FolderJudgement) -> tuple[str, ...]:
     alarms = _alarms_cell(model["false_alarms_per_hour"])
     if best is None or model["mcc"] is None:
         return (name, *rates, alarms, UNDEFINED, UNDEFINED, UNDEFINED)
-    difference = judged.get("differences", {}).get(best)
-    return (name, *rates, alarms, best, _cell(rivals[best], ".3f"), _beaten_cell(difference))
-
-
-def _beaten_cell(difference: MccDifference | None) -> str:
-    if difference is None or difference["high"] is None:
-        return _OPEN
-    return _YES if not _is_unbeaten(difference) else _NO if difference["high"] < 0 else _OPEN
+    difference, beaten = judged.get("differences", {}).get(best), _OPEN
+    if difference is not None and difference["high"] is not None:
+        beaten = _YES if not _is_unbeaten(difference) else _NO if difference["high"] < 0 else _OPEN
+    return (name, *rates, alarms, best, _cell(rivals[best], ".3f"), beaten)
 
 
 def _alarms_cell(alarms: float | None) -> str:
@@ -518,8 +504,8 @@ def _comparison_table(judgement: Mapping[str, Any]) -> TextTable:
         title="size and speed, windows a second as they were judged",
         columns=("detector", "parameters", "windows/s", "run"),
         rows=tuple(
-            (name, _cell(one["parameters"], ","), _cell(one["windows_per_second"], ",.0f"), one["run"] or "")
-            for name, one in compared.items()
+            (name, _cell(size["parameters"], ","), _cell(size["windows_per_second"], ",.0f"), size["run"] or "")
+            for name, size in compared.items()
         ),
         notes=() if "without_teacher" in {*compared, *judgement["absent"]} else (remedy,),
     )

@@ -32,6 +32,7 @@ from can_train_tasks.can.data.graphs import (
     GraphBuilder,
     Ints,
     SourceFile,
+    WindowGraphs,
     counted,
     no_graphs,
 )
@@ -526,9 +527,8 @@ def _flat_of(block: GraphBlock, window: int) -> FlatGraphs:
     """Arranges a block as a data set."""
     ids, codes = np.unique(np.concatenate([block.can_id, block.absent_id]), return_inverse=True)
     num_nodes = len(block.can_id)
-    names = {field.name for field in fields(FlatGraphs)}
     return FlatGraphs(
-        **{name: value for name, value in vars(block).items() if name in names},
+        **{field.name: getattr(block, field.name) for field in fields(WindowGraphs)},
         node_ptr=_bounds(block.num_nodes),
         edge_ptr=_bounds(block.num_edges),
         node_code=codes[:num_nodes].astype(np.int32),

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DataError
 from can_train_tasks.can.data.clocks import TICKS_PER_SECOND, LogClock
-from can_train_tasks.can.data.formats import BaseNote, header_grammars, number_texts, shortened, with_unit
-from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, ParsedRows, parse_rows
+from can_train_tasks.can.data.formats import header_grammars, number_texts, shortened, with_unit
+from can_train_tasks.can.data.grammar import MAX_CAN_ID, Grammar, parse_rows
 from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames, counted
 from can_train_tasks.can.data.line_formats import line_grammars, variants
 from can_train_tasks.can.data.recordings import recording_format
@@ -35,9 +35,8 @@ from can_train_tasks.can.settings import CanDatasetSettings
 
 STANDARD_INPUT: Final = "-"
 _STANDARD_INPUT_DESCRIPTOR: Final = 0
-SILENCE_S: Final = (
-    2.0  # without a frame, after which a bus is called silent: many times the period of any usual message
-)
+# Seconds without a frame, after which a bus is called silent: many times the period of any usual message.
+SILENCE_S: Final = 2.0
 # Seconds between two looks at the input. Frames are parsed together: one by one they would take fifty times as long.
 # It delays an alarm by less than a tenth of the length of a window of a busy bus.
 PAUSE_S: Final = 0.005
@@ -152,12 +151,12 @@ class FrameInput(ABC):
         for name in names:
             self._meet(name)
         for name in names:
-            own = channels == name
-            count = int(np.count_nonzero(own))
+            of_bus = channels == name
+            count = int(np.count_nonzero(of_bus))
             self.channels[name] += count
             if self.channel in ("", name):
                 self.frames += count
-                yield BusFrames(name, frames if count == len(frames) else _chosen(frames, own))
+                yield BusFrames(name, frames if count == len(frames) else frames[of_bus])
         if not self.frames and not self.notes and self.channels.total() >= UNWATCHED_FRAMES:
             self.notes.append(f"No frame of {self.channel} so far: the input has {self._named_channels()}")
 
@@ -197,10 +196,6 @@ class FrameInput(ABC):
         return ", ".join(
             f"{name} ({counted(count, 'frame')})" for name, count in self.channels.most_common(_NAMED_CHANNELS)
         )
-
-
-def _chosen(frames: Frames, chosen: NDArray[np.bool_]) -> Frames:
-    return Frames(**{field.name: getattr(frames, field.name)[chosen] for field in fields(frames)})
 
 
 def open_input(name: str, dataset: CanDatasetSettings) -> FrameInput:
@@ -269,7 +264,10 @@ class TextInput(FrameInput):
                 rest, skipping = b"", True
             if newline:
                 yield from self._frames(whole)
-            self._refuse_unreadable(len(text))
+            if self._grammar is None and not self._awaits_more:
+                self._unknown_bytes += len(text)
+                if self._unknown_bytes > UNREADABLE_BYTES or len(self._unknown_rows()) >= UNREADABLE_LINES:
+                    raise self._unreadable()
         if rest and not skipping:
             yield from self._frames(rest)
         yield from self._recognised(final=True)
@@ -320,14 +318,6 @@ class TextInput(FrameInput):
             return f"the only line is {first!r}"
         return f"none of the first {min(len(rows), UNREADABLE_LINES):,} lines is; the first is {first!r}"
 
-    def _refuse_unreadable(self, size: int) -> None:
-        """Raises DataError if the lines so far, with the latest `size` bytes, show that the input is no log."""
-        if self._grammar is not None or self._awaits_more:
-            return
-        self._unknown_bytes += size
-        if self._unknown_bytes > UNREADABLE_BYTES or len(self._unknown_rows()) >= UNREADABLE_LINES:
-            raise self._unreadable()
-
     def _unreadable(self) -> DataError:
         return DataError("The input is no CAN log with time, ID and data in each line", value=self._unknown_text(),
                          remedy="Pipe candump -L can0, or text as `zcat` prints it; can-train evaluate reads other logs"
@@ -346,14 +336,11 @@ class TextInput(FrameInput):
 
         With `final`, no more lines come: unit and bases are guessed from the lines so far.
         """
-        if self._grammar is not None or not self._unknown:
-            return
-        lines, self._unknown = self._unknown, []
-        self._grammar = self._recognise(lines, final=final)
-        if self._grammar is None:
-            self._unknown = lines
-        else:
-            yield from self._parsed(lines, self._grammar)
+        if self._grammar is None and self._unknown:
+            self._grammar = self._recognise(self._unknown, final=final)
+            if self._grammar is not None:
+                lines, self._unknown = self._unknown, []
+                yield from self._parsed(lines, self._grammar)
 
     def _parsed(self, lines: list[str | None], grammar: Grammar) -> Iterator[BusFrames | BusErrors]:
         now_s = time.time()
@@ -402,14 +389,13 @@ class TextInput(FrameInput):
             now_s = time.time()
             sample = _with_times(sample, now_s, now_s)
         series = pl.Series("line", sample, dtype=pl.String)
-        known = variants([*header_grammars(series, self._settings), *line_grammars(series)], series)
-        parsed = [parse_rows(series, grammar) for grammar in known]
+        grammars = variants([*header_grammars(series, self._settings), *line_grammars(series)], series)
+        parsed = [(grammar, parse_rows(series, grammar)) for grammar in grammars]
         # Error frames count too: a faulty bus may send nothing else.
-        counts = [(len(rows.position), rows.error_frames) for rows in parsed]
-        best = max(range(len(counts)), key=counts.__getitem__)
-        if not any(counts[best]):
+        grammar, rows = max(parsed, key=lambda each: (len(each[1].position), each[1].error_frames))
+        if not len(rows.position) and not rows.error_frames:
             return None
-        grammar, wanted = known[best], self._settings.time_unit
+        wanted = self._settings.time_unit
         needs_unit = bool(grammar.header) and not (grammar.dated or (wanted == "auto" and grammar.unit_known))
         texts = number_texts(series, self._settings) if grammar.name == "columns" else None
         bases = texts.notes() if texts else []
@@ -417,22 +403,22 @@ class TextInput(FrameInput):
         self._awaits_more = is_open and len(lines) < TELLING_LINES and not final
         if self._awaits_more:
             return None
-        self.notes += map(_base_text, bases)
+        for note in bases:
+            # A heading tells the base of IDs only.
+            remedy = f"; {note.doubt}, a heading such as `id_{note.other_base}` tells it"
+            fact = f"{note.fact[0].upper()}{note.fact[1:]}"
+            self.notes.append(fact + (remedy if note.setting == "id_base" else ""))
         if needs_unit:
-            grammar = self._with_unit(grammar, parsed[best], series)
+            decided = with_unit(grammar, wanted, rows, series)
+            if decided.assumption != grammar.assumption:
+                unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == decided.ticks_per_second)
+                self.notes.append(f"No heading tells the unit of the times, which are taken for {unit} because of how "
+                                  "often IDs repeat; one such as `time [ms]` tells it")  # fmt: skip
+            grammar = decided
         if self._untimed:
             self.notes.append("The lines have no times, so those of their arrival are used, which are less exact; "
                               "candump -ta or -L prints times")  # fmt: skip
         return grammar
-
-    def _with_unit(self, grammar: Grammar, rows: ParsedRows, lines: pl.Series) -> Grammar:
-        """Sets the unit of the times; adds a note where the unit is a guess."""
-        decided = with_unit(grammar, self._settings.time_unit, rows, lines)
-        if decided.assumption != grammar.assumption:
-            unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == decided.ticks_per_second)
-            self.notes.append(f"No heading tells the unit of the times, which are taken for {unit} because of how "
-                              "often IDs repeat; one such as `time [ms]` tells it")  # fmt: skip
-        return decided
 
     def _decided(self, *, final: bool = False) -> Iterator[BusFrames]:
         """Yields the waiting frames, once it is known whether their times are differences."""
@@ -452,14 +438,8 @@ class TextInput(FrameInput):
         if self._deltas:
             times = self._clock_s + np.cumsum(frames.timestamp)
             self._clock_s = float(times[-1])
-            frames = Frames(times, frames.can_id, frames.length, frames.payload, frames.label)
+            frames = replace(frames, timestamp=times)
         yield from self._by_bus(frames, channels)
-
-
-def _base_text(note: BaseNote) -> str:
-    # A heading tells the base of IDs only.
-    remedy = f"; {note.doubt}, a heading such as `id_{note.other_base}` tells it" if note.setting == "id_base" else ""
-    return f"{note.fact[0].upper()}{note.fact[1:]}{remedy}"
 
 
 def _with_times(lines: Sequence[str | None], since_s: float, now_s: float) -> list[str | None]:
@@ -485,8 +465,12 @@ class BusInput(FrameInput):
 
         while True:
             try:
-                first = self._bus.recv(SILENCE_S)
-                messages = [] if first is None else [first, *self._waiting()]
+                message = self._bus.recv(SILENCE_S)
+                messages, until_s = list[Any](), time.monotonic() + PAUSE_S
+                while message is not None:
+                    messages.append(message)
+                    waits_s = max(0.0, until_s - time.monotonic())
+                    message = self._bus.recv(waits_s) if len(messages) < MESSAGES else None
             except (CanError, OSError) as error:
                 raise DataError("The CAN interface has gone down", value=str(error),
                                 remedy="Bring it up: ip link set can0 up") from error  # fmt: skip
@@ -499,14 +483,6 @@ class BusInput(FrameInput):
     def close(self) -> None:
         """Shuts the bus down."""
         self._bus.shutdown()
-
-    def _waiting(self) -> Iterator[Any]:
-        until_s = time.monotonic() + PAUSE_S
-        for _ in range(MESSAGES):
-            message = self._bus.recv(max(0.0, until_s - time.monotonic()))
-            if message is None:
-                return
-            yield message
 
     def _errors(self, messages: Sequence[Any]) -> Iterator[BusErrors]:
         for channel in dict.fromkeys(map(_channel, messages)):

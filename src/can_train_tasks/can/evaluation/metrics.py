@@ -177,26 +177,16 @@ def detector_metrics(is_attack: Bools, score: Floats, flagged: Bools, *, benign_
     )
 
 
-def mean_metrics(several: Sequence[Metrics]) -> Metrics:
-    """Returns the means of figures on the same windows; None where a figure is None."""
-    if len(several) == 1:
-        return several[0]
-    columns: dict[str, list[Any]] = {name: [dict(one)[name] for one in several] for name in several[0]}
-    means: dict[str, Any] = {
-        name: None if None in values else values[0] if name in _COUNTS else sum(values) / len(values)
-        for name, values in columns.items()
-    }
-    return cast(Metrics, means)
+def means_and_ranges(several: Sequence[Metrics]) -> tuple[Metrics, dict[str, list[float]]]:
+    """Returns the means of the figures of several fits on the same windows, and their lowest and highest values.
 
-
-def metric_ranges(several: Sequence[Metrics]) -> dict[str, list[float]]:
-    """Returns the lowest and the highest value of each figure that all fits have."""
-    columns: dict[str, list[Any]] = {name: [dict(one)[name] for one in several] for name in several[0]}
-    return {
-        name: [min(values), max(values)]
-        for name, values in columns.items()
-        if None not in values and name not in _COUNTS
-    }
+    A figure that is None for a fit has no range, and its mean is None.
+    """
+    columns: dict[str, list[Any]] = {name: [dict(fit)[name] for fit in several] for name in several[0]}
+    defined = {name: values for name, values in columns.items() if None not in values and name not in _COUNTS}
+    means: dict[str, Any] = {name: values[0] if name in _COUNTS else None for name, values in columns.items()}
+    means |= {name: sum(values) / len(values) for name, values in defined.items()}
+    return cast(Metrics, means), {name: [min(values), max(values)] for name, values in defined.items()}
 
 
 def _ratio(part: int, whole: float) -> float | None:
@@ -224,11 +214,10 @@ def recall_at_fpr(is_attack: Bools, score: Floats, fpr: float) -> float:
 
 def recall_by_kind(label: NDArray[np.uint8], flagged: Bools, kinds: tuple[str, ...]) -> dict[str, KindRecall]:
     """Computes the recall of every attack kind that occurs; `label` [W] indexes `kinds`, and 0 is benign."""
-    found = {}
-    for code in np.unique(label[label > 0]):
-        of_kind = label == code
-        found[kinds[code]] = KindRecall(recall=float(np.mean(flagged[of_kind])), windows=int(np.count_nonzero(of_kind)))
-    return found
+    return {
+        kinds[code]: KindRecall(recall=float(np.mean(flagged[label == code])), windows=int(np.sum(label == code)))
+        for code in np.unique(label[label > 0])
+    }
 
 
 def error_units(benign_errors: Floats) -> list[float]:

@@ -54,8 +54,7 @@ Calibrate = Annotated[
     ),
 ]
 AlarmsPerHour = Annotated[
-    float | None,
-    typer.Option(help="Choose the threshold for about so many false alarms an hour.", metavar="NUMBER"),
+    float | None, typer.Option(help="Choose the threshold for about so many false alarms an hour.", metavar="NUMBER")
 ]
 HoldOption = Annotated[
     Hold | None,

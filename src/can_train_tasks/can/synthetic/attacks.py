@@ -15,16 +15,14 @@ Shapes: M frames.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Ints
 from can_train_tasks.can.synthetic.traffic import SECOND_US, TimeSpan, Traffic, draw_time_spans
-from can_train_tasks.can.synthetic.vehicles import Message, Signal, Vehicle, write_checksum
-
-_T = TypeVar("_T")
+from can_train_tasks.can.synthetic.vehicles import Message, Signal, Vehicle, draw, write_checksum
 
 _FIRST_BURST_CYCLE_US: Final = 6 * SECOND_US  # version 1: a burst in each cycle; bursts are a quarter of a drive
 
@@ -111,7 +109,7 @@ def draw_bursts(rng: np.random.Generator, duration_us: int) -> tuple[TimeSpan, .
     ranges = [(cycle_us * number + cycle_us // 10, cycle_us * (number + 1)) for number in range(num_bursts - 1)]
     mean_us = duration_us * _ATTACK_SHARE / (num_bursts - 1 + _LAST_LENGTH)
     bursts = []
-    for (from_us, to_us), factor in [*((one, 1.0) for one in ranges), ((last_from_us, last_to_us), _LAST_LENGTH)]:
+    for (from_us, to_us), factor in [*((each, 1.0) for each in ranges), ((last_from_us, last_to_us), _LAST_LENGTH)]:
         length_us = max(_MIN_BURST_US, int(factor * mean_us * (0.5 + rng.random())))
         start_us = from_us + int((to_us - from_us - length_us) * rng.random())
         bursts.append(TimeSpan(start_us=start_us, end_us=start_us + length_us))
@@ -124,21 +122,21 @@ def _inject(burst_frames: Callable[[AttackContext, TimeSpan], Traffic], context:
 
 def _flood(context: AttackContext, burst: TimeSpan) -> Traffic:
     """Floods the bus with ID 0, which always wins arbitration."""
-    time_us = _periodic(context.rng, burst, _draw(context.rng, _DOS_PERIODS_US))
-    payload = np.full((len(time_us), MAX_PAYLOAD_BYTES), _draw(context.rng, (0x00, 0xFF)), np.uint8)
+    time_us = _periodic(context.rng, burst, draw(context.rng, _DOS_PERIODS_US))
+    payload = np.full((len(time_us), MAX_PAYLOAD_BYTES), draw(context.rng, (0x00, 0xFF)), np.uint8)
     return _attack_frames(time_us, np.zeros_like(time_us), np.full_like(time_us, MAX_PAYLOAD_BYTES), payload)
 
 
 def _fuzz(context: AttackContext, burst: TimeSpan) -> Traffic:
     """Sends random payloads, in some bursts under random IDs, in others under the vehicle's own."""
     rng = context.rng
-    time_us = _periodic(rng, burst, _draw(rng, _FUZZING_PERIODS_US))
+    time_us = _periodic(rng, burst, draw(rng, _FUZZING_PERIODS_US))
     if rng.random() < 0.5:
         can_id = rng.integers(context.vehicle.max_id + 1, size=len(time_us))
         length = rng.integers(MAX_PAYLOAD_BYTES + 1, size=len(time_us))
     else:
-        own = np.array([(message.can_id, message.length) for message in context.vehicle.messages])
-        can_id, length = own[rng.integers(len(own), size=len(time_us))].T
+        sent = np.array([(message.can_id, message.length) for message in context.vehicle.messages])
+        can_id, length = sent[rng.integers(len(sent), size=len(time_us))].T
     payload = rng.integers(256, size=(len(time_us), MAX_PAYLOAD_BYTES), dtype=np.uint8)
     payload[np.arange(MAX_PAYLOAD_BYTES) >= length[:, None]] = 0
     return _attack_frames(time_us, can_id, length, payload)
@@ -147,13 +145,13 @@ def _fuzz(context: AttackContext, burst: TimeSpan) -> Traffic:
 def _systematise(context: AttackContext, burst: TimeSpan) -> Traffic:
     """Tries one ID after another, or one payload after another under an ID of the vehicle."""
     rng = context.rng
-    time_us = _periodic(rng, burst, _draw(rng, _FUZZING_PERIODS_US))
+    time_us = _periodic(rng, burst, draw(rng, _FUZZING_PERIODS_US))
     steps = int(rng.integers(context.vehicle.max_id + 1)) + np.arange(len(time_us))
-    payload = np.full((len(time_us), MAX_PAYLOAD_BYTES), _draw(rng, (0x00, 0xFF)), np.uint8)
+    payload = np.full((len(time_us), MAX_PAYLOAD_BYTES), draw(rng, (0x00, 0xFF)), np.uint8)
     if rng.random() < 0.5:
         can_id, length = steps % (context.vehicle.max_id + 1), np.full_like(time_us, MAX_PAYLOAD_BYTES)
     else:
-        victim = _draw(rng, [message for message in context.vehicle.messages if message.length])
+        victim = draw(rng, [message for message in context.vehicle.messages if message.length])
         can_id, length = np.full_like(time_us, victim.can_id), np.full_like(time_us, victim.length)
         payload[:, int(rng.integers(victim.length))] = steps % 256
         payload[:, victim.length :] = 0
@@ -179,29 +177,27 @@ def _claim_zero(rng: np.random.Generator, signal: Signal, payload: NDArray[np.ui
 
 def _spoof(channels: Sequence[str], claim: _Claim, context: AttackContext, burst: TimeSpan) -> Traffic:
     """Sends a forged frame after the real frames that carry the channels."""
-    return Traffic.merge([_spoof_channel(channel, claim, context, burst) for channel in channels])
-
-
-def _spoof_channel(channel: str, claim: _Claim, context: AttackContext, burst: TimeSpan) -> Traffic:
-    rng = context.rng
-    message, signal = context.vehicle.fastest_carrier(channel)
-    rows = context.rows(message, burst)
-    rows = rows[rng.random(len(rows)) < _draw(rng, _SPOOFED_SHARES)]
-    forged = context.traffic.take(rows)
-    max_delay_us = int(message.period_us * _draw(rng, _MAX_SPOOF_DELAYS))
-    forged.time_us[:] += rng.integers(_MIN_SPOOF_DELAY_US, max_delay_us, size=len(rows))
-    signal.write(forged.payload, claim(rng, signal, forged.payload))
-    # Half of the attackers do not know the checksum.
-    if rng.random() < 0.5:
-        write_checksum(message, forged.payload)
-    forged.attack[:] = True
-    return forged
+    rng, parts = context.rng, []
+    for channel in channels:
+        message, signal = context.vehicle.fastest_carrier(channel)
+        rows = context.rows(message, burst)
+        rows = rows[rng.random(len(rows)) < draw(rng, _SPOOFED_SHARES)]
+        forged = context.traffic.take(rows)
+        max_delay_us = int(message.period_us * draw(rng, _MAX_SPOOF_DELAYS))
+        forged.time_us[:] += rng.integers(_MIN_SPOOF_DELAY_US, max_delay_us, size=len(rows))
+        signal.write(forged.payload, claim(rng, signal, forged.payload))
+        # Half of the attackers do not know the checksum.
+        if rng.random() < 0.5:
+            write_checksum(message, forged.payload)
+        forged.attack[:] = True
+        parts.append(forged)
+    return Traffic.merge(parts)
 
 
 def _change_interval(context: AttackContext, burst: TimeSpan) -> Traffic:
     """Sends a real message's latest payload again, with the attacker's period."""
-    message = _draw(context.rng, context.vehicle.cyclic_messages(_MODERATE_US))
-    time_us = _periodic(context.rng, burst, int(message.period_us * _draw(context.rng, _INTERVAL_FACTORS)))
+    message = draw(context.rng, context.vehicle.cyclic_messages(_MODERATE_US))
+    time_us = _periodic(context.rng, burst, int(message.period_us * draw(context.rng, _INTERVAL_FACTORS)))
     own = np.flatnonzero(context.traffic.can_id == message.can_id)
     latest = np.searchsorted(context.traffic.time_us[own], time_us, side="right") - 1
     forged = context.traffic.take(own[np.maximum(latest, 0)])
@@ -215,8 +211,8 @@ def _replay(context: AttackContext, burst: TimeSpan) -> Traffic:
     recorded_us = int((burst.start_us - duration_us) * rng.random())
     ids = np.array([message.can_id for message in context.vehicle.messages])
     # At least one fast message, so that every burst has a frame.
-    always = _draw(rng, context.vehicle.cyclic_messages(_FAST_US)).can_id
-    ids = ids[(rng.random(len(ids)) < _draw(rng, _REPLAYED_SHARES)) | (ids == always)]
+    always = draw(rng, context.vehicle.cyclic_messages(_FAST_US)).can_id
+    ids = ids[(rng.random(len(ids)) < draw(rng, _REPLAYED_SHARES)) | (ids == always)]
     first, last = np.searchsorted(context.traffic.time_us, [recorded_us, recorded_us + duration_us])
     forged = context.traffic.take(first + np.flatnonzero(np.isin(context.traffic.can_id[first:last], ids)))
     forged.time_us[:] += burst.start_us - recorded_us
@@ -230,40 +226,31 @@ def _suppress(context: AttackContext) -> Traffic:
     for burst in context.bursts:
         candidates = context.vehicle.cyclic_messages(_FAST_US)
         for _ in range(int(context.rng.integers(1, 4))):
-            missing[context.rows(_draw(context.rng, candidates), burst)] = True
+            missing[context.rows(draw(context.rng, candidates), burst)] = True
     rest = context.traffic.take(~missing)
     next_ready = np.searchsorted(rest.time_us, context.traffic.time_us[missing])
     rest.attack[np.minimum(next_ready, len(rest) - 1)] = True
     return rest
 
 
-def _masquerade_roughly(context: AttackContext) -> Traffic:
-    """Version 1: silences a message and sends it in the victim's place; a reading is wrong, timing is slightly off."""
+def _forge_roughly(context: AttackContext, message: Message, signal: Signal, rows: Ints) -> Traffic:
+    """Version 1: freezes a reading or lets it drift; timing is slightly off."""
     rng = context.rng
-
-    def forge(message: Message, signal: Signal, rows: Ints) -> Traffic:
-        forged = context.traffic.take(rows)
-        # The attacker's clock has another phase than the victim's, and the jitter of software instead of a timer.
-        shift_us = message.period_us * (0.3 * rng.random() + 0.1 * rng.random(len(rows)))
-        forged.time_us[:] += np.floor(shift_us).astype(np.int64)
-        raw = signal.read(forged.payload)
-        if rng.random() < 0.5:
-            signal.write(forged.payload, np.full_like(raw, raw[0]))
-        else:
-            final_error = (signal.high - signal.low) * _draw(rng, (-0.5, -0.2, 0.2, 0.5))
-            signal.write(forged.payload, raw + np.floor(np.linspace(0.0, final_error, len(raw))).astype(np.int64))
-        return forged
-
-    return _take_over(context, forge)
-
-
-def _masquerade(context: AttackContext) -> Traffic:
-    """Silences a message and sends it in the victim's place and rhythm; one reading is wrong, and plausible."""
-    return _take_over(context, partial(_forge_plausibly, context))
+    forged = context.traffic.take(rows)
+    # The attacker's clock has another phase than the victim's, and the jitter of software instead of a timer.
+    shift_us = message.period_us * (0.3 * rng.random() + 0.1 * rng.random(len(rows)))
+    forged.time_us[:] += np.floor(shift_us).astype(np.int64)
+    raw = signal.read(forged.payload)
+    if rng.random() < 0.5:
+        signal.write(forged.payload, np.full_like(raw, raw[0]))
+    else:
+        final_error = (signal.high - signal.low) * draw(rng, (-0.5, -0.2, 0.2, 0.5))
+        signal.write(forged.payload, raw + np.floor(np.linspace(0.0, final_error, len(raw))).astype(np.int64))
+    return forged
 
 
 def _forge_plausibly(context: AttackContext, message: Message, signal: Signal, rows: Ints) -> Traffic:
-    """Freezes a reading, repeats an earlier course of it, or lets it drift."""
+    """Freezes a reading, repeats an earlier course of it, or lets it drift, in the victim's rhythm."""
     rng = context.rng
     forged = context.traffic.take(rows)
     forged.time_us[:] += int(rng.integers(_MAX_TAKEOVER_SHIFT_US))
@@ -272,7 +259,7 @@ def _forge_plausibly(context: AttackContext, message: Message, signal: Signal, r
     own = np.flatnonzero(context.traffic.can_id == message.can_id)
     before = int(np.searchsorted(own, rows[0]))
     earlier = own[int(rng.integers(max(1, before - len(rows)))) :][: len(rows)]
-    claimed = _draw(rng, (np.full_like(real, real[0]), signal.read(context.traffic.payload[earlier]), drifting))
+    claimed = draw(rng, (np.full_like(real, real[0]), signal.read(context.traffic.payload[earlier]), drifting))
     # While the vehicle stands, a frozen or repeated reading often equals the victim's reading: then it drifts.
     signal.write(forged.payload, drifting if np.array_equal(claimed, real) else claimed)
     return forged
@@ -285,19 +272,23 @@ def _drift(rng: np.random.Generator, signal: Signal, real: Ints, time_us: Ints) 
     progress = (sampled_us - sampled_us[0]) / max(1, sampled_us[-1] - sampled_us[0])
     span = signal.high - signal.low
     direction = 1 if 2 * (real[0] - signal.low) < span else -1
-    drifted: Ints = real + direction * np.floor(progress * _draw(rng, _DRIFTS) * span).astype(np.int64)
+    drifted: Ints = real + direction * np.floor(progress * draw(rng, _DRIFTS) * span).astype(np.int64)
     return drifted
 
 
-def _take_over(context: AttackContext, forge: Callable[[Message, Signal, Ints], Traffic]) -> Traffic:
-    """Replaces a message in each burst by frames from `forge`, with the right checksum."""
+# Makes the frames of a message with a signal, in place of the frames at positions of the traffic.
+_Forge = Callable[[AttackContext, Message, Signal, Ints], Traffic]
+
+
+def _take_over(forge: _Forge, context: AttackContext) -> Traffic:
+    """Silences a message in each burst and sends frames from `forge` in its place, with the right checksum."""
     replaced = np.zeros(len(context.traffic), np.bool_)
     parts = []
     for burst in context.bursts:
-        message, signal = context.vehicle.fastest_carrier(_draw(context.rng, ("rpm", "speed", "steering")))
+        message, signal = context.vehicle.fastest_carrier(draw(context.rng, ("rpm", "speed", "steering")))
         rows = context.rows(message, burst)
         replaced[rows] = True
-        forged = forge(message, signal, rows)
+        forged = forge(context, message, signal, rows)
         write_checksum(message, forged.payload)
         forged.attack[:] = True
         parts.append(forged)
@@ -315,10 +306,6 @@ def _attack_frames(time_us: Ints, can_id: Ints, length: Ints, payload: NDArray[n
     return Traffic(time_us=time_us, can_id=can_id, length=length, payload=payload, attack=labels)
 
 
-def _draw(rng: np.random.Generator, choices: Sequence[_T]) -> _T:
-    return choices[int(rng.integers(len(choices)))]
-
-
 _Attack = Callable[[AttackContext], Traffic]
 
 # Attacks by the name of their files; can-train-and-test names spoofed signals after their claims.
@@ -331,11 +318,11 @@ FIRST_ATTACKS: Final[Mapping[str, _Attack]] = {
     "speed": partial(_inject, partial(_spoof, ("speed",), _claim_another)),
     "double": partial(_inject, partial(_spoof, ("steering", "speed"), _claim_another)),
     "suppress": _suppress,
-    "masquerade": _masquerade_roughly,
+    "masquerade": partial(_take_over, _forge_roughly),
 }
 ATTACKS: Final[Mapping[str, _Attack]] = {
     **FIRST_ATTACKS,
-    "masquerade": _masquerade,
+    "masquerade": partial(_take_over, _forge_plausibly),
     "systematic": partial(_inject, _systematise),
     "triple": partial(_inject, partial(_spoof, ("rpm", "speed", "gear"), _claim_another)),
     "standstill": partial(_inject, partial(_spoof, ("speed",), _claim_zero)),

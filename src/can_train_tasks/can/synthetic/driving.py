@@ -19,11 +19,11 @@ from can_train_tasks.can.synthetic.traffic import (
     SECOND_US,
     TICK_US,
     Traffic,
+    complete_state,
     moving_average,
-    random_levels,
     smooth_random,
 )
-from can_train_tasks.can.synthetic.vehicles import STATUS_CHANNELS, Message, SendType, Vehicle, write_checksum
+from can_train_tasks.can.synthetic.vehicles import Message, SendType, Vehicle
 
 _CLOCK_ERROR: Final = 1e-4  # largest error of a control unit's clock: 100 ppm, as for a cheap quartz
 _LATE: Final = 0.002  # share of frames delayed by other work of their control unit
@@ -74,21 +74,8 @@ def _simulate_state(rng: np.random.Generator, duration_us: int) -> dict[str, Flo
     rpm = moving_average(rpm, width=30)
     steering = np.clip(0.5 + driving * 1.2 * (smooth_random(rng, num_ticks, hold_s=4) - 0.5), 0.0, 1.0)
     steering = moving_average(steering, width=50)
-    warm_s = np.arange(num_ticks) / 100 + 200 * rng.random()
-    state = {
-        "speed": speed,
-        "throttle": throttle,
-        "brake": np.clip(-change, 0.0, 1.0),
-        "gear": gear / GEARS,
-        "rpm": rpm,
-        "torque": np.clip(0.6 * throttle + 0.3 * rpm, 0.0, 1.0),
-        "steering": steering,
-        "yaw": np.clip(0.5 + (steering - 0.5) * speed, 0.0, 1.0),
-        "coolant": 0.2 + 0.7 * warm_s / (warm_s + 120),
-        "fuel": np.full(num_ticks, 0.05 + 0.9 * rng.random()),
-    }
-    statuses = (random_levels(rng, num_ticks, hold_s=_STATUS_HOLD_S) for _ in STATUS_CHANNELS)
-    return state | {name: np.floor(4 * levels) / 4 for name, levels in zip(STATUS_CHANNELS, statuses, strict=True)}
+    course = {"speed": speed, "throttle": throttle, "gear": gear / GEARS, "rpm": rpm, "steering": steering}
+    return complete_state(rng, course, change, status_hold_s=_STATUS_HOLD_S)
 
 
 def _message_traffic(rng: np.random.Generator, message: Message, state: dict[str, Floats], clocks: _Clocks) -> Traffic:
@@ -104,15 +91,15 @@ def _message_traffic(rng: np.random.Generator, message: Message, state: dict[str
         signal.write(payload, raw)
     if message.counter_byte is not None:
         payload[:, message.counter_byte] = (message.constants[message.counter_byte] & 0xF0) | (count % 16)
-    write_checksum(message, payload)
-    can_id, length = (np.full(len(time_us), value, np.int64) for value in (message.can_id, message.length))
-    labels = np.zeros(len(time_us), np.bool_)
-    return Traffic(time_us=time_us, can_id=can_id, length=length, payload=payload, attack=labels)
+    return Traffic.of(message, time_us, payload)
 
 
 def _sending_times(rng: np.random.Generator, message: Message, state: dict[str, Floats], clocks: _Clocks) -> Ints:
     """Draws the times [M] when a message is ready, ascending."""
-    changes_us = _changes(rng, message, state)
+    changes_us = np.empty(0, np.int64)  # when the message reports changes of its trigger
+    if message.trigger:
+        ticks = np.flatnonzero(np.diff(state[message.trigger])) + 1
+        changes_us = ticks * TICK_US + rng.integers(_MAX_REACTION_US, size=len(ticks))
     if message.send_type is SendType.ON_CHANGE:
         due_us = (changes_us[:, None] + message.period_us * np.arange(_REPETITIONS)).ravel()
     else:
@@ -133,15 +120,6 @@ def _schedule(message: Message, clocks: _Clocks) -> Ints:
     """Returns the moments [M] when a message's period begins, by its control unit's clock."""
     period_us = message.period_us * (1 + clocks.error[message.unit])
     first_us = int((message.offset_us - clocks.start_us[message.unit]) % message.period_us)
-    due_us: Ints = first_us + np.floor(np.arange(clocks.duration_us // message.period_us + 1) * period_us).astype(
-        np.int64
-    )
+    periods = np.arange(clocks.duration_us // message.period_us + 1)
+    due_us: Ints = first_us + np.floor(periods * period_us).astype(np.int64)
     return due_us[due_us < clocks.duration_us]
-
-
-def _changes(rng: np.random.Generator, message: Message, state: dict[str, Floats]) -> Ints:
-    """Returns the times [M] when a message reports changes of its trigger; no times without a trigger."""
-    if not message.trigger:
-        return np.empty(0, np.int64)
-    ticks = np.flatnonzero(np.diff(state[message.trigger])) + 1
-    return ticks * TICK_US + rng.integers(_MAX_REACTION_US, size=len(ticks))

@@ -6,7 +6,7 @@ compares them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 
@@ -21,9 +21,8 @@ from can_train_tasks.can.synthetic.vehicles import (
     SendType,
     Signal,
     Vehicle,
+    draw,
 )
-
-_T = TypeVar("_T")
 
 # Attacks forge these readings, so every vehicle sends each of them in a separate fast message.
 TARGETS: Final = ("rpm", "speed", "steering", "gear")
@@ -133,23 +132,18 @@ def make_fleet(seed: int) -> tuple[Vehicle, ...]:
     vehicles = []
     for number in range(NUM_VEHICLES):
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, number)))
-        pools = [_draw_part(rng, pool, number) for pool in (standard, groups)]
+        first, pools = _SHARED_IDS + number * _OWN_IDS, []
+        for pool in (standard, groups):
+            shared = rng.permutation(pool[:_SHARED_IDS]).tolist()[: _OWN_IDS // _SHARED_PART]
+            pools.append(rng.permutation([*shared, *pool[first : first + _OWN_IDS]]).tolist())
         vehicles.append(_make_vehicle(rng, _KINDS[number], *pools))
     return tuple(vehicles)
-
-
-def _draw_part(rng: np.random.Generator, pool: Sequence[int], number: int) -> list[int]:
-    """Returns a vehicle's part of a pool of IDs, in random order; other vehicles share a few of these IDs."""
-    own = _SHARED_IDS + number * _OWN_IDS
-    shared = rng.permutation(pool[:_SHARED_IDS]).tolist()
-    mixed: list[int] = rng.permutation([*shared[: _OWN_IDS // _SHARED_PART], *pool[own : own + _OWN_IDS]]).tolist()
-    return mixed
 
 
 def _make_vehicle(rng: np.random.Generator, kind: VehicleKind, standard: list[int], groups: list[int]) -> Vehicle:
     slots = _draw_slots(rng, kind)
     addresses = rng.permutation(_MAX_ADDRESS)[: int(rng.integers(*_UNITS, endpoint=True))].tolist()
-    jitters_us = tuple(_draw(rng, kind.jitters_us) for _ in addresses)
+    jitters_us = tuple(draw(rng, kind.jitters_us) for _ in addresses)
     extended = rng.random(len(slots)) < kind.extended
     standard = sorted(standard[: int((~extended).sum())])
     groups = sorted(groups[: int(extended.sum())])
@@ -157,13 +151,12 @@ def _make_vehicle(rng: np.random.Generator, kind: VehicleKind, standard: list[in
     for (period_ms, content), is_extended in zip(slots, extended.tolist(), strict=True):
         unit = int(rng.integers(len(addresses)))
         priority = _PRIORITIES[period_ms > _CONTROL_MS]
-        can_id = (
-            priority << _PRIORITY_SHIFT | groups.pop(0) << _ADDRESS_BITS | addresses[unit]
-            if is_extended
-            else standard.pop(0)
-        )
-        frame = _Slot(can_id=can_id, period_ms=period_ms, unit=unit, content=content)
-        messages.append(_make_message(rng, kind, frame))
+        if is_extended:
+            can_id = priority << _PRIORITY_SHIFT | groups.pop(0) << _ADDRESS_BITS | addresses[unit]
+        else:
+            can_id = standard.pop(0)
+        slot = _Slot(can_id=can_id, period_ms=period_ms, unit=unit, content=content)
+        messages.append(_make_message(rng, kind, slot))
     by_id = sorted(messages, key=lambda message: message.can_id)
     return Vehicle(messages=tuple(by_id), jitters_us=jitters_us, bit_us=kind.bit_us, max_id=kind.max_id)
 
@@ -174,14 +167,14 @@ def _draw_slots(rng: np.random.Generator, kind: VehicleKind) -> list[tuple[int, 
     slots += [(_REPEAT_MS, "on_change")] * kind.on_change
     for period_ms, (fewest, most) in kind.periods_ms.items():
         for _ in range(int(rng.integers(fewest, most, endpoint=True))):
-            draw = rng.random()
+            chance = rng.random()
             lively = kind.lively if period_ms <= _MAX_LIVELY_MS else 0.0
-            if draw < lively:
+            if chance < lively:
                 content = "lively"
-            elif draw < lively + kind.constant:
+            elif chance < lively + kind.constant:
                 content = "constant"
             else:
-                content = ("slow", "flags")[int(rng.integers(2))]
+                content = draw(rng, ("slow", "flags"))
             slots.append((period_ms, content))
     order = np.argsort([period_ms * (0.5 + rng.random()) for period_ms, _ in slots], kind="stable")
     return [slots[position] for position in order.tolist()]
@@ -199,13 +192,13 @@ class _Slot:
 
 def _make_message(rng: np.random.Generator, kind: VehicleKind, slot: _Slot) -> Message:
     is_target = slot.content in TARGETS
-    length = MAX_PAYLOAD_BYTES if is_target else _draw(rng, kind.lengths)
+    length = MAX_PAYLOAD_BYTES if is_target else draw(rng, kind.lengths)
     if slot.content == "on_change":
         length = max(1, length)
-    draw = rng.random() / (_TARGETS_PROTECTED if is_target else 1)
+    chance = rng.random() / (_TARGETS_PROTECTED if is_target else 1)
     fits = length >= _MIN_PROTECTED_BYTES and slot.content != "on_change"
-    protected = fits and draw < kind.protected
-    counted = protected or (fits and draw < kind.protected + kind.counted)
+    protected = fits and chance < kind.protected
+    counted = protected or (fits and chance < kind.protected + kind.counted)
     free_bytes = length - protected - counted
     signals = _draw_signals(rng, slot, free_bytes)
     send_type = _draw_send_type(rng, slot) if signals else SendType.CYCLIC
@@ -219,7 +212,7 @@ def _make_message(rng: np.random.Generator, kind: VehicleKind, slot: _Slot) -> M
         constants=_draw_constants(rng, kind, length),
         signals=signals,
         counter_byte=free_bytes if counted else None,
-        checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))] if protected else Checksum.NONE,
+        checksum=draw(rng, (Checksum.XOR, Checksum.CRC8)) if protected else Checksum.NONE,
         pages=_draw_pages(rng, kind) if paged and not counted and send_type is SendType.CYCLIC else (),
         trigger="" if send_type is SendType.CYCLIC else signals[0].channel,
         unit=slot.unit,
@@ -228,20 +221,20 @@ def _make_message(rng: np.random.Generator, kind: VehicleKind, slot: _Slot) -> M
 
 
 def _draw_send_type(rng: np.random.Generator, slot: _Slot) -> SendType:
-    draw = rng.random()
+    chance = rng.random()
     if slot.content == "on_change":
         return SendType.ON_CHANGE
     if slot.content == "flags" and slot.period_ms >= _MIN_EVENT_MS:
-        if draw < _SENT_IF_ACTIVE:
+        if chance < _SENT_IF_ACTIVE:
             return SendType.CYCLIC_IF_ACTIVE
-        if draw < _SENT_IF_ACTIVE + _SENT_ON_CHANGE_TOO:
+        if chance < _SENT_IF_ACTIVE + _SENT_ON_CHANGE_TOO:
             return SendType.CYCLIC_AND_ON_CHANGE
     return SendType.CYCLIC
 
 
 def _draw_constants(rng: np.random.Generator, kind: VehicleKind, length: int) -> tuple[int, ...]:
     palette = (*kind.fillers, int(rng.integers(256)))
-    filled = [_draw(rng, palette) for _ in range(length)]
+    filled = [draw(rng, palette) for _ in range(length)]
     return tuple(filled + [0] * (MAX_PAYLOAD_BYTES - length))
 
 
@@ -263,7 +256,7 @@ def _draw_signals(rng: np.random.Generator, slot: _Slot, free_bytes: int) -> tup
         if byte >= free_bytes:
             break
         width = 2 if content == "lively" and byte + 1 < free_bytes and rng.random() < 0.5 else 1
-        signals.append(_draw_signal(rng, content, _draw(rng, _channels(content, slot.period_ms)), byte, width))
+        signals.append(_draw_signal(rng, content, draw(rng, _channels(content, slot.period_ms)), byte, width))
         byte += width + int(rng.integers(2))
     return tuple(signals)
 
@@ -272,15 +265,14 @@ def _target_signals(rng: np.random.Generator, slot: _Slot) -> tuple[Signal, ...]
     """Returns the signal of the reading that attackers forge, and one more signal."""
     channel = slot.content
     if channel == "gear":
-        target = Signal(
-            channel=channel, byte=int(rng.integers(3)), width=1, low=0, high=GEARS * int(rng.integers(1, 9))
-        )
+        byte, high = int(rng.integers(3)), GEARS * int(rng.integers(1, 9))
+        target = Signal(channel=channel, byte=byte, width=1, low=0, high=high)
     else:
         low, high = int(rng.integers(500)), int(rng.integers(4_000, 60_000))
         every_us = slot.period_ms * _MS * int(rng.integers(1, 3))
         target = Signal(channel=channel, byte=int(rng.integers(3)), width=2, low=low, high=high, every_us=every_us)
-    content = _draw(rng, ("slow", "lively", "flags"))
-    return (target, _draw_signal(rng, content, _draw(rng, _channels(content, slot.period_ms)), 4, 1))
+    content = draw(rng, ("slow", "lively", "flags"))
+    return (target, _draw_signal(rng, content, draw(rng, _channels(content, slot.period_ms)), 4, 1))
 
 
 def _channels(content: str, period_ms: int) -> Sequence[str]:
@@ -293,14 +285,10 @@ def _draw_signal(rng: np.random.Generator, content: str, channel: str, byte: int
     low, high = np.sort(rng.integers(256**width, size=2)).tolist()
     if content == "flags":
         # Readings of a status have four levels; a small range of raw values keeps two, three or four of them apart.
-        low, span = int(rng.integers(4)), _draw(rng, (2, 3, 4, 64))
+        low, span = int(rng.integers(4)), draw(rng, (2, 3, 4, 64))
         return Signal(channel=channel, byte=byte, width=width, low=low, high=low + span)
     if content == "slow":
-        every_us = _draw(rng, _SAMPLES_MS) * _MS
+        every_us = draw(rng, _SAMPLES_MS) * _MS
         return Signal(channel=channel, byte=byte, width=width, low=low, high=high, every_us=every_us)
     noise = int(rng.integers(1, 4)) if rng.random() < _NOISY else 0
     return Signal(channel=channel, byte=byte, width=width, low=low, high=high, noise=noise)
-
-
-def _draw(rng: np.random.Generator, choices: Sequence[_T]) -> _T:
-    return choices[int(rng.integers(len(choices)))]

@@ -64,6 +64,14 @@ class Traffic:
         return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     @classmethod
+    def of(cls, message: Message, time_us: Ints, payload: NDArray[np.uint8]) -> Self:
+        """Makes the frames of one message, and writes their checksums."""
+        write_checksum(message, payload)
+        can_id, length = (np.full(len(time_us), value, np.int64) for value in (message.can_id, message.length))
+        labels = np.zeros(len(time_us), np.bool_)
+        return cls(time_us=time_us, can_id=can_id, length=length, payload=payload, attack=labels)
+
+    @classmethod
     def merge(cls, parts: Sequence[Self]) -> Self:
         """Joins at least one part, ordered by time; at equal times earlier parts go first."""
         whole = cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
@@ -113,20 +121,29 @@ def _simulate_state(rng: np.random.Generator, duration_us: int) -> dict[str, Flo
     gear = np.minimum(np.floor(speed * 6), 5)
     rpm = moving_average(np.clip(0.12 + 0.5 * (speed * 6 - gear) + 0.25 * throttle, 0.0, 1.0), width=30)
     steering = np.clip(0.5 + 1.2 * (smooth_random(rng, num_ticks, hold_s=2) - 0.5), 0.0, 1.0)
+    course = {"speed": speed, "throttle": throttle, "gear": gear / 5, "rpm": rpm, "steering": steering}
+    return complete_state(rng, course, change, status_hold_s=4)
+
+
+def complete_state(
+    rng: np.random.Generator, course: dict[str, Floats], change: Floats, *, status_hold_s: int
+) -> dict[str, Floats]:
+    """Adds the other channels to readings of speed, throttle, gear, rpm and steering, [T] each.
+
+    `change` [T] is the acceleration; a status changes after `status_hold_s` at the earliest.
+    """
+    speed, num_ticks = course["speed"], len(change)
     warm_s = np.arange(num_ticks) / 100 + 200 * rng.random()
     state = {
-        "speed": speed,
-        "throttle": throttle,
+        **course,
         "brake": np.clip(-change, 0.0, 1.0),
-        "gear": gear / 5,
-        "rpm": rpm,
-        "torque": np.clip(0.6 * throttle + 0.3 * rpm, 0.0, 1.0),
-        "steering": steering,
-        "yaw": np.clip(0.5 + (steering - 0.5) * speed, 0.0, 1.0),
+        "torque": np.clip(0.6 * course["throttle"] + 0.3 * course["rpm"], 0.0, 1.0),
+        "yaw": np.clip(0.5 + (course["steering"] - 0.5) * speed, 0.0, 1.0),
         "coolant": 0.2 + 0.7 * warm_s / (warm_s + 120),
         "fuel": np.full(num_ticks, 0.05 + 0.9 * rng.random()),
     }
-    state |= {channel: np.floor(4 * random_levels(rng, num_ticks, hold_s=4)) / 4 for channel in STATUS_CHANNELS}
+    for channel in STATUS_CHANNELS:
+        state[channel] = np.floor(4 * random_levels(rng, num_ticks, hold_s=status_hold_s)) / 4
     return state
 
 
@@ -140,10 +157,7 @@ def _message_traffic(rng: np.random.Generator, message: Message, state: dict[str
     if message.counter_byte is not None:
         count = (np.arange(len(time_us)) + int(rng.integers(16))) % 16
         payload[:, message.counter_byte] = (message.constants[message.counter_byte] & 0xF0) | count
-    write_checksum(message, payload)
-    can_id, length = (np.full(len(time_us), value, np.int64) for value in (message.can_id, message.length))
-    labels = np.zeros(len(time_us), np.bool_)
-    return Traffic(time_us=time_us, can_id=can_id, length=length, payload=payload, attack=labels)
+    return Traffic.of(message, time_us, payload)
 
 
 def _sending_times(rng: np.random.Generator, message: Message, duration_us: int) -> Ints:

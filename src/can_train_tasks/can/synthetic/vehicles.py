@@ -6,12 +6,14 @@ Shapes: M frames.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from can_train_tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Floats, Ints
+
+_T = TypeVar("_T")
 
 MAX_STANDARD_ID: Final = 0x7FF  # largest ID of 11 bits; larger IDs have 29 bits
 MAX_EXTENDED_ID: Final = 0x1FFF_FFFF
@@ -113,12 +115,17 @@ class Vehicle:
     def fastest_carrier(self, channel: str) -> tuple[Message, Signal]:
         """Returns the fastest message that is always sent and carries a channel, and the channel's signal."""
         cyclic = [m for m in self.messages if m.send_type is SendType.CYCLIC]
-        found = [(m, s) for m in cyclic for s in m.signals if s.channel == channel]
-        return min(found, key=lambda pair: (pair[0].period_us, pair[0].can_id))
+        carriers = [(m, s) for m in cyclic for s in m.signals if s.channel == channel]
+        return min(carriers, key=lambda pair: (pair[0].period_us, pair[0].can_id))
 
     def cyclic_messages(self, max_period_us: int) -> list[Message]:
         """Returns the messages that are always sent, with a period of at most `max_period_us`."""
         return [m for m in self.messages if m.send_type is SendType.CYCLIC and m.period_us <= max_period_us]
+
+
+def draw(rng: np.random.Generator, choices: Sequence[_T]) -> _T:
+    """Draws one of several choices."""
+    return choices[int(rng.integers(len(choices)))]
 
 
 def make_vehicles(seed: int) -> tuple[Vehicle, ...]:
@@ -127,8 +134,8 @@ def make_vehicles(seed: int) -> tuple[Vehicle, ...]:
     vehicles = []
     for number in range(NUM_VEHICLES):
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, number)))
-        own = _SHARED_IDS + number * _OWN_IDS
-        vehicles.append(_make_vehicle(rng, shared=ids[:_SHARED_IDS], own=ids[own : own + _OWN_IDS]))
+        first = _SHARED_IDS + number * _OWN_IDS
+        vehicles.append(_make_vehicle(rng, shared=ids[:_SHARED_IDS], reserved=ids[first : first + _OWN_IDS]))
     return tuple(vehicles)
 
 
@@ -155,12 +162,12 @@ def _crc8(columns: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     return value ^ np.uint8(_CRC8_START)
 
 
-def _make_vehicle(rng: np.random.Generator, *, shared: Ints, own: Ints) -> Vehicle:
+def _make_vehicle(rng: np.random.Generator, *, shared: Ints, reserved: Ints) -> Vehicle:
     periods_ms = []
     for period_ms, (fewest, most) in _PERIODS_MS.items():
         periods_ms += [period_ms] * int(rng.integers(fewest, most, endpoint=True))
     num_shared = len(periods_ms) // _SHARED_PART
-    ids = np.concatenate([rng.permutation(shared)[:num_shared], own[: len(periods_ms) - num_shared]])
+    ids = np.concatenate([rng.permutation(shared)[:num_shared], reserved[: len(periods_ms) - num_shared]])
     # Lower IDs win arbitration, so makers give them to the faster messages.
     messages = [
         _make_target(rng, int(can_id), period_ms, ANALOG_CHANNELS[rank])
@@ -174,7 +181,7 @@ def _make_vehicle(rng: np.random.Generator, *, shared: Ints, own: Ints) -> Vehic
 def _make_target(rng: np.random.Generator, can_id: int, period_ms: int, channel: str) -> Message:
     """Makes a full frame with the channel in two bytes, another reading, a counter and a checksum."""
     high = int(rng.integers(8_000, 60_000))
-    second_channel = ANALOG_CHANNELS[int(rng.integers(_NUM_TARGETS, len(ANALOG_CHANNELS)))]
+    second_channel = draw(rng, ANALOG_CHANNELS[_NUM_TARGETS:])
     return Message(
         can_id=can_id,
         period_us=period_ms * 1000,
@@ -186,19 +193,19 @@ def _make_target(rng: np.random.Generator, can_id: int, period_ms: int, channel:
             Signal(channel=second_channel, byte=4, width=1, low=0, high=255),
         ),
         counter_byte=MAX_PAYLOAD_BYTES - 2,
-        checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))],
+        checksum=draw(rng, (Checksum.XOR, Checksum.CRC8)),
     )
 
 
 def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Message:
-    length = _LENGTHS[int(rng.integers(len(_LENGTHS)))]
+    length = draw(rng, _LENGTHS)
     protected = length >= 4 and rng.random() < 0.5
     counter_byte = length - 2 if protected or (length >= 2 and rng.random() < 0.2) else None
     # Control loops (10 ms) never pause; the slower a message, the likelier it depends on events.
-    draw, send_type = rng.random(), SendType.CYCLIC
-    if period_ms >= 20 and draw < 0.15:
+    chance, send_type = rng.random(), SendType.CYCLIC
+    if period_ms >= 20 and chance < 0.15:
         send_type = SendType.CYCLIC_AND_ON_CHANGE
-    elif period_ms >= 100 and draw > 0.75:
+    elif period_ms >= 100 and chance > 0.75:
         send_type = SendType.CYCLIC_IF_ACTIVE
     return Message(
         can_id=can_id,
@@ -208,14 +215,14 @@ def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Mess
         constants=_constants(rng, length),
         signals=_draw_signals(rng, free_bytes=length if counter_byte is None else counter_byte),
         counter_byte=counter_byte,
-        checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))] if protected else Checksum.NONE,
+        checksum=draw(rng, (Checksum.XOR, Checksum.CRC8)) if protected else Checksum.NONE,
     )
 
 
 def _constants(rng: np.random.Generator, length: int) -> tuple[int, ...]:
     """Draws typical filler bytes: mostly zeros and ones, now and then a fixed code."""
     palette = [0x00, 0x00, 0x00, 0xFF, 0xFF, int(rng.integers(256))]
-    filled = [palette[int(rng.integers(len(palette)))] for _ in range(length)]
+    filled = [draw(rng, palette) for _ in range(length)]
     return tuple(filled + [0] * (MAX_PAYLOAD_BYTES - length))
 
 
@@ -224,12 +231,11 @@ def _draw_signals(rng: np.random.Generator, free_bytes: int) -> tuple[Signal, ..
     signals = []
     byte = 0
     while byte < free_bytes:
-        draw = rng.random()
-        wide = draw < 0.3 and byte + 1 < free_bytes
-        if draw < 0.6:
-            names = ANALOG_CHANNELS if draw < 0.5 else STATUS_CHANNELS
-            low, high = np.sort(rng.integers(0, 65_536 if wide else 256, size=2)).tolist()
-            channel = names[int(rng.integers(len(names)))]
-            signals.append(Signal(channel=channel, byte=byte, width=2 if wide else 1, low=low, high=high))
-        byte += 2 if wide else 1
+        chance = rng.random()
+        width = 2 if chance < 0.3 and byte + 1 < free_bytes else 1
+        if chance < 0.6:
+            low, high = np.sort(rng.integers(0, 256**width, size=2)).tolist()
+            channel = draw(rng, ANALOG_CHANNELS if chance < 0.5 else STATUS_CHANNELS)
+            signals.append(Signal(channel=channel, byte=byte, width=width, low=low, high=high))
+        byte += width
     return tuple(signals)

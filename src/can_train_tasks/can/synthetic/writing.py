@@ -8,7 +8,6 @@ Shapes: M frames.
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from itertools import cycle, product
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.errors import StateError
+from can_train.io.arrays import writing_folder
 from can_train.reporter import Reporter
 from can_train_tasks.can.data.graphs import Ints
 from can_train_tasks.can.settings import SyntheticSettings
@@ -113,20 +112,23 @@ def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporte
     Raises:
         StateError: The folder cannot be written.
     """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
-            staged = Path(staging) / folder.name
-            _write_drives(staged, settings, reporter)
-            try:
-                staged.rename(folder)
-            except OSError:
-                # Another run may have written the folder from the same settings; the files are equal, so it stays.
-                if not (folder / plan_drives(settings.version)[-1].path).is_file():
-                    raise
-    except OSError as error:
-        raise StateError(f"The synthetic data set must be writable to {folder}", value=error.strerror or str(error),
-                         remedy="Make room there or choose another folder with --state-dir DIR") from error  # fmt: skip
+    vehicles = GENERATORS[settings.version].make_vehicles(settings.seed)
+    drives = plan_drives(settings.version)
+    with (
+        writing_folder(folder) as staged,
+        reporter.stage("simulating the synthetic data set", total=len(drives), unit="files") as stage,
+    ):
+        for position, drive in enumerate(drives):
+            log = simulate(drive, position, vehicles[drive.vehicle - 1], settings)
+            path = staged / drive.path
+            path.parent.mkdir(exist_ok=True)
+            with path.open("wb") as file:
+                file.write(_HEADER)
+                file.write(format_rows(log, _EPOCH_US + position * _BETWEEN_DRIVES_US))
+                file.flush()
+                # Flushed before the folder's rename: after a power failure a complete folder must not hold empty files.
+                os.fsync(file.fileno())
+            stage.advance()
 
 
 def simulate(drive: PlannedDrive, position: int, vehicle: Vehicle, settings: SyntheticSettings) -> Traffic:
@@ -173,20 +175,3 @@ def _digits(numbers: Ints | NDArray[np.uint8], *, base: int, count: int) -> list
         numbers, digit = np.divmod(numbers, base)
         columns.append(alphabet[digit])
     return columns[::-1]
-
-
-def _write_drives(folder: Path, settings: SyntheticSettings, reporter: Reporter) -> None:
-    vehicles = GENERATORS[settings.version].make_vehicles(settings.seed)
-    drives = plan_drives(settings.version)
-    with reporter.stage("simulating the synthetic data set", total=len(drives), unit="files") as stage:
-        for position, drive in enumerate(drives):
-            log = simulate(drive, position, vehicles[drive.vehicle - 1], settings)
-            path = folder / drive.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                file.write(_HEADER)
-                file.write(format_rows(log, _EPOCH_US + position * _BETWEEN_DRIVES_US))
-                file.flush()
-                # Flushed before the folder's rename: after a power failure a complete folder must not hold empty files.
-                os.fsync(file.fileno())
-            stage.advance()

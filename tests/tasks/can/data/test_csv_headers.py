@@ -229,7 +229,7 @@ def test_any_true_word_of_several_labels_is_an_attack() -> None:
 
 
 def test_a_label_column_with_too_many_values_is_refused() -> None:
-    with pytest.raises(DataError, match=r"at most 255 kinds of attack.*\n.*dataset.columns.label"):
+    with pytest.raises(DataError, match=r"more than 255 kinds of attack.*\n.*dataset.columns.label"):
         LabelEncoder([], "attack").codes(pl.Series([f"kind {i}" for i in range(300)]))
 
 

@@ -165,5 +165,5 @@ def test_the_builder_counts_the_frames_it_saw_even_without_a_full_window() -> No
 
 
 def test_a_window_that_overflows_the_sort_keys_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at most 1048576"):
+    with pytest.raises(ConfigError, match="more than 1048576"):
         GraphBuilder(MAX_WINDOW + 1, 1)
