@@ -38,10 +38,10 @@ def classification_metrics(truth: Ints, probabilities: Floats) -> dict[str, floa
     classes = probabilities.shape[1]
     table = np.zeros((classes, classes))
     np.add.at(table, (truth, probabilities.argmax(axis=1)), 1.0)
-    found = {"balanced_accuracy": balanced_accuracy(table), "mcc": matthews(table)}
+    metrics = {"balanced_accuracy": balanced_accuracy(table), "mcc": matthews(table)}
     if classes == 2 and 0 < truth.sum() < len(truth):
-        found["auroc"] = area_under_roc(truth == 1, probabilities[:, 1])
-    return found
+        metrics["auroc"] = area_under_roc(truth == 1, probabilities[:, 1])
+    return metrics
 
 
 def balanced_accuracy(table: Floats) -> float:

@@ -27,7 +27,6 @@ _READER_VERSION: Final = 1
 
 UNLABELLED: Final = -1
 _BLOCK_LINES: Final = 8192  # lines read at a time: a few MiB of text
-_HASHED_BYTES: Final = 2**20  # bytes hashed at a time
 _SEPARATORS: Final = (",", ";", "\t")
 _LABEL_NAMES: Final = ("label", "labels", "class", "target", "y", "state", "stage", "eye_detection", "eyedetection")
 _TIME_NAMES: Final = ("", "time", "time_s", "timestamp", "t", "index", "sample")
@@ -143,18 +142,6 @@ def _open(dataset: RecordingSettings, path: Path, cache: Path, reporter: Reporte
         except FolderDamageError as damage:
             reporter.notice(f"The prepared recording in {folder} is damaged and is made again: {damage}")
             discard_folder(folder)
-    _convert(dataset, path, folder, sha256)
-    return _stored(folder, path, sha256)
-
-
-def _stored(folder: Path, path: Path, sha256: str) -> Recording:
-    _, meta = read_arrays(folder, ["signal", "labels"])
-    return Recording(path=path, channels=tuple(meta["channels"]), classes=tuple(meta["classes"]), sha256=sha256,
-                     signal=StoredArray(folder, "signal"), labels=StoredArray(folder, "labels"))  # fmt: skip
-
-
-def _convert(dataset: RecordingSettings, path: Path, folder: Path, sha256: str) -> None:
-    """Reads a file into a folder of arrays, a block at a time."""
     with _opened(path) as file:
         reader = _Reader(dataset, path, file)
         kinds = {"signal": ("<f4", (len(reader.channels),)), "labels": ("|i1", ())}
@@ -166,6 +153,13 @@ def _convert(dataset: RecordingSettings, path: Path, folder: Path, sha256: str) 
             if _sha256(path) != sha256:
                 raise DataError("A recording must not change while it is read", value=str(path), remedy="Start again")
             writer.finish({"channels": list(reader.channels), "classes": sorted(classes)})
+    return _stored(folder, path, sha256)
+
+
+def _stored(folder: Path, path: Path, sha256: str) -> Recording:
+    _, meta = read_arrays(folder, ["signal", "labels"])
+    return Recording(path=path, channels=tuple(meta["channels"]), classes=tuple(meta["classes"]), sha256=sha256,
+                     signal=StoredArray(folder, "signal"), labels=StoredArray(folder, "labels"))  # fmt: skip
 
 
 class _Reader:
@@ -179,7 +173,9 @@ class _Reader:
         if not any(names) or all(_is_number(name) for name in names):
             _refuse(path, 1, "The first line of a recording names its columns", header[:80], "Write a header above it")
         self._names = names
-        self._label = self._find_label(dataset.label)
+        if dataset.label and dataset.label not in names:
+            _refuse(path, 1, "dataset.label names a column", repr(dataset.label), f"Its columns: {_list(names)}")
+        self._label = dataset.label or next((name for name in names if name.lower() in _LABEL_NAMES), None)
         self.channels = tuple(dataset.channels) or tuple(
             name for name in names if name != self._label and name.lower() not in _TIME_NAMES
         )
@@ -190,11 +186,6 @@ class _Reader:
             _refuse(path, 1, "A recording has at least one channel", f"columns {_list(names)}",
                     "Name them: --set 'dataset.channels=[AF3,F7]'")  # fmt: skip
 
-    def _find_label(self, name: str) -> str | None:
-        if name and name not in self._names:
-            _refuse(self._path, 1, "dataset.label names a column", repr(name), f"Its columns: {_list(self._names)}")
-        return name or next((one for one in self._names if one.lower() in _LABEL_NAMES), None)
-
     def blocks(self, most: int | None = None) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int8]]]:
         """Yields blocks of B samples, as values [B, C] and labels [B]; stops after about `most` samples, if given."""
         line, columns = 2, [self._names.index(name) for name in self.channels]
@@ -204,7 +195,12 @@ class _Reader:
             values = self._numbers(lines, line, columns)
             labels = np.full(len(values), UNLABELLED, dtype=np.int8)
             if self._label is not None:
-                values, labels = values[:, :-1], self._whole(values[:, -1], line)
+                values, column = values[:, :-1], values[:, -1]
+                for row in np.flatnonzero((column != np.round(column)) | (column < 0) | (column >= _MOST_CLASSES))[:1]:
+                    _refuse(self._path, line + int(row), f"A label is a whole number from 0 to {_MOST_CLASSES - 1}",
+                            f"{column[row]:g} in column {self._label!r}",
+                            "Name the column of labels: --set dataset.label=NAME")  # fmt: skip
+                labels = column.astype(np.int8)
             if len(values):
                 yield values.astype(np.float32), labels
             line += len(lines)
@@ -226,14 +222,6 @@ class _Reader:
                 _refuse(self._path, number, "Every sample of a recording is a row of finite numbers, one a column",
                         repr(text.rstrip()[:60]), "Mend or remove the row; gaps are not filled")  # fmt: skip
         raise AssertionError("a line that numpy refuses is one that is refused here")
-
-    def _whole(self, values: NDArray[np.float64], first: int) -> NDArray[np.int8]:
-        wrong = np.flatnonzero((values != np.round(values)) | (values < 0) | (values >= _MOST_CLASSES))
-        if len(wrong):
-            _refuse(self._path, first + int(wrong[0]), f"A label is a whole number from 0 to {_MOST_CLASSES - 1}",
-                    f"{values[wrong[0]]:g} in column {self._label!r}",
-                    "Name the column of labels: --set dataset.label=NAME")  # fmt: skip
-        return values.astype(np.int8)
 
 
 def _refuse(path: Path, line: int, rule: str, value: str, remedy: str) -> NoReturn:
@@ -262,11 +250,8 @@ def _opened(path: Path) -> Any:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while data := file.read(_HASHED_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_alike(recordings: Sequence[Recording]) -> None:

@@ -33,7 +33,9 @@ class Bendr(Task):
 
     def datasets(self) -> Mapping[str, Windows]:
         """Reads the recordings into the cache, and returns the windows of each set."""
-        files = self._files(self.context.cache)
+        files = find_recordings(self.dataset, self.context.data_root)
+        if self.dataset.is_synthetic:
+            files = sorted(synthetic_folder(self.context.cache, self.dataset).glob("*.csv"))
         recordings = open_recordings(self.dataset, files, self.context.cache, self.context.reporter)
         return self._checked(cut(recordings, self.dataset))
 
@@ -56,11 +58,6 @@ class Bendr(Task):
             self.sample_note = f"Planned from the beginning of {len(recordings)} of the recordings"
         return sets
 
-    def _files(self, cache: Path) -> list[Path]:
-        if self.dataset.is_synthetic:
-            return sorted(synthetic_folder(cache, self.dataset).glob("*.csv"))
-        return find_recordings(self.dataset, self.context.data_root)
-
     def _checked(self, sets: dict[str, Windows]) -> dict[str, Windows]:
         windows = sets["train"]
         if self.mode.name == CLASSIFY:
@@ -75,7 +72,7 @@ class Bendr(Task):
     @cached_property
     def _classes(self) -> int:
         recordings = self._train.recordings
-        return len({label for one in recordings for label in one.classes})
+        return len({label for recording in recordings for label in recording.classes})
 
     @property
     def _train(self) -> Windows:
@@ -140,9 +137,8 @@ class Bendr(Task):
     def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
         """Computes balanced accuracy, Matthews' correlation coefficient and the area under the ROC curve."""
         truth = np.array([int(sample["label"]) for sample in samples])
-        return class_metrics.classification_metrics(
-            truth, np.stack([np.asarray(one, np.float64) for one in predictions])
-        )
+        probabilities = np.stack([np.asarray(prediction, np.float64) for prediction in predictions])
+        return class_metrics.classification_metrics(truth, probabilities)
 
     def baselines(self, samples: Sequence[Any]) -> Mapping[str, Mapping[str, float]]:
         """Returns the accuracy of chance in pretraining, the metrics of two simple classifiers in classification."""

@@ -334,8 +334,8 @@ class InputEncoder(nn.Module):
         node, edge = self.scaled(batch)
         if self.behaviour:
             index, columns = self.id_index(batch), len(BEHAVIOUR)
-            own, past = self.deviations(batch, index)[:, : 2 * columns].split(columns, dim=1)
-            node = torch.cat([node, torch.where((index != UNKNOWN_ID)[:, None], own, past).to(node.dtype)], dim=1)
+            trained, past = self.deviations(batch, index)[:, : 2 * columns].split(columns, dim=1)
+            node = torch.cat([node, torch.where((index != UNKNOWN_ID)[:, None], trained, past).to(node.dtype)], dim=1)
         return node, edge
 
     def deviations(self, batch: GraphBatch, index: Tensor) -> Tensor:

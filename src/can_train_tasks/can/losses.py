@@ -34,17 +34,6 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
     return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
-def hide_ids(share: float, rows: Ints, generator: torch.Generator | None) -> Bools | None:
-    """Draws the windows of a logical batch [R] whose IDs the model must not see; None without a generator.
-
-    All IDs of a window are hidden together, as on the bus of another vehicle. A single unknown ID on a known bus must
-    remain a sign of an attack.
-    """
-    if generator is None or not share:
-        return None
-    return numpy_generator(generator).random(len(rows)) < share
-
-
 def _with_hidden(batch: GraphBatch, hidden: Bools | None, start: int, stop: int) -> GraphBatch:
     if hidden is None:
         return batch

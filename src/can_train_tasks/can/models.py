@@ -113,17 +113,12 @@ class GatClassifier(nn.Module):
         self.head = nn.Sequential(*head)
         self.output = nn.Linear(width + 2 * inputs.num_deviations, 2)
         if inputs.num_deviations:
-            self._expect_injection(largest=width, smallest=width + inputs.num_deviations)
-
-    @torch.no_grad()
-    def _expect_injection(self, *, largest: int, smallest: int) -> None:
-        """Sets the weights of the shortest gap and of the strangest ID.
-
-        `largest` and `smallest` are the first columns of the largest and the smallest deviations.
-        """
-        sides = torch.tensor([-0.5, 0.5])  # benign, attack
-        self.output.weight[:, smallest + BEHAVIOUR.index("gap_min")] = -CLOSE_FRAMES * sides
-        self.output.weight[:, smallest - 1] = STRANGE_ID * sides
+            # The weights of the shortest gap and of the strangest ID expect an injection.
+            sides = torch.tensor([-0.5, 0.5])  # benign, attack
+            smallest = width + inputs.num_deviations  # first column of the smallest deviations
+            with torch.no_grad():
+                self.output.weight[:, smallest + BEHAVIOUR.index("gap_min")] = -CLOSE_FRAMES * sides
+                self.output.weight[:, smallest - 1] = STRANGE_ID * sides
 
     def forward(self, batch: GraphBatch) -> Tensor:
         """Returns logits [B, 2]."""

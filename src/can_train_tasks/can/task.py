@@ -10,8 +10,9 @@ from can_train_tasks.can.data.dataset import CanData, load_data
 from can_train_tasks.can.data.sampling import sample_data
 from can_train_tasks.can.fusion.agent import FusionTask
 from can_train_tasks.can.modes.curriculum import CurriculumTask
-from can_train_tasks.can.modes.distillation import distillation_task
+from can_train_tasks.can.modes.distillation import DistilledAutoencoderTask, DistilledClassifierTask
 from can_train_tasks.can.modes.windows import AutoencoderTask, ClassifierTask, WindowTask
+from can_train_tasks.can.settings import GatSettings
 
 Finished = Mapping[str, FinishedModel]
 
@@ -20,7 +21,9 @@ _MODES: Final[Mapping[str, Callable[[ResolvedRun, CanData, Finished], WindowTask
     "autoencoder": lambda run, data, finished: AutoencoderTask(run, data),
     "fusion": FusionTask,
     "curriculum": CurriculumTask,
-    "knowledge_distillation": distillation_task,
+    "knowledge_distillation": lambda run, data, finished: (
+        DistilledClassifierTask if isinstance(run.model, GatSettings) else DistilledAutoencoderTask
+    )(run, data, finished),
 }
 
 

@@ -36,7 +36,9 @@ def sliced_energy_distance(real: Tensor, real_counts: Tensor, made: Tensor, made
     """
     directions = _directions(real.shape[1]).to(real)
     x, y = real @ directions, made @ directions
-    both = _merge(x, real_counts, y, made_counts)
+    # The lines of x and y, event after event.
+    event = torch.cat([_events_of(real_counts), _events_of(made_counts)])
+    both = torch.cat([x, y]).index_select(0, torch.sort(event, stable=True).indices)
     within_x, within_y = _pair_sums(x, real_counts), _pair_sums(y, made_counts)
     between = _pair_sums(both, real_counts + made_counts) - within_x - within_y
     n, m = real_counts[:, None].to(real.dtype), made_counts[:, None].to(real.dtype)
@@ -53,12 +55,6 @@ def _directions(variables: int) -> Tensor:
 
 def _events_of(counts: Tensor) -> Tensor:
     return torch.repeat_interleave(counts, output_size=int(counts.sum()))
-
-
-def _merge(x: Tensor, x_counts: Tensor, y: Tensor, y_counts: Tensor) -> Tensor:
-    """Joins the lines of x and y, event after event."""
-    event = torch.cat([_events_of(x_counts), _events_of(y_counts)])
-    return torch.cat([x, y]).index_select(0, torch.sort(event, stable=True).indices)
 
 
 def _pair_sums(values: Tensor, counts: Tensor) -> Tensor:
@@ -94,28 +90,28 @@ def wasserstein_distances(
     """
     x, y = np.concatenate(real), np.concatenate(made)
     columns = {name: (x[:, k] * unit, y[:, k] * unit) for k, (name, unit) in enumerate(zip(names, units, strict=True))}
-    n, m = np.array([len(one) for one in real], float), np.array([len(one) for one in made], float)
+    n, m = (np.array([len(muons) for muons in events], float) for events in (real, made))
     columns["w1_multiplicity"] = n, m
-    found = {name: float(wasserstein_distance(a, b)) for name, (a, b) in columns.items()}
-    scaled = [found[name] / max(float(a.std()), np.finfo(float).tiny) for name, (a, _) in columns.items()]
+    distances = {name: float(wasserstein_distance(a, b)) for name, (a, b) in columns.items()}
+    scaled = [distances[name] / max(float(a.std()), np.finfo(float).tiny) for name, (a, _) in columns.items()]
     radii = [np.hypot(values[:, 0], values[:, 1]) * units[0] for values in (x, y)]
     conditional = float(np.abs(np.log(n / np.maximum(m, 1.0))).mean())
-    return {"w1_mean": float(np.mean(scaled)), **found, "w1_radius_m": float(wasserstein_distance(*radii)),
+    return {"w1_mean": float(np.mean(scaled)), **distances, "w1_radius_m": float(wasserstein_distance(*radii)),
             "multiplicity_error": conditional}  # fmt: skip
 
 
 def nearest_events(samples: Sequence[MuonEvent], training: Sequence[MuonEvent]) -> list[Floats]:
     """Returns for each sample the muons of a random training event among those with the nearest conditions."""
     rng = np.random.default_rng(_SEED)
-    known = np.stack([event.conditions.double().numpy() for event in training])
-    scale = np.where(known.std(axis=0) > 0, known.std(axis=0), 1.0)
-    found = []
+    conditions = np.stack([event.conditions.double().numpy() for event in training])
+    scale = np.where(conditions.std(axis=0) > 0, conditions.std(axis=0), 1.0)
+    events = []
     for sample in samples:
-        away = (np.abs(known - sample.conditions.double().numpy()) / scale).sum(axis=1)
+        away = (np.abs(conditions - sample.conditions.double().numpy()) / scale).sum(axis=1)
         # Several training events may be equally near: the events of one shower have equal conditions.
         nearest = rng.choice(np.flatnonzero(away <= away.min()))
-        found.append(training[int(nearest)].muons.double().numpy())
-    return found
+        events.append(training[int(nearest)].muons.double().numpy())
+    return events
 
 
 def normal_events(samples: Sequence[MuonEvent], training: Sequence[MuonEvent]) -> list[Floats]:

@@ -78,17 +78,14 @@ def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
     path = expanded(dataset.path)
     if not path.is_absolute() and not path.exists():
         path = data_root / path
-    if path.is_dir():
-        found = sorted(one for one in path.rglob("*") if one.suffix.lower() in READERS and one.is_file())
-    else:
-        found = [path] if path.is_file() and path.suffix.lower() in READERS else []
-    if not found:
-        what = (
-            "holds no file of showers" if path.is_dir() else "is no file of showers" if path.exists() else "is missing"
-        )
+    paths = path.rglob("*") if path.is_dir() else [path]
+    files = sorted(file for file in paths if file.suffix.lower() in READERS and file.is_file())
+    if not files:
+        what = "is no file of showers" if path.exists() else "is missing"
+        what = "holds no file of showers" if path.is_dir() else what
         raise MissingDataError(f"Showers are read from files that end in {suffixes}", value=f"{path} {what}",
                                remedy="Check the path, or try --dataset synthetic")  # fmt: skip
-    return found
+    return files
 
 
 def read_showers(files: Sequence[Path], dataset: ShowerDatasetSettings) -> Showers:
@@ -98,9 +95,9 @@ def read_showers(files: Sequence[Path], dataset: ShowerDatasetSettings) -> Showe
         DataError: A file cannot be read or breaks a rule; the message names file and line.
     """
     read = [_showers_of(_read(path), dataset) for path in files]
-    joined = {name: np.concatenate([getattr(one, name) for one in read])
+    joined = {name: np.concatenate([getattr(showers, name) for showers in read])
               for name in ("energy_gev", "zenith_rad", "mass", "depth_g_cm2", "counts")}  # fmt: skip
-    muons = {name: np.concatenate([one.muons[name] for one in read]) for name in dataset.variables}
+    muons = {name: np.concatenate([showers.muons[name] for showers in read]) for name in dataset.variables}
     return Showers(**joined, muons=muons)
 
 
@@ -123,57 +120,34 @@ class _Table:
         """Raises DataError for the first line where `holds` is False."""
         if not holds.all():
             row = int(np.argmin(holds))
-            where, found = f"{self.path}, {self.line} {self.lines[row]}", self.columns[name][row]
-            raise DataError(f"{where}: {name} {rule}", value=f"{found:.12g}", remedy="Correct the line or leave it out")
-
-    def only(self, kept: NDArray[np.bool_]) -> "_Table":
-        """Returns the table with the lines where `kept` is True."""
-        columns = {name: values[kept] for name, values in self.columns.items()}
-        return replace(self, columns=columns, lines=self.lines[kept])
+            where, value = f"{self.path}, {self.line} {self.lines[row]}", self.columns[name][row]
+            raise DataError(f"{where}: {name} {rule}", value=f"{value:.12g}", remedy="Correct the line or leave it out")
 
 
 def _read(path: Path) -> _Table:
     try:
         return READERS[path.suffix.lower()](path)
-    except DataError:
-        raise
-    except OSError as error:
-        # h5py raises OSError for damaged files, too.
-        raise DataError(f"{path} must be readable", value=_short(error), remedy="Check the file") from error
     except Exception as error:
-        if not type(error).__module__.startswith("polars"):
+        # h5py raises OSError for damaged files, too.
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("polars"):
             raise
-        raise DataError(f"{path} must be readable", value=_short(error), remedy="Check the file") from error
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise DataError(f"{path} must be readable", value=reason, remedy="Check the file") from error
 
 
-def _short(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
-
-
-def _read_csv(path: Path) -> _Table:
+def _read_columns(path: Path) -> _Table:
+    """Reads CSV or parquet; raises DataError for a cell of a used column that is not a number."""
     import polars
 
-    # The header is line 1.
-    return _table_of(polars.read_csv(path, infer_schema=False), path, "line", first=2)
-
-
-def _read_parquet(path: Path) -> _Table:
-    import polars
-
-    frame = polars.read_parquet(path)
+    is_csv = path.suffix.lower() == ".csv"
+    line, first = ("line", 2) if is_csv else ("row", 1)  # the header of CSV is line 1
+    frame = polars.read_csv(path, infer_schema=False) if is_csv else polars.read_parquet(path)
     lists = [name for name, kind in frame.schema.items() if isinstance(kind, polars.List | polars.Array)]
     if lists:
         # The file has one line for each shower, with its muons in lists.
         frame = frame.explode(lists).drop_nulls(lists)
-    return _table_of(frame, path, "row", first=1)
-
-
-def _table_of(frame: Any, path: Path, line: str, first: int) -> _Table:
-    """Makes a table from the columns that showers use; raises DataError for a cell that is not a number."""
-    import polars
-
     columns = {}
-    for name in _known(frame.columns):
+    for name in _used(frame.columns):
         numbers = frame[name].cast(polars.Float64, strict=False)
         if numbers.null_count():
             row = int(numbers.is_null().arg_max() or 0)
@@ -197,11 +171,11 @@ def _read_hdf5(path: Path) -> _Table:
 
 def _muon_table(file: Any, path: Path) -> Columns:
     table = file[MUON_TABLE][:]
-    for name in _known(table.dtype.names):
+    for name in _used(table.dtype.names):
         if table.dtype[name].kind not in "fiu" or table.dtype[name].shape:
             raise DataError(f"{path}: {name} must be a column of numbers", value=str(table.dtype[name]),
                             remedy="Store it as float64")  # fmt: skip
-    return {name: table[name].astype(np.float64) for name in _known(table.dtype.names)}
+    return {name: table[name].astype(np.float64) for name in _used(table.dtype.names)}
 
 
 def _ground_particles(file: Any, path: Path) -> Columns:
@@ -230,22 +204,22 @@ def _ground_particles(file: Any, path: Path) -> Columns:
 
 def _header_number(header: bytes, name: str, path: Path) -> float:
     """Finds a number in the pickled header of a shower by its text: unpickling would run code from the file."""
-    found = re.search(rb"S'%s'\np\d+\n[FI]([-+.\deE]+)\n" % name.encode(), header)
-    if found is None:
+    match = re.search(rb"S'%s'\np\d+\n[FI]([-+.\deE]+)\n" % name.encode(), header)
+    if match is None:
         raise DataError(f"{path}: the attribute 'event_header' must give the primary's {name}", value="not found",
                         remedy="Convert the file to parquet, with the columns of docs/muon.md")  # fmt: skip
-    return float(found[1])
+    return float(match[1])
 
 
 READERS: Final[Mapping[str, Callable[[Path], _Table]]] = {
-    ".parquet": _read_parquet, ".csv": _read_csv, ".h5": _read_hdf5, ".hdf5": _read_hdf5,
+    ".parquet": _read_columns, ".csv": _read_columns, ".h5": _read_hdf5, ".hdf5": _read_hdf5,
 }  # fmt: skip
 """Readers by the suffix of a file's name."""
 
 
-def _known(names: Sequence[str]) -> list[str]:
-    known = {*_SHOWER_COLUMNS, *_OPTIONAL, *VARIABLE_COLUMNS.values()}
-    return [name for name in names if name in known]
+def _used(names: Sequence[str]) -> list[str]:
+    columns = {*_SHOWER_COLUMNS, *_OPTIONAL, *VARIABLE_COLUMNS.values()}
+    return [name for name in names if name in columns]
 
 
 def _showers_of(table: _Table, dataset: ShowerDatasetSettings) -> Showers:
@@ -284,11 +258,12 @@ def _complete(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
 
 def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
     """Returns the muons of a table of particles; raises DataError for a value that breaks a rule."""
-    table = table.only(np.isin(table.columns[PARTICLE], MUON_IDS))
+    is_muon = np.isin(table.columns[PARTICLE], MUON_IDS)
+    columns = {name: values[is_muon] for name, values in table.columns.items()}
+    table = replace(table, columns=columns, lines=table.lines[is_muon])
     if not len(table.lines):
         raise DataError(f"{table.path} must hold muons, which are the particles {MUON_IDS[0]} and {MUON_IDS[1]}",
                         value="none of its particles is one", remedy="Leave the file out")  # fmt: skip
-    columns = table.columns
     for name in (*_SHOWER_COLUMNS, DEPTH, *(VARIABLE_COLUMNS[name] for name in dataset.variables)):
         table.check(np.isfinite(columns[name]), name, "must be finite")
     table.check(columns[ENERGY] > 0, ENERGY, "must be greater than 0")

@@ -104,12 +104,15 @@ class MuonTask(Task):
         starts = np.cumsum(showers.counts) - showers.counts
         # Muons are dealt out at random: each part is a thinned copy of the shower.
         part_of = rng.integers(0, parts, len(muons)) if parts > 1 else np.zeros(len(muons), np.int64)
-        conditions = torch.from_numpy(_conditions(showers)).float()
+        # [S, C] normalised
+        columns = (np.log10(showers.energy_gev / _PEV_GEV), np.cos(showers.zenith_rad), np.log10(showers.mass),
+                   showers.depth_g_cm2 / _KM_G_CM2)  # fmt: skip
+        conditions = torch.from_numpy(np.stack(columns, axis=1)).float()
         events, owners = [], []
         for shower, (start, count) in enumerate(zip(starts, showers.counts, strict=True)):
-            own, dealt = muons[start : start + count], part_of[start : start + count]
+            of_shower, dealt = muons[start : start + count], part_of[start : start + count]
             for part in np.unique(dealt):
-                events.append((conditions[shower], torch.from_numpy(own[dealt == part]).float()))
+                events.append((conditions[shower], torch.from_numpy(of_shower[dealt == part]).float()))
                 owners.append(len(events) - 1 if few else shower)
         if parts > 1:
             self._cut = (f"{len(showers):,} showers are cut into {len(events):,} events of"
@@ -129,8 +132,8 @@ class MuonTask(Task):
         edges = np.cumsum([0, *kept])
         chosen = {VALIDATION: shuffled[: edges[1]], TEST: shuffled[edges[1] : edges[2]], TRAIN: shuffled[edges[2] :]}
         rows = {name: np.flatnonzero(np.isin(owners, chosen[name])) for name in (TRAIN, VALIDATION, TEST)}
-        known = {name: np.asarray(values) for name, values in self.context.state.items()}
-        self._moments = _Moments(**known) if known else _moments([events[row] for row in rows[TRAIN]])
+        saved = {name: np.asarray(values) for name, values in self.context.state.items()}
+        self._moments = _Moments(**saved) if saved else _moments([events[row] for row in rows[TRAIN]])
         return {name: [self._event(*events[row]) for row in rows[name]] for name in rows}
 
     def state(self) -> Mapping[str, Any]:
@@ -234,13 +237,6 @@ class MuonTask(Task):
         names = self.dataset.variables
         real = [sample.muons.double().numpy() for sample in samples]
         return wasserstein_distances(real, made, [_METRICS[name] for name in names], [_UNITS[name] for name in names])
-
-
-def _conditions(showers: Showers) -> NDArray[np.float64]:
-    """Returns [S, C] normalised conditions."""
-    columns = (np.log10(showers.energy_gev / _PEV_GEV), np.cos(showers.zenith_rad), np.log10(showers.mass),
-               showers.depth_g_cm2 / _KM_G_CM2)  # fmt: skip
-    return np.stack(columns, axis=1)
 
 
 def _normalised_muons(showers: Showers, variables: Sequence[str]) -> NDArray[np.float64]:

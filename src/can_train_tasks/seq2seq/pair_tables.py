@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -46,8 +46,8 @@ class Tables:
     @property
     def by_name(self) -> dict[str, Path]:
         """The tables that exist, the training table first."""
-        found = {TRAIN: self.train, DEV: self.dev, TEST: self.test}
-        return {name: path for name, path in found.items() if path}
+        paths = {TRAIN: self.train, DEV: self.dev, TEST: self.test}
+        return {name: path for name, path in paths.items() if path}
 
 
 def find_tables(dataset: Seq2seqDatasetSettings, data_root: Path) -> Tables:
@@ -56,33 +56,26 @@ def find_tables(dataset: Seq2seqDatasetSettings, data_root: Path) -> Tables:
     Raises:
         MissingDataError: A table that the settings name, or the training table, does not exist.
     """
-    train = _training_table(Path(dataset.path) if dataset.path else data_root / dataset.name)
-    given = {name: Path(path) for name, path in ((DEV, dataset.dev), (TEST, dataset.test)) if path}
-    for name, path in given.items():
-        if not path.is_file():
-            raise MissingDataError(f"dataset.{name} is a table", value=f"{path} does not exist",
-                                   remedy=f"Correct the path, or leave dataset.{name} away")  # fmt: skip
-    return Tables(train=train, **{name: given.get(name) or _beside(train, name) for name in _BESIDE})
-
-
-def _training_table(place: Path) -> Path:
-    if place.is_file():
-        return place
+    train = Path(dataset.path) if dataset.path else data_root / dataset.name
     remedy = "Name the training table itself: --dataset path/to/train.tsv"
-    if not place.is_dir():
+    if not train.exists():
         raise MissingDataError("A data set is a table of tab-separated values, or a folder of them",
-                               value=f"{place} does not exist", remedy=remedy)  # fmt: skip
-    found = sorted(path for path in place.glob("*.tsv") if TRAIN in path.name)
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found) or "none"
-        raise MissingDataError(f"{place} must hold one training table, …train….tsv", value=names, remedy=remedy)
-    return found[0]
-
-
-def _beside(train: Path, name: str) -> Path | None:
-    before, found, after = train.name.rpartition(TRAIN)
-    paths = [train.with_name(f"{before}{word}{after}") for word in _BESIDE[name]] if found else []
-    return next((path for path in paths if path.is_file()), None)
+                               value=f"{train} does not exist", remedy=remedy)  # fmt: skip
+    if train.is_dir():
+        tables = sorted(path for path in train.glob("*.tsv") if TRAIN in path.name)
+        if len(tables) != 1:
+            names = ", ".join(path.name for path in tables) or "none"
+            raise MissingDataError(f"{train} must hold one training table, …train….tsv", value=names, remedy=remedy)
+        (train,) = tables
+    before, word, after = train.name.rpartition(TRAIN)
+    paths: dict[str, Path | None] = {}
+    for name, given in ((DEV, dataset.dev), (TEST, dataset.test)):
+        if given and not Path(given).is_file():
+            raise MissingDataError(f"dataset.{name} is a table", value=f"{given} does not exist",
+                                   remedy=f"Correct the path, or leave dataset.{name} away")  # fmt: skip
+        beside = [train.with_name(f"{before}{other}{after}") for other in _BESIDE[name]] if word else []
+        paths[name] = next((path for path in ([Path(given)] if given else beside) if path.is_file()), None)
+    return Tables(train=train, **paths)
 
 
 def data_files(dataset: Seq2seqDatasetSettings, data_root: Path) -> list[Path]:
@@ -126,7 +119,21 @@ def read_table(path: Path, dataset: Seq2seqDatasetSettings) -> list[Pair]:
         DataError: The table is empty, is not UTF-8 or cannot be read; or a line lacks a column, or its source or
             target is empty. The message names file and line.
     """
-    pairs = [_pair(line, f"{path}:{number}", dataset) for number, line in enumerate(_lines(path), start=1) if line]
+    pairs = []
+    for number, line in enumerate(_lines(path), start=1):
+        if not line:
+            continue
+        cells, parts = line.split("\t"), {}
+        for name in ("source", "target", "features"):
+            column = getattr(dataset, f"{name}_col")
+            if column > len(cells):
+                raise DataError(f"Every line has a column {column}, the {name}", remedy=f"Set dataset.{name}_col, and "
+                                "see that columns are separated by tabs", value=f"{path}:{number}: {len(cells)} columns"
+                                )  # fmt: skip
+            parts[name] = _split(cells[column - 1] if column else "", getattr(dataset, f"{name}_sep"))
+            if not parts[name] and name != "features":
+                raise DataError(f"Every line has a {name}", value=f"{path}:{number}: column {column} is empty")
+        pairs.append(Pair(**parts))
     if not pairs:
         raise DataError("A table has at least one pair", value=f"{path} is empty")
     return pairs
@@ -142,21 +149,6 @@ def _lines(path: Path) -> Sequence[str]:
                         remedy=f"Convert it: iconv -f LATIN1 -t UTF-8 {path.name}") from error  # fmt: skip
     except OSError as error:
         raise DataError("A table can be read", value=f"{path}: {error.strerror}") from error
-
-
-def _pair(line: str, where: str, dataset: Seq2seqDatasetSettings) -> Pair:
-    cells = line.split("\t")
-    found = {}
-    for name in ("source", "target", "features"):
-        column = getattr(dataset, f"{name}_col")
-        if column > len(cells):
-            raise DataError(f"Every line has a column {column}, the {name}", value=f"{where}: {len(cells)} columns",
-                            remedy=f"Set dataset.{name}_col, and see that columns are separated by tabs")  # fmt: skip
-        cell = cells[column - 1] if column else ""
-        found[name] = _split(cell, getattr(dataset, f"{name}_sep"))
-        if not found[name] and name != "features":
-            raise DataError(f"Every line has a {name}", value=f"{where}: column {column} is empty")
-    return Pair(**found)
 
 
 def _split(cell: str, separator: str) -> Symbols:
@@ -210,13 +202,8 @@ class Vocabulary:
 
     def written(self, numbers: Iterable[int]) -> Symbols:
         """Returns the symbols before the end; padding, start, unknown symbols and features are left out."""
-        found = []
-        for number in numbers:
-            if number == END:
-                break
-            if len(_OWN) <= number < len(self._symbols):
-                found.append(self._symbols[number])
-        return tuple(found)
+        before = takewhile(lambda number: number != END, numbers)
+        return tuple(self._symbols[number] for number in before if len(_OWN) <= number < len(self._symbols))
 
     def _numbered(self, symbols: Symbols) -> list[int]:
         return [self._numbers.get(symbol, UNKNOWN) for symbol in symbols]

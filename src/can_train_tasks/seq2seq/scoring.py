@@ -29,8 +29,8 @@ def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
 
 def score(pairs: Sequence[Pair], written: Sequence[Symbols]) -> dict[str, float]:
     """Returns the share of targets that are written exactly, and the edits ÷ the symbols of the true targets."""
-    exact = sum(pair.target == one for pair, one in zip(pairs, written, strict=True))
-    edits = sum(edit_distance(one, pair.target) for pair, one in zip(pairs, written, strict=True))
+    exact = sum(pair.target == answer for pair, answer in zip(pairs, written, strict=True))
+    edits = sum(edit_distance(answer, pair.target) for pair, answer in zip(pairs, written, strict=True))
     symbols = sum(len(pair.target) for pair in pairs)
     return {EXACT_MATCH: exact / len(pairs), ERROR_RATE: edits / symbols}
 
@@ -48,13 +48,10 @@ class SuffixRule(NamedTuple):
         kept = sum(1 for _ in alike)
         return cls(pair.source[kept:], pair.target[kept:])
 
-    def applies(self, source: Symbols) -> bool:
-        """Tells whether a source ends with the symbols that the rule takes."""
-        return source[len(source) - len(self.taken) :] == self.taken
-
-    def apply(self, source: Symbols) -> Symbols:
-        """Returns the target that the rule makes of a source."""
-        return source[: len(source) - len(self.taken)] + self.added
+    def apply(self, source: Symbols) -> Symbols | None:
+        """Returns the target that the rule makes of a source; None if the source does not end with `taken`."""
+        kept = len(source) - len(self.taken)
+        return source[:kept] + self.added if source[kept:] == self.taken else None
 
 
 class SuffixRules:
@@ -70,4 +67,5 @@ class SuffixRules:
     def write(self, pair: Pair) -> Symbols:
         """Returns the target that the most frequent applicable rule makes; the source itself where no rule applies."""
         rules = self._rules.get(tuple(sorted(pair.features)), [])
-        return next((rule.apply(pair.source) for rule in rules if rule.applies(pair.source)), pair.source)
+        targets = (rule.apply(pair.source) for rule in rules)
+        return next((target for target in targets if target is not None), pair.source)

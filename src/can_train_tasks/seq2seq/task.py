@@ -63,7 +63,14 @@ class Seq2seq(Task):
 
     def datasets(self) -> Mapping[str, Sequence[Sample]]:
         """Reads the tables; the vocabulary holds the symbols of the training pairs only."""
-        return {_SETS[name]: [self._sample(pair) for pair in pairs] for name, pairs in self._pairs.items()}
+        numbers = self.vocabulary
+        return {
+            _SETS[name]: [
+                Sample(pair=pair, source=torch.tensor(numbers.source(pair)), target=torch.tensor(numbers.target(pair)))
+                for pair in pairs
+            ]
+            for name, pairs in self._pairs.items()
+        }
 
     def model(self) -> nn.Module:
         """Makes the network that `--model` names."""
@@ -102,8 +109,9 @@ class Seq2seq(Task):
     def predict(self, model: nn.Module, batch: Batch) -> list[Symbols]:
         """Writes the targets of a batch by beam search."""
         assert isinstance(model, Seq2seqModel)
-        found = write(model, batch.source, width=self.settings.beam_width, longest=self._longest)
-        return [self.vocabulary.written(one) for one in found.tolist()]
+        longest = max(len(pair.target) for pair in self._train) + _SPARE
+        numbers = write(model, batch.source, width=self.settings.beam_width, longest=longest)
+        return [self.vocabulary.written(row) for row in numbers.tolist()]
 
     def measure(self, samples: Sequence[Sample], predictions: Sequence[Symbols]) -> Mapping[str, float]:
         """Computes the share of targets that are written exactly, and the character error rate."""
@@ -111,7 +119,7 @@ class Seq2seq(Task):
 
     def baselines(self, samples: Sequence[Sample]) -> Mapping[str, Mapping[str, float]]:
         """Scores copies of the sources, and the most frequent suffix rule for the same features."""
-        pairs, rules = [sample.pair for sample in samples], SuffixRules(self._pairs[pair_tables.TRAIN])
+        pairs, rules = [sample.pair for sample in samples], SuffixRules(self._train)
         return {
             "copy of the source": score(pairs, [pair.source for pair in pairs]),
             "most frequent suffix rule": score(pairs, [rules.write(pair) for pair in pairs]),
@@ -163,14 +171,6 @@ class Seq2seq(Task):
         tables = self._tables
         dataset = pair_tables.with_features_column(self.dataset, tables.train)
         return {name: pair_tables.read_table(path, dataset) for name, path in tables.by_name.items()}
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(len(pair.target) for pair in self._pairs[pair_tables.TRAIN]) + _SPARE
-
-    def _sample(self, pair: Pair) -> Sample:
-        source, target = self.vocabulary.source(pair), self.vocabulary.target(pair)
-        return Sample(pair=pair, source=torch.tensor(source), target=torch.tensor(target))
 
     def _cross_entropy(self, model: nn.Module, batch: Batch, *, smoothing: float) -> tuple[Tensor, Tensor]:
         logits = model(batch.source, batch.before)

@@ -164,17 +164,16 @@ def label_files(path: Path) -> list[Path]:
     """
     if is_file(path):
         return [path]
+
+    def by_numbers(path: Path) -> list[tuple[int, str]]:  # Clip10 comes after Clip9
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
     for pattern in _LABEL_FILES:
-        if found := sorted(path.glob(pattern), key=_by_numbers):
-            return found
+        if files := sorted(path.glob(pattern), key=by_numbers):
+            return files
     raise MissingDataError("A data set of clips has label files", value=f"none in {path}",
                            remedy="Give a folder of game*/Clip*/Label.csv, or CSV files with the columns"
                            " Frame,Visibility,X,Y; or --dataset synthetic")  # fmt: skip
-
-
-def _by_numbers(path: Path) -> list[tuple[int, str]]:
-    # Clip10 comes after Clip9.
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def read_labels(path: Path) -> Labels:
@@ -206,8 +205,8 @@ def _layout(path: Path, header: Sequence[str]) -> tuple[str, list[int]]:
         if set(columns) <= set(names):
             return layout, [names.index(column) for column in columns]
     remedy = "Name them file name,visibility,x-coordinate,y-coordinate; or Frame,Visibility,X,Y"
-    found = f"{','.join(header):.80}"
-    raise _malformed(path, 1, "A label file begins with the names of its columns", found, remedy=remedy)
+    text = f"{','.join(header):.80}"
+    raise _malformed(path, 1, "A label file begins with the names of its columns", text, remedy=remedy)
 
 
 def _parsed(path: Path, line: int, cells: Sequence[str]) -> tuple[int, int, float, float]:
@@ -260,9 +259,23 @@ def read_clips(
             size = size if all(size) else RENDERED_SIZE
             pictures: Pictures = render(name, labels, size)
         else:
-            pictures = FilePictures(_paths(path, labels, folder))
+            files = {int(file.stem): file for file in sorted(folder.iterdir())
+                     if file.suffix.lower() in _SUFFIXES and re.fullmatch(r"\d{1,9}", file.stem, re.ASCII)}  # fmt: skip
+            for row in np.flatnonzero(~np.isin(labels.numbers, [*files]))[:1]:
+                raise MissingDataError(
+                    "Every row of a label file has its picture",
+                    value=f"{path}:{labels.lines[row]}: {folder} has no picture {labels.numbers[row]}",
+                    remedy="Extract it from the video once more, as PNG or JPEG, or remove the row",
+                )
+            pictures = FilePictures([files[number] for number in labels.numbers.tolist()])
             size = size if all(size) else pictures.size()
-        _check_inside(path, labels, size)
+        outside = (labels.x < 0) | (labels.y < 0) | (labels.x > size[0]) | (labels.y > size[1])
+        # The position of a hidden ball is a guess that nothing uses, so it may lie outside.
+        for row in np.flatnonzero(outside & np.isin(labels.visibility, (EASY, HARD)))[:1]:
+            raise _malformed(path, int(labels.lines[row]), "A visible ball is inside its picture of "
+                             f"{size[0]} × {size[1]}", f"{labels.x[row]:g},{labels.y[row]:g}",
+                             remedy="Correct the row, or say to which size coordinates belong: --set"
+                             " dataset.label_width=1280 --set dataset.label_height=720")  # fmt: skip
         clips.append(labels.clip(name=name, group=group, size=size, pictures=pictures))
     return clips
 
@@ -282,38 +295,14 @@ def _picture_folder(path: Path, layout: str, dataset: TrackNetDatasetSettings) -
     stems = (path.stem, path.stem.removesuffix("_ball"))
     # TrackNetV3 has match1/csv/1_01_00_ball.csv and match1/frame/1_01_00/0.png.
     bases = [Path(dataset.frames)] if dataset.frames else [path.parent, path.parent.parent / "frame"]
-    found = next((base / stem for base in bases for stem in stems if is_folder(base / stem)), None)
-    if found is None and not dataset.render_missing_frames:
+    folder = next((base / stem for base in bases for stem in stems if is_folder(base / stem)), None)
+    if folder is None and not dataset.render_missing_frames:
         raise MissingDataError(
             "The pictures of a label file lie in a folder of its name", value=f"there is no {bases[0] / stems[-1]}",
             remedy="Extract them from the video (0.png, 1.png, …), name their folder with --set dataset.frames=DIR, or"
             " train on generated ones: --set dataset.render_missing_frames=true",
         )  # fmt: skip
-    return found
-
-
-def _paths(path: Path, labels: Labels, folder: Path) -> list[Path]:
-    found = {int(one.stem): one for one in sorted(folder.iterdir())
-             if one.suffix.lower() in _SUFFIXES and re.fullmatch(r"\d{1,9}", one.stem, re.ASCII)}  # fmt: skip
-    for number, line in zip(labels.numbers.tolist(), labels.lines.tolist(), strict=True):
-        if number not in found:
-            raise MissingDataError(
-                "Every row of a label file has its picture",
-                value=f"{path}:{line}: {folder} has no picture {number}",
-                remedy="Extract it from the video once more, as PNG or JPEG, or remove the row",
-            )
-    return [found[number] for number in labels.numbers.tolist()]
-
-
-def _check_inside(path: Path, labels: Labels, size: tuple[int, int]) -> None:
-    width, height = size
-    outside = (labels.x < 0) | (labels.y < 0) | (labels.x > width) | (labels.y > height)
-    # The position of a hidden ball is a guess that nothing uses, so it may lie outside.
-    for row in np.flatnonzero(outside & np.isin(labels.visibility, (EASY, HARD)))[:1]:
-        raise _malformed(path, int(labels.lines[row]), f"A visible ball is inside its picture of {width} × {height}",
-                         f"{labels.x[row]:g},{labels.y[row]:g}",
-                         remedy="Correct the row, or say to which size coordinates belong: --set"
-                         " dataset.label_width=1280 --set dataset.label_height=720")  # fmt: skip
+    return folder
 
 
 def split_clips(
@@ -333,21 +322,20 @@ def split_clips(
     if len(units) < _FEWEST_PARTS:
         units = [[clip] for clip in clips]
     if len(units) < _FEWEST_PARTS:
-        cut = [_by_time(clip, validation, test) for clip in clips]
-        return {name: [parts[name] for parts in cut if parts[name][1] < parts[name][2]] for name in _SETS}
+        cut: dict[str, list[tuple[Clip, int, int]]] = {name: [] for name in _SETS}
+        for clip in clips:
+            length, gap = len(clip), FRAMES_OF_INPUT - 1
+            first, second = round((1 - validation - test) * length), round((1 - test) * length)
+            spans = ((0, first), (first + gap, second), (second + gap, length))
+            for name, (start, stop) in zip(_SETS, spans, strict=True):
+                cut[name] += [(clip, start, stop)] if start < stop else []
+        return cut
     kept, tested = (max(1, round(share * len(units))) for share in (validation, test))
     chosen = dict(zip(_SETS, (units[: -kept - tested], units[-kept - tested : -tested], units[-tested:]), strict=True))
     return {name: [(clip, 0, len(clip)) for unit in part for clip in unit] for name, part in chosen.items()}
 
 
 _SETS: Final = ("train", "validation", "test")
-
-
-def _by_time(clip: Clip, validation: float, test: float) -> dict[str, tuple[Clip, int, int]]:
-    length, gap = len(clip), FRAMES_OF_INPUT - 1
-    first, second = round((1 - validation - test) * length), round((1 - test) * length)
-    spans = ((0, first), (first + gap, second), (second + gap, length))
-    return {name: (clip, *span) for name, span in zip(_SETS, spans, strict=True)}
 
 
 @dataclass(eq=False)
@@ -395,7 +383,7 @@ class FrameReader:
         positions = [max(position - back, int(earliest)) for back in reversed(range(FRAMES_OF_INPUT))]
         if clip in self._prepared:
             return self._prepared[clip][positions]
-        return np.stack([self._decoded(clip, one) for one in positions])
+        return np.stack([self._decoded(clip, each) for each in positions])
 
     def _mapped(self, clip: Clip) -> NDArray[np.uint8]:
         assert self.cache is not None

@@ -83,15 +83,20 @@ class RenderedPictures:
 
     def identity(self) -> Iterator[str]:
         """Yields texts that together identify the pictures, for the name of their cache folder."""
-        drawn = zlib.crc32(b"".join(one.tobytes() for one in (self.visible, self.x, self.y, self.poles)))
+        drawn = zlib.crc32(b"".join(array.tobytes() for array in (self.visible, self.x, self.y, self.poles)))
         yield f"rendered {GENERATOR_VERSION} {self.seed} {self.court} {self.size} {self.distractors} {drawn}"
 
     def read(self, position: int, width: int, height: int) -> Picture:
         """Draws picture `position` as [height, width, 3]."""
         noise = _rng(self.seed, 1, position)
-        image = self._background(width, height) * np.float32(1 + _FLICKER * noise.standard_normal())
-        for (x, y), radius in zip(self._players(position), np.full(_PLAYERS, _PLAYER), strict=True):
-            _spot(image, (x * width, y * height), (radius * width, 2.5 * radius * width), self._shirt)
+        if (width, height) not in self._backgrounds:
+            self._backgrounds[width, height] = _court(self.court, width, height)
+        image = self._backgrounds[width, height] * np.float32(1 + _FLICKER * noise.standard_normal())
+        shirt, rng = _rng(self.seed, 2).uniform(60, 240, 3).astype(np.float32), _rng(self.seed, 3)
+        middle, reach, pace, phase = (rng.uniform(low, high, (_PLAYERS, 2)) for low, high in
+                                      ((0.3, 0.7), (0.05, 0.2), (0.02, 0.08), (0, 2 * np.pi)))  # fmt: skip
+        for x, y in middle + reach * np.sin(pace * position + phase):
+            _spot(image, (x * width, y * height), (_PLAYER * width, 2.5 * _PLAYER * width), shirt)
         for x, y, radius in self._glints(position):
             color = _GLINT_COLOR if radius < 2 * _BALL else _BALL_COLOR
             _spot(image, (x * width, y * height), (radius * width, radius * width), color)
@@ -102,25 +107,9 @@ class RenderedPictures:
         image += np.float32(_NOISE) * noise.standard_normal(image.shape, dtype=np.float32)
         return np.asarray(np.clip(image, 0, 255), dtype=np.uint8)
 
-    def _background(self, width: int, height: int) -> NDArray[np.float32]:
-        key = (width, height)
-        if key not in self._backgrounds:
-            self._backgrounds[key] = _court(self.court, width, height)
-        return self._backgrounds[key]
-
     @cached_property
     def _backgrounds(self) -> dict[tuple[int, int], NDArray[np.float32]]:
         return {}
-
-    @cached_property
-    def _shirt(self) -> NDArray[np.float32]:
-        return _rng(self.seed, 2).uniform(60, 240, 3).astype(np.float32)
-
-    def _players(self, position: int) -> Floats:
-        rng = _rng(self.seed, 3)
-        middle, reach, pace, phase = (rng.uniform(low, high, (_PLAYERS, 2)) for low, high in
-                                      ((0.3, 0.7), (0.05, 0.2), (0.02, 0.08), (0, 2 * np.pi)))  # fmt: skip
-        return middle + reach * np.sin(pace * position + phase)
 
     def _glints(self, position: int) -> Floats:
         """Returns x, y and radius of the distractors [D, 3]; a distractor that leaves the picture enters it again."""

@@ -5,7 +5,7 @@ neighbourhood of a peak. Positions are in pixels of the heatmap, unless another 
 pixel is 0.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,11 +63,6 @@ class Moment:
         (width, height), (of_width, of_height) = self.size, self.clip.size
         return (x + 0.5) * width / of_width - 0.5, (y + 0.5) * height / of_height - 0.5
 
-    @property
-    def label_px(self) -> Floats:
-        """Width and height [2] of a heatmap pixel, in pixels of the labelled picture."""
-        return np.divide(self.clip.size, self.size, dtype=np.float64)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
@@ -89,22 +84,19 @@ class TrackNetTask(Task):
     def datasets(self) -> Mapping[str, Sequence[Moment]]:
         """Reads the labels, and prepares the pictures in the cache."""
         self.frames.cache = self.context.cache / "tracknet"
-        dataset, render = self.dataset, render_missing
+        dataset = self.dataset
         if dataset.is_synthetic:
             folder = synthetic_folder(self.frames.cache, dataset.synthetic, self.context.reporter)
-            clips = reading.read_clips(_at(dataset, folder), render)
-        else:
-            clips = reading.read_clips(dataset, render)
+            dataset = TrackNetDatasetSettings(path=str(folder), width=dataset.width, height=dataset.height)
+        clips = reading.read_clips(dataset, render_missing)
         self.frames.prepare(clips, self.context.reporter)
         return self._moments(clips)
 
     def sample_datasets(self) -> Mapping[str, Sequence[Moment]]:
         """Reads the labels; pictures are read or drawn later, when a batch needs them."""
-        simulated = self.dataset.is_synthetic
-        clips = (
-            simulated_clips(self.dataset.synthetic) if simulated else reading.read_clips(self.dataset, render_missing)
-        )
-        return self._moments(clips)
+        if self.dataset.is_synthetic:
+            return self._moments(simulated_clips(self.dataset.synthetic))
+        return self._moments(reading.read_clips(self.dataset, render_missing))
 
     @cached_property
     def frames(self) -> FrameReader:
@@ -119,10 +111,10 @@ class TrackNetTask(Task):
                        for clip, start, stop in spans for position in range(start, stop)]
                 for name, spans in parts.items()}  # fmt: skip
         for name in (TRAIN, VALIDATION, TEST):
-            if not any(one.is_visible for one in sets[name]):
-                found = f"{name}: {len(sets[name])} pictures, none with a visible ball"
+            if not any(moment.is_visible for moment in sets[name]):
+                value = f"{name}: {len(sets[name])} pictures, none with a visible ball"
                 remedy = "Add clips, or change dataset.validation_share and dataset.test_share"
-                raise DataError("Training, validation and test each see a ball", value=found, remedy=remedy)
+                raise DataError("Training, validation and test each see a ball", value=value, remedy=remedy)
         return sets
 
     @classmethod
@@ -139,12 +131,12 @@ class TrackNetTask(Task):
         """Returns the number of training pictures that have a loss, and whether pictures are generated."""
         training = self.sets[TRAIN]
         counted = sum(map(self._is_counted, training))
-        found = [
+        told = [
             f"{counted:,} of {len(training):,} training pictures have a loss: the ball is not visible in the others"
         ]
         if self.dataset.render_missing_frames:
-            found.append("Missing pictures are generated from the labels, and scores are those of generated video")
-        return found
+            told.append("Missing pictures are generated from the labels, and scores are those of generated video")
+        return told
 
     def model(self) -> nn.Module:
         """Makes the network."""
@@ -160,14 +152,17 @@ class TrackNetTask(Task):
         The batch also has the balls' positions [B, 2], whether each ball is visible [B], and whether each picture has a
         loss [B].
         """
-        pictures = np.stack([np.concatenate(self.frames.read(one.clip, one.position), axis=-1) for one in samples])
-        balls = torch.tensor([one.ball for one in samples], dtype=torch.float64)
-        seen, counted = (torch.tensor([of(one) for one in samples]) for of in (_is_visible, self._is_counted))
-        return {"pictures": torch.from_numpy(pictures), "balls": balls, "seen": seen, "counted": counted}
+        pictures = [np.concatenate(self.frames.read(moment.clip, moment.position), axis=-1) for moment in samples]
+        return {
+            "pictures": torch.from_numpy(np.stack(pictures)),
+            "balls": torch.tensor([moment.ball for moment in samples], dtype=torch.float64),
+            "seen": torch.tensor([moment.is_visible for moment in samples]),
+            "counted": torch.tensor([self._is_counted(moment) for moment in samples]),
+        }
 
-    def _is_counted(self, one: Moment) -> bool:
+    def _is_counted(self, moment: Moment) -> bool:
         # A picture with a hidden ball has no loss: to report the ball is neither right nor wrong.
-        return one.is_visible or (self.settings.learn_absent and one.visibility == ABSENT)
+        return moment.is_visible or (self.settings.learn_absent and moment.visibility == ABSENT)
 
     def heatmaps(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Computes the logits [B, H, W] of a batch."""
@@ -196,7 +191,7 @@ class TrackNetTask(Task):
 
     def measure(self, samples: Sequence[Moment], predictions: Sequence[Any]) -> Mapping[str, float]:
         """Computes the metrics of predictions; writes previews if `task.preview_dir` names a folder."""
-        values = torch.as_tensor(np.stack([np.asarray(one, dtype=np.float64) for one in predictions])).numpy()
+        values = np.stack([np.asarray(prediction, dtype=np.float64) for prediction in predictions])
         found = Found(positions=values[:, :2], reported=values[:, 2] >= self.settings.threshold)
         if self.settings.preview_dir:
             self.write_previews(Path(self.settings.preview_dir), samples, found)
@@ -204,24 +199,22 @@ class TrackNetTask(Task):
 
     def baselines(self, samples: Sequence[Moment]) -> Mapping[str, Mapping[str, float]]:
         """Returns the metrics of three methods without a network."""
-        methods: dict[str, Callable[[Sequence[Moment]], Found]] = {
-            "median position in training": self._constant,
-            "largest change since the picture before": self._largest_change,
-            "true position one picture before": _last_known,
+        trained = [moment.ball for moment in self.sets[TRAIN] if moment.is_visible]
+        changes = np.array([_change(self.frames.read(moment.clip, moment.position)) for moment in samples])
+        detections = {
+            "median position in training": Found(
+                positions=np.tile(np.median(trained, axis=0), (len(samples), 1)),
+                reported=np.ones(len(samples), np.bool_),
+            ),
+            "largest change since the picture before": Found(
+                positions=changes[:, :2], reported=changes[:, 2] > _MOTION
+            ),
+            "true position one picture before": _last_known(samples),
         }
-        return {name: self._metrics(samples, method(samples)) for name, method in methods.items()}
+        return {name: self._metrics(samples, found) for name, found in detections.items()}
 
     def _metrics(self, samples: Sequence[Moment], found: Found) -> dict[str, float]:
         return detection_metrics(samples, found, self.settings.tolerance_px * self.dataset.width / _TOLERANCE_WIDTH)
-
-    def _constant(self, samples: Sequence[Moment]) -> Found:
-        known = [one.ball for one in self.sets[TRAIN] if one.is_visible]
-        return Found(positions=np.tile(np.median(known, axis=0), (len(samples), 1)),
-                     reported=np.ones(len(samples), np.bool_))  # fmt: skip
-
-    def _largest_change(self, samples: Sequence[Moment]) -> Found:
-        found = np.array([_change(self.frames.read(one.clip, one.position)) for one in samples])
-        return Found(positions=found[:, :2], reported=found[:, 2] > _MOTION)
 
     def write_previews(self, folder: Path, samples: Sequence[Moment], found: Found) -> None:
         """Writes pictures, evenly spread over a set, with the true position in green and a reported position in red.
@@ -233,25 +226,17 @@ class TrackNetTask(Task):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for row in chosen.tolist():
-                one = samples[row]
-                picture = self.frames.read(one.clip, one.position)[-1].copy()
-                if one.is_visible:
-                    _mark(picture, one.ball, _TRUE)
+                moment = samples[row]
+                picture = self.frames.read(moment.clip, moment.position)[-1].copy()
+                if moment.is_visible:
+                    _mark(picture, moment.ball, _TRUE)
                 if found.reported[row]:
                     _mark(picture, tuple(found.positions[row]), _REPORTED)
-                name = f"{one.clip.name.replace('/', '-')}-{one.position:04d}.png"
+                name = f"{moment.clip.name.replace('/', '-')}-{moment.position:04d}.png"
                 write_bytes_atomic(folder / name, png_bytes(picture))
         except OSError as error:
             raise StateError("Previews are written into the folder task.preview_dir", value=f"{folder}: {error}",
                              remedy="Make room, or name another folder") from error  # fmt: skip
-
-
-def _is_visible(one: Moment) -> bool:
-    return one.is_visible
-
-
-def _at(dataset: TrackNetDatasetSettings, folder: Path) -> TrackNetDatasetSettings:
-    return TrackNetDatasetSettings(path=str(folder), width=dataset.width, height=dataset.height)
 
 
 def ball_heatmaps(balls: Tensor, sigma: float, size: Sequence[int]) -> Tensor:
@@ -341,8 +326,9 @@ def detection_metrics(samples: Sequence[Moment], found: Found, tolerance: float)
     metrics = {"precision": precision, "recall": recall, "f1": _share(2 * precision * recall, precision + recall)}
     given = reported & visible
     if given.any():
-        px = offsets[given] * np.array([one.label_px for one, is_given in zip(samples, given, strict=True) if is_given])
-        metrics["position_error_px"] = float(np.hypot(*px.T).mean())
+        # Width and height of a heatmap pixel, in pixels of the labelled picture.
+        scales = np.array([np.divide(moment.clip.size, moment.size) for moment in samples])
+        metrics["position_error_px"] = float(np.hypot(*(offsets * scales)[given].T).mean())
     return metrics
 
 

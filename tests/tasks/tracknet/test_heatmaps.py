@@ -89,7 +89,7 @@ def test_positions_are_scaled_by_the_centres_of_pixels() -> None:
     (one,) = moments([1], [31.5])
     # The middle of 64 pixels, whose first one's centre is 0, is the middle of 32.
     assert one.ball == pytest.approx((15.5, (10 + 0.5) / 2 - 0.5))
-    assert one.label_px.tolist() == [2.0, 2.0]
+    assert np.divide(one.clip.size, one.size).tolist() == [2.0, 2.0]
 
 
 def test_metrics_by_hand() -> None:

@@ -106,15 +106,12 @@ class ConstantMixes(NamedTuple):
 def constant_mixes(table: WindowScores, flat: FlatGraphs, split: Split, weights: Floats, fpr: float) -> ConstantMixes:
     """Makes the mixes with one weight: each score alone, the even mix, and the best of `weights` [A] on validation."""
     named = {"autoencoder": 0.0, "classifier": 1.0, "even_mix": EVEN_WEIGHT}
-    absent: dict[str, str] = {}
     is_attack = flat.label[split.validation] > 0
-    best = None
+    best, absent = None, {BEST_MIX: "the validation windows are of one class only"}
     if 0 < is_attack.sum() < len(is_attack):
-        best = named[BEST_MIX] = best_weight(table, split.validation, is_attack, weights, fpr)
-    else:
-        absent[BEST_MIX] = "the validation windows are of one class only"
-    mixes = {name: ConstantMix(weight) for name, weight in named.items()}
-    return ConstantMixes(mixes, best, absent)
+        best, absent = best_weight(table, split.validation, is_attack, weights, fpr), {}
+        named[BEST_MIX] = best
+    return ConstantMixes({name: ConstantMix(weight) for name, weight in named.items()}, best, absent)
 
 
 def best_weight(table: WindowScores, rows: Ints, is_attack: Bools, weights: Floats, fpr: float) -> float:

@@ -21,21 +21,10 @@ from can_train_tasks.can.losses import DistilledAutoencoderBatch, DistilledClass
 from can_train_tasks.can.models import build_network
 from can_train_tasks.can.modes.windows import AutoencoderTask, ClassifierTask, WindowTask
 from can_train_tasks.can.reference_models import WindowReferenceModel
-from can_train_tasks.can.settings import DistillationSettings, GatSettings
+from can_train_tasks.can.settings import DistillationSettings
 
 # Weights of the distances from the teacher. Latents weigh as much as nodes and edges together.
 TEACHER_WEIGHTS: Final = {"teacher_latent": 0.5, "teacher_node": 0.25, "teacher_edge": 0.25}
-
-
-def distillation_task(run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> WindowTask:
-    """Makes the task of a student, which is a classifier or an autoencoder.
-
-    Raises:
-        DataError: The windows lack the labels or the benign windows that the student learns from.
-        CheckpointError: The teacher does not fit the windows.
-    """
-    student = DistilledClassifierTask if isinstance(run.model, GatSettings) else DistilledAutoencoderTask
-    return student(run, data, finished)
 
 
 class _Student(WindowTask):
@@ -51,7 +40,7 @@ class _Student(WindowTask):
         """Makes the network."""
         model = build_network(self._run.model, self._inputs(), projected=self._projected)
         named = model.named_parameters()
-        self._parameters = sum(one.numel() for name, one in named if not name.startswith("projection."))
+        self._parameters = sum(weight.numel() for name, weight in named if not name.startswith("projection."))
         return model
 
     def reference_models(self) -> Sequence[WindowReferenceModel]:
@@ -69,9 +58,8 @@ class _Student(WindowTask):
         timed = TimedScore(score)
         judgement = super().judge(timed)
         sizes: dict[str, tuple[str | None, int]] = {TRAINED: (None, self._parameters)}
-        sizes |= {
-            one.role: (one.name, sum(each.numel() for each in one.model.parameters())) for one in self._references
-        }
+        for reference in self._references:
+            sizes[reference.role] = (reference.name, sum(weight.numel() for weight in reference.model.parameters()))
         compared = {
             role: {"run": run, "parameters": size, "windows_per_second": timed.speed("" if role == TRAINED else role)}
             for role, (run, size) in sizes.items()
@@ -87,15 +75,11 @@ class _Student(WindowTask):
         ]
         self._teacher, *others = self._references
         mode: DistillationSettings = self._run.mode
-        if mode.offload_teacher_to_cpu:
-            self._teacher.placements = ("offload",)
-        elif mode.teacher_placement == "auto":
-            self._teacher.placements = ("device", "cache", "offload")
-        else:
-            self._teacher.placements = (mode.teacher_placement,)
+        placement = "offload" if mode.offload_teacher_to_cpu else mode.teacher_placement
+        self._teacher.placements = ("device", "cache", "offload") if placement == "auto" else (placement,)
         for other in others:
             other.placements = ()  # training does not use its outputs: it is only scored, for the comparison
-        self.reference_roles = [one.role for one in self._references]
+        self.reference_roles = [reference.role for reference in self._references]
 
     def _teacher_outputs(self) -> Outputs:
         assert self._outputs is not None, "training binds the outputs before it asks for a batch"

@@ -23,7 +23,7 @@ from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.layout import TEST, digest_of_logs
 from can_train_tasks.can.inputs import InputEncoder, InputStatistics
-from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch, hide_ids
+from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch, numpy_generator
 from can_train_tasks.can.models import build_network
 
 if TYPE_CHECKING:
@@ -83,9 +83,16 @@ class WindowTask(BatchTask):
         return lambda rows: self._gather(rows).to(device, dtype)
 
     def hidden_ids(self, rows: Ints, generator: torch.Generator | None) -> Bools | None:
-        """Draws the windows of a logical batch [R] whose IDs are hidden; None: no IDs are hidden."""
+        """Draws the windows of a logical batch [R] whose IDs are hidden; None: no IDs are hidden.
+
+        All IDs of a window are hidden together, as on the bus of another vehicle. A single unknown ID on a known bus
+        must remain a sign of an attack.
+        """
         dataset = self._run.dataset
-        return hide_ids(dataset.id_dropout if dataset.identity else 0.0, rows, generator)
+        if generator is None or not dataset.identity or not dataset.id_dropout:
+            return None
+        hidden: Bools = numpy_generator(generator).random(len(rows)) < dataset.id_dropout
+        return hidden
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges each test folder separately, together with the reference models and the baselines."""
@@ -145,10 +152,10 @@ def elapsed_s(flat: FlatGraphs, rows: Ints) -> Floats:
     """Returns the beginnings [R] of windows in seconds, as if each log began at the end of the previous log."""
     seconds, before = np.zeros(len(rows)), 0.0
     for source in np.unique(flat.source[rows]):
-        own = flat.source[rows] == source
-        begins = float(flat.start_time[rows][own].min())
-        seconds[own] = before + flat.start_time[rows][own] - begins
-        before += float(flat.end_time[rows][own].max()) - begins
+        of_log = flat.source[rows] == source
+        begins = float(flat.start_time[rows][of_log].min())
+        seconds[of_log] = before + flat.start_time[rows][of_log] - begins
+        before += float(flat.end_time[rows][of_log].max()) - begins
     return seconds
 
 
@@ -214,8 +221,12 @@ class AutoencoderTask(WindowTask):
 
     def __init__(self, run: ResolvedRun, data: CanData) -> None:
         is_attack = data.flat.label > 0
-        train = _benign(data.split.train, is_attack, "training")
-        super().__init__(run, data, train, _benign(data.split.validation, is_attack, "validation"))
+        train, validation = (rows[~is_attack[rows]] for rows in (data.split.train, data.split.validation))
+        for part, rows in (("training", train), ("validation", validation)):
+            if not len(rows):
+                raise DataError(f"The autoencoder learns from benign windows, and the {part} part has none",
+                                remedy=_BENIGN_REMEDY)  # fmt: skip
+        super().__init__(run, data, train, validation)
         self.loss_weights: Mapping[str, float] = {
             "node": 1.0, "edge": 1.0, "can_id": run.mode.can_id_weight, "kl": run.mode.kl_weight,
         }  # fmt: skip
@@ -243,11 +254,3 @@ class AutoencoderTask(WindowTask):
         units = error_units(validation[self._data.flat.label[split.validation] == 0])
         test = {folder: anomaly_scores(score(rows, *role), units) for folder, rows in split.test.items()}
         return ModelScores(validation=anomaly_scores(validation, units), test=test, error_units=units)
-
-
-def _benign(rows: Ints, is_attack: Bools, part: str) -> Ints:
-    benign = rows[~is_attack[rows]]
-    if not len(benign):
-        raise DataError(f"The autoencoder learns from benign windows, and the {part} part has none",
-                        remedy=_BENIGN_REMEDY)  # fmt: skip
-    return benign
