@@ -61,8 +61,8 @@ def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
     known = [*_OF_NODE, *_OF_EDGE, *_OF_EDGE, *deviations]
     columns = [*[IDENTITY] * (node.shape[1] - len(known)), *known]
     raising_node, raising_edge = (by_node * node).clamp(min=0), (by_edge * edge).clamp(min=0)
-    found = _sums(raising_node, columns) + _at_ends(_sums(raising_edge, _OF_EDGE), batch)
-    return _with_absences(found, model.inputs.overdue(batch) * MISSING_ID, batch)
+    shares = _sums(raising_node, columns) + _at_ends(_sums(raising_edge, _OF_EDGE), batch)
+    return _with_absences(shares, model.inputs.overdue(batch) * MISSING_ID, batch)
 
 
 def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[float]) -> Tensor:
@@ -81,11 +81,11 @@ def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[fl
     node_error = (decoded.node - node).square() * of_node[:, None] * model.inputs.target_weights.to(node.dtype)
     edge_error = (decoded.edge - edge).square() * (weights["edge"] / edge.shape[1]) / edges[graph_of_edge][:, None]
     columns = [*_OF_NODE, *(_OF_BEHAVIOUR if model.inputs.behaviour else [])]
-    found = _sums(node_error, columns) + _at_ends(_sums(edge_error, _OF_EDGE), batch)
-    found[:, PROPERTIES.index(LATENT)] = errors.kl * weights["latent"] / nodes[batch.batch]
+    shares = _sums(node_error, columns) + _at_ends(_sums(edge_error, _OF_EDGE), batch)
+    shares[:, PROPERTIES.index(LATENT)] = errors.kl * weights["latent"] / nodes[batch.batch]
     strange = model.inputs.strangeness(batch, model.inputs.id_index(batch))
-    found[:, PROPERTIES.index(IDENTITY)] = strange * weights["ids"]
-    return _with_absences(found, model.inputs.overdue(batch) * weights["ids"], batch)
+    shares[:, PROPERTIES.index(IDENTITY)] = strange * weights["ids"]
+    return _with_absences(shares, model.inputs.overdue(batch) * weights["ids"], batch)
 
 
 def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:
@@ -104,8 +104,8 @@ def shares_of_windows(contributions: Tensor, window: Tensor) -> Tensor:
 
 def _sums(columns: Tensor, names: Sequence[str]) -> Tensor:
     """Adds up columns [·, C] to properties [·, P]; `names` gives the property of each column."""
-    found = columns.new_zeros(len(columns), len(PROPERTIES))
-    return found.index_add(1, torch.tensor([PROPERTIES.index(name) for name in names], device=columns.device), columns)
+    shares = columns.new_zeros(len(columns), len(PROPERTIES))
+    return shares.index_add(1, torch.tensor([PROPERTIES.index(name) for name in names], device=columns.device), columns)
 
 
 def _at_ends(edges: Tensor, batch: GraphBatch) -> Tensor:

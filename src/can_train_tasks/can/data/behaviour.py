@@ -81,21 +81,21 @@ class _Remembered:
 
     def update(self, can_id: NDArray[np.uint32], values: dict[str, NDArray[Any]]) -> None:
         """Sets the values of IDs; the IDs are in ascending order."""
-        position, found = self.find(can_id)
+        position, is_old = self.find(can_id)
         for name, new in values.items():
-            self.values[name][position[found]] = new[found]
-        if found.all():
+            self.values[name][position[is_old]] = new[is_old]
+        if is_old.all():
             return
-        joined = np.concatenate([self.can_id, can_id[~found]])
+        joined = np.concatenate([self.can_id, can_id[~is_old]])
         order = np.argsort(joined, kind="stable")
         self.can_id = joined[order]
         for name, new in values.items():
-            self.values[name] = np.concatenate([self.values[name], new[~found]])[order]
+            self.values[name] = np.concatenate([self.values[name], new[~is_old]])[order]
 
-    def forget(self, keep: NDArray[np.bool_]) -> None:
-        """Forgets all IDs where `keep` [K] is False."""
-        self.can_id = self.can_id[keep]
-        self.values = {name: value[keep] for name, value in self.values.items()}
+    def keep(self, chosen: NDArray[np.bool_]) -> None:
+        """Forgets all IDs where `chosen` [K] is False."""
+        self.can_id = self.can_id[chosen]
+        self.values = {name: value[chosen] for name, value in self.values.items()}
 
 
 def _nothing(**values: tuple[Any, int]) -> _Remembered:
@@ -119,29 +119,23 @@ class IdHistory:
         times, words = time[order], payload_words(payload)[order]
         first = _run_starts(ids)
         before_time, before_words = np.roll(times, 1), np.roll(words, 1)
-        position, found = self._frames.find(ids[first])
-        known = position[found]
+        position, is_old = self._frames.find(ids[first])
         before_time[first], before_words[first] = np.nan, 0
-        before_time[first[found]] = self._frames.values["time"][known]
-        before_words[first[found]] = self._frames.values["payload"][known]
+        before_time[first[is_old]] = self._frames.values["time"][position[is_old]]
+        before_words[first[is_old]] = self._frames.values["payload"][position[is_old]]
         gap, bits = np.empty(len(ids), np.float32), np.empty(len(ids), np.int8)
         # Public captures run backwards by some milliseconds.
         gap[order] = np.maximum(times - before_time, 0.0)
         bits[order] = np.bitwise_count((words ^ before_words).view(np.uint64))
-        bits[order[first[~found]]] = -1
+        bits[order[first[~is_old]]] = -1
         last = np.append(first[1:], len(ids)) - 1
         self._frames.update(ids[first], {"time": times[last], "payload": words[last]})
         if len(self._frames.can_id) > 2 * _MAX_IDS:
-            self._forget_oldest()
+            seen_s = self._frames.values["time"]
+            self._frames.keep(seen_s >= np.partition(seen_s, -_MAX_IDS)[-_MAX_IDS])
+            for remembered in (self._windows, self._seen):
+                remembered.keep(np.isin(remembered.can_id, self._frames.can_id))
         return Changes(gap, bits)
-
-    def _forget_oldest(self) -> None:
-        time = self._frames.values["time"]
-        keep = time >= np.partition(time, -_MAX_IDS)[-_MAX_IDS]
-        kept = self._frames.can_id[keep]
-        self._frames.forget(keep)
-        for remembered in (self._windows, self._seen):
-            remembered.forget(np.isin(remembered.can_id, kept))
 
     def absences(self, nodes: Nodes) -> Absences:
         """Finds the regular IDs that the log's next G windows lack.
@@ -150,9 +144,9 @@ class IdHistory:
         """
         ids, order = _sorted_ids(nodes.can_id)
         first = _run_starts(ids)
-        position, found = self._seen.find(ids[first])
+        position, is_old = self._seen.find(ids[first])
         carried = np.zeros(len(first), np.int64)
-        carried[found] = self._seen.values["count"][position[found]]
+        carried[is_old] = self._seen.values["count"][position[is_old]]
         sizes = np.diff(first, append=len(ids))
         count = np.arange(1, len(ids) + 1) + np.repeat(carried - first, sizes)
         before = _Remembered(self._seen.can_id, {name: value.copy() for name, value in self._seen.values.items()})
@@ -165,12 +159,12 @@ class IdHistory:
         # The history of each regular ID before the first window and after each window, [G + 1, K].
         seen_s = np.full((len(least) + 1, len(regular)), np.nan)
         counts = np.zeros(seen_s.shape, np.int64)
-        position, found = before.find(regular)
-        seen_s[0, found], counts[0, found] = (before.values[name][position[found]] for name in ("time", "count"))
+        position, is_old = before.find(regular)
+        seen_s[0, is_old], counts[0, is_old] = (before.values[name][position[is_old]] for name in ("time", "count"))
         column = np.minimum(np.searchsorted(regular, ids), max(len(regular) - 1, 0))
-        own = np.flatnonzero(regular[column] == ids) if len(regular) else order[:0]
-        row, column = nodes.window[order[own]], column[own]
-        seen_s[row + 1, column], counts[row + 1, column] = nodes.seen_s[order[own]], count[own]
+        of_regular = np.flatnonzero(regular[column] == ids) if len(regular) else order[:0]
+        row, column = nodes.window[order[of_regular]], column[of_regular]
+        seen_s[row + 1, column], counts[row + 1, column] = nodes.seen_s[order[of_regular]], count[of_regular]
         lacking = np.isnan(seen_s[1:])
         latest = np.where(np.isnan(seen_s), 0, np.arange(len(seen_s))[:, None])
         np.maximum.accumulate(latest, axis=0, out=latest)
@@ -183,18 +177,18 @@ class IdHistory:
         """Returns the behaviour `now` of N nodes of consecutive windows together with the nodes' past."""
         ids, order = _sorted_ids(can_id)
         first = _run_starts(ids)
-        position, found = self._windows.find(ids[first])
+        position, is_old = self._windows.find(ids[first])
         # Columns are contiguous. Values are whole numbers of quanta, whose sums are exact in float64.
         values = np.multiply(now[order].T, 1.0 / _QUANTUM, order="C", dtype=np.float64)
         unknown = np.flatnonzero(np.isnan(values[0]))
         values[:, unknown] = 0.0
-        known = np.ones(len(ids))
-        known[unknown] = 0.0
+        counted = np.ones(len(ids))
+        counted[unknown] = 0.0
 
         def earlier(name: str, added: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
             """Returns the sums over the windows before each node's, [..., N], and over an ID's windows, [..., K]."""
             carried = np.zeros((*added.shape[:-1], len(first)))
-            carried[..., found] = self._windows.values[name][position[found]].T
+            carried[..., is_old] = self._windows.values[name][position[is_old]].T
             whole = np.add.reduceat(added, first, axis=-1) + carried
             # One running sum over all IDs, which at the first node of an ID jumps to the sum of its earlier windows.
             jumping = np.zeros_like(added)
@@ -203,7 +197,7 @@ class IdHistory:
             jumping[..., first[1:]] -= whole[..., :-1]
             return np.cumsum(jumping, axis=-1, out=jumping), whole.T
 
-        count, all_count = earlier("count", known)
+        count, all_count = earlier("count", counted)
         plain, all_plain = earlier("plain", values)
         divisor = np.maximum(count, 1.0)
         middle = np.divide(plain, divisor, out=plain)

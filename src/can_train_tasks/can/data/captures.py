@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train_tasks.can.data.grammar import MAX_CAN_ID
-from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Ints
+from can_train_tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Floats, Ints
 from can_train_tasks.can.data.log_text import unpacked
 
 # The faults of a frame, by index in `Recorded.wrong`; 0: none.
@@ -119,9 +119,9 @@ class _Link:
     name: str = "0"
 
 
-# A packet: position of its first byte, number of its bytes, its time, index of its interface.
-_Packet = tuple[int, int, float, int]
-_PACKET_COLUMNS: Final = [("begin", np.int64), ("size", np.int64), ("seconds", np.float64), ("link", np.int64)]
+# Packets in a part of a file, four numbers each: position of the first byte, number of bytes, time in seconds, index of
+# the interface. In one flat list: the garbage collector would follow a tuple for each packet.
+_Packets = list[float]
 
 
 def read_capture(path: Path) -> Iterator[Recorded]:
@@ -141,11 +141,11 @@ def read_capture(path: Path) -> Iterator[Recorded]:
             links.append(_Link(order=order, link_type=link_type & 0x0FFF_FFFF, ticks=ticks))
         while part := stream.read(_READ_BYTES):
             buffer = rest + part
-            rows, end = find(buffer, links)
-            rest, packets = buffer[end:], np.array(rows, _PACKET_COLUMNS)
-            used = [index for index in np.unique(packets["link"]) if links[index].link_type in _LINKS]
+            numbers, end = find(buffer, links)
+            rest, packets = buffer[end:], np.array(numbers, np.float64).reshape(-1, 4)
+            used = [index for index in np.unique(packets[:, 3]).astype(int) if links[index].link_type in _LINKS]
             if used:
-                of_links = (_frames(buffer, packets[packets["link"] == index], links[index]) for index in used)
+                of_links = (_frames(buffer, packets[packets[:, 3] == index], links[index]) for index in used)
                 begins, parts = zip(*of_links, strict=True)
                 # Frames of several interfaces get the order of the file.
                 frames = Recorded.concatenate(parts).select(np.argsort(np.concatenate(begins), kind="stable"))
@@ -160,23 +160,23 @@ def read_capture(path: Path) -> Iterator[Recorded]:
                         remedy="Capture one: tcpdump -i can0 -w drive.pcap")  # fmt: skip
 
 
-def _pcap_packets(buffer: bytes, links: list[_Link]) -> tuple[list[_Packet], int]:
+def _pcap_packets(buffer: bytes, links: list[_Link]) -> tuple[_Packets, int]:
     """Returns the packets in a part of a file, and the end of its last whole record."""
-    packets, position, link = list[_Packet](), 0, links[0]
+    packets, position, link = _Packets(), 0, links[0]
     record = struct.Struct(f"{link.order}III")
     while position + _RECORD_HEADER_BYTES <= len(buffer):
         second, ticks, size = record.unpack_from(buffer, position)
         begin = position + _RECORD_HEADER_BYTES
         if begin + _checked(size) > len(buffer):
             break
-        packets.append((begin, size, (second * int(link.ticks) + ticks) / link.ticks, 0))
+        packets += (begin, size, (second * int(link.ticks) + ticks) / link.ticks, 0)
         position = begin + size
     return packets, position
 
 
-def _pcapng_packets(buffer: bytes, links: list[_Link]) -> tuple[list[_Packet], int]:
+def _pcapng_packets(buffer: bytes, links: list[_Link]) -> tuple[_Packets, int]:
     """Does the same for a pcapng file; adds the interfaces that it describes to `links`."""
-    packets, position = list[_Packet](), 0
+    packets, position = _Packets(), 0
     while position + 12 <= len(buffer):
         order = links[-1].order if links else "<"
         kind, size = struct.unpack_from(f"{order}II", buffer, position)
@@ -193,7 +193,7 @@ def _pcapng_packets(buffer: bytes, links: list[_Link]) -> tuple[list[_Packet], i
         elif kind == _INTERFACE:
             links.append(_interface(buffer[position + 8 : end - 4], order, name=str(len(links) - _section(links) - 1)))
         elif kind in _PACKETS:
-            packets.append(_pcapng_packet(links, kind, buffer[position + 8 : end - 4], position + 8))
+            packets += _pcapng_packet(links, kind, buffer[position + 8 : end - 4], position + 8)
         position = end
     return packets, position
 
@@ -203,7 +203,7 @@ def _section(links: list[_Link]) -> int:
     return max(i for i, link in enumerate(links) if link.link_type == _NO_LINK)
 
 
-def _pcapng_packet(links: list[_Link], kind: int, body: bytes, begin: int) -> _Packet:
+def _pcapng_packet(links: list[_Link], kind: int, body: bytes, begin: int) -> tuple[int, int, float, int]:
     layout, head_bytes = _PACKETS[kind]
     *place, size = struct.unpack_from(f"{links[-1].order}{layout}", body)
     number, high, low = place or (0, 0, 0)
@@ -237,12 +237,12 @@ def _checked(size: int) -> int:
     return size
 
 
-def _frames(buffer: bytes, packets: NDArray[Any], link: _Link) -> tuple[Ints, Recorded]:
+def _frames(buffer: bytes, packets: Floats, link: _Link) -> tuple[Ints, Recorded]:
     """Decodes the packets of an interface that are frames; also returns the position of each frame."""
     # Zeros at the end: a payload is read in full width, even at the end of the buffer.
     data = np.frombuffer(buffer + bytes(_MAX_HEAD_BYTES + FD_PAYLOAD_BYTES), np.uint8)
     head, place = _LINKS[link.link_type]
-    begin, size, seconds = (packets[name] for name in ("begin", "size", "seconds"))
+    (begin, size), seconds = packets[:, :2].astype(np.int64).T, packets[:, 2]
     protocol = np.full(len(begin), _CAN) if place is None else _numbers(data, begin + place, ">u2")
     is_can = np.isin(protocol, (_CAN, _CAN_FD, _CAN_XL))
     begin, size, seconds, protocol = begin[is_can], size[is_can], seconds[is_can], protocol[is_can]

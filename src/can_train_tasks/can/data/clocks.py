@@ -160,8 +160,8 @@ class LogClock:
         else:
             steps = text.str.replace(",", ".", literal=True).cast(pl.Float64, strict=False)
         # A time beyond any clock makes its row malformed, and must not move the rows after it.
-        known = steps.fill_null(0.0)
-        return known.set(known > MAX_TIME_S, 0.0).to_numpy()
+        filled = steps.fill_null(0.0)
+        return filled.set(filled > MAX_TIME_S, 0.0).to_numpy()
 
     def _over_midnight(self, times: Floats) -> Floats:
         if not len(times):

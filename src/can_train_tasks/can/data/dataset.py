@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from can_train.errors import DataError
-from can_train.io.arrays import META, FolderDamageError, discard_folder
+from can_train.io.arrays import META, FolderDamageError, discard_folder, noticing_damage, read_meta
 from can_train.reporter import Reporter
 from can_train_tasks.can.data import graphs
 from can_train_tasks.can.data.digests import LogDigest, known_windows
@@ -126,7 +126,9 @@ def _recorded_logs(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
     a recorded log.
     """
     try:
-        finished_ns, sources = (folder / META).stat().st_mtime_ns, graphs.read_sources(folder)
+        finished_ns = (folder / META).stat().st_mtime_ns
+        with noticing_damage():
+            sources = [SourceFile(**source) for source in read_meta(folder)["sources"]]
         states = {log: log.path.stat() for log in logs}
         sidecars = {sidecar.path: sidecar.path.stat() for log in logs if (sidecar := find_sidecar(log.path))}
     except (OSError, FolderDamageError):
@@ -170,7 +172,7 @@ def _first_names(paths: Sequence[str]) -> str:
     return ", ".join(Path(path).name for path in paths[:_MAX_NAMED]) + more
 
 
-def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_rows: Ints) -> tuple[Split, list[str]]:
+def leave_out_known(flat: FlatGraphs, split: Split, trained: FlatGraphs, trained_rows: Ints) -> tuple[Split, list[str]]:
     """Leaves test windows out that occur in training.
 
     If all test windows of a log that was cut by time occur in training, they stay: the bus repeats itself.
@@ -178,8 +180,8 @@ def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_row
     Args:
         flat: The graphs with the test windows.
         split: Split of `flat`.
-        known: The graphs of training; may be `flat`.
-        known_rows: Windows of `known` that were trained or validated on.
+        trained: The graphs of training; may be `flat`.
+        trained_rows: Windows of `trained` that were trained or validated on.
 
     Returns:
         The split, and notices.
@@ -192,7 +194,7 @@ def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_row
     notices: list[str] = []
     lost: dict[str, int] = {}
     for group, rows in split.test.items():
-        fresh = rows[~known_windows(flat, rows, known, known_rows)]
+        fresh = rows[~known_windows(flat, rows, trained, trained_rows)]
         if not len(fresh) and group in cut_by_time:
             fresh = rows
             occur = "the only test window occurs" if len(rows) == 1 else f"all {len(rows):,} test windows occur"

@@ -67,29 +67,29 @@ class LogDigest:
         return f"{self._frames:x}-{self._sum[0]:016x}"
 
 
-def known_windows(flat: FlatGraphs, rows: Ints, known: FlatGraphs, known_rows: Ints) -> Bools:
-    """Returns whether each window of `rows` [R] occurs in the windows `known_rows`.
+def known_windows(flat: FlatGraphs, rows: Ints, trained: FlatGraphs, trained_rows: Ints) -> Bools:
+    """Returns whether each window of `rows` [R] occurs in the windows `trained_rows`.
 
     Args:
         flat: Graphs with the windows `rows`.
         rows: [R] windows that are looked up.
-        known: Graphs with the windows `known_rows`; may be `flat`.
-        known_rows: The known windows.
+        trained: Graphs with the windows `trained_rows`; may be `flat`.
+        trained_rows: The trained windows.
     """
-    found: Bools = np.isin(flat.digest[rows], known.digest[known_rows])
-    digests = [source.frames_digest for source in known.sources]
+    occurs: Bools = np.isin(flat.digest[rows], trained.digest[trained_rows])
+    digests = [source.frames_digest for source in trained.sources]
     for index, source in enumerate(flat.sources):
-        if source.frames_digest and source.frames_digest in digests and flat is not known:
-            # In the same log, windows may begin at other frames now: a window that shares a frame with a known window
-            # counts as known.
-            own = flat.source[rows] == index
+        if source.frames_digest and source.frames_digest in digests and flat is not trained:
+            # In the same log, windows may begin at other frames now: a window that shares a frame with a trained window
+            # counts as trained.
+            of_log = flat.source[rows] == index
             begins = np.sort(
-                known.first_frame[known_rows[known.source[known_rows] == digests.index(source.frames_digest)]]
+                trained.first_frame[trained_rows[trained.source[trained_rows] == digests.index(source.frames_digest)]]
             )
-            first = flat.first_frame[rows[own]]
-            after = np.searchsorted(begins, first - known.window, side="right")
-            found[own] |= after < np.searchsorted(begins, first + flat.window, side="left")
-    return found
+            first = flat.first_frame[rows[of_log]]
+            after = np.searchsorted(begins, first - trained.window, side="right")
+            occurs[of_log] |= after < np.searchsorted(begins, first + flat.window, side="left")
+    return occurs
 
 
 def _content(frames: Frames) -> Hashes:

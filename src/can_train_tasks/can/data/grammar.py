@@ -147,13 +147,13 @@ class Grammar:
         if behind.removeprefix('[ "]*').startswith(","):
             # Between commas, a decimal comma stands inside quotes.
             token = f'"{token}"' if code == COMMA_CODE else token.replace(_FRACTION, "[.:]")
-        pattern, usual = (one.replace(TIMESTAMP, token) for one in (self.pattern, self.usual))
+        pattern, usual = (each.replace(TIMESTAMP, token) for each in (self.pattern, self.usual))
         changed = replace(self, pattern=pattern, usual=usual, time_code=code)
         return replace(changed, unit_known=True, ticks_per_second=1) if changed.dated else changed
 
     def with_marked_ids(self) -> Grammar:
         """Returns the grammar for rows whose IDs may be marked as hexadecimal: `0x110`, `110h` or `18FEF100x`."""
-        pattern, usual = (one.replace(_ID, _MARKED_ID) for one in (self.pattern, self.usual))
+        pattern, usual = (each.replace(_ID, _MARKED_ID) for each in (self.pattern, self.usual))
         return replace(self, pattern=pattern, usual=usual)
 
 
@@ -197,20 +197,20 @@ def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
     holds = rows.select(pl.all_horizontal([rule for rule, _ in rules]).fill_null(False)).to_series()
     good = rows if holds.all() else rows.filter(holds)
     bad = rows.filter(~holds)
-    xl_frames = bad["line"].str.contains(grammar.xl_frame).fill_null(False) if grammar.xl_frame else None
-    malformed, error_frames = _malformed(bad if xl_frames is None else bad.filter(~xl_frames), rules, grammar)
+    num_bad = len(bad)
+    if grammar.xl_frame:
+        bad = bad.filter(~pl.col("line").str.contains(grammar.xl_frame).fill_null(False))
+    malformed, error_frames = _malformed(bad, rules, grammar)
     return ParsedRows(
         position=good["position"].to_numpy().astype(np.int64),
         timestamp=good["timestamp"].to_numpy() / grammar.ticks_per_second,
         can_id=good["id"].to_numpy().astype(np.uint32),
         length=good["length"].to_numpy().astype(np.uint8),
         payload=_payload_bytes(good),
-        label=good["label"] if grammar.has("label") else None,
-        kind=good["kind"] if grammar.has("kind") else None,
-        channel=good["channel"] if grammar.has("channel") else None,
+        **{name: good[name] if grammar.has(name) else None for name in ("label", "kind", "channel")},
         malformed=malformed,
         error_frames=error_frames,
-        xl_frames=0 if xl_frames is None else int(xl_frames.sum()),
+        xl_frames=num_bad - len(bad),
         cut=num_cut,
     )
 
@@ -350,8 +350,7 @@ def _cut_to_dlc(rows: pl.DataFrame, *, fd: bool) -> tuple[pl.DataFrame, int]:
 
 def _words(label: pl.Expr) -> pl.Expr:
     """Returns the words after a row; null without words."""
-    words = label.str.strip_chars()
-    return pl.when(words != "").then(words)
+    return pl.when(label.str.strip_chars() != "").then(label.str.strip_chars())
 
 
 def _payload_bytes(rows: pl.DataFrame) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DataError
-from can_train.io.arrays import ArrayWriter, noticing_damage, read_arrays, read_meta
+from can_train.io.arrays import ArrayWriter, noticing_damage, read_arrays
 from can_train_tasks.can.data.behaviour import (
     BEHAVIOUR,
     Changes,
@@ -243,13 +243,10 @@ class GraphBuilder:
         if window > MAX_WINDOW:
             raise ConfigError(f"dataset.window is more than {MAX_WINDOW}", value=str(window),
                               remedy="Use --set dataset.window=100")  # fmt: skip
-        self._window = window
-        self._stride = stride
+        self._window, self._stride = window, stride
         self._pending: _ComparedFrames | None = None
         self._history = IdHistory()
-        self._pending_from = 0
-        self._next_start = 0
-        self.frames_seen = 0
+        self._pending_from = self._next_start = self.frames_seen = 0
 
     def feed(self, frames: Frames) -> Iterator[GraphBlock]:
         """Takes the log's next frames; yields the windows that they complete, in order, in blocks of bounded size."""
@@ -259,22 +256,22 @@ class GraphBuilder:
             changes.append(self._history.changes(part.can_id, part.timestamp, part.payload))
         changed = Changes(*(np.concatenate(column) for column in zip(*changes, strict=True)))
         arrived = _ComparedFrames(**vars(frames), **changed._asdict())
-        known = _Joined(arrived[:0] if self._pending is None else self._pending, arrived)
+        joined = _Joined(arrived[:0] if self._pending is None else self._pending, arrived)
         joined_from, start = self._pending_from, self._next_start
         self.frames_seen += len(frames)
         num_windows = max(0, (self.frames_seen - start - self._window) // self._stride + 1)
         self._next_start = start + num_windows * self._stride
         self._pending_from = min(self._next_start, self.frames_seen)
-        self._pending = known.part(self._pending_from - joined_from, self.frames_seen - joined_from)
+        self._pending = joined.part(self._pending_from - joined_from, self.frames_seen - joined_from)
         # A separate generator, so that this call counts the frames, and not the first block that is taken.
-        return self._build(known, joined_from, start, num_windows)
+        return self._build(joined, joined_from, start, num_windows)
 
-    def _build(self, known: _Joined, joined_from: int, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
+    def _build(self, joined: _Joined, joined_from: int, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
         per_chunk = max(1, _CHUNK_FRAMES // self._window)
         for window in range(0, num_windows, per_chunk):
             last = min(window + per_chunk, num_windows) - 1
             begin, end = (first_frame + window * self._stride, first_frame + last * self._stride + self._window)
-            chunk = known.part(begin - joined_from, end - joined_from)
+            chunk = joined.part(begin - joined_from, end - joined_from)
             yield _build_chunk(chunk, self._window, self._stride, begin, self._history)
 
 
@@ -539,16 +536,6 @@ def read_graphs(folder: Path, *, verify: bool = True) -> FlatGraphs:
     arrays, meta = read_arrays(folder, list(_ARRAYS), verify=verify)
     with noticing_damage():
         return _flat_graphs(arrays, meta)
-
-
-def read_sources(folder: Path) -> list[SourceFile]:
-    """Reads the logs that a folder's graphs were made of.
-
-    Raises:
-        FolderDamageError: The record is missing or altered, or the folder holds no graphs.
-    """
-    with noticing_damage():
-        return [SourceFile(**source) for source in read_meta(folder)["sources"]]
 
 
 def no_graphs(window: int) -> FlatGraphs:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -142,8 +143,14 @@ def _logs_below(folder: Path) -> list[Path]:
     for path in folder.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         named = not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name)
-        if named and path.is_file() and (path.suffix.lower() != ".db" or _is_log_database(path)):
-            logs.append(path)
+        if not named or not path.is_file():
+            continue
+        # Other programs leave databases in folders, too. The beginning has the names of the columns of python-can's
+        # table; the reader of a database raises the error if it cannot be read.
+        with suppress(OSError), path.open("rb") as file:
+            if path.suffix.lower() == ".db" and b"arbitration_id" not in file.read(2**16):
+                continue
+        logs.append(path)
     if not logs:
         raise MissingDataError(
             f"{folder} holds no logs",
@@ -152,15 +159,6 @@ def _logs_below(folder: Path) -> list[Path]:
             remedy="Put the logs there, or give --dataset the path of another folder or of one file",
         )
     return sorted(logs, key=lambda log: log.relative_to(folder).as_posix())
-
-
-def _is_log_database(path: Path) -> bool:
-    """Returns whether a database has python-can's table: other programs leave databases in folders, too."""
-    try:
-        with path.open("rb") as file:
-            return b"arbitration_id" in file.read(2**16)  # the beginning has the names of the columns
-    except OSError:
-        return True  # the reader of the database raises the error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,15 +232,10 @@ def drop_duplicates(logs: Sequence[HashedLog]) -> tuple[list[HashedLog], list[st
             remaining.append(hashed)
             seen.add(place)
     notices = []
-    if leaked:
-        notices.append(f"Left out of testing, since identical to training logs: {_names(leaked)}")
-    if copies:
-        notices.append(f"Left out as copies of other logs: {_names(copies)}")
+    for why, left_out in {"of testing, since identical to training": leaked, "as copies of other": copies}.items():
+        names = ", ".join(f"{hashed.log.path.parent.name}/{hashed.log.path.name}" for hashed in left_out)
+        in_all = f" ({len(left_out)} in all)" if len(left_out) > 1 else ""
+        notices += [f"Left out {why} logs: {names}{in_all}"] if left_out else []
     if lost := sorted({hashed.log.group for hashed in leaked} - {hashed.log.group for hashed in remaining}):
         notices.append(f"Nothing is left to test of {', '.join(lost)}")
     return remaining, notices
-
-
-def _names(logs: list[HashedLog]) -> str:
-    names = [f"{hashed.log.path.parent.name}/{hashed.log.path.name}" for hashed in logs]
-    return f"{', '.join(names)} ({len(names)} in all)" if len(names) > 1 else names[0]

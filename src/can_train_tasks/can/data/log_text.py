@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -144,9 +143,7 @@ def _open_zstd(raw: Any) -> _Converted:
     return _Converted(_decompressed(raw, decompressor.decompressobj, zstandard.ZstdError))
 
 
-def _open_xz(raw: Any) -> _Converted:
-    new_frame = partial(lzma.LZMADecompressor, memlimit=WINDOW_BYTES + _XZ_BYTES)
-    return _Converted(_decompressed(raw, new_frame, lzma.LZMAError))
+_NEW_XZ: Final = partial(lzma.LZMADecompressor, memlimit=WINDOW_BYTES + _XZ_BYTES)
 
 
 class Compression(NamedTuple):
@@ -161,7 +158,7 @@ class Compression(NamedTuple):
 COMPRESSIONS: Final = (
     Compression("gzip", ".gz", b"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw, mode="rb")),
     Compression("bzip2", ".bz2", b"BZh", bz2.BZ2File),
-    Compression("xz", ".xz", b"\xfd7zXZ\0", _open_xz),
+    Compression("xz", ".xz", b"\xfd7zXZ\0", lambda raw: _Converted(_decompressed(raw, _NEW_XZ, lzma.LZMAError))),
     Compression("zstd", ".zst", b"\x28\xb5\x2f\xfd", _open_zstd),
 )
 # Archives, files of several files: (offset of the mark, mark, program that unpacks the archive).
@@ -214,12 +211,20 @@ class LogText:
         Raises:
             DataError: The file changed since it was first opened, is damaged, or has a line over `MAX_LINE_BYTES`.
         """
-        next_line = 1
+        next_line, rest = 1, b""
         with self._open() as (stream, _, _):
-            for text in chain.from_iterable(map(_pieces, self._whole_lines(stream))):
-                if not text.isspace():
-                    yield next_line, _split_lines(text)
-                next_line += text.count(b"\n")
+            while read := stream.read(self._block_bytes):
+                end = read.rfind(b"\n") + 1
+                whole = b"".join((rest, read[:end])) if end else b""
+                rest = read[end:] if end else rest + read
+                if len(rest) > MAX_LINE_BYTES:
+                    raise _endless_line(self._path)
+                for text in _pieces(whole) if end else ():
+                    if not text.isspace():
+                        yield next_line, _split_lines(text)
+                    next_line += text.count(b"\n")
+            if rest.strip():
+                yield next_line, _split_lines(rest)
             if _file_state(self._path) != self._state:
                 raise changed_log(self._path)
 
@@ -260,20 +265,6 @@ class LogText:
                 text_bytes = text_bytes * size // max(raw.tell(), 1)
         parts = [_split_lines(text) for text in texts if text]
         return TextSample(parts, sum(map(len, texts)), size if plain else text_bytes)
-
-    def _whole_lines(self, stream: Any) -> Iterator[bytes]:
-        """Yields blocks that end where a line ends."""
-        rest = b""
-        while text := stream.read(self._block_bytes):
-            head, newline, tail = text.rpartition(b"\n")
-            if newline:
-                yield b"".join((rest, head, newline))
-                rest = b""
-            rest += tail
-            if len(rest) > MAX_LINE_BYTES:
-                raise _endless_line(self._path)
-        if rest:
-            yield rest
 
     @contextmanager
     def _open(self) -> Iterator[_Stream]:

@@ -298,14 +298,13 @@ def _rows(recorded: Recorded) -> ParsedRows:
     reasons = [WRONG[code] if code else LATE_TIMESTAMP for code in wrong[bad].tolist()]
     # The ID of a frame that was cut off or lacks a field may be a filler.
     has_id = ~np.isin(wrong[bad], (CUT_OFF, MISSING))
-    malformed = pl.DataFrame(
-        {"position": pl.Series(bad).cast(pl.UInt32), "reason": pl.Series(reasons, dtype=pl.String)}
-    )
-    malformed = malformed.select(
-        "position", pl.format("frame {} of its block", pl.col("position") + 1).alias("line"), "reason",
+    malformed = pl.select(
+        position=pl.Series(bad).cast(pl.UInt32),
+        line=pl.format("frame {} of its block", pl.Series(bad + 1)),
+        reason=pl.Series(reasons, dtype=pl.String),
         id=pl.when(pl.Series(has_id)).then(pl.Series(recorded.can_id[bad].astype(np.uint64))),
         label=pl.lit(None, dtype=pl.String),
-    )  # fmt: skip
+    )
     is_long = bool((length[is_good] > MAX_PAYLOAD_BYTES).any())
     payload = recorded.payload if is_long else recorded.payload[:, :MAX_PAYLOAD_BYTES]
     return ParsedRows(

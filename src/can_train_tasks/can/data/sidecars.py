@@ -129,9 +129,9 @@ def _injections(entry: Mapping[str, Any], name: str) -> Iterator[Injection]:
 
 def _intervals(value: Any) -> Iterator[tuple[float, float]]:
     if isinstance(value, list) and value and isinstance(value[0], list):
-        for one in value:
-            yield from _intervals(one)
-    elif isinstance(value, list) and len(value) == 2 and all(isinstance(one, int | float) for one in value):
+        for each in value:
+            yield from _intervals(each)
+    elif isinstance(value, list) and len(value) == 2 and all(isinstance(each, int | float) for each in value):
         yield float(value[0]), float(value[1])
 
 
