@@ -19,7 +19,7 @@ from can_train.training.sample_task import Losses, Task
 from can_train_tasks.bendr import class_metrics
 from can_train_tasks.bendr.network import BendrNetwork
 from can_train_tasks.bendr.recording_windows import Windows, cut
-from can_train_tasks.bendr.recordings import Recording, digest_of, find_recordings, open_recordings, read_beginnings
+from can_train_tasks.bendr.recordings import digest_of, find_recordings, open_recordings, read_beginnings
 from can_train_tasks.bendr.settings import CLASSIFY, PRETRAIN, PRETRAINED, RecordingSettings
 from can_train_tasks.bendr.simulated_eeg import synthetic_folder, write_recording
 
@@ -61,7 +61,15 @@ class Bendr(Task):
     def _checked(self, sets: dict[str, Windows]) -> dict[str, Windows]:
         windows = sets["train"]
         if self.mode.name == CLASSIFY:
-            _check_labels(windows.recordings)
+            for recording in windows.recordings:
+                if not recording.classes:
+                    raise DataError("Classification needs a label for each sample", value=f"{recording.path} has none",
+                                    remedy="Name it: --set dataset.label=NAME; --mode pretrain needs none"
+                                    )  # fmt: skip
+            classes = {label for recording in windows.recordings for label in recording.classes}
+            if len(classes) < 2:
+                raise DataError("Classification needs two classes", value=f"all labels are {min(classes)}",
+                                remedy="Give recordings of another class, too")  # fmt: skip
         elif (steps := self.model_settings.steps(windows.length)) <= self.mode.mask_span:
             raise ConfigError("A window must have more steps than a masked span", value=f"{steps} steps with "
                               f"dataset.window_s {self.dataset.window_s:g} and model.strides "
@@ -187,27 +195,16 @@ def draw_negatives(steps: int, number: int, generator: torch.Generator) -> Tenso
     return (torch.arange(steps)[:, None] + torch.randint(1, steps, (steps, number), generator=generator)) % steps
 
 
-def _check_labels(recordings: Sequence[Recording]) -> None:
-    for one in recordings:
-        if not one.classes:
-            raise DataError("Classification needs a label for each sample", value=f"{one.path} has none",
-                            remedy="Name it: --set dataset.label=NAME; --mode pretrain needs none")  # fmt: skip
-    classes = {label for one in recordings for label in one.classes}
-    if len(classes) < 2:
-        raise DataError("Classification needs two classes", value=f"all labels are {min(classes)}",
-                        remedy="Give recordings of another class, too")  # fmt: skip
-
-
 def _take_over(network: BendrNetwork, pretrained: Any) -> None:
     """Loads the weights of a pretrained run, except the head.
 
     Raises:
         ConfigError: A weight is absent from the network or has another shape.
     """
-    own = network.state_dict()
+    fresh = network.state_dict()
     weights = {name: value for name, value in pretrained.weights.items() if not name.startswith("head.")}
-    different = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
+    different = [name for name, value in weights.items() if name not in fresh or fresh[name].shape != value.shape]
     if different:
         raise ConfigError("A pretrained run must have the same channels and model", value=f"{pretrained.run_id}: "
                           f"{different[0]} differs", remedy="Pretrain on recordings with these channels")  # fmt: skip
-    network.load_state_dict(own | weights)
+    network.load_state_dict(fresh | weights)

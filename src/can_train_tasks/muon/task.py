@@ -100,7 +100,11 @@ class MuonTask(Task):
         few = len(showers) < _FEW_SHOWERS
         parts = self.dataset.parts or (-(-_EVENTS // len(showers)) if few else 1)
         rng = np.random.default_rng(_CUT_SEED)
-        muons = _normalised_muons(showers, self.dataset.variables)
+        variables = []
+        for name in self.dataset.variables:
+            values = np.log10(showers.muons[name]) if name == "energy" else showers.muons[name]
+            variables.append(np.log10(values + _DELAY_NS) if name == "time" else values / _UNITS[name])
+        muons = np.stack(variables, axis=1)  # [M, V] normalised
         starts = np.cumsum(showers.counts) - showers.counts
         # Muons are dealt out at random: each part is a thinned copy of the shower.
         part_of = rng.integers(0, parts, len(muons)) if parts > 1 else np.zeros(len(muons), np.int64)
@@ -237,17 +241,6 @@ class MuonTask(Task):
         names = self.dataset.variables
         real = [sample.muons.double().numpy() for sample in samples]
         return wasserstein_distances(real, made, [_METRICS[name] for name in names], [_UNITS[name] for name in names])
-
-
-def _normalised_muons(showers: Showers, variables: Sequence[str]) -> NDArray[np.float64]:
-    """Returns [M, V] normalised muons."""
-    columns = []
-    for name in variables:
-        values = showers.muons[name]
-        if name == "energy":
-            values = np.log10(values)
-        columns.append(np.log10(values + _DELAY_NS) if name == "time" else values / _UNITS[name])
-    return np.stack(columns, axis=1)
 
 
 def _moments(events: Sequence[tuple[Tensor, Tensor]]) -> _Moments:

@@ -68,19 +68,14 @@ def inflect(lemma: str, number: str, possessor: str, case: str) -> str:
     ('kitabam', 'evlerde', 'odaya')
     """
     form = lemma
-    for suffix in (_NUMBERS[number], _POSSESSORS[possessor], _CASES[case]):
-        form = _add(form, suffix)
+    for pattern in filter(None, (_NUMBERS[number], _POSSESSORS[possessor], _CASES[case])):
+        last_vowel = next(letter for letter in reversed(form) if letter in _VOWELS)
+        suffix = pattern.replace("A", "a" if last_vowel in _BACK else "e")
+        if suffix[0] in _VOWELS:
+            end = form[-1] + _BUFFER if form[-1] in _VOWELS else _SOFTENED.get(form[-1], form[-1])
+            form = form[:-1] + end
+        form += suffix
     return form
-
-
-def _add(form: str, suffix: str) -> str:
-    last = next(letter for letter in reversed(form) if letter in _VOWELS)
-    suffix = suffix.replace("A", "a" if last in _BACK else "e")
-    if suffix[:1] and suffix[0] in _VOWELS:
-        if form[-1] in _VOWELS:
-            return form + _BUFFER + suffix
-        form = form[:-1] + _SOFTENED.get(form[-1], form[-1])
-    return form + suffix
 
 
 def _line(rng: np.random.Generator) -> str:

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -149,19 +150,15 @@ def drop_probable_duplicates(logs: Sequence[LogFile]) -> list[LogFile]:
     sizes = Counter(log.path.stat().st_size for log in logs)
     first_by_ends: dict[tuple[int, bytes], LogFile] = {}
     for log in logs:
-        size = log.path.stat().st_size
-        first_by_ends.setdefault((size, _read_ends(log.path) if sizes[size] > 1 else b""), log)
+        size, ends = log.path.stat().st_size, b""
+        if sizes[size] > 1:
+            ends = os.fsencode(log.path)  # equals no other log's bytes; the reader will raise an error
+            with suppress(OSError), log.path.open("rb") as file:
+                begin = file.read(_COMPARED_BYTES)
+                file.seek(-len(begin), os.SEEK_END)
+                ends = begin + file.read()
+        first_by_ends.setdefault((size, ends), log)
     return list(first_by_ends.values())
-
-
-def _read_ends(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            begin = file.read(_COMPARED_BYTES)
-            file.seek(-len(begin), os.SEEK_END)
-            return begin + file.read()
-    except OSError:
-        return os.fsencode(path)  # equals no other log's bytes; the reader will raise the error
 
 
 def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer: GraphWriter) -> tuple[LogSample, str]:

@@ -253,12 +253,9 @@ def check_scores(scores: ModelScores) -> None:
         RunError: A score is not finite.
     """
     for part, values in {"validation": scores.validation, **scores.test}.items():
-        broken = int(np.count_nonzero(~np.isfinite(values)))
-        if broken:
-            raise RunError(
-                f"{broken} of {len(values)} scores in {part} are not finite numbers",
-                remedy="The model has diverged: lower the learning rate, clip gradients, or train in fp32",
-            )
+        if broken := int(np.count_nonzero(~np.isfinite(values))):
+            raise RunError(f"{broken} of {len(values)} scores in {part} are not finite numbers", remedy="The model has "
+                           "diverged: lower the learning rate, clip gradients, or train in fp32")  # fmt: skip
 
 
 class _Fit(NamedTuple):
