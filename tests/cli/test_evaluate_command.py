@@ -132,7 +132,7 @@ def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
         (("--dataset", ""), "--dataset is empty"),
         (("--channel", "can7"), "Leave out dataset.channel"),
         (("--dataset", "hcrl_chh"), "Nearest of 8: hcrl_ch"),
-        (("--dataset", "/no/such.csv"), "must name a file or folder that exists"),
+        (("--dataset", "/no/such.csv"), "names no file or folder that exists"),
         (("--scores", "scores.xlsx"), "CSV or Parquet"),
         (("--device", "quantum"), "Unknown device"),
         (("--calibrate", "soon"), "Write it like --calibrate 10s"),
