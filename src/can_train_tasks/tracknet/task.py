@@ -200,21 +200,22 @@ class TrackNetTask(Task):
     def baselines(self, samples: Sequence[Moment]) -> Mapping[str, Mapping[str, float]]:
         """Returns the metrics of three methods without a network."""
         trained = [moment.ball for moment in self.sets[TRAIN] if moment.is_visible]
-        changes = np.array([_change(self.frames.read(moment.clip, moment.position)) for moment in samples])
         detections = {
             "median position in training": Found(
                 positions=np.tile(np.median(trained, axis=0), (len(samples), 1)),
                 reported=np.ones(len(samples), np.bool_),
             ),
-            "largest change since the picture before": Found(
-                positions=changes[:, :2], reported=changes[:, 2] > _MOTION
-            ),
+            "largest change since the picture before": self._largest_change(samples),
             "true position one picture before": _last_known(samples),
         }
         return {name: self._metrics(samples, found) for name, found in detections.items()}
 
     def _metrics(self, samples: Sequence[Moment], found: Found) -> dict[str, float]:
         return detection_metrics(samples, found, self.settings.tolerance_px * self.dataset.width / _TOLERANCE_WIDTH)
+
+    def _largest_change(self, samples: Sequence[Moment]) -> Found:
+        changes = np.array([_change(self.frames.read(moment.clip, moment.position)) for moment in samples])
+        return Found(positions=changes[:, :2], reported=changes[:, 2] > _MOTION)
 
     def write_previews(self, folder: Path, samples: Sequence[Moment], found: Found) -> None:
         """Writes pictures, evenly spread over a set, with the true position in green and a reported position in red.
