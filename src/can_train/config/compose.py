@@ -23,7 +23,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra_zen import ZenStore, builds, make_config
+from hydra_zen import ZenStore, make_config, make_custom_builds_fn
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -121,9 +121,8 @@ def resolve(request: RunRequest) -> ResolvedRun:
     for group, name in (("cluster", request.cluster), ("memory", request.memory)):
         if name is not None and name not in resolved.presets(group, folders):
             raise unknown_name(f"{group} preset", name, resolved.presets(group, folders))
-    classes = _classes(task, spec, mode)
-    overrides = _overrides(task, classes, [each for each in sets if each.key not in _CHOICES], request)
-    _check_roles(task, model, mode, overrides)
+    classes, settings = _classes(task, spec, mode), [override for override in sets if override.key not in _CHOICES]
+    overrides = _overrides(task, classes, settings, replace(request, model=model, mode=mode))
     model_preset = f"{model}_{size}" if size else model
     named_presets = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
     # A group with the defaults of its class needs no preset.
@@ -163,7 +162,9 @@ def _task_of(plain: Mapping[str, Any]) -> TaskSettings:
 def _overrides(
     task: TaskSettings, classes: Mapping[str, type], sets: Sequence[Override], request: RunRequest
 ) -> list[Override]:
-    """Returns the settings that a request gives, each with the key that it has in this task."""
+    """Returns the settings that a request gives, each with the key that it has in this task. The request has a model
+    and a mode; a finished run in a role that the mode does not have is refused.
+    """
     groups = ("training", "model", "mode", "settings")
     overrides = [*sets, *from_model_args(request.model_args, {group: classes[group] for group in groups})]
     for key, value in request.values.items():
@@ -173,9 +174,20 @@ def _overrides(
     if not fields(classes["model"]):
         # A task whose only model has no settings keeps the model's settings in its own.
         keys |= {f"model.{field.name}": f"settings.{field.name}" for field in fields(classes["settings"])}
-    resolved = [replace(override, key=keys.get(override.key, override.key)) for override in overrides]
-    check_contradictions(resolved)
-    return resolved
+    renamed = [replace(override, key=keys.get(override.key, override.key)) for override in overrides]
+    check_contradictions(renamed)
+    prerequisites = task.models[str(request.model)].prerequisites.get(str(request.mode), ())
+    foreign = {f"mode.{needed.role}": needed.role for needed in task.prerequisites}
+    for needed in prerequisites:
+        foreign.pop(f"mode.{needed.role}")
+    for override in renamed:
+        if override.key in foreign:
+            having = ", ".join(f"{mode} of {model}" for model, spec in task.models.items()
+                               for mode, builds_on in spec.prerequisites.items()
+                               if any(needed.role == foreign[override.key] for needed in builds_on))  # fmt: skip
+            raise ConfigError(f"Mode {request.mode} of {request.model} builds on no such run", value=override.spelling,
+                              remedy=f"Modes that do: {having}\n{task.table()}")  # fmt: skip
+    return renamed
 
 
 def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
@@ -202,9 +214,9 @@ def with_changes(
         ConfigError: A setting is unknown (the nearest are listed), has two values, or does not fit.
     """
     config, classes = _load(plain)
-    task, request = _task_of(plain), RunRequest(values=values, model_args=model_args)
+    task = _task_of(plain)
+    request = RunRequest(values=values, model_args=model_args, model=config.model_name, mode=config.mode.name)
     overrides = _overrides(task, classes, [from_set(text) for text in sets], request)
-    _check_roles(task, config.model_name, config.mode.name, overrides)
     # A file has resolved values: where two settings are equal, a change of the leader moves the follower too.
     for follower, leader in task.follows.items():
         if config.dataset[follower] == config.dataset[leader]:
@@ -579,9 +591,8 @@ def _classes(task: TaskSettings, spec: ModelSpec, mode: str) -> dict[str, type]:
             "monitor": MonitorSettings, "paths": PathSettings}  # fmt: skip
 
 
-def _schema(settings: type, **defaults: Any) -> Any:
-    # ZenStore's own wrapping of a class refuses a frozen instance.
-    return builds(settings, populate_full_signature=True, **defaults)
+# ZenStore's own wrapping of a class refuses a frozen instance.
+_schema: Final[Any] = make_custom_builds_fn(populate_full_signature=True)
 
 
 def _compose(
@@ -591,7 +602,7 @@ def _compose(
     store = ZenStore(overwrite_ok=True)
     for group in _CHOSEN_GROUPS:
         store(_schema(classes[group]), group=group, name="schema")
-    always = {name: _schema(cls) for name, cls in classes.items() if name not in _CHOSEN_GROUPS}
+    always: dict[str, Any] = {name: _schema(cls) for name, cls in classes.items() if name not in _CHOSEN_GROUPS}
     for name in task.training:
         if name not in (known := [one.name for one in fields(TrainingSettings)]):
             raise unknown_name("setting among the task's own defaults of training", name, known)
@@ -600,8 +611,8 @@ def _compose(
     always["hydra"] = {"searchpath": [f"file://{folder.absolute()}" for folder in reversed(folders)]}
     # A memory preset changes training settings, so it stands behind them, and there need be none.
     defaults: list[Any] = ["_self_", *({name: "???"} for name in _CHOSEN_GROUPS), {"optional memory": None}]
-    values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(_CHOSEN_GROUPS), **always}
-    store(make_config(hydra_defaults=defaults, **values), name="root")
+    always |= dict.fromkeys(_SCALARS, "") | dict.fromkeys(_CHOSEN_GROUPS)
+    store(make_config(hydra_defaults=defaults, **always), name="root")
     store.add_to_hydra_store(overwrite_ok=True)
     GlobalHydra.instance().clear()
     try:
@@ -613,7 +624,14 @@ def _compose(
         ):
             config = compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
         for group in _CHOSEN_GROUPS:
-            _fit_schema(config, group, classes[group])
+            # A preset that has not begun with the defaults of its settings class is laid over them.
+            values = OmegaConf.select(config, group)
+            if not OmegaConf.is_dict(values) or OmegaConf.get_type(values) is dict:
+                plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values or {}
+                if not isinstance(plain, dict):
+                    raise ValueError(f"{group}: a preset must have a setting on each line")
+                merged = OmegaConf.merge(OmegaConf.structured(_schema(classes[group])), plain)
+                OmegaConf.update(config, group, merged, merge=False)
         # References to other values and to the environment are read now.
         OmegaConf.to_container(config, resolve=True)
     # A person's file makes YAML's reader, Hydra and OmegaConf stumble each in ways of its own.
@@ -694,17 +712,6 @@ def _canonical(training: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[
         if found.setdefault(key, value) != value:
             raise ValueError(f"training.{key} is given twice, as {found[key]} and {value}")
     return found
-
-
-def _fit_schema(config: DictConfig, group: str, cls: type) -> None:
-    """Lays a group over the defaults of its settings class where its preset has not begun with them."""
-    found = OmegaConf.select(config, group)
-    if OmegaConf.is_dict(found) and OmegaConf.get_type(found) is not dict:
-        return
-    plain = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found or {}
-    if not isinstance(plain, dict):
-        raise ValueError(f"{group}: a preset must have a setting on each line")
-    OmegaConf.update(config, group, OmegaConf.merge(OmegaConf.structured(_schema(cls)), plain), merge=False)
 
 
 def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
@@ -804,19 +811,6 @@ def _dataset(task: TaskSettings, text: str | None, folders: Sequence[Path]) -> t
         slug = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"
         return "", {"dataset.path": str(path), "dataset.name": slug}
     raise unknown_name("data set", text, named, more="; or give the path of a log or a folder of logs")
-
-
-def _check_roles(task: TaskSettings, model: str, mode: str, overrides: Sequence[Override]) -> None:
-    """Refuses a finished run in a role that the mode does not have."""
-    own = {needed.role for needed in task.models[model].prerequisites.get(mode, ())}
-    foreign = {f"mode.{needed.role}": needed.role for needed in task.prerequisites if needed.role not in own}
-    for override in overrides:
-        if override.key in foreign:
-            having = ", ".join(f"{name} of {of}" for of, spec in task.models.items()
-                               for name, needed in spec.prerequisites.items()
-                               if any(one.role == foreign[override.key] for one in needed))  # fmt: skip
-            raise ConfigError(f"Mode {mode} of {model} builds on no such run", value=override.spelling,
-                              remedy=f"Modes that do: {having}\n{task.table()}")  # fmt: skip
 
 
 def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:

@@ -56,22 +56,15 @@ class StepRecord:
     def joined(self, later: StepRecord) -> StepRecord:
         """Returns one record of these and the following steps."""
         steps = self.steps + later.steps
-        return replace(
-            later.with_peaks(self),
-            steps=steps,
-            loss=(self.loss * self.steps + later.loss * later.steps) / steps,
-            micro_batches=max(self.micro_batches, later.micro_batches),
-            micro_batch_size=max(self.micro_batch_size, later.micro_batch_size),
-            ooms_rescued=self.ooms_rescued + later.ooms_rescued,
-        )
+        return replace(later.with_peaks(self), steps=steps, ooms_rescued=self.ooms_rescued + later.ooms_rescued,
+                       loss=(self.loss * self.steps + later.loss * later.steps) / steps,
+                       micro_batches=max(self.micro_batches, later.micro_batches),
+                       micro_batch_size=max(self.micro_batch_size, later.micro_batch_size))  # fmt: skip
 
     def with_peaks(self, other: StepRecord) -> StepRecord:
         """Returns the record with the higher peaks of two ranks in the same steps."""
-        return replace(
-            self,
-            allocated_bytes=_highest(self.allocated_bytes, other.allocated_bytes),
-            reserved_bytes=_highest(self.reserved_bytes, other.reserved_bytes),
-        )
+        return replace(self, allocated_bytes=_highest(self.allocated_bytes, other.allocated_bytes),
+                       reserved_bytes=_highest(self.reserved_bytes, other.reserved_bytes))  # fmt: skip
 
 
 def _highest(*peaks: int | None) -> int | None:

@@ -322,16 +322,11 @@ class WandbRun:
     def __init__(self, run: TrackedRun, state: dict[str, Any], say: Say) -> None:
         import wandb
 
-        options: dict[str, Any] = {
-            "project": os.environ.get("WANDB_PROJECT", "can-train"),
-            "id": run.run_id,
-            "name": run.run_id,
-            "dir": run.folder,
-            "config": dict(run.settings),
-            "resume": "allow",
-            # The process has no console, and nobody to answer a question.
-            "settings": wandb.Settings(console="off", silent=True, init_timeout=_INIT_S),
-        }
+        # The process has no console, and nobody to answer a question.
+        settings = wandb.Settings(console="off", silent=True, init_timeout=_INIT_S)
+        options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "can-train"), "id": run.run_id,
+                                   "name": run.run_id, "dir": run.folder, "config": dict(run.settings),
+                                   "resume": "allow", "settings": settings}  # fmt: skip
         try:
             self._run = wandb.init(**options)
         except wandb.errors.Error as error:

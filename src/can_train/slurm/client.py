@@ -420,15 +420,11 @@ def read_partitions_and_limits() -> list[Partition]:
     if {"limits", "safe"}.isdisjoint(settings.get("AccountingStorageEnforce", "").split(",")):
         return partitions
     user, cluster = pwd.getpwuid(os.geteuid()).pw_name, f"cluster={settings.get('ClusterName', '')}"
-    user_rows, account_rows = (
-        _sacctmgr(("assoc", "where", cluster, f"user={name}"), _ASSOCIATION_COLUMNS) for name in (user, "")
-    )
+    owners = [("assoc", "where", cluster, f"user={name}") for name in (user, "")]
+    associations = [row for owner in owners for row in _sacctmgr(owner, _ASSOCIATION_COLUMNS)]
     default = _sacctmgr(("user", "where", f"name={user}"), ("DefaultAccount",))
-    accounting = Accounting(
-        qualities=_sacctmgr(("qos",), _QOS_COLUMNS),
-        associations=[*user_rows, *account_rows],
-        default_account=default[0]["DefaultAccount"] if default else "",
-    )
+    accounting = Accounting(qualities=_sacctmgr(("qos",), _QOS_COLUMNS), associations=associations,
+                            default_account=default[0]["DefaultAccount"] if default else "")  # fmt: skip
     return [replace(partition, accounting=accounting) for partition in partitions]
 
 
@@ -484,15 +480,12 @@ def _node(fields: Mapping[str, str]) -> Node:
     gpus: dict[str, int] = {}
     for kind, number in _GPU.findall(fields.get("Gres", "")):
         gpus[kind] = gpus.get(kind, 0) + int(number)
-    return Node(
-        name=fields["NodeName"],
-        cpus=int(fields.get("CPUEfctv") or fields.get("CPUTot") or 1),
-        # Specialised memory is reserved for the system.
-        memory_mib=int(fields.get("RealMemory") or 0) - int(fields.get("MemSpecLimit") or 0),
-        gpus=gpus,
-        features=[name for name in fields.get("AvailableFeatures", "").split(",") if name not in _NO_VALUE],
-        is_up=_USABLE.issuperset(fields.get("State", "IDLE").split("+")),
-    )
+    # Specialised memory is reserved for the system.
+    memory_mib = int(fields.get("RealMemory") or 0) - int(fields.get("MemSpecLimit") or 0)
+    features = [name for name in fields.get("AvailableFeatures", "").split(",") if name not in _NO_VALUE]
+    return Node(name=fields["NodeName"], cpus=int(fields.get("CPUEfctv") or fields.get("CPUTot") or 1), gpus=gpus,
+                memory_mib=memory_mib, features=features,
+                is_up=_USABLE.issuperset(fields.get("State", "IDLE").split("+")))  # fmt: skip
 
 
 def _fields(line: str) -> dict[str, str]:

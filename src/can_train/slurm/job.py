@@ -417,14 +417,12 @@ def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
             nodes = [node for partition in partitions for node in partition.nodes if node.is_up]
     other_nodes = {node.name for node in nodes}.difference(ended.nodes_to_avoid if nodes else ())
     return JobOutcome(
-        ending=ending,
-        restarts=ended.attempts.count_restarts(ended.slurm_job),
+        ending=ending, restarts=ended.attempts.count_restarts(ended.slurm_job),
         resubmits=count_oom_resubmits(ended.registry.jobs(ended.run.run_id)),
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
-        memory_mib=job_memory_mib(os.environ),
-        most_memory_mib=max((node.memory_mib for node in nodes), default=None),
+        memory_mib=job_memory_mib(os.environ), most_memory_mib=max((node.memory_mib for node in nodes), default=None),
         has_other_nodes=len(other_nodes) >= cluster_settings(ended.folder).nodes,
-    )
+    )  # fmt: skip
 
 
 def job_memory_mib(environment: Mapping[str, str]) -> int | None:

@@ -139,13 +139,10 @@ def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
     # Two steps of a job may train at the same time; can-train's jobs use step 0.
     step = environment.get("SLURM_STEP_ID", "0")
     number = int(environment["SLURM_JOB_ID"]) + _STEP_APART * (int(step) if step.isdigit() else 0)
-    return RankPlace(
-        rank=int(environment["SLURM_PROCID"]),
-        size=size,
-        local_rank=int(environment["SLURM_LOCALID"]),
-        address=environment.get("MASTER_ADDR") or node_names(nodes)[0],
-        port=int(environment.get("MASTER_PORT") or FIRST_PORT + number % PORTS),
-    )
+    rank, local_rank = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
+    port = int(environment.get("MASTER_PORT") or FIRST_PORT + number % PORTS)
+    address = environment.get("MASTER_ADDR") or node_names(nodes)[0]
+    return RankPlace(rank=rank, size=size, local_rank=local_rank, address=address, port=port)
 
 
 def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) -> "RankPlace":

@@ -177,14 +177,9 @@ def describe(code: Code, state_dir: Path, run_path: Path) -> None:
     Raises:
         RunError: The folder cannot be written.
     """
-    description = {
-        "digest": code.digest,
-        "folder": str(code.folder(state_dir)),
-        "root": str(code.root),
-        "revision": code.revision,
-        "modified": bool(code.difference or code.untracked),
-        "untracked": list(code.untracked),
-    }
+    description = {"digest": code.digest, "folder": str(code.folder(state_dir)), "root": str(code.root),
+                   "revision": code.revision, "modified": bool(code.difference or code.untracked),
+                   "untracked": list(code.untracked)}  # fmt: skip
     try:
         records.write_json_atomic(run_path / _DESCRIPTION, description)
         if code.difference:

@@ -320,23 +320,19 @@ def plan_submission(
     duplicates = {each.index: find_duplicate_run(each.identity, statuses[: len(identical)]) for each in candidates}
     # Settings hold lists, so they are compared rather than hashed.
     groups: list[list[PlannedRun]] = []
-    for candidate in candidates:
+    for candidate in [each for each in candidates if duplicates[each.index] is None]:
         alike = next((group for group in groups if group[0].run.cluster == candidate.run.cluster), None)
-        if duplicates[candidate.index] is None and alike is not None:
-            alike.append(candidate)
-        elif duplicates[candidate.index] is None:
-            groups.append([candidate])
+        if alike is None:
+            groups.append(alike := [])
+        alike.append(candidate)
     cluster = candidates[0].run.cluster
     if cluster.executor == "slurm":
         for place in find_partitions(cluster.partition, partitions)[:1] if partitions else []:
             check_number_of_jobs(sum(map(len, groups)), job_limits(cluster, place))
-    return SubmissionPlan(
-        groups=groups,
-        duplicate_runs=[duplicate for duplicate in duplicates.values() if duplicate is not None],
-        after=[parent.run_id for parent in parents],
-        dependency=dependency_on(statuses[len(identical) :], runs[0].cluster.executor),
-        notices=list(dict.fromkeys(notices)),
-    )
+    dependency = dependency_on(statuses[len(identical) :], runs[0].cluster.executor)
+    duplicate_runs = [duplicate for duplicate in duplicates.values() if duplicate is not None]
+    return SubmissionPlan(groups=groups, duplicate_runs=duplicate_runs, after=[parent.run_id for parent in parents],
+                          dependency=dependency, notices=list(dict.fromkeys(notices)))  # fmt: skip
 
 
 def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
