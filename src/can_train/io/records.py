@@ -201,10 +201,9 @@ def is_folder(path: Path) -> bool:
 
 def expanded(path: Path | str) -> Path:
     """Replaces `~`. The home of a user who does not exist stays as it is written, and names no file."""
-    try:
+    with suppress(RuntimeError):
         return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)
+    return Path(path)
 
 
 def open_regular(path: Path | str) -> FileIO:
@@ -264,10 +263,9 @@ def read_text(path: Path) -> str:
 
 def text_or_nothing(path: Path) -> str:
     """Reads a text file; empty if it cannot be read."""
-    try:
+    with suppress(OSError):
         return read_bytes(path).decode(errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def parse_object(text: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Timer, get_ident
@@ -301,10 +301,9 @@ def slurm_node_name() -> str:
 
 def read_record(path: Path, kind: type[T]) -> T | None:
     """Reads a dataclass; None where the file is damaged. Raises OSError where it cannot be read."""
-    try:
+    with suppress(ValueError, RecursionError):
         return msgspec.json.decode(records.read_bytes(path), type=kind)
-    except (ValueError, RecursionError):
-        return None
+    return None
 
 
 def _is_time(text: str) -> bool:

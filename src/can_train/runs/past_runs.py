@@ -170,10 +170,9 @@ def _differences(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) 
 
 def is_whole(folder: RunFolder) -> bool:
     """Returns whether a run has finished, with a readable result and its weights."""
-    try:
+    with suppress(RunError):
         return folder.result() is not None and _has_weights(folder)
-    except RunError:
-        return False
+    return False
 
 
 def _has_weights(folder: RunFolder) -> bool:

@@ -147,10 +147,9 @@ class RunFolder:
         """Reads the changes that `resume` made to the configuration, in order: `time`, `step` of the checkpoint that
         the run continued from, and `settings`, each with its value `before` and `after`. A damaged file has no changes.
         """
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             return msgspec.convert(json.loads(records.read_text(self.path / _CHANGES))["changes"], list[dict[str, Any]])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return []
+        return []
 
     def change(
         self,

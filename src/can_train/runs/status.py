@@ -46,10 +46,9 @@ class KnownRun:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The run's configuration, read once; empty if it is damaged."""
-        try:
+        with suppress(RunError):
             return self.folder.config()
-        except RunError:
-            return {}
+        return {}
 
     @property
     def run_id(self) -> str:
@@ -147,10 +146,9 @@ def _with_clusters(facts: RunFacts, local: str, answered: Collection[JobId], sch
 
 
 def _is_own(job: JobId, record: JobRecord, scheduler: Scheduler, *, otherwise: bool = False) -> bool:
-    try:
+    with suppress(NoControllerError):
         return scheduler.logs_into(job, Path(record.log_path).parent)
-    except NoControllerError:
-        return otherwise
+    return otherwise
 
 
 def _facts_on_disk(known: KnownRun, registry: Registry) -> RunFacts:
@@ -201,12 +199,10 @@ def run_logs(facts: RunFacts, known: KnownRun) -> list[Path]:
 
 def read_tail(log: Path) -> str:
     """Reads the end of a log; empty if the log cannot be read."""
-    try:
-        with records.open_regular(log) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    with suppress(OSError), records.open_regular(log) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace")
+    return ""
 
 
 # The list of runs, and their names
@@ -245,10 +241,9 @@ def misnamed_runs(runs_dir: Path) -> list[str]:
 
 
 def _names_in(folder: Path) -> list[str]:
-    try:
+    with suppress(OSError):
         return os.listdir(folder)  # noqa: PTH208 - making twenty thousand paths costs more than all else
-    except OSError:
-        return []
+    return []
 
 
 def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:

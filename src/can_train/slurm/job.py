@@ -16,17 +16,8 @@ from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, RunError
 from can_train.io.records import JobId
 from can_train.memory.host import control_groups
-from can_train.runs.attempts import (
-    ENDING_BY_STATUS,
-    RESTARTED,
-    TERMINATED,
-    WARNED,
-    AttemptEnd,
-    Attempts,
-    SlurmContext,
-    StopRequests,
-    slurm_node_name,
-)
+from can_train.runs import attempts
+from can_train.runs.attempts import AttemptEnd, Attempts, SlurmContext, StopRequests
 from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.run_state import HOST_OOM, error_in_words, log_causes
@@ -63,7 +54,7 @@ class Job:
                 self._train(folder, stops)
         except SystemExit as stop:
             # After the attempt is recorded: a requeue kills this process at once.
-            if stop.code == WARNED and not stop.__cause__:
+            if stop.code == attempts.WARNED and not stop.__cause__:
                 _return_to_queue(folder, stops)
             raise
 
@@ -72,11 +63,11 @@ class Job:
         try:
             self.entry(folder, stops)
         except SystemExit as stop:
-            if stop.code == WARNED:
+            if stop.code == attempts.WARNED:
                 restarts = folder.attempts.count_restarts(SlurmContext.from_environment().job)
                 decision = decide_restart(JobOutcome(ending="time_limit", restarts=restarts), cluster_settings(folder))
                 if isinstance(decision, NoRestart):
-                    raise SystemExit(WARNED) from RunError(
+                    raise SystemExit(attempts.WARNED) from RunError(
                         "The job's time is up", value=decision.reason, remedy=f"Go on: can-train resume {folder.run_id}"
                     )
             raise
@@ -115,7 +106,7 @@ MEMORY_GROWTH: Final = 1.5
 _FINE_STEP_MIB, _FINE_UP_TO_MIB, _COARSE_STEP_MIB = 100, 4096, 1024
 """Requests are rounded to 100 MiB up to 4 GiB, then to whole GiB."""
 _KILLED: Final = 128 + 9
-_GONE: Final = (_KILLED, TERMINATED)  # statuses of a job step with a killed rank
+_GONE: Final = (_KILLED, attempts.TERMINATED)  # statuses of a job step with a killed rank
 _CARRIED_OVER: Final = ("partition", "account", "qos", "time", "mem", "exclude")
 """Resources that the next job takes from the last job instead of the run's configuration."""
 
@@ -187,7 +178,7 @@ def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
         return "killed"
     if recorded == "rank_gone":
         return "failed"
-    return recorded or ENDING_BY_STATUS.get(status, "failed")
+    return recorded or attempts.ENDING_BY_STATUS.get(status, "failed")
 
 
 _SAVED: Final = "warned and saved"  # message of a run that stopped before its time limit
@@ -199,7 +190,7 @@ _RESTART_REASONS: Final[Mapping[str, str]] = {
 
 def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Requeue | NoRestart | Resubmit:
     """Decides whether and how a run starts again, within the number that its settings allow."""
-    if outcome.ending in RESTARTED:
+    if outcome.ending in attempts.RESTARTED:
         what = _RESTART_REASONS[outcome.ending]
         if outcome.restarts < limits.max_restarts:
             return Requeue(what)
@@ -301,7 +292,7 @@ class _EndedJob:
     def nodes_to_avoid(self) -> list[str]:
         """The nodes that this job avoided, and the node whose memory ran out."""
         before = client.node_names(str(self.job.resources.get("exclude", "")))
-        return list(dict.fromkeys([*before, self.end.host if self.end else slurm_node_name()]))
+        return list(dict.fromkeys([*before, self.end.host if self.end else attempts.slurm_node_name()]))
 
 
 def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environment: bytes) -> str:
@@ -383,9 +374,9 @@ def _find_ended_job(state_dir: Path) -> _EndedJob | None:
         jobs = ((run, job) for run in reversed(registry.runs()) for job in reversed(registry.jobs(run.run_id)))
         for run, job in jobs:
             if job.slurm_job == context.job:
-                attempts = Attempts(Path(run.path), context)
+                of_run = Attempts(Path(run.path), context)
                 return _EndedJob(run=run, job=job, slurm_job=context.job, folder=RunFolder(Path(run.path)),
-                                 attempts=attempts, end=attempts.end_in(context), registry=registry)  # fmt: skip
+                                 attempts=of_run, end=of_run.end_in(context), registry=registry)  # fmt: skip
         if time.monotonic() > until:
             break
         time.sleep(_LOOK_INTERVAL_S)
