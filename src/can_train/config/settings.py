@@ -380,14 +380,13 @@ class TrainingSettings:
                               value=f"{fixed} < {least}", remedy="Change either")  # fmt: skip
         if self.accumulation_threshold > 0 and self.gradient_accumulation_steps > 1:
             # With a threshold, "accumulation steps" usually means the parts of one batch, not several batches.
-            steps = self.gradient_accumulation_steps
-            raise ConfigError(
-                "training.gradient_accumulation_steps and training.accumulation_threshold cannot be combined: the first"
-                " multiplies the batch, the second splits it",
-                value=f"gradient_accumulation_steps {steps}, accumulation_threshold {self.accumulation_threshold:g}",
-                remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps}"
-                f" --gradient-accumulation-steps 1. To make one step of {steps} batches: --accumulation-threshold 0",
-            )
+            steps, threshold = self.gradient_accumulation_steps, self.accumulation_threshold
+            raise ConfigError("training.gradient_accumulation_steps and training.accumulation_threshold cannot be "
+                              "combined: the first multiplies the batch, the second splits it",
+                              value=f"gradient_accumulation_steps {steps}, accumulation_threshold {threshold:g}",
+                              remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps} "
+                                     "--gradient-accumulation-steps 1. To make one step of "
+                                     f"{steps} batches: --accumulation-threshold 0")  # fmt: skip
 
     @property
     def splits(self) -> int:

@@ -425,11 +425,9 @@ def read_documents(
 
 def unusable(verb: str, path: Path, error: Exception) -> StateError:
     """Makes the error for a state folder that cannot be read or written."""
-    return StateError(
-        f"The state folder cannot be {verb}",
-        value=f"{os.fsencode(path).decode(errors='replace')}: {error}",
-        remedy="Choose another state folder with --state-dir, or make this one readable and writable",
-    )
+    value = f"{os.fsencode(path).decode(errors='replace')}: {error}"
+    remedy = "Choose another state folder with --state-dir, or make this one readable and writable"
+    return StateError(f"The state folder cannot be {verb}", value=value, remedy=remedy)
 
 
 def _times_ahead(record: Any, written: str) -> list[str]:

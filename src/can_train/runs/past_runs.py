@@ -132,17 +132,11 @@ def with_folders(run: ResolvedRun, folders: Mapping[str, Path]) -> ResolvedRun:
 def misfits(config: Mapping[str, Any], run: ResolvedRun, needed: Prerequisite) -> list[str]:
     """Lists the settings in which a configuration differs from the needs of a run that would build on it."""
     sizes = needed.sizes or ((run.size,) if needed.same_model else ())
-    theirs_and_possible = {
-        "task": (config.get("task"), (run.task,)),
-        "model": (config.get("model_name"), needed.models),
-        "mode": (_group(config, "mode").get("name"), needed.modes),
-        **({"size": (config.get("size"), sizes)} if sizes else {}),
-    }
-    differences = [
-        f"{name} is {theirs}, not {' or '.join(possible)}"
-        for name, (theirs, possible) in theirs_and_possible.items()
-        if theirs not in possible
-    ]
+    wanted = [("task", config.get("task"), (run.task,)), ("model", config.get("model_name"), needed.models),
+              ("mode", _group(config, "mode").get("name"), needed.modes)]  # fmt: skip
+    wanted += [("size", config.get("size"), sizes)] if sizes else []
+    differences = [f"{name} is {theirs}, not {' or '.join(possible)}"
+                   for name, theirs, possible in wanted if theirs not in possible]  # fmt: skip
     if needed.same_model and not differences:
         differences += _differences("model", _group(config, "model"), run.config["model"])
     mine = {name: run.config["dataset"][name] for name in run.task_settings.inputs}

@@ -222,13 +222,9 @@ def _with_earlier_run(step: PlannedStage, since: float, context: PipelineContext
     """Looks for a finished or unfinished run with the same configuration, begun after the data last changed."""
     roles = [needed.role for needed in step.run.prerequisites]
     wanted = past_runs.identity_config(step.run.config, roles)
-    same = [
-        known
-        for known in context.past.known
-        if known.record.key == step.run.key
-        and datetime.fromisoformat(known.record.time).timestamp() >= since
-        and past_runs.identity_config(known.config, roles) == wanted
-    ]
+    same = [known for known in context.past.known if known.record.key == step.run.key
+            and datetime.fromisoformat(known.record.time).timestamp() >= since
+            and past_runs.identity_config(known.config, roles) == wanted]  # fmt: skip
     finished = next((known for known in same if past_runs.is_whole(known.folder)), None)
     if finished is not None:
         return replace(step, what=REUSED, known=finished)

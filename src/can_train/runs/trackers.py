@@ -78,13 +78,10 @@ def scores(judgement: Mapping[str, Any]) -> dict[str, float]:
     groups: dict[str, Any] = {**judgement, "test": {}}
     for name, test in _mapping(judgement.get("test")).items():
         groups["test"][name] = _mapping(_mapping(test).get("model"))
-    return {
-        name: float(value)
-        for group, values in groups.items()
-        if group in ("test", "validation") or not isinstance(values, Mapping)
-        for name, value in flat({group: values}, separator="/")
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
+    groups = {group: values for group, values in groups.items()
+              if group in ("test", "validation") or not isinstance(values, Mapping)}  # fmt: skip
+    return {name: float(value) for name, value in flat(groups, separator="/")
+            if isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -347,8 +344,11 @@ class WandbRun:
         self._run.finish(exit_code=int(status != "finished"))
 
 
-_Run = TensorBoardRun | MlflowRun | WandbRun
-_KINDS: Final[Mapping[str, type[_Run]]] = {"tensorboard": TensorBoardRun, "mlflow": MlflowRun, "wandb": WandbRun}
+_KINDS: Final[Mapping[str, Any]] = {
+    "tensorboard": TensorBoardRun,
+    "mlflow": MlflowRun,
+    "wandb": WandbRun,
+}
 
 
 def serve(name: str, say: Say) -> None:

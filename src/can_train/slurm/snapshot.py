@@ -115,12 +115,10 @@ def code_of_run(run: ResolvedRun) -> Code:
     places = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     size = sum(place.stat().st_size for place in places.values())
     if len(places) > _MOST_FILES or size > _MOST_BYTES:
-        raise ConfigError(
-            "The code of a task is too large for its job",
-            value=f"{folder} has {len(places)} files of {size_text(size)}",
-            remedy=f"At most {_MOST_FILES} files and {size_text(_MOST_BYTES)} travel with a job: put the task into a "
-            "folder that contains only its code",
-        )
+        raise ConfigError("The code of a task is too large for its job",
+                          value=f"{folder} has {len(places)} files of {size_text(size)}",
+                          remedy=f"At most {_MOST_FILES} files and {size_text(_MOST_BYTES)} travel with a job: put the "
+                                 "task into a folder that contains only its code")  # fmt: skip
     return _with_files(code, {f"{_TASK}/{name}": place for name, place in places.items()})
 
 

@@ -139,12 +139,10 @@ def check_warning(time_min: int, delay_s: int) -> None:
         return
     shorter = f"--set cluster.signal_delay_s={min(spare_s // 2, delay_s)}, or " if spare_s // 2 >= LEAST_DELAY_S else ""
     least_min = -(-(delay_s + EARLY_S + START_S + 1) // 60)
-    raise ConfigError(
-        "The job may be warned of its end before it has started",
-        value=f"time limit {time_text(time_min)}, warning {delay_s} s before it",
-        remedy=f"A job starts within {START_S} s, and the warning may come {EARLY_S} s early: give {shorter}"
-        f"--time {least_min} or more",
-    )
+    raise ConfigError("The job may be warned of its end before it has started",
+                      value=f"time limit {time_text(time_min)}, warning {delay_s} s before it",
+                      remedy=f"A job starts within {START_S} s, and the warning may come {EARLY_S} s early: give "
+                             f"{shorter}--time {least_min} or more")  # fmt: skip
 
 
 def check_device(device: str, cluster: ClusterSettings) -> str:
