@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
@@ -98,15 +99,12 @@ def command_usage(entry: EntryPoint) -> tuple[str, str]:
     """Reads the arguments of a command, as `RUN`, and the first line of its docstring, from its source: help runs no
     code of commands. Both are empty where the source cannot be read.
     """
-    try:
+    with suppress(ImportError, OSError, ValueError):
         spec = find_spec(entry.module)
-        tree = ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8"))
-    except (ImportError, OSError, ValueError):
-        return "", ""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == entry.value.partition(":")[2]:
-            first_line = (ast.get_docstring(node) or "").partition("\n")[0]
-            return " ".join(argument.arg.upper() for argument in node.args.args), first_line
+        for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name == entry.value.partition(":")[2]:
+                first_line = (ast.get_docstring(node) or "").partition("\n")[0]
+                return " ".join(argument.arg.upper() for argument in node.args.args), first_line
     return "", ""
 
 

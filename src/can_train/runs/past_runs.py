@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.config.resolved import ResolvedRun, data_root, state_dir
+from can_train.config.resolved import ResolvedRun, data_root, flat, state_dir
 from can_train.config.task_settings import Prerequisite
 from can_train.errors import CheckpointError, ConfigError, RunError
 from can_train.io.records import is_file
@@ -150,16 +150,9 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _differences(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     """Lists the settings in `mine` that differ in `theirs`, with dotted names."""
-    differences = []
-    for key, value in mine.items():
-        their_value = theirs.get(key)
-        if isinstance(value, Mapping) and isinstance(their_value, Mapping):
-            differences += _differences(f"{name}.{key}", their_value, value)
-        elif key not in theirs:
-            differences.append(f"{name}.{key} is not set, not {value}")
-        elif their_value != value:
-            differences.append(f"{name}.{key} is {their_value}, not {value}")
-    return differences
+    values = dict(flat(theirs))
+    differing = [(key, value) for key, value in flat(mine) if key not in values or values[key] != value]
+    return [f"{name}.{key} is {values.get(key, 'not set')}, not {value}" for key, value in differing]
 
 
 def is_whole(folder: RunFolder) -> bool:
