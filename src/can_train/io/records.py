@@ -214,11 +214,15 @@ def open_regular(path: Path | str) -> FileIO:
         OSError: It cannot be opened. Where it is no regular file, the error is a ValueError as well, as for a file of
             wrong content.
     """
-    file = FileIO(path, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
-    if not S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    return FileIO(path, opener=_open_descriptor)
+
+
+def _open_descriptor(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise UnsupportedOperation(errno.EINVAL, "not a regular file", str(path))
-    return file
+    return descriptor
 
 
 def open_to_append(path: Path, *, reads: bool = False) -> TextIO:
@@ -232,22 +236,15 @@ def open_to_append(path: Path, *, reads: bool = False) -> TextIO:
     Raises:
         OSError: It cannot be opened, is a link, or is no regular file.
     """
-
-    def open_itself(name: str, flags: int) -> int:
-        try:
-            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            # A pipe that nobody reads has no device.
-            if error.errno not in (errno.ELOOP, errno.ENXIO):
-                raise
-            why = "a link, which is not followed" if error.errno == errno.ELOOP else "not a regular file"
-            raise OSError(errno.EINVAL, why, name) from None
-        if not S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "not a regular file", name)
-        return descriptor
-
-    return open(path, "a+" if reads else "a", encoding="utf-8", opener=open_itself)
+    try:
+        return open(path, "a+" if reads else "a", encoding="utf-8",
+                    opener=lambda name, flags: _open_descriptor(name, flags | os.O_NOFOLLOW))  # fmt: skip
+    except OSError as error:
+        # A pipe that nobody reads has no device.
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        why = "a link, which is not followed" if error.errno == errno.ELOOP else "not a regular file"
+        raise OSError(errno.EINVAL, why, str(path)) from None
 
 
 def read_bytes(path: Path) -> bytes:

@@ -151,7 +151,7 @@ class PlannedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineContext:
-    """The context in which stages are planned.
+    """The context of the plans of stages.
 
     Attributes:
         stages: All stages of the pipeline by name, including those that were not selected.

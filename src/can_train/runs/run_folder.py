@@ -102,7 +102,7 @@ class RunFolder:
         """
         libraries, packages = dict.fromkeys(_LIBRARIES, ""), list(_LIBRARIES)
         with suppress(PackageNotFoundError):
-            # `polars>=1.34 ; extra == 'all'`: the packages in the extras of can-train are those of tasks.
+            # The extras of can-train are the packages of tasks, as `polars>=1.34 ; extra == 'all'`.
             extras = [text for text in requires("can-train") or [] if "extra ==" in text]
             packages += sorted({re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in extras} - {*_LIBRARIES})
         for name in packages:
