@@ -611,8 +611,8 @@ def _compose(
     always["hydra"] = {"searchpath": [f"file://{folder.absolute()}" for folder in reversed(folders)]}
     # A memory preset changes training settings, so it stands behind them, and there need be none.
     defaults: list[Any] = ["_self_", *({name: "???"} for name in _CHOSEN_GROUPS), {"optional memory": None}]
-    always |= dict.fromkeys(_SCALARS, "") | dict.fromkeys(_CHOSEN_GROUPS)
-    store(make_config(hydra_defaults=defaults, **always), name="root")
+    values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(_CHOSEN_GROUPS), **always}
+    store(make_config(hydra_defaults=defaults, **values), name="root")
     store.add_to_hydra_store(overwrite_ok=True)
     GlobalHydra.instance().clear()
     try:
@@ -625,9 +625,9 @@ def _compose(
             config = compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
         for group in _CHOSEN_GROUPS:
             # A preset that has not begun with the defaults of its settings class is laid over them.
-            values = OmegaConf.select(config, group)
-            if not OmegaConf.is_dict(values) or OmegaConf.get_type(values) is dict:
-                plain = OmegaConf.to_container(values) if OmegaConf.is_config(values) else values or {}
+            preset = OmegaConf.select(config, group)
+            if not OmegaConf.is_dict(preset) or OmegaConf.get_type(preset) is dict:
+                plain = OmegaConf.to_container(preset) if OmegaConf.is_config(preset) else preset or {}
                 if not isinstance(plain, dict):
                     raise ValueError(f"{group}: a preset must have a setting on each line")
                 merged = OmegaConf.merge(OmegaConf.structured(_schema(classes[group])), plain)
