@@ -388,6 +388,12 @@ def is_installed() -> bool:
     return all(shutil.which(program) for program in ("scontrol", "sbatch"))
 
 
+def programs_folder() -> str:
+    """Returns the folder of SLURM's programs on this machine; empty if they are not installed."""
+    program = shutil.which("scontrol")
+    return str(Path(program).absolute().parent) if program else ""
+
+
 def read_partitions() -> list[Partition]:
     """Asks the controller for its partitions and their nodes.
 

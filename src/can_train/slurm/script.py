@@ -5,7 +5,6 @@ submitit writes the script; this module decides its parameters, and the environm
 
 import os
 import shlex
-import shutil
 import sys
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError
 from can_train.io.units import memory_text, parse_time_min, time_text
-from can_train.slurm.client import Node, Partition
+from can_train.slurm.client import Node, Partition, programs_folder
 
 # The environment of a job
 
@@ -259,8 +258,7 @@ def _programs_path() -> list[str]:
     """Returns the line that adds SLURM's programs to PATH: a job may start with little of its user's environment, and
     setup lines may replace PATH. Without the programs a job cannot go back into the queue.
     """
-    program = shutil.which("scontrol")
-    folder = str(Path(program).absolute().parent) if program else ""
+    folder = programs_folder()
     # Every PATH has the folders of the system.
     return [] if folder in ("", "/usr/bin", "/bin") else [f'export PATH="${{PATH:+$PATH:}}"{shlex.quote(folder)}']
 
