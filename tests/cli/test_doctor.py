@@ -182,10 +182,10 @@ def test_each_disk_is_named_once_and_a_full_one_is_a_problem() -> None:
 
 def test_data_that_were_named_and_are_not_there_are_a_problem() -> None:
     root = Path("/data")
-    assert check_data(root, "", exists=True, found=["set_01"]).status == "ok"
-    assert check_data(root, "", exists=False, found=[]).status == "note"
-    assert check_data(root, "$CAN_TRAIN_DATA", exists=True, found=[]).status == "note"
-    assert check_data(root, "$CAN_TRAIN_DATA", exists=False, found=[]).status == "problem"
+    assert check_data(root, "", exists=True, names=["set_01"]).status == "ok"
+    assert check_data(root, "", exists=False, names=[]).status == "note"
+    assert check_data(root, "$CAN_TRAIN_DATA", exists=True, names=[]).status == "note"
+    assert check_data(root, "$CAN_TRAIN_DATA", exists=False, names=[]).status == "problem"
 
 
 @pytest.mark.parametrize(

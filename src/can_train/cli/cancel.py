@@ -24,27 +24,27 @@ _CLOCK_SLACK: Final = timedelta(minutes=5)  # between a node's clock and the con
 def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
     """Stop a run; where it trains it saves itself first, and can-train resume goes on from there."""
     locator = RunLocator(runs_dir, state_dir)
-    known = locator.find(run)
-    status = locator.status(known)
+    known_run = locator.find(run)
+    status = locator.status(known_run)
     check_answer(status)
     # SLURM may still hold the job of a run that will never start.
     if not status.state.live and live_row(status.facts) is None:
-        print_text(f"Run {known.run_id} has ended already: {status.state}")
+        print_text(f"Run {known_run.run_id} has ended already: {status.state}")
         return
     check_own_jobs(status.facts)
     # Recorded first: whoever sees the end must find its reason.
-    locator.registry.add(CancelRecord(run_id=known.run_id, time=utc_now()))
+    locator.registry.add(CancelRecord(run_id=known_run.run_id, time=utc_now()))
     if not stop(status.facts):
-        status = locator.status(known)
+        status = locator.status(known_run)
         if status.state.live:
             raise RunError("No job and no process of the run was found", value=str(status.state))
     end = time.monotonic() + _WAIT_S
-    status = locator.status(known)
+    status = locator.status(known_run)
     while (status.state.live or live_row(status.facts) is not None) and time.monotonic() < end:
         time.sleep(_STATUS_INTERVAL_S)
-        status = locator.status(known)
+        status = locator.status(known_run)
     what = " was asked to stop and has not ended yet" if status.state.live else ""
-    print_text(f"Run {known.run_id}{what}: {status.state}")
+    print_text(f"Run {known_run.run_id}{what}: {status.state}")
 
 
 def check_answer(status: RunStatus) -> None:
@@ -90,7 +90,7 @@ def check_own_jobs(facts: RunFacts, is_own: Callable[[JobId, Path], bool] = logs
 
 def _was_entered(row: QueueRow, facts: RunFacts) -> bool:
     """Returns whether the run began an attempt in a job that a person had started, and that still runs."""
-    began = [one.start.start_time for one in facts.attempts if one.start.slurm_job == row.job]
+    began = [attempt.start.start_time for attempt in facts.attempts if attempt.start.slurm_job == row.job]
     if row.state not in ACTIVE or not row.start or not began:
         return False
     return datetime.fromisoformat(row.start).astimezone() <= datetime.fromisoformat(began[-1]) + _CLOCK_SLACK

@@ -70,8 +70,8 @@ def _words(line: str) -> list[str]:
     """Splits a line as a shell does; the last word may have an open quote."""
     for closing in ("", "'", '"'):
         with suppress(ValueError):
-            found = shlex.split(line + closing)
-            return [*found, ""] if line[-1:].isspace() and not closing else found
+            words = shlex.split(line + closing)
+            return [*words, ""] if line[-1:].isspace() and not closing else words
     return [""]
 
 
@@ -86,25 +86,26 @@ def _answers(
     if name not in commands and name != "train":
         return []
     parameters = load(name, before if name == "train" else before[1:]).params
-    flags = {flag: one for one in parameters for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
+    flags = {flag: option for option in parameters for flag in (*option.opts, *option.secondary_opts)
+             if flag.startswith("-")}  # fmt: skip
     flag, equals, value = word.partition("=")
     if equals and flag in flags:
         return _matching(_values(flags[flag], before), f"{flag}=", value)
     if before and (given := flags.get(before[-1])) is not None and not getattr(given, "is_flag", False):
         return _matching(_values(given, before), "", word)
     if word.startswith("-"):
-        texts = {flag: " ".join((one.help or "").split()) for flag, one in flags.items()}
+        texts = {flag: " ".join((parameter.help or "").split()) for flag, parameter in flags.items()}
         return [(flag, text) for flag, text in texts.items() if flag.startswith(word)]
-    argument = next((one for one in parameters if one.param_type_name == "argument"), None)
+    argument = next((parameter for parameter in parameters if parameter.param_type_name == "argument"), None)
     return _matching(_values(argument, before), "", word) if argument is not None else []
 
 
 def _matching(values: Iterable[str], start: str, typed: str) -> list[tuple[str, str]]:
     """Returns the values that begin with the typed text, else the values that contain it. A comma ends a value."""
     done, comma, word = typed.rpartition(",")
-    known = [each for each in values if _PLAIN.fullmatch(each)]
-    found = [each for each in known if each.startswith(word)] or [each for each in known if word in each]
-    return [(f"{start}{done}{comma}{each}", "") for each in found]
+    plain = [value for value in values if _PLAIN.fullmatch(value)]
+    matching = [value for value in plain if value.startswith(word)] or [value for value in plain if word in value]
+    return [(f"{start}{done}{comma}{value}", "") for value in matching]
 
 
 def _values(parameter: Any, before: Sequence[str]) -> Iterable[str]:
@@ -122,7 +123,7 @@ def _run_ids(before: Sequence[str]) -> list[str]:
     from can_train.runs.status import LAST
 
     runs = RunLocator.of_words(before).runs()
-    return [*([LAST] if runs else []), *(known.run_id for known in runs)]
+    return [*([LAST] if runs else []), *(known_run.run_id for known_run in runs)]
 
 
 def _keys() -> set[str]:

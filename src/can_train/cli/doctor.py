@@ -257,34 +257,34 @@ def _examine_torch(cards: list[Gpu]) -> list[Finding]:
 def check_python(python: tuple[int, ...], text: str, executable: str) -> Finding:
     """Compares Python's version with the tested ones."""
     oldest, newest = (".".join(map(str, version)) for version in _TESTED_PYTHONS)
-    found = f"{text}, {executable}"
+    fact = f"{text}, {executable}"
     if python < _TESTED_PYTHONS[0]:
-        return Finding("Python", PROBLEM, found, f"Use Python {oldest} or newer")
+        return Finding("Python", PROBLEM, fact, f"Use Python {oldest} or newer")
     if python > _TESTED_PYTHONS[1]:
-        return Finding("Python", NOTE, f"{found}; newer than those that are tested, {oldest} to {newest}")
-    return Finding("Python", OK, found)
+        return Finding("Python", NOTE, f"{fact}; newer than those that are tested, {oldest} to {newest}")
+    return Finding("Python", OK, fact)
 
 
 def check_torch(torch_version: str, built_for: str, driver: str) -> Finding:
     """Compares the target of the torch build (`CUDA 12.8`; empty: the CPU) with the driver (empty: none)."""
-    found = f"{torch_version}, built for {built_for or 'the CPU'}"
+    fact = f"{torch_version}, built for {built_for or 'the CPU'}"
     if not driver:
-        return Finding("torch", OK, f"{found}; no NVIDIA driver is here")
-    found = f"{found}; NVIDIA driver {driver}"
+        return Finding("torch", OK, f"{fact}; no NVIDIA driver is here")
+    fact = f"{fact}; NVIDIA driver {driver}"
     if not built_for:
-        return Finding("torch", PROBLEM, f"{found}: this torch cannot use the GPU", "Install a CUDA build of torch, or "
+        return Finding("torch", PROBLEM, f"{fact}: this torch cannot use the GPU", "Install a CUDA build of torch, or "
                        "set CAN_TRAIN_PYTHON to the Python of an environment that has one")  # fmt: skip
     least = _LEAST_DRIVERS.get(built_for.removeprefix("CUDA ").partition(".")[0], "0")
     if _numbers(driver) < _numbers(least):
-        return Finding("torch", PROBLEM, f"{found}: it needs driver {least} or newer",
+        return Finding("torch", PROBLEM, f"{fact}: it needs driver {least} or newer",
                        "Update the driver, or install a torch that was built for an older CUDA")  # fmt: skip
-    return Finding("torch", OK, found)
+    return Finding("torch", OK, fact)
 
 
 def check_gpu(gpu: Gpu) -> Finding:
     """Checks that torch has code for a GPU, and that its memory is free."""
     free, total = size_text(gpu.free_bytes), size_text(gpu.total_bytes)
-    found = f"{gpu.device}, {gpu.name}: {free} of {total} free"
+    fact = f"{gpu.device}, {gpu.name}: {free} of {total} free"
     # Code for `sm_80` runs on all 8.x, for `compute_80` on all later ones.
     built = [(kind, (int(major), int(minor)))
              for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(gpu.architectures))]  # fmt: skip
@@ -292,12 +292,12 @@ def check_gpu(gpu: Gpu) -> Finding:
                    for kind, least in built)  # fmt: skip
     if gpu.architectures and not has_code:
         number = ".".join(map(str, gpu.capability))
-        return Finding("GPU", PROBLEM, f"{found}; this torch has no code for its compute capability, {number}",
+        return Finding("GPU", PROBLEM, f"{fact}; this torch has no code for its compute capability, {number}",
                        "Install a torch that was built for it; older cards need an older CUDA build")  # fmt: skip
     if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes:
-        return Finding("GPU", NOTE, f"{found}; another process holds the rest",
+        return Finding("GPU", NOTE, f"{fact}; another process holds the rest",
                        "See which with nvidia-smi, or choose another GPU with --device")  # fmt: skip
-    return Finding("GPU", OK, found)
+    return Finding("GPU", OK, fact)
 
 
 def check_allocator(environment: Mapping[str, str]) -> Finding:
@@ -308,9 +308,9 @@ def check_allocator(environment: Mapping[str, str]) -> Finding:
     name = next((name for name in SETTINGS_VARIABLES if name in environment), "")
     if not name:
         return Finding("allocator", OK, f"can-train's own settings, {OWN_SETTINGS}")
-    found = f"your settings, {name}={environment[name]}"
+    fact = f"your settings, {name}={environment[name]}"
     if "cudaMallocAsync" in environment[name]:
-        return Finding("allocator", NOTE, f"{found}: plans predict the memory of PyTorch's own allocator, which this "
+        return Finding("allocator", NOTE, f"{fact}: plans predict the memory of PyTorch's own allocator, which this "
                        "is not", f"Unset it: unset {name}")  # fmt: skip
     try:
         settings = read_allocator_settings(environment)
@@ -318,9 +318,9 @@ def check_allocator(environment: Mapping[str, str]) -> Finding:
         return Finding("allocator", PROBLEM, f"{error.rule}: {error.value}", error.remedy)
     if not settings.expandable_segments:
         both = ",".join(filter(None, (environment[name], OWN_SETTINGS)))
-        return Finding("allocator", NOTE, f"{found}: segments cannot grow, so that less of a GPU's memory can be used",
+        return Finding("allocator", NOTE, f"{fact}: segments cannot grow, so that less of a GPU's memory can be used",
                        f"Let them: export {name}={both}")  # fmt: skip
-    return Finding("allocator", OK, found)
+    return Finding("allocator", OK, fact)
 
 
 def _examine_cards(
@@ -381,10 +381,10 @@ def check_slurm(partitions: Sequence[Partition] | None) -> Finding:
     if not up:
         return Finding("SLURM", PROBLEM, "it answers, and no partition is up", "Ask who runs the cluster")
     names = [f"{partition.name} (the default)" if partition.is_default else partition.name for partition in up]
-    found = f"it answers; partitions that are up: {_listed(names)}"
+    fact = f"it answers; partitions that are up: {_listed(names)}"
     if any(partition.is_default for partition in up):
-        return Finding("SLURM", OK, found)
-    return Finding("SLURM", NOTE, f"{found}; none is the default", f"Name one: --submit --partition {up[0].name}")
+        return Finding("SLURM", OK, fact)
+    return Finding("SLURM", NOTE, f"{fact}; none is the default", f"Name one: --submit --partition {up[0].name}")
 
 
 # A person's settings, data and folders
@@ -393,8 +393,8 @@ def check_slurm(partitions: Sequence[Partition] | None) -> Finding:
 def _examine_settings() -> list[Finding]:
     file = user_file()
     values = ", ".join(f"{name} {value}" for name, value in file.values.items())
-    own = f"your own in {file.path}: {values}"
-    return [Finding("settings", OK, own if values else f"none of your own, which would be in {file.path}")]
+    listed = f"your own in {file.path}: {values}"
+    return [Finding("settings", OK, listed if values else f"none of your own, which would be in {file.path}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,16 +436,16 @@ def check_state_folder(folder: Folder, *, on_cluster: bool) -> Finding:
                        "Change its permissions, or name another one with --state-dir or $CAN_TRAIN_HOME")  # fmt: skip
     is_shared = _NETWORK_FILE_SYSTEMS.fullmatch(folder.file_system) is not None
     kind = "a network file system" if is_shared else "a disk of this machine"
-    found = f"{folder.path}, on {kind}" + (f" ({folder.file_system})" if folder.file_system else "")
+    fact = f"{folder.path}, on {kind}" + (f" ({folder.file_system})" if folder.file_system else "")
     if abs(folder.ahead_s) > _CLOCK_SLACK_S:
         way = "ahead of" if folder.ahead_s > 0 else "behind"
-        return Finding("state folder", PROBLEM, f"{found}, whose clock is {abs(folder.ahead_s):.0f} s {way} this "
+        return Finding("state folder", PROBLEM, f"{fact}, whose clock is {abs(folder.ahead_s):.0f} s {way} this "
                        "machine's: runs would be learned from in another order",
                        "Have both set their clocks from the same server (timedatectl set-ntp true)")  # fmt: skip
     if on_cluster and not is_shared:
-        return Finding("state folder", NOTE, f"{found}: jobs on other nodes may not see it",
+        return Finding("state folder", NOTE, f"{fact}: jobs on other nodes may not see it",
                        "Give a folder that all nodes have: export CAN_TRAIN_HOME=FOLDER")  # fmt: skip
-    return Finding("state folder", OK, found)
+    return Finding("state folder", OK, fact)
 
 
 def _examine_permissions(paths: PathSettings) -> list[Finding]:
@@ -477,8 +477,8 @@ def _examine_permissions(paths: PathSettings) -> list[Finding]:
         if not writers and not is_passed and any(is_private_group(status, account) for status in statuses):
             private.append(str(path))
     if private:
-        found = f"your own group, which has no other member, may write to {_listed(private)}"
-        findings.append(Finding("permissions", NOTE, found))
+        fact = f"your own group, which has no other member, may write to {_listed(private)}"
+        findings.append(Finding("permissions", NOTE, fact))
     nobody = "nobody else may change your state, your runs, your settings or can-train's code"
     return findings or [Finding("permissions", OK, nobody)]
 
@@ -490,14 +490,14 @@ def check_disks(folders: Sequence[Folder]) -> list[Finding]:
 
     findings = []
     for folder in {folder.disk: folder for folder in reversed(folders)}.values():
-        found = f"{size_text(folder.free_bytes)} free for {folder.path}"
+        fact = f"{size_text(folder.free_bytes)} free for {folder.path}"
         if folder.free_bytes < LEAST_FREE_BYTES:
-            findings.append(Finding("disk", PROBLEM, f"{found}: a run needs {size_text(LEAST_FREE_BYTES)}",
+            findings.append(Finding("disk", PROBLEM, f"{fact}: a run needs {size_text(LEAST_FREE_BYTES)}",
                                     "Free some, or choose other folders with --runs-dir and --state-dir"))  # fmt: skip
         elif folder.free_bytes < _MANY_RUNS * LEAST_FREE_BYTES:
-            findings.append(Finding("disk", NOTE, f"{found}: enough for a few runs"))
+            findings.append(Finding("disk", NOTE, f"{fact}: enough for a few runs"))
         else:
-            findings.append(Finding("disk", OK, found))
+            findings.append(Finding("disk", OK, fact))
     return findings
 
 
@@ -520,13 +520,13 @@ def _examine_data(paths: PathSettings) -> Finding:
     file = user_file()
     given = str(file.path) if "data_root" in file.values else ""
     given = "--data-root" if paths.data_root else "$CAN_TRAIN_DATA" if os.environ.get("CAN_TRAIN_DATA") else given
-    return check_data(root.absolute(), given, exists=root.is_dir(), found=names)
+    return check_data(root.absolute(), given, exists=root.is_dir(), names=names)
 
 
-def check_data(root: Path, given: str, *, exists: bool, found: Sequence[str]) -> Finding:
+def check_data(root: Path, given: str, *, exists: bool, names: Sequence[str]) -> Finding:
     """Lists the published data sets; `given` is the flag, variable or file that names their folder."""
-    if found:
-        return Finding("data", OK, f"{_listed(found)}, in {root}")
+    if names:
+        return Finding("data", OK, f"{_listed(names)}, in {root}")
     alone = "your own data are given by their path"
     if given and not exists:
         return Finding("data", PROBLEM, f"{given} names {root}, which does not exist",
@@ -595,9 +595,9 @@ def check_versions(
     """
     lacking = [name for name, number in installed.items() if not number or _numbers(number) < _numbers(least[name])]
     if lacking:
-        found = [f"{name} {installed[name] or 'is missing'} (needs {least[name]})" for name in lacking]
+        fact = [f"{name} {installed[name] or 'is missing'} (needs {least[name]})" for name in lacking]
         wanted = " ".join(f"'{name}>={least[name]}'" for name in lacking)
-        return Finding("versions", PROBLEM, _listed(found), f"Install them: {sys.executable} -m pip install {wanted}")
+        return Finding("versions", PROBLEM, _listed(fact), f"Install them: {sys.executable} -m pip install {wanted}")
     untested = [f"{name} {number} (tested: {tested[name]})" for name, number in installed.items()
                 if name in tested and _numbers(number) != _numbers(tested[name])]  # fmt: skip
     if not untested:

@@ -31,13 +31,13 @@ def logs(
 ) -> None:
     """Print the log of a run; with -f, follow it across requeues and new jobs."""
     locator = RunLocator(runs_dir, state_dir)
-    known = locator.find(run)
+    known_run = locator.find(run)
     if follow:
-        state = _follow(locator, known, rank).state
-        _note(f"Run {known.run_id}: {state}")
+        state = _follow(locator, known_run, rank).state
+        _note(f"Run {known_run.run_id}: {state}")
         raise typer.Exit(0 if state.state == FINISHED else RUN_FAILED)
-    status = locator.status(known)
-    *earlier, newest = log_paths(status.facts, known, rank)
+    status = locator.status(known_run)
+    *earlier, newest = log_paths(status.facts, known_run, rank)
     if not _print_new(GrowingLog(newest)):
         waits = f". can-train logs {run} -f waits for it" if status.state.live else ""
         _note(f"There is no log of this run, or it is empty ({status.state}){waits}")
@@ -73,13 +73,13 @@ class GrowingLog:
         return text[: cut.start()] if cut and cut.start() else self.new_text() if cut else text
 
 
-def log_paths(facts: RunFacts, known: KnownRun, rank: int) -> list[Path]:
+def log_paths(facts: RunFacts, known_run: KnownRun, rank: int) -> list[Path]:
     """Lists the logs of one rank of a run, the oldest first.
 
     Raises:
         RunError: This rank has written none.
     """
-    paths = run_logs(facts, known)
+    paths = run_logs(facts, known_run)
     if not rank:
         return paths
     # The logs of the ranks lie beside the log of rank 0.
@@ -96,13 +96,13 @@ def log_paths(facts: RunFacts, known: KnownRun, rank: int) -> list[Path]:
     return [path.with_name(_RANK.sub(rf"_{rank}_log.\2", path.name)) for path in paths]
 
 
-def _follow(locator: RunLocator, known: KnownRun, rank: int) -> RunStatus:
+def _follow(locator: RunLocator, known_run: KnownRun, rank: int) -> RunStatus:
     """Prints the newest log as it grows, switches to the log of a new job, and returns when the run has ended."""
     log, is_noted = None, False
     while True:
-        status = locator.status(known)
+        status = locator.status(known_run)
         try:
-            paths = log_paths(status.facts, known, rank)
+            paths = log_paths(status.facts, known_run, rank)
         except RunError:
             # Ranks begin one after another: those after the first may yet write theirs.
             if not rank or not status.state.live:

@@ -151,7 +151,7 @@ def _plan(stages: Sequence[PipelineStage], requests: Sequence[StageRequest], *, 
     context = PipelineContext(
         stages={stage.name: stage for stage in stages},
         past=past,
-        state_of=lambda known: run_statuses([known], past.registry, slurm)[0].state,
+        state_of=lambda known_run: run_statuses([known_run], past.registry, slurm)[0].state,
         force=force,
     )
     return plan_stages(requests, context)
@@ -309,14 +309,14 @@ def _results(
     """Makes the JSON objects of the results of stages. `notes` has the text for those that have not finished."""
     run = steps[0].run
     registry = Registry(state_dir(run.paths))
-    known = known_runs(registry, run.runs_dir)
+    all_runs = known_runs(registry, run.runs_dir)
     results = []
     for step in steps:
         stage = {**_stage_json(step, None), "path": None, "state": None, "told": notes.get(step.name) or None}
         result: Mapping[str, Any] = {}
         spans: list[float] = []
         if (folder := folders.get(step.name)) is not None:
-            (status,) = run_statuses([find_run(known, str(folder.path))], registry, slurm)
+            (status,) = run_statuses([find_run(all_runs, str(folder.path))], registry, slurm)
             result = status.facts.result or {}
             spans = [seconds_between(attempt.start.start_time, attempt.end.time)
                      for attempt in status.facts.attempts if attempt.end is not None]  # fmt: skip

@@ -120,7 +120,8 @@ def _submit_again(status: "RunStatus", locator: RunLocator) -> "JobRecord":
     folder = RunFolder(status.known.folder.path.resolve())
     # A parent whose folder is gone is not waited for; the run itself names the missing parent.
     awaited = status.known.record.after.split(",")
-    parents = run_statuses([known for known in locator.runs() if known.run_id in awaited], locator.registry, slurm)
+    awaited_runs = [earlier for earlier in locator.runs() if earlier.run_id in awaited]
+    parents = run_statuses(awaited_runs, locator.registry, slurm)
     dependency = dependency_on(parents, settings.cluster.executor)
     submission = Submission(name=settings.key, state_dir=locator.state_folder, dependency=dependency, reason="resumed")
     return submit_again(continue_in_job, folder, settings, submission)

@@ -68,14 +68,14 @@ class RunLocator:
         """Finds a run by its id, any part of it, its folder, or `last`."""
         return find_run(self.runs(), name)
 
-    def status(self, known: KnownRun) -> RunStatus:
+    def status(self, known_run: KnownRun) -> RunStatus:
         """Finds out the status of a run."""
-        return run_statuses([known], self.registry, slurm)[0]
+        return run_statuses([known_run], self.registry, slurm)[0]
 
     def statuses(self, names: Sequence[str]) -> list[RunStatus]:
         """Finds runs by their names, and their status; a run with two names is listed once."""
-        known = {run.run_id: run for run in map(self.find, names)}
-        return run_statuses(known.values(), self.registry, slurm)
+        runs = {run.run_id: run for run in map(self.find, names)}
+        return run_statuses(runs.values(), self.registry, slurm)
 
     def trust(self, *, trusts_all: bool) -> CodeTrust:
         """Makes the rule that decides whether the code of a run may run."""

@@ -81,9 +81,9 @@ def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_
 
 def _newest(locator: RunLocator, limit: int) -> tuple[list[RunStatus], int]:
     """Returns the status of the newest runs, and how many older ones there are."""
-    known = locator.runs()
-    newest = known[: limit or None]
-    return run_statuses(newest, locator.registry, slurm), len(known) - len(newest)
+    runs = locator.runs()
+    newest = runs[: limit or None]
+    return run_statuses(newest, locator.registry, slurm), len(runs) - len(newest)
 
 
 def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) -> None:

@@ -153,8 +153,8 @@ def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[TextTable]") -> s
 
 
 def _run_section(run: ReportedRun, *, alone: bool) -> str:
-    known = run.run.status.known
-    heading = "" if alone else f'<h2 id="{run.anchor}">Run {escape(known.run_id)}</h2>'
+    known_run = run.run.status.known
+    heading = "" if alone else f'<h2 id="{run.anchor}">Run {escape(known_run.run_id)}</h2>'
     facts = [(name, text) for name, text in head_facts(run.run.status, run.config) if name != "run"]
     verdict, loss = _tables(score_tables(run.run.result, summary=True)), figures.loss_chart(run.steps, run.validation)
     unjudged = "The run's judgement is empty, or its result.json has no tables."
@@ -172,7 +172,7 @@ def _run_section(run: ReportedRun, *, alone: bool) -> str:
     }
     texts = [f"<h3>{title}</h3>\n{body}" if body else "" for title, body in parts.items()]
     return "\n".join(
-        ["<section>", heading, _facts([("configuration", known.record.key), *facts]), *texts, "</section>"]
+        ["<section>", heading, _facts([("configuration", known_run.record.key), *facts]), *texts, "</section>"]
     )
 
 
