@@ -27,7 +27,7 @@ MIB = 2**20
 FACTOR = fixed(0.5)
 
 
-class HungryBatch(LineBatch):
+class UnevenMemoryBatch(LineBatch):
     """Takes 1 MiB of activations for each unit of its samples' positions."""
 
     def __init__(self, x: Tensor, units: NDArray[np.float64]) -> None:
@@ -41,7 +41,7 @@ class HungryBatch(LineBatch):
         return {"error": (total + 0 * held.square().sum(), denominator)}
 
 
-class HungryTask(LineTask):
+class UnevenMemoryTask(LineTask):
     """Points of which number r takes 1 + r % 5 MiB, or more where it says so."""
 
     def __init__(self, *, largest: int = 5) -> None:
@@ -56,9 +56,9 @@ class HungryTask(LineTask):
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
-    ) -> HungryBatch:
+    ) -> UnevenMemoryBatch:
         self.asked.append(rows.tolist())
-        return HungryBatch(self._x[rows].to(device, dtype), self._units[rows])
+        return UnevenMemoryBatch(self._x[rows].to(device, dtype), self._units[rows])
 
 
 def planned(folder: Path, task: LineTask, capacity_mib: float, **training: Any) -> tuple[RunPlan, Notices]:
@@ -70,7 +70,7 @@ def planned(folder: Path, task: LineTask, capacity_mib: float, **training: Any) 
 
 
 def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> None:
-    plan, _ = planned(tmp_path, HungryTask(), 100, batch_size=60)
+    plan, _ = planned(tmp_path, UnevenMemoryTask(), 100, batch_size=60)
     assert plan.limits is not None
     training = plan.limits.training
     # At the end of the backward pass: a unit itself, its gradient, and two factors of the square's.
@@ -81,7 +81,7 @@ def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> N
 
 
 def test_a_plan_says_what_there_is_to_know_of_its_device(tmp_path: Path) -> None:
-    task, meter = HungryTask(), CpuMeter()
+    task, meter = UnevenMemoryTask(), CpuMeter()
     meter.notices = ("The simulated GPU leaves something out",)
     planner = Planner(run=line_run(tmp_path), task=task, model=task.build_model(), meter=meter, reporter=Notices())
     assert planner.make(FACTOR).notices[0] == meter.notices[0]
@@ -100,7 +100,7 @@ def test_a_plan_says_what_there_is_to_know_of_its_device(tmp_path: Path) -> None
     ],
 )
 def test_the_plan_names_the_limit_that_decided(tmp_path: Path, training: Any, batch: Any, binding: str) -> None:
-    plan, _ = planned(tmp_path, HungryTask(), 150, **training)
+    plan, _ = planned(tmp_path, UnevenMemoryTask(), 150, **training)
     assert plan.phase_plan.logical_batch in batch
     assert plan.phase_plan.binding_limit == binding
     assert plan.phase_plan.largest_cost <= plan.phase_plan.rules.safe_limit
@@ -108,7 +108,7 @@ def test_the_plan_names_the_limit_that_decided(tmp_path: Path, training: Any, ba
 
 @pytest.mark.parametrize("batch", [1, 60])
 def test_evaluation_takes_no_more_memory_than_a_step(tmp_path: Path, batch: int) -> None:
-    plan, _ = planned(tmp_path, HungryTask(), 400, batch_size=batch)
+    plan, _ = planned(tmp_path, UnevenMemoryTask(), 400, batch_size=batch)
     assert plan.limits is not None
     assert plan.predicted_peak_bytes is not None
     cost, evaluation = plan.evaluation_limit.cost, plan.limits.evaluation
@@ -120,7 +120,7 @@ def test_evaluation_takes_no_more_memory_than_a_step(tmp_path: Path, batch: int)
 def test_a_plan_that_needs_no_limit_tries_nothing_but_the_batch_dependence(
     tmp_path: Path, training: dict[str, Any]
 ) -> None:
-    task = HungryTask()
+    task = UnevenMemoryTask()
     assert planned(tmp_path, task, 100, **training)[0].limits is None
     assert [len(rows) for rows in task.asked] == [8]
 
@@ -129,11 +129,11 @@ def test_oversize_samples_are_named_with_need_and_cards(tmp_path: Path) -> None:
     with pytest.raises(
         DoesNotFitError, match=r"1 of 60 do not: point 7; they need .* of 100 MiB\.\n.*--oversize skip.*cards"
     ):
-        planned(tmp_path, HungryTask(largest=64), 100)
+        planned(tmp_path, UnevenMemoryTask(largest=64), 100)
 
 
 def test_oversize_samples_are_skipped_where_asked_and_counted(tmp_path: Path) -> None:
-    plan, _ = planned(tmp_path, HungryTask(largest=64), 100, oversize="skip", batch_size=20)
+    plan, _ = planned(tmp_path, UnevenMemoryTask(largest=64), 100, oversize="skip", batch_size=20)
     assert plan.skipped == (7,)
     assert 7 not in kept_rows(LineTask(), plan.skipped)
     assert "oversize=skip leaves 1 of 60 training samples out" in plan.notices
@@ -141,11 +141,11 @@ def test_oversize_samples_are_skipped_where_asked_and_counted(tmp_path: Path) ->
 
 def test_a_device_that_holds_no_sample_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError, match="At least one training sample must fit"):
-        planned(tmp_path, HungryTask(), 1.5)
+        planned(tmp_path, UnevenMemoryTask(), 1.5)
 
 
 def test_a_task_that_lies_about_its_memory_is_told(tmp_path: Path) -> None:
-    class Lying(HungryTask):
+    class Lying(UnevenMemoryTask):
         def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
             return np.ones((len(rows), 1))
 
@@ -184,7 +184,7 @@ def test_a_worst_case_batch_holds_the_costliest_samples_and_is_filled_up() -> No
 
 
 def test_exploring_leaves_model_gradients_and_generators_as_they_were(tmp_path: Path) -> None:
-    task = HungryTask()
+    task = UnevenMemoryTask()
     model = nn.Sequential(task.build_model(), nn.BatchNorm1d(1), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for parameter in model.parameters():
@@ -226,17 +226,17 @@ def test_a_session_draws_the_same_numbers_with_a_search_and_without(tmp_path: Pa
 
 def test_the_plan_of_the_first_attempt_is_kept(tmp_path: Path) -> None:
     first = make_session(line_parts(tmp_path), FACTOR).engine.run_plan
-    task = HungryTask()
+    task = UnevenMemoryTask()
     again = make_session(line_parts(tmp_path, task), fixed(0.9))
     assert again.engine.run_plan == first
     assert task.asked == []
 
 
 def test_on_another_device_the_batch_is_kept_and_cut_anew(tmp_path: Path) -> None:
-    parts = line_parts(tmp_path, HungryTask(), batch_size=40)
+    parts = line_parts(tmp_path, UnevenMemoryTask(), batch_size=40)
     parts.meter.capacity_bytes = 1000 * MIB
     first = make_session(parts, FACTOR).engine.run_plan
-    smaller = line_parts(tmp_path, HungryTask(), batch_size=40)
+    smaller = line_parts(tmp_path, UnevenMemoryTask(), batch_size=40)
     smaller.meter.capacity_bytes = 100 * MIB
     assert not still_fits(first, smaller.meter)
     again = make_session(smaller, FACTOR).engine.run_plan
@@ -245,7 +245,7 @@ def test_on_another_device_the_batch_is_kept_and_cut_anew(tmp_path: Path) -> Non
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
-    plan, _ = planned(tmp_path, HungryTask(), 100, batch_size=60)
+    plan, _ = planned(tmp_path, UnevenMemoryTask(), 100, batch_size=60)
     assert RunPlan.from_plain(plan.to_plain()) == plan
 
 
@@ -260,11 +260,11 @@ def too_large(plan: RunPlan) -> list[str]:
 
 
 def test_a_floor_above_what_fits_is_warned_of(tmp_path: Path) -> None:
-    plan, _ = planned(tmp_path, HungryTask(), 100, batch_size=60, min_micro_batch_size=20)
+    plan, _ = planned(tmp_path, UnevenMemoryTask(), 100, batch_size=60, min_micro_batch_size=20)
     (notice,) = too_large(plan)
     assert notice.startswith("min_micro_batch_size=20 forbids micro-batches that fit: one of 20 samples")
     assert notice.endswith("(100 MiB usable); the run will fail for lack of memory")
-    assert too_large(planned(tmp_path, HungryTask(), 1000, batch_size=60, min_micro_batch_size=20)[0]) == []
+    assert too_large(planned(tmp_path, UnevenMemoryTask(), 1000, batch_size=60, min_micro_batch_size=20)[0]) == []
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_floor_above_what_fits_is_warned_of(tmp_path: Path) -> None:
     ],
 )
 def test_a_fixed_micro_batch_above_what_fits_is_warned_of(tmp_path: Path, training: Any, ends: str | None) -> None:
-    meter, task = open_meter("sim:100MiB"), HungryTask()
+    meter, task = open_meter("sim:100MiB"), UnevenMemoryTask()
     run = line_run(tmp_path, **{"batch_size": 60, "micro_batch_size": 20} | training)
     with meter.active():
         model = task.build_model()
@@ -289,7 +289,7 @@ def test_a_fixed_micro_batch_above_what_fits_is_warned_of(tmp_path: Path, traini
 
 
 def test_samples_that_were_skipped_stay_skipped_when_a_run_is_planned_again(tmp_path: Path) -> None:
-    meter, task = CpuMeter(), HungryTask(largest=64)
+    meter, task = CpuMeter(), UnevenMemoryTask(largest=64)
     meter.capacity_bytes = 100 * MIB
     run = line_run(tmp_path, oversize="skip", batch_size=20)
     planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=Notices())
@@ -299,7 +299,7 @@ def test_samples_that_were_skipped_stay_skipped_when_a_run_is_planned_again(tmp_
         planner.replan_same_batch(replace(plan, skipped=()), FACTOR)
 
 
-class TimedTask(HungryTask):
+class TimedTask(UnevenMemoryTask):
     """Takes so many seconds a sample and a batch, by its own clock."""
 
     def __init__(self, seconds: float, a_batch: float) -> None:
@@ -308,7 +308,7 @@ class TimedTask(HungryTask):
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
-    ) -> HungryBatch:
+    ) -> UnevenMemoryBatch:
         self.now += self._a_batch + self._seconds * len(rows)
         return super().logical_batch(rows, device, dtype, generator)
 
@@ -399,7 +399,7 @@ def known_from(plan: RunPlan, **changed: Any) -> FactorRule:
     return replace(FACTOR, earlier=replace(earlier, **changed))
 
 
-def hungry_planner(folder: Path, task: HungryTask, *, capacity_mib: int = 300) -> Planner:
+def hungry_planner(folder: Path, task: UnevenMemoryTask, *, capacity_mib: int = 300) -> Planner:
     meter = CpuMeter()
     meter.capacity_bytes = capacity_mib * MIB
     run = line_run(folder, batch_size=60)
@@ -407,8 +407,8 @@ def hungry_planner(folder: Path, task: HungryTask, *, capacity_mib: int = 300) -
 
 
 def test_the_limit_of_an_earlier_run_is_confirmed_by_one_trial_and_named(tmp_path: Path) -> None:
-    first = hungry_planner(tmp_path, HungryTask()).make(FACTOR)
-    task = HungryTask()
+    first = hungry_planner(tmp_path, UnevenMemoryTask()).make(FACTOR)
+    task = UnevenMemoryTask()
     again = hungry_planner(tmp_path, task).make(known_from(first))
     assert first.limits is not None
     assert again.limits is not None
@@ -419,26 +419,26 @@ def test_the_limit_of_an_earlier_run_is_confirmed_by_one_trial_and_named(tmp_pat
 
 
 def test_a_limit_is_the_same_however_often_it_is_confirmed(tmp_path: Path) -> None:
-    first = hungry_planner(tmp_path, HungryTask(), capacity_mib=150).make(FACTOR)
-    again = hungry_planner(tmp_path, HungryTask(), capacity_mib=150).make(known_from(first))
+    first = hungry_planner(tmp_path, UnevenMemoryTask(), capacity_mib=150).make(FACTOR)
+    again = hungry_planner(tmp_path, UnevenMemoryTask(), capacity_mib=150).make(known_from(first))
     assert again.phase_plan == first.phase_plan
     assert (again.limits is not None, again.limits.training.confirmed) == (True, True)
 
 
 @pytest.mark.parametrize("changed", [{"capacity_bytes": 304 * MIB}, {"torch_version": "0.1"}, {"phases": {}}])
 def test_the_limit_of_a_run_elsewhere_is_searched_for_anew(tmp_path: Path, changed: Any) -> None:
-    first = hungry_planner(tmp_path, HungryTask()).make(FACTOR)
-    assert hungry_planner(tmp_path, HungryTask()).make(known_from(first, **changed)).limits == first.limits
+    first = hungry_planner(tmp_path, UnevenMemoryTask()).make(FACTOR)
+    assert hungry_planner(tmp_path, UnevenMemoryTask()).make(known_from(first, **changed)).limits == first.limits
 
 
 def test_a_task_that_takes_other_memory_now_is_searched_anew(tmp_path: Path) -> None:
-    class Changed(HungryTask):
+    class Changed(UnevenMemoryTask):
         def build_model(self) -> nn.Module:
             model = super().build_model()
             model.register_buffer("table", torch.zeros(4 * MIB // 4))
             return model
 
-    first = hungry_planner(tmp_path, HungryTask()).make(FACTOR)
+    first = hungry_planner(tmp_path, UnevenMemoryTask()).make(FACTOR)
     again = hungry_planner(tmp_path, Changed()).make(known_from(first))
     assert again.limits == hungry_planner(tmp_path, Changed()).make(FACTOR).limits
 
@@ -447,7 +447,7 @@ def test_a_task_that_takes_other_memory_now_is_searched_anew(tmp_path: Path) -> 
 def test_a_batch_is_computed_in_as_many_parts_as_asked_for_and_stays_as_it_is(
     tmp_path: Path, splits: Any, parts: int
 ) -> None:
-    plan, _ = planned(tmp_path, HungryTask(), 1000, batch_size=20, accumulation_splits=splits)
+    plan, _ = planned(tmp_path, UnevenMemoryTask(), 1000, batch_size=20, accumulation_splits=splits)
     assert (plan.phase_plan.logical_batch, plan.phase_plan.fewest_parts) == (20, parts)
     text = "\n".join(plan_summary(plan, "x", 1))
     assert ("in 2 micro-batches" in text and "accumulation_splits 2" in text) == (splits == 2)
