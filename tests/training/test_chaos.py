@@ -38,7 +38,7 @@ EXACT = 1e-10
 
 
 @dataclass(kw_only=True)
-class World:
+class Scenario:
     """What one run is up against.
 
     Attributes:
@@ -62,7 +62,7 @@ class World:
     draw: np.random.Generator
 
     @classmethod
-    def of(cls, seed: int) -> "World":
+    def of(cls, seed: int) -> "Scenario":
         draw = np.random.default_rng(seed)
         nodes = np.minimum(2 + draw.pareto(1.5, SAMPLES + 10) * 5, 40)
         edges = nodes * draw.uniform(1, 3, len(nodes))
@@ -122,10 +122,10 @@ class HeavyTask(BatchTask):
     memory_features: Sequence[Feature] = (Feature("nodes"), Feature("edges"))
     loss_weights: Mapping[str, float] = {"error": 1.0}
 
-    def __init__(self, world: World, stir: Callable[[], None]) -> None:
+    def __init__(self, scenario: Scenario, stir: Callable[[], None]) -> None:
         self.train_rows = np.arange(SAMPLES)
         self.validation_rows = np.arange(SAMPLES, SAMPLES + 10)
-        self.world = world
+        self.scenario = scenario
         self.stir = stir
         self.rows = np.arange(0)
         self.x = torch.from_numpy(np.random.default_rng(1).standard_normal((SAMPLES + 10, 4)))
@@ -134,7 +134,7 @@ class HeavyTask(BatchTask):
         return HeavyNet()
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        return self.world.sizes[rows]
+        return self.scenario.sizes[rows]
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
@@ -152,33 +152,33 @@ class HeavyBatch:
     denominators: Mapping[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.denominators = {"error": float(self.task.world.sizes[self.rows, 0].sum())}
+        self.denominators = {"error": float(self.task.scenario.sizes[self.rows, 0].sum())}
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
-        world, rows = self.task.world, self.rows[start:stop]
+        scenario, rows = self.task.scenario, self.rows[start:stop]
         self.task.stir()
-        x, nodes = self.task.x[rows], torch.from_numpy(world.sizes[rows, 0])
-        error = (model(x, world.pieces(rows)) - x[:, :1]).square().squeeze(1)
+        x, nodes = self.task.x[rows], torch.from_numpy(scenario.sizes[rows, 0])
+        error = (model(x, scenario.pieces(rows)) - x[:, :1]).square().squeeze(1)
         return {"error": ((error * nodes).sum(), float(nodes.sum()))}
 
 
 class Neighbours:
     """Other processes on the same GPU: they take what is free, and leave some day."""
 
-    def __init__(self, meter: SimulatedMeter, world: World) -> None:
+    def __init__(self, meter: SimulatedMeter, scenario: Scenario) -> None:
         self.allocator = meter.gpu.allocator
-        self.world = world
-        self.awake = world.early
+        self.scenario = scenario
+        self.awake = scenario.early
 
     def stir(self) -> None:
         """Leaves room for the largest sample: what lies beyond that is the named error's."""
-        if not self.awake or self.world.draw.random() >= self.world.restless:
+        if not self.awake or self.scenario.draw.random() >= self.scenario.restless:
             return
         if self.allocator.foreign_bytes:
             self.allocator.foreign_bytes = 0
             return
-        spare = self.allocator.free_bytes - 1.5 * self.world.largest
-        self.allocator.foreign_bytes = int(max(spare, 0) * self.world.draw.uniform(0, 1))
+        spare = self.allocator.free_bytes - 1.5 * self.scenario.largest
+        self.allocator.foreign_bytes = int(max(spare, 0) * self.scenario.draw.uniform(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,22 +223,22 @@ class Told:
 
 def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
     """Trains one run to its end."""
-    world, told = World.of(seed), Told()
-    meter = SimulatedMeter(world.capacity_bytes, settings=EXPANDABLE)
-    neighbours = Neighbours(meter, world)
-    task = HeavyTask(world, neighbours.stir)
+    scenario, told = Scenario.of(seed), Told()
+    meter = SimulatedMeter(scenario.capacity_bytes, settings=EXPANDABLE)
+    neighbours = Neighbours(meter, scenario)
+    task = HeavyTask(scenario, neighbours.stir)
     run = replace(run, training=replace(run.training, seed=seed))
     created = RunFolder.create(folder, run.key, run.config)
     parts = Parts(run=run, folder=created, task=task, meter=meter, reporter=SilentReporter(), stops=StopRequests())
     with meter.active():
         try:
-            session = make_session(parts, fixed(world.factor))
+            session = make_session(parts, fixed(scenario.factor))
             neighbours.awake = True
             watch(session, meter, task, told)
             training_loop.train(session)
         except DoesNotFitError:
             told.refused = True
-            told.rightly_refused = world.largest > 0.8 * meter.available_bytes()
+            told.rightly_refused = scenario.largest > 0.8 * meter.available_bytes()
             return told
     told.ooms = session.engine.batcher.ooms_rescued
     told.distance = distance(session, task)
@@ -255,7 +255,7 @@ def watch(session: Session, meter: SimulatedMeter, task: HeavyTask, told: Told) 
         result = run(*arguments, **keywords)
         # Neighbours may have come in the middle of it, or left.
         available = min(before, meter.available_bytes())
-        need, parts = task.world.need(task.rows), len(result.micro_batches)
+        need, parts = task.scenario.need(task.rows), len(result.micro_batches)
         told.steps.append(Step(need=need, available=available, peak=meter.peak_bytes(), parts=parts))
         return result
 
@@ -270,7 +270,7 @@ def distance(session: Session, task: HeavyTask) -> float:
     for epoch in range(EPOCHS):
         for rows in session.epochs.steps(epoch):
             error = (model(task.x[rows], ()) - task.x[rows, :1]).square().squeeze(1)
-            nodes = torch.from_numpy(task.world.sizes[rows, 0])
+            nodes = torch.from_numpy(task.scenario.sizes[rows, 0])
             optimizer.zero_grad()
             ((error * nodes).sum() / nodes.sum()).backward()
             optimizer.step()
@@ -278,7 +278,15 @@ def distance(session: Session, task: HeavyTask) -> float:
     return float((reached - exact).norm() / exact.norm())
 
 
+@pytest.fixture(scope="module")
+def run_before(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Imports what all runs need, before the tests' own garbage collections (`imports_are_no_garbage`)."""
+    folder = tmp_path_factory.mktemp("before")
+    live(0, line_run(folder, batch_size=BATCH, epochs=EPOCHS, precision="fp64", scheduler="constant"), folder)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("run_before")
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_run_dies_and_what_memory_there_is_gets_used(block: int, tmp_path: Path) -> None:
     run = line_run(tmp_path, batch_size=BATCH, epochs=EPOCHS, precision="fp64", scheduler="constant")
