@@ -3,22 +3,21 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
 
 from can_train.cli.main import main
 from fakes.candump import candump
+from fakes.processes import Command
 from fakes.random_bus import injected_frames
 from fakes.trained_runs import finished_run, injected_log
-from guards.sources import PACKAGE
 
 Line = Callable[..., tuple[str, str]]
 
@@ -99,61 +98,81 @@ def test_a_task_without_live_detection_says_so(tmp_path: Path, capsys: pytest.Ca
 # Processes of their own
 
 
-def started(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
-    code = "import sys; from can_train.cli.main import run; sys.argv[0] = 'can-train'; run()"
-    asked = ["detect", str(run()), "--state-dir", str(tmp_path / "state"), "--json", *flags]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *asked],
-        env={**os.environ, "PYTHONPATH": f"{PACKAGE.parent}", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Detection:
+    """`can-train detect --json` between two pipes: frames go in, events come out."""
+
+    def __init__(self, tmp_path: Path, *flags: str) -> None:
+        (stdin, frames), (events, stdout) = os.pipe(), os.pipe()
+        words = ("detect", str(run()), "--state-dir", str(tmp_path / "state"), "--json", *flags)
+        self.process = Command(*words, streams={0: stdin, 1: stdout})
+        os.close(stdin)
+        os.close(stdout)
+        self.frames, self.events = open(frames, "w"), open(events)  # noqa: PTH123, SIM115
+
+    def feed(self, text: str) -> None:
+        self.frames.write(text)
+        self.frames.flush()
+
+    def next_event(self) -> dict[str, Any]:
+        return dict(json.loads(self.events.readline()))
+
+    def end(self) -> tuple[int, str, str]:
+        """Waits for its end; returns its exit status, the events that nobody has read, and its standard error."""
+        out = "" if self.events.closed else self.events.read()
+        code, err = self.process.wait(), self.process.stderr
+        assert "Traceback" not in err
+        return code, out, err
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
-    assert "Traceback" not in err
-    return process.returncode, out, err
+Start = Callable[..., Detection]
 
 
-def next_event(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    return dict(json.loads(process.stdout.readline()))
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Start]:
+    with ExitStack() as at_the_end:
+
+        def start(*flags: str) -> Detection:
+            detection = Detection(tmp_path, *flags)
+            at_the_end.enter_context(detection.process)
+            at_the_end.enter_context(detection.events)
+            at_the_end.callback(close_anyway, detection.frames)
+            return detection
+
+        yield start
+
+
+def close_anyway(frames: IO[str]) -> None:
+    with suppress(BrokenPipeError):
+        frames.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_with_a_summary(number: signal.Signals, tmp_path: Path) -> None:
-    process = started(tmp_path)
-    assert process.stdin is not None
-    process.stdin.write(text())
-    process.stdin.flush()
+def test_a_signal_ends_it_with_a_summary(number: signal.Signals, started: Start) -> None:
+    detection = started()
+    detection.feed(text())
     # The pipe is still open: alarms are told before the input ends, and then that the bus is silent.
-    assert next_event(process)["event"] == "alarm"
-    while next_event(process)["event"] != "silence":
+    assert detection.next_event()["event"] == "alarm"
+    while detection.next_event()["event"] != "silence":
         pass
-    process.send_signal(number)
-    code, _, err = ended(process)
+    detection.process.send_signal(number)
+    code, _, err = detection.end()
     assert code == 128 + number
     assert "4,000 frames in " in err
     assert "200 windows" in err
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_an_alarm_tells_its_end(tmp_path: Path) -> None:
+def test_ctrl_c_in_an_alarm_tells_its_end(started: Start) -> None:
     # All windows are flagged, so that the alarm goes on until somebody stops watching.
-    process = started(tmp_path, "--threshold", "-1000")
-    assert process.stdin is not None
-    process.stdin.write(text())
-    process.stdin.flush()
-    raised = next_event(process)
+    detection = started("--threshold", "-1000")
+    detection.feed(text())
+    raised = detection.next_event()
     assert raised["event"] == "alarm"
-    while next_event(process)["event"] != "silence":
+    while detection.next_event()["event"] != "silence":
         pass
-    process.send_signal(signal.SIGINT)
-    code, out, err = ended(process)
+    detection.process.send_signal(signal.SIGINT)
+    code, out, err = detection.end()
     assert code == 130
     (last,) = map(json.loads, out.splitlines())
     assert last["event"] == "alarm_end"
@@ -161,41 +180,36 @@ def test_ctrl_c_in_an_alarm_tells_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipe_of_which_nothing_is_a_frame_is_refused_while_it_is_open(tmp_path: Path) -> None:
-    process = started(tmp_path)
-    assert process.stdin is not None
-    process.stdin.write("hello\n" * 200)
-    process.stdin.flush()
-    assert process.wait(timeout=120) == 2
-    _, _, err = ended(process)
+def test_a_pipe_of_which_nothing_is_a_frame_is_refused_while_it_is_open(started: Start) -> None:
+    detection = started()
+    detection.feed("hello\n" * 200)
+    code, _, err = detection.end()
+    assert code == 2
     assert "none of the first 100 lines is; the first is 'hello'" in err
 
 
 @pytest.mark.slow
-def test_the_end_of_the_pipe_ends_it(tmp_path: Path) -> None:
-    process = started(tmp_path)
-    out, err = process.communicate(text() + "(1.5) can0 12A#0\n", timeout=120)
-    assert process.returncode == 0
+def test_the_end_of_the_pipe_ends_it(started: Start) -> None:
+    detection = started()
+    detection.feed(text() + "(1.5) can0 12A#0\n")
+    detection.frames.close()
+    code, out, err = detection.end()
+    assert code == 0
     assert json.loads(out.splitlines()[-1])["event"] == "alarm_end"
     assert "1 line is malformed and left out" in err
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_ends_it_without_a_traceback(tmp_path: Path) -> None:
-    process = started(tmp_path)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(text(1_000))
-    process.stdin.flush()
-    assert next_event(process)["event"] == "alarm"
-    process.stdout.close()
-    process.stdout = None
+def test_a_reader_that_goes_ends_it_without_a_traceback(started: Start) -> None:
+    detection = started()
+    detection.feed(text(1_000))
+    assert detection.next_event()["event"] == "alarm"
+    detection.events.close()
     until = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < until:
+    while detection.process.is_alive and time.monotonic() < until:
         try:
-            process.stdin.write(text())
-            process.stdin.flush()
+            detection.feed(text())
         except BrokenPipeError:
             break
-    code, _, _ = ended(process)
+    code, _, _ = detection.end()
     assert code == 128 + signal.SIGPIPE

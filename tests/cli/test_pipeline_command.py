@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,23 +11,22 @@ import pytest
 from can_train.cli.main import main
 from can_train.io.units import shortened
 from fakes.finished_runs import Shelf
+from fakes.processes import TIMEOUT_S, Command
 
-TIMEOUT_S = 300
 LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines", "--device",
         "cpu", "--min-steps-per-epoch", "3")  # fmt: skip
 SMALL = ("--set", "autoencoder:model.hidden=[8]")
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "can_train", *LINE, *Shelf(folder).flags, *arguments]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(folder: Path, *arguments: str) -> Command:
+    return Command(*LINE, *Shelf(folder).flags, *arguments)
 
 
 def pipeline(folder: Path, *arguments: str, code: int = 0) -> tuple[list[dict[str, Any]], str]:
     """Runs a pipeline to its end; returns its JSON, and what it said beside."""
     with start(folder, *arguments, "--json") as process:
-        out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == code, err
+        assert process.wait() == code, process.stderr
+        out, err = process.stdout, process.stderr
     found: list[dict[str, Any]] = json.loads(out) if out else []
     return found, err
 
@@ -46,7 +43,8 @@ def test_stages_are_trained_one_after_another_and_then_used_again(tmp_path: Path
     assert [each["run_id"] for each in again] == [each["run_id"] for each in first]
     assert said.count(": reused, run ") == 2
     with start(tmp_path, *arguments, "--show") as shown:
-        out, _ = shown.communicate(timeout=TIMEOUT_S)
+        assert shown.wait() == 0, shown.stderr
+        out = shown.stdout
     assert "test_01: test_01_known_vehicle_known_attack" in out
     assert all(f"{each['parameters']:,}" in out for each in first)
 
@@ -61,8 +59,8 @@ def test_ctrl_c_stops_the_stage_at_work_and_the_same_line_goes_on(tmp_path: Path
             assert time.monotonic() < limit
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 128 + signal.SIGINT, err
+        assert process.wait() == 128 + signal.SIGINT, process.stderr
+        err = process.stderr
     assert "Stopped in stage autoencoder. The same line again goes on from there." in err
     run = begun[0].parents[1]
     assert not (run / "result.json").exists()

@@ -4,7 +4,6 @@ processes and signals.
 
 import io
 import json
-import os
 import re
 import shlex
 import signal
@@ -19,10 +18,9 @@ from typing import Any
 import pytest
 
 from can_train.cli.main import main
+from fakes.processes import TIMEOUT_S, Command
 
 pytestmark = pytest.mark.slow
-
-TIMEOUT_S = 300
 
 
 class Line:
@@ -31,9 +29,8 @@ class Line:
     def __init__(self, folder: Path) -> None:
         self.flags = ("--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state"))
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        line = [sys.executable, "-m", "can_train", *arguments, *self.flags]
-        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start(self, *arguments: str) -> Command:
+        return Command(*arguments, *self.flags)
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         """Runs a command in this process; returns what it prints."""
@@ -96,8 +93,7 @@ def test_a_run_is_cancelled_saved_and_goes_on_from_there(line: Line) -> None:
         working = line.wait(run, lambda status: status["state"] == "running" and len(status["attempts"]) == 2)
         assert working["step"] >= cancelled["step"]
         resumed.send_signal(signal.SIGTERM)
-        resumed.communicate(timeout=TIMEOUT_S)
-    assert resumed.returncode == 128 + signal.SIGTERM
+        assert resumed.wait() == 128 + signal.SIGTERM
 
 
 def test_a_run_that_was_killed_in_its_terminal_is_seen_to_be(line: Line) -> None:
@@ -107,8 +103,8 @@ def test_a_run_that_was_killed_in_its_terminal_is_seen_to_be(line: Line) -> None
         while not (found := json.loads(line("runs", "--json"))) or found[0]["state"] != "running":
             assert time.monotonic() < limit
             time.sleep(0.2)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=TIMEOUT_S)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     killed = line.status(found[0]["run_id"])
     assert (killed["state"], killed["certain"]) == ("failed", True)
     assert "without a record" in killed["why"]
@@ -125,14 +121,15 @@ def test_ctrl_c_prints_the_line_that_continues_the_run_whose_log_has_all_of_it(l
             assert time.monotonic() < limit
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 128 + signal.SIGINT
+        assert process.wait() == 128 + signal.SIGINT
+        err = process.stderr
     match = re.search(r"This continues the run:\n +can-train (resume .*)$", err, re.MULTILINE)
     assert match
     with line.start(*shlex.split(match[1])) as resumed:
         line.wait("last", lambda status: status["state"] == "running" and len(status["attempts"]) == 2)
         resumed.send_signal(signal.SIGINT)
-        _, again = resumed.communicate(timeout=TIMEOUT_S)
+        assert resumed.wait() == 128 + signal.SIGINT
+        again = resumed.stderr
     log = line("logs", "last").splitlines()
     assert [text for text in log if text.startswith("--- ")][1:] != []
     assert notices(log) == notices((err + again).splitlines())
@@ -140,7 +137,8 @@ def test_ctrl_c_prints_the_line_that_continues_the_run_whose_log_has_all_of_it(l
 
 def test_watching_through_a_pipe_writes_a_line_for_each_change_until_ctrl_c(line: Line) -> None:
     run = submitted(line, 1)
-    with line.start("runs", "--watch") as watching:
+    command = [sys.executable, "-m", "can_train", "runs", "--watch", *line.flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         seen = [watching.stdout.readline()]
         while "finished" not in seen[-1]:

@@ -1,21 +1,30 @@
 """Command lines in real processes, forked from one that has imported already what takes seconds to import."""
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
+from typing import Any
 
 from can_train.cli.main import run
 
 TIMEOUT_S = 300
 """Longest training, on a machine that does other things too."""
 
-_COSTLY = ["torch.distributed", "torch_geometric.nn", "sklearn.pipeline", "can_train.config.compose",
-           "can_train.training.train"]  # fmt: skip
+_COSTLY = [
+    "can_train.cli.train", "can_train.config.compose", "can_train.report.page", "can_train.slurm.submit",
+    "can_train.training.train", "can_train_tasks.can.models", "pydantic", "rich.progress", "sklearn.ensemble",
+    "sklearn.pipeline", "torch.distributed", "torch.onnx", "torch.profiler", "torch_geometric.nn", "typer.completion",
+]  # fmt: skip
+"""Not polars: it has threads once it is imported, and a fork has none of them."""
 
 
 def quick_context() -> ForkServerContext:
@@ -25,12 +34,33 @@ def quick_context() -> ForkServerContext:
     return context
 
 
-class Command:
-    """`can-train` with some words, at work until it ends or is killed; its streams are read when it has ended."""
+def keep_imports() -> None:
+    """Has no garbage collection of this process look at all that was imported, which takes a fifth of a second each
+    time: there is one after each out-of-memory and each trial of a search.
+    """
+    gc.freeze()
 
-    def __init__(self, *words: str) -> None:
+
+class Command:
+    """`can-train` with some words, at work until it ends or is killed.
+
+    Args:
+        words: The command line.
+        folder: Where it works; the current folder by default.
+        variables: Its environment; that of this process by default.
+        streams: Descriptors of its standard input, output and error, where they are not to be read at its end.
+    """
+
+    def __init__(
+        self,
+        *words: str,
+        folder: Path | None = None,
+        variables: dict[str, str] | None = None,
+        streams: dict[int, int] | None = None,
+    ) -> None:
         self._streams = TemporaryDirectory(prefix="can-train-streams-")
-        place = (self._streams.name, Path.cwd(), dict(os.environ))
+        given = {number: _Descriptor(descriptor) for number, descriptor in (streams or {}).items()}
+        place = (self._streams.name, given, folder or Path.cwd(), dict(variables or os.environ))
         self._process = quick_context().Process(target=_run, args=(words, *place))
         self._process.start()
 
@@ -62,18 +92,48 @@ class Command:
         self._process.join()
 
     @property
+    def stdout(self) -> str:
+        return self._written("stdout")
+
+    @property
     def stderr(self) -> str:
-        path = Path(self._streams.name, "stderr")
+        return self._written("stderr")
+
+    def _written(self, name: str) -> str:
+        path = Path(self._streams.name, name)
         return path.read_text() if path.exists() else ""
 
 
-def _run(words: tuple[str, ...], streams: str, folder: Path, variables: dict[str, str]) -> None:
+@dataclass(frozen=True)
+class _Descriptor:
+    """A descriptor on its way to a new process, where it is the number of its duplicate."""
+
+    number: int
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _duplicate, (DupFd(self.number),)
+
+
+def _duplicate(received: Any) -> int:
+    return int(received.detach())
+
+
+def _run(words: tuple[str, ...], streams: str, given: dict[int, int], folder: Path, variables: dict[str, str]) -> None:
+    keep_imports()
     for number, name in ((1, "stdout"), (2, "stderr")):
-        opened = os.open(Path(streams, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(opened, number)
-        os.close(opened)
+        if number not in given:
+            opened = os.open(Path(streams, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(opened, number)
+            os.close(opened)
+    for number, descriptor in given.items():
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # Streams that know what they are now: the server's were a file's, or a terminal's.
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    sys.argv[1:] = words
+    sys.argv = ["can-train", *words]
     run()

@@ -10,7 +10,7 @@ from typing import Any
 
 from can_train.errors import CanTrainError
 from can_train.training.distributed import RankPlace, Ranks, join_ranks
-from fakes.processes import TIMEOUT_S, quick_context
+from fakes.processes import TIMEOUT_S, keep_imports, quick_context
 
 RankFunction = Callable[..., None]
 """A function that each rank runs, with its ranks and a folder."""
@@ -46,6 +46,7 @@ def error_text(folder: Path, rank: int) -> str:
 
 
 def _rank(place: RankPlace, function: RankFunction, folder: Path, options: dict[str, Any]) -> None:
+    keep_imports()
     try:
         function(join_ranks(place, "cpu") if place.size > 1 else Ranks(), folder, **options)
     except CanTrainError as error:
