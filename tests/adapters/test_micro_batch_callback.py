@@ -499,7 +499,7 @@ def test_ranks_and_both_names_of_lightning_are_served(tmp_path: Path, package: s
     command = [sys.executable, str(script), package, strategy, str(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path
+        command, check=False, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     (line,) = {line for line in done.stdout.splitlines() if line.startswith("difference")}

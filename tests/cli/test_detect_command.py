@@ -15,7 +15,7 @@ import pytest
 
 from can_train.cli.main import main
 from fakes.candump import candump
-from fakes.processes import Command
+from fakes.processes import TIMEOUT_S, Command
 from fakes.random_bus import injected_frames
 from fakes.trained_runs import finished_run, injected_log
 
@@ -205,7 +205,7 @@ def test_a_reader_that_goes_ends_it_without_a_traceback(started: Start) -> None:
     detection.feed(text(1_000))
     assert detection.next_event()["event"] == "alarm"
     detection.events.close()
-    until = time.monotonic() + 60
+    until = time.monotonic() + TIMEOUT_S
     while detection.process.is_alive and time.monotonic() < until:
         try:
             detection.feed(text())

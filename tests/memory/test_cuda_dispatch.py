@@ -465,7 +465,7 @@ def test_a_parent_that_is_killed_takes_the_recording_with_it(tmp_path: Path) -> 
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -550,5 +550,5 @@ def test_a_process_with_threads_can_record() -> None:
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "print(len(record_on_cuda(nn.Linear(4, 4), lambda: None, generation='ampere').events))\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert found.stdout.strip() == "2"
