@@ -2,12 +2,12 @@
 
 import os
 import pty
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-from fakes.processes import Command
 
 COLUMNS = 80
 LINES = 40
@@ -33,16 +33,19 @@ def environment(folder: Path) -> dict[str, str]:
 
 def printed(folder: Path, *arguments: str) -> tuple[list[str], list[str]]:
     """Runs a line in pipes; returns the lines of standard output and of standard error."""
-    with Command(*arguments, folder=folder, variables=environment(folder)) as process:
-        assert process.wait() == 0, process.stderr
-        return process.stdout.splitlines(), process.stderr.splitlines()
+    done = subprocess.run(
+        [sys.executable, "-m", "can_train", *arguments],
+        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr.splitlines()
 
 
 def shown(folder: Path, *arguments: str) -> list[str]:
     """Runs a line in a terminal; returns the lines on it."""
     reader, writer = pty.openpty()
-    streams = {1: writer, 2: writer}
-    with Command(*arguments, folder=folder, variables=environment(folder), streams=streams) as process:
+    command = [sys.executable, "-m", "can_train", *arguments]
+    with subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=writer, stderr=writer) as process:
         os.close(writer)
         text = b""
         try:
@@ -51,7 +54,7 @@ def shown(folder: Path, *arguments: str) -> list[str]:
         except OSError:
             pass  # The last writer has closed it.
         os.close(reader)
-        assert process.wait() == 0, text.decode()
+    assert process.returncode == 0, text.decode()
     return [line.rpartition("\r")[2].rstrip() for line in text.decode().replace("\r\n", "\n").split("\n")]
 
 
