@@ -52,7 +52,7 @@ class Clusters:
                 (self._folder / name / file).touch()
             (self._folder / name / "sbatch").write_text("Submitted batch job 12\n")
         text = PROGRAM.replace("@local@", local).replace("@folder@", str(self._folder))
-        for program in ("scontrol", "squeue", "sacct", "scancel", "sbatch"):
+        for program in ("scontrol", "squeue", "sacct", "scancel", "sbatch", "srun"):
             path = self.bin / program
             path.write_text(text.replace("@records@", str(RECORDS)))
             path.chmod(0o755)
