@@ -10,12 +10,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError
-from can_train.fit.prediction import LossOf, TargetPrediction, loaded_kernels, predict_peak, price_trace
-from can_train.memory.catalogue import find_card
+from can_train.fit.explore import Explorer
+from can_train.fit.packing import BatchCosts
+from can_train.fit.prediction import (
+    LossOf,
+    TargetPrediction,
+    loaded_kernels,
+    predict_limits,
+    predict_peak,
+    price_trace,
+)
+from can_train.memory.catalogue import UsableMemory, find_card, usable
 from can_train.memory.cuda_dispatch import AllocationTrace
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_workspaces import CUDNN
+from can_train.memory.meters import AbsentGpuMeter
 from can_train.memory.simulated.allocator import PLAIN
 from can_train.memory.simulated.gpu import LiveStorageTracker
 from can_train.task import Feature
@@ -425,3 +436,85 @@ def test_a_prediction_for_a_card_names_the_libraries_of_its_context(dispatched: 
     found = of_target(perceptron(), 10, target="a100-40gb")
     assert found.context.what == "CUDA context with cuBLAS"
     assert found.context.most_bytes == 1429 * MIB
+
+
+class Clamped(nn.Linear):
+    """Clamps its outputs where their mean is large: a branch that depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.clamp(-1, 1) if float(y.detach().mean()) > 1 else y
+
+
+class ImageTask(LineTask):
+    """Points that a network draws as small images. Its activation saves a tensor on the CPU that CUDA's does not."""
+
+    def __init__(self, *, needs_values: bool = False) -> None:
+        super().__init__()
+        self.memory_features = (Feature("points"),)
+        self._needs_values = needs_values
+
+    def build_model(self) -> nn.Module:
+        last = Clamped(32 * 14 * 14, 1) if self._needs_values else nn.Linear(32 * 14 * 14, 1)
+        return nn.Sequential(
+            nn.Linear(4, 3 * 16 * 16),
+            nn.Unflatten(1, (3, 16, 16)),
+            nn.Conv2d(3, 32, 3),
+            nn.LogSigmoid(),
+            nn.Flatten(),
+            last,
+        )
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.ones((len(rows), 1))
+
+
+def explorer_of(task: LineTask, target: UsableMemory) -> Explorer:
+    return Explorer(
+        task=task, model=task.build_model(), training=TrainingSettings(), meter=AbsentGpuMeter(target),
+        rows=np.resize(task.train_rows, 5000), verify=False,
+    )  # fmt: skip
+
+
+def whole_epoch(costs: BatchCosts) -> float:
+    return float(costs.each().sum())
+
+
+@pytest.mark.parametrize("card", ["t4", "h100-80gb"])
+def test_a_plans_limits_are_corrected_by_batches_recorded_as_cuda_would_run_them(card: str, dispatched: None) -> None:
+    task, target = ImageTask(), usable(find_card(card))
+    recorded = predict_limits(explorer_of(task, target), whole_epoch)
+    probed = explorer_of(task, target).explore(whole_epoch)
+    assert recorded.recorded
+    assert not probed.recorded
+    whole = predict_peak(task, 4000, target=card)
+    peak = whole.tensors.num_bytes + sum(term.num_bytes for term in whole.workspaces if term.what == CUDNN)
+    of_probes, of_recorder = (
+        limits.step_peak_bytes(limits.training.model.cost(np.ones((4000, 1))), 0.0) for limits in (probed, recorded)
+    )
+    assert of_recorder == pytest.approx(peak, rel=0.01)
+    assert of_probes != pytest.approx(peak, rel=0.01)
+    # Evaluation is corrected by a batch of its own.
+    assert recorded.evaluation.measured_ratio != recorded.training.measured_ratio
+
+
+def test_a_recording_leaves_model_and_generators_as_they_were(dispatched: None) -> None:
+    explorer = explorer_of(ImageTask(), usable(find_card("t4")))
+    before, state = {name: value.clone() for name, value in explorer.model.state_dict().items()}, torch.get_rng_state()
+    predict_limits(explorer, whole_epoch)
+    assert all(torch.equal(value, before[name]) for name, value in explorer.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert explorer.meter.device.type == "cpu"
+
+
+def test_limits_of_a_model_that_cannot_be_recorded_rest_on_small_batches_and_say_why(dispatched: None) -> None:
+    limits = predict_limits(explorer_of(ImageTask(needs_values=True), usable(find_card("t4"))), whole_epoch)
+    assert not limits.recorded
+    assert "cannot be recorded on tensors without values" in limits.not_recorded_because
+    assert limits.training.measured_ratio == limits.evaluation.measured_ratio == 1
+
+
+def test_a_device_that_is_no_gpu_of_the_catalogue_is_not_recorded() -> None:
+    target = UsableMemory(key="cpu-2gb", name="CPU", total_bytes=2**31, subtracted=(), source="as the job asks for")
+    limits = predict_limits(explorer_of(ImageTask(), target), whole_epoch)
+    assert (limits.recorded, limits.not_recorded_because) == (False, "")

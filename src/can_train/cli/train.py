@@ -247,7 +247,7 @@ def _dry_object(run: "ResolvedRun", plans: "Sequence[DryPlan]", unknown: str) ->
 
 def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"], flags: Flags, verbosity: Verbosity) -> None:
     from can_train.config.resolved import plain_to_yaml
-    from can_train.training.report import data_text, dry_lines, dry_table
+    from can_train.training.report import RECORDED, data_text, dry_lines, dry_table
 
     details = verbosity == Verbosity.VERBOSE
     # Before anything is printed: a plan that does not fit is an error.
@@ -260,7 +260,8 @@ def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"], flags: Flags, v
         return
     warnings = dict.fromkeys(warning for dry in plans for warning in dry.warnings)
     sources = dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans)
-    notes = [data_text(plans[0]), *sources, *warnings]
+    recorded = [RECORDED] if any(dry.is_recorded for dry in plans) else []
+    notes = [data_text(plans[0]), *sources, *recorded, *warnings]
     output.print_tables([TextTable(f"Plans of {run.key}", *dry_table(plans, details=details), notes)])
 
 

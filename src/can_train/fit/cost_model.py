@@ -164,6 +164,8 @@ class DeviceLimits:
     optimizer_peak_bytes: int  # Peak of an optimizer step
     gradient_bytes: int = 0  # Gradients of a step's earlier micro-batches, which `training` includes
     earlier_run: str = ""  # Run whose limits are those that are `confirmed`
+    recorded: bool = False  # Whether batches that were recorded as CUDA would run them have corrected the prediction
+    not_recorded_because: str = ""  # The reason why none could be recorded, as a clause
 
     def priced(self, batch: Any) -> BatchCosts:
         """Prices a batch of somebody else's loop, as `counts_of` reads it; raises ArgumentError where it has counts of

@@ -195,6 +195,8 @@ class Workload:
         return Peak(meter.peak_bytes(), meter.peak_reserved_bytes())
 
 
+Record = Callable[[Workload, Positions], "int | None"]
+"""Returns the peak of a batch in bytes, or None where it cannot be recorded."""
 _SAME_CAPACITY: Final = 0.01  # Largest relative difference of two capacities that count as the same
 # Time that a search may take: this share of the first epoch, or so many seconds where that is more.
 SEARCH_SHARE: Final = 0.1
@@ -230,6 +232,7 @@ class Search:
     # By default as much as it takes.
     time: SearchTime = field(default_factory=lambda: SearchTime(clock=lambda: 0.0, seconds=math.inf))
     time_share: float = 1.0  # The part of that time that this search may take
+    record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
     known: RememberedLimit | None = None  # An earlier run's limit, to be confirmed first; None: there is none
 
 
@@ -295,6 +298,11 @@ def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> Se
     highest = upper(costs) if any(fit.model.coefficients) else 1.0
     if not search.verify:
         limit = SearchResult(model=fit.model, tuned_limit=highest, capped=True, mean_totals=costs.mean_counts())
+        if search.record is not None and any(fit.model.coefficients):
+            batch = _batch_to_record(costs, min(highest, limit.cost_within(predicted_room(meter.capacity_bytes))), fit)
+            if (peak := search.record(work, batch)) is not None:
+                ratio = (peak - fit.model.base_bytes) / costs.chosen(batch).total
+                limit = replace(limit, measured_ratio=max(ratio, _SMALLEST_RATIO))
         return limit.predicted_within(predicted_room(meter.capacity_bytes))
     pace = fit.largest_seconds / max(fit.largest_cost, 1.0)
     trials = _Trials(work=work, meter=meter, costs=costs, search=search, seconds_per_byte=pace)
@@ -305,6 +313,23 @@ def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> Se
             return confirmed
     bounds = SearchBounds(upper=highest, capacity_bytes=meter.capacity_bytes, has_time=trials.has_time)
     return find_phase_limit(fit, trials.run, costs, bounds)
+
+
+# Cost in bytes, and number of samples, of a batch that is recorded: its operations have no memory, but its samples are
+# read and joined. A larger one showed the same ratio.
+_RECORDED_BYTES: Final = 2**30
+_RECORDED_SAMPLES: Final = 1024
+_SMALLEST_RATIO: Final = 0.01  # Of a recorded peak ÷ the probes' prediction: a cost stays a positive number
+
+
+def _batch_to_record(costs: BatchCosts, limit: float, fit: ProbeFit) -> Positions:
+    """Chooses the samples of a batch up to a limit, and no cheaper than the largest probe: weights may hide the memory
+    of a cheaper one.
+    """
+    batch = pack_worst_case(costs, max(min(limit, _RECORDED_BYTES), fit.largest_cost))[:_RECORDED_SAMPLES]
+    batch = batch if len(batch) else np.arange(1)
+    repeats = min(fit.largest_cost / max(costs.chosen(batch).total, 1.0), _RECORDED_SAMPLES / len(batch))
+    return np.resize(batch, math.ceil(len(batch) * max(repeats, 1.0)))
 
 
 # Samples of a batch that is timed, where they fit; the share of the capacity that they may take; and the runs: only
@@ -371,6 +396,7 @@ class Explorer:
     others_state_bytes: int = 0  # Size of the state of the other phases' optimizers, which is on the device meanwhile
     search_seconds: float = math.inf  # That a search of limits may take in any case
     epoch_share: float = SEARCH_SHARE  # The share of an epoch with every sample that it may take where that is more
+    record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
 
     @cached_property
     def _counts(self) -> NDArray[np.float64]:
@@ -398,7 +424,9 @@ class Explorer:
         model does not fit, or no sample beside it.
         """
         time = SearchTime(clock=self.meter.seconds, seconds=self.search_seconds, epoch_share=self.epoch_share)
-        search = Search(verify=self.verify, on_trial=on_trial, time=time, time_share=_TRAINING_SHARE)
+        search = Search(
+            verify=self.verify, record=self.record, on_trial=on_trial, time=time, time_share=_TRAINING_SHARE
+        )
         known = earlier.phases.get(self.phase.name) if earlier is not None and self._is_same(earlier) else None
         with self._trained_alone() as buffer_copies:
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)

@@ -24,7 +24,7 @@ from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRu
 from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
-from can_train.memory.meters import CpuMeter, Meter
+from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
 from can_train.task import Phase
 
 if TYPE_CHECKING:
@@ -266,12 +266,19 @@ class Planner:
         """
         generators = capture_generators()
         with self.reporter.stage("finding what fits in memory", unit="trials") as stage:
-            limits = self.explorer.explore(
-                lambda costs: search_upper(request, costs, factor=factor),
-                held_bytes=held_bytes,
-                on_trial=lambda _: stage.advance(1),
-                earlier=earlier,
-            )
+
+            def upper(costs: BatchCosts) -> float:
+                return search_upper(request, costs, factor=factor)
+
+            if isinstance(self.meter, AbsentGpuMeter):
+                # No training needs the recorder of CUDA's dispatch.
+                from can_train.fit.prediction import predict_limits
+
+                limits = predict_limits(self.explorer, upper)
+            else:
+                limits = self.explorer.explore(
+                    upper, held_bytes=held_bytes, on_trial=lambda _: stage.advance(1), earlier=earlier
+                )
         restore_generators(generators)
         return limits
 
@@ -303,6 +310,8 @@ class Planner:
         notices = [*self.task.notices(), *self.meter.notices]
         notices += self.batch_dependence.sentences(split=plan.most_parts > 1, ranks=self.ranks)
         if limits is not None:
+            if limits.not_recorded_because:
+                notices.append(f"Small batches on the CPU alone predict the memory: {limits.not_recorded_because}")
             if request.searches:
                 room = self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9)
                 notices += spare_room(request, plan.logical_batch, len(order), int(room))
@@ -442,7 +451,7 @@ def _limits_notices(limits: DeviceLimits) -> Iterator[str]:
             basis = "sizes rest on trials" if phase.trials else "a run tries the sizes that are only predicted here"
             residual = f"the probes lie up to {phase.model.relative_residual:.0%} off"
             yield f"The memory of {mode} does not follow its features ({names}): {residual}; {basis}"
-        elif abs(phase.measured_ratio - 1) > EXPLAINED:
+        elif not limits.recorded and abs(phase.measured_ratio - 1) > EXPLAINED:
             measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
             yield f"A full batch of {mode} measured {measured} from its features ({names}); sizes rest on that trial"
     model, means = limits.training.model, limits.training.mean_totals

@@ -1,5 +1,5 @@
-"""`predict_peak`: the peak that a step on a batch would have on a GPU, predicted without one: from tiny batches on the
-CPU, or for a card of the catalogue from the allocations of CUDA for the batch itself.
+"""Predicts the memory of a GPU that is not there: `predict_limits` for a plan, and `predict_peak` for one batch. Small
+batches on the CPU show how memory grows; the allocations of CUDA are recorded for a card of the catalogue.
 
 Shapes: R samples, F features.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, overload
@@ -24,7 +25,16 @@ from torch.utils._pytree import tree_map_only
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, SearchResult
-from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe, weighted_loss
+from can_train.fit.explore import (
+    Explorer,
+    Positions,
+    Upper,
+    Workload,
+    bytes_of_others,
+    left_as_it_was,
+    probe,
+    weighted_loss,
+)
 from can_train.fit.optimizer import (
     Precision,
     make_optimizer,
@@ -48,10 +58,10 @@ from can_train.memory.catalogue import (
     other_card,
     screen_bytes,
 )
-from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
+from can_train.memory.cuda_dispatch import AllocationTrace, RecordedGpu, compute_on_cuda, record_on_cuda
 from can_train.memory.cuda_library import NoCudaDispatchError
 from can_train.memory.cuda_workspaces import AMPERE, CUBLAS, CUDNN, TENSORS
-from can_train.memory.meters import CpuMeter, cudnn_notices
+from can_train.memory.meters import AbsentGpuMeter, CpuMeter, cudnn_notices
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.simulated.allocator import AllocatorSettings, CachingAllocator
 from can_train.task import BatchTask, Feature, Phase
@@ -76,6 +86,41 @@ _GAPS_MOST: Final = 0.1
 _CPU_LEAST: Final = 0.9
 _CPU_MOST: Final = 1.4
 _CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
+
+
+def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
+    """Predicts the limits of the device that an explorer's meter stands for, up to the cost `upper`, from small batches
+    on the CPU. For an NVIDIA GPU a batch of training and one of evaluation are then recorded as CUDA would run them,
+    and correct the prediction as the trials of a search do. The limits say whether they were, or why not.
+
+    Raises:
+        DoesNotFitError: The model does not fit, or no sample beside it.
+    """
+    recorded, failures = copy(explorer), []
+    card = explorer.meter.target if isinstance(explorer.meter, AbsentGpuMeter) else None
+    if card is None or not card.resident_threads:
+        return explorer.explore(upper)
+
+    def record(work: Workload, positions: Positions) -> int | None:
+        def measure(gpu: RecordedGpu) -> int:
+            # In a child process: the explorer's work runs on the GPU.
+            recorded.meter = gpu
+            return work.peak(gpu, positions).allocated
+
+        try:
+            return compute_on_cuda(
+                recorded.model, measure, generation=card.generation, resident_threads=card.resident_threads
+            )
+        except NoCudaDispatchError as error:
+            failures.append(f"{error.rule[0].lower()}{error.rule[1:]}: {error.value}")
+            recorded.record = None
+            return None
+
+    recorded.record = record
+    limits = recorded.explore(upper)
+    return replace(limits, recorded=not failures, not_recorded_because=failures[0] if failures else "")
+
+
 Counts = Sequence[float] | NDArray[Any] | Tensor
 BatchCounts = int | Counts | Mapping[str | Feature, Counts]
 """A number of samples, or counts of each sample that memory grows with."""

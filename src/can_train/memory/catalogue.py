@@ -164,6 +164,7 @@ class UsableMemory:
     subtracted: tuple[MemoryUse, ...]  # in this order
     source: str  # where the figures come from: `ASSUMED`, or "measured on …"
     generation: str = UNKNOWN  # its architecture
+    resident_threads: int = 0  # threads that it runs at once; 0 where it is no NVIDIA GPU that a plan is made for
 
     @property
     def capacity_bytes(self) -> int:
@@ -191,7 +192,7 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     uses.append(MemoryUse("the libraries' workspaces, which probes on a CPU do not show", workspace_bytes))
     return UsableMemory(
         key=card.key, name=card.name, total_bytes=total_bytes, subtracted=tuple(uses), source=source,
-        generation=card.generation,
+        generation=card.generation, resident_threads=card.resident_threads,
     )  # fmt: skip
 
 

@@ -9,18 +9,19 @@ process, which has the model from its parent by `fork` and ends with the recordi
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -33,15 +34,18 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from can_train.memory import cuda_workspaces
+from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.cuda_library import MAX_QUOTED_CHARACTERS, NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_operators import AttentionCall, composed_attention, recurrent_kernels, register
 from can_train.memory.cuda_workspaces import CUBLAS, CUDNN, TENSORS, Capability, is_on_gpu
+from can_train.memory.meters import Meter
+from can_train.memory.simulated.allocator import CachingAllocator
 from can_train.memory.simulated.gpu import StorageTracker
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from can_train.memory.simulated.allocator import Block, CachingAllocator
+    from can_train.memory.simulated.allocator import Block
 
 A100_THREADS: Final = 108 * 2048
 CACHE_RELEASED: Final = -1
@@ -49,6 +53,8 @@ CACHE_RELEASED: Final = -1
 
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
 _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
+_UNLIMITED: Final = 2**50
+Result = TypeVar("Result")
 
 
 _aten: Final = torch.ops.aten
@@ -77,12 +83,18 @@ class AllocationTrace:
     events: Sequence[tuple[int, int]]
     workspaces: Mapping[int, str]  # number of an allocation to `CUBLAS` or `CUDNN`; all others are tensors
 
-    def replay(self, allocator: CachingAllocator, kinds: Sequence[str] = (TENSORS, CUBLAS, CUDNN)) -> bool:
-        """Repeats the allocations of these kinds with an allocator; returns whether all of them fitted.
+    def replay(
+        self,
+        allocator: CachingAllocator,
+        kinds: Sequence[str] = (TENSORS, CUBLAS, CUDNN),
+        blocks: dict[int, Block] | None = None,
+    ) -> bool:
+        """Repeats the allocations of these kinds with an allocator; returns whether all of them fitted. `blocks` of an
+        earlier part of the program are added to, and freed where this part frees them.
 
         A workspace of cuDNN that does not fit is passed over: PyTorch then takes an algorithm that needs none.
         """
-        blocks: dict[int, Block] = {}
+        blocks = {} if blocks is None else blocks
         for number, size in self.events:
             if number == CACHE_RELEASED:
                 allocator.release_cached()
@@ -108,7 +120,29 @@ def record_on_cuda(
     resident_threads: int = A100_THREADS,
     timeout_s: float = _TIMEOUT_S,
 ) -> AllocationTrace:
-    """Records the allocations of a program on a CUDA GPU.
+    """Records the allocations of a program, of steps of training for example, on a CUDA GPU; arguments and errors are
+    those of `compute_on_cuda`.
+    """
+
+    def record(gpu: RecordedGpu) -> AllocationTrace:
+        run()
+        return gpu.trace
+
+    return compute_on_cuda(
+        model, record, generation=generation, resident_threads=resident_threads, real_host=False, timeout_s=timeout_s
+    )
+
+
+def compute_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
+    model: nn.Module,
+    compute: Callable[[RecordedGpu], Result],
+    *,
+    generation: str,
+    resident_threads: int = A100_THREADS,
+    real_host: bool = True,
+    timeout_s: float = _TIMEOUT_S,
+) -> Result:
+    """Returns the result of a function that runs a program on a CUDA GPU whose allocations are recorded.
 
     The model is on the GPU from the start, and so are its inputs. Other tensors go there when an operation first
     combines them with a tensor on the GPU. Integers have values on the GPU, too, and may decide shapes; floating-point
@@ -116,9 +150,11 @@ def record_on_cuda(
 
     Args:
         model: A model on any device, `meta` included; nothing of this process changes.
-        run: The program, steps of training for example. It runs in a child process.
+        compute: Runs in a child process, and returns a result that can be pickled.
         generation: The GPU's, as in the catalogue: kernels of attention and sizes of workspaces follow from it.
         resident_threads: Threads that the GPU runs at once, as in the catalogue: memory of sums follows from it.
+        real_host: Whether floating-point numbers outside the GPU have values, and take memory. Otherwise only single
+            ones have: a program may make batches that are larger than this machine's memory.
         timeout_s: Seconds after which the child process is given up.
 
     Raises:
@@ -131,33 +167,42 @@ def record_on_cuda(
     # no locks of others, as the workers of PyTorch's data loader do; Python 3.12 warns of it all the same.
     context = get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(theirs, library, model, run, (generation, resident_threads)))
+    child = context.Process(
+        target=_answer, args=(theirs, library, model, compute, (generation, resident_threads, real_host))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
     theirs.close()
+    failure, result = "", None
     try:
         # A lock that another thread held when the process was copied is never released in the copy.
-        answer = ours.recv() if ours.poll(timeout_s) else f"nothing was heard of it for {timeout_s:.0f} s"
+        if ours.poll(timeout_s):
+            failure, result = ours.recv()
+        else:
+            failure = f"nothing was heard of it for {timeout_s:.0f} s"
     except EOFError:
-        answer = "the process that records has died"
+        failure = "the process that records has died"
     finally:
         ours.close()
         child.kill()
         child.join()
-    if isinstance(answer, str):
+    if failure:
         raise NoCudaDispatchError(
-            "The program cannot be recorded on tensors without values", value=answer,
+            "The program cannot be recorded on tensors without values", value=failure,
             remedy="Let no shape and no branch of the model depend on a tensor's values",
         )  # fmt: skip
-    events, workspaces = answer
-    return AllocationTrace(events=events, workspaces=workspaces)
+    return cast("Result", result)
 
 
 def _answer(
-    answers: Connection, library: Path, model: nn.Module, run: Callable[[], object], gpu: tuple[str, int]
+    answers: Connection,
+    library: Path,
+    model: nn.Module,
+    compute: Callable[[RecordedGpu], object],
+    gpu: tuple[str, int, bool],
 ) -> None:
-    """Records a program in this process, which must be a child, and sends the recording, or the error as text."""
+    """Computes in this process, which must be a child, and sends an empty text and the result, or the error as text."""
     warnings.simplefilter("ignore")
     # A parent that is killed takes this process with it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -166,10 +211,67 @@ def _answer(
     try:
         ctypes.CDLL(str(library)).can_train_start_autograd()
         recorder = _Recorder(model, *gpu)
-        recorder.record(run)
-        answers.send((recorder.events, recorder.workspaces))
+        result = recorder.record(lambda: compute(RecordedGpu(recorder)))
+        answers.send(("", result))
     except BaseException as error:  # noqa: BLE001 - it is the parent that says so
-        answers.send(f"{type(error).__name__}: {error}"[:MAX_QUOTED_CHARACTERS])
+        answers.send((f"{type(error).__name__}: {error}"[:MAX_QUOTED_CHARACTERS], None))
+
+
+class RecordedGpu(Meter):
+    """Reads a GPU that is not there, in the process that records its allocations. Workspaces of cuBLAS are left out:
+    they do not grow with a batch, and plans subtract them from the capacity.
+    """
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self.device = torch.device("cuda")
+        self._recorder = recorder
+        self._allocator = CachingAllocator(_UNLIMITED, settings=replace(read_allocator_settings(), memory_fraction=1.0))
+        self._blocks: dict[int, Block] = {}
+        self._num_replayed = 0
+
+    @property
+    def trace(self) -> AllocationTrace:
+        """The allocations so far."""
+        return AllocationTrace(events=self._recorder.events, workspaces=self._recorder.workspaces)
+
+    @contextmanager
+    def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
+        """Puts `resident` on the GPU."""
+        for tensor in resident:
+            if not isinstance(tensor, FakeTensor):
+                self._recorder.move(tensor)
+        yield
+
+    def reset_peak(self) -> None:
+        """Starts the peaks again from the live bytes."""
+        self._replayed().reset_peaks()
+
+    def peak_bytes(self) -> int:
+        """Returns the largest allocated bytes since the last reset."""
+        return self._replayed().peak_allocated_bytes
+
+    def peak_reserved_bytes(self) -> int:
+        """Returns the largest reserved bytes since the last reset."""
+        return self._replayed().peak_reserved_bytes
+
+    def free_bytes(self) -> int:
+        """Returns the memory of a GPU without a limit."""
+        return _UNLIMITED
+
+    def release(self, *, collect: bool = True) -> None:
+        """Collects garbage, and releases the allocator's cache."""
+        if collect:
+            gc.collect()
+        self._recorder.release_cached()
+
+    def _replayed(self) -> CachingAllocator:
+        """Returns the allocator after all allocations so far."""
+        self._recorder.free_dead()
+        events = self._recorder.events
+        recent = AllocationTrace(events=events[self._num_replayed :], workspaces=self._recorder.workspaces)
+        recent.replay(self._allocator, (TENSORS, CUDNN), self._blocks)
+        self._num_replayed = len(events)
+        return self._allocator
 
 
 class _FakeGpu(fake_tensor.FakeTensorMode):
@@ -183,12 +285,13 @@ class _FakeGpu(fake_tensor.FakeTensorMode):
 class _Recorder(StorageTracker[int]):
     """Records the allocations on a fake GPU, which it puts a model on."""
 
-    def __init__(self, model: nn.Module, generation: str, resident_threads: int) -> None:
+    def __init__(self, model: nn.Module, generation: str, resident_threads: int, real_host: bool) -> None:
         super().__init__(cuda=None)
         self.events: list[tuple[int, int]] = []
         self.workspaces: dict[int, str] = {}
         self._capability = cuda_workspaces.capability_of(generation)
         self._resident_threads = resident_threads
+        self._real_host = real_host
         # Kernels that PyTorch runs on a GPU in place of composite operations.
         attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
         self._kernels = attention | recurrent_kernels(has_values=False)
@@ -202,15 +305,13 @@ class _Recorder(StorageTracker[int]):
         # state of fake tensors.
         self._one_by_one = RLock()
 
-    def record(self, run: Callable[[], object]) -> None:
-        """Puts the model on the GPU, and records the allocations of a program. The process must end afterwards."""
+    def record(self, compute: Callable[[], Result]) -> Result:
+        """Puts the model on the GPU, and records the allocations of a program; returns its result. The process must end
+        afterwards.
+        """
 
         def never_run(*args: Any, **kwargs: Any) -> Any:
             raise NotImplementedError("a kernel was run on a fake tensor")
-
-        def release_cached() -> None:
-            self._free_dead()
-            self.events.append((CACHE_RELEASED, 0))
 
         def move_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
             # Autograd must see the move: inputs may need gradients.
@@ -221,13 +322,13 @@ class _Recorder(StorageTracker[int]):
             register("CUDA", dict.fromkeys(_FUSED_ON_CUDA, never_run)), register("AutogradCUDA", self._kernels)
         ]  # fmt: skip
         _pretend_cuda(self._capability)
-        torch.cuda.empty_cache = release_cached
+        torch.cuda.empty_cache = self.release_cached
         with self._fake:
             self._move_model()
         self._model.register_forward_pre_hook(move_inputs, with_kwargs=True)
         self.seed_resident([*self._model.parameters(), *self._model.buffers()])
         with self._fake, self:
-            run()
+            return compute()
 
     @contextmanager
     def library(self, name: str) -> Iterator[None]:
@@ -247,7 +348,7 @@ class _Recorder(StorageTracker[int]):
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        if _is_real(func, tensors, args, kwargs):
+        if self._is_real(func, tensors, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         # Some are composed of other operations, which are dispatched in their place.
@@ -267,7 +368,7 @@ class _Recorder(StorageTracker[int]):
         if func in _INDEXING:
             args = (args[0], self._positions(args[1]), *args[2:])
         if func not in _ACROSS_DEVICES and any(is_on_gpu(tensor) for tensor in tensors):
-            args, kwargs = tree_map_only(Tensor, self._move, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
         args, kwargs = tree_map_only(
             Tensor,
             lambda tensor: tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor),
@@ -288,6 +389,21 @@ class _Recorder(StorageTracker[int]):
         self._take_workspaces(func, args, result)
         return result
 
+    def _is_real(self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Tells whether an operation runs for real: on numbers of the host that have values, or to make them."""
+        # In inference mode `tensor.to(device)` comes whole, with the device among its arguments.
+        named = next((value for value in args if isinstance(value, torch.device)), torch.device("cpu"))
+        if named.type != "cpu" or _device_type(kwargs) not in ("cpu", None):
+            return False
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return False
+        if self._real_host:
+            return True
+        if tensors:
+            return not any(tensor.is_floating_point() and tensor.dim() for tensor in tensors)
+        makes_scalar = bool(args) and isinstance(args[0], list | tuple) and not args[0]
+        return makes_scalar or _makes_integers(func, args, kwargs)
+
     def _compute(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
     ) -> Any | None:
@@ -307,7 +423,7 @@ class _Recorder(StorageTracker[int]):
                 positions.append(index)
                 continue
             with self._fake, self:
-                positions += self._move(index).nonzero().unbind(1)
+                positions += self.move(index).nonzero().unbind(1)
         return positions
 
     def _has_value(self, tensor: Tensor) -> bool:
@@ -334,7 +450,12 @@ class _Recorder(StorageTracker[int]):
     def _free(self, allocation: int) -> None:
         self.events.append((allocation, 0))
 
-    def _move(self, tensor: Tensor) -> Tensor:
+    def release_cached(self) -> None:
+        """Gives the cache back to the driver."""
+        self.free_dead()
+        self.events.append((CACHE_RELEASED, 0))
+
+    def move(self, tensor: Tensor) -> Tensor:
         """Returns a tensor's copy on the GPU, one for as long as the tensor lives; single values stay on the host."""
         if is_on_gpu(tensor) or (tensor.dim() == 0 and tensor not in self._on_gpu):
             return tensor
@@ -473,16 +594,6 @@ def _is_composite(func: OpOverload) -> bool:
     return is_composed and not has_kernel(DispatchKey.CUDA)
 
 
-def _is_real(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether an operation runs for real: on integers or single values of the host, or to make them."""
-    if _device_type(kwargs) not in ("cpu", None):
-        return False
-    if tensors:
-        return not any(isinstance(item, FakeTensor) or (item.is_floating_point() and item.dim()) for item in tensors)
-    makes_scalar = bool(args) and isinstance(args[0], list | tuple) and not args[0]
-    return makes_scalar or _makes_integers(func, args, kwargs)
-
-
 def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Tells whether an operation without tensors makes integers."""
     if (dtype := kwargs.get("dtype")) is not None:
@@ -502,6 +613,8 @@ def _pretend_cuda(capability: Capability) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.current_device = lambda: 0
+    torch.cuda.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda new_state, device=None: None
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation or capability >= (8, 0)
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False

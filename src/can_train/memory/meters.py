@@ -177,6 +177,7 @@ class AbsentGpuMeter(CpuMeter):
 
     def __init__(self, target: UsableMemory) -> None:
         super().__init__(cuda=capability_of(target.generation))
+        self.target = target
         # A probe that would not fit on the GPU still gives its cost.
         self.host_bytes = self.capacity_bytes
         self.name = target.name

@@ -97,6 +97,12 @@ class DryPlan:
     reference_models: tuple[ReferenceModelPlan, ...] = ()  # How reference models would be consulted
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether batches that were recorded as CUDA would run them have corrected the prediction."""
+        limits = None if self.plan is None else self.plan.limits
+        return limits is not None and limits.recorded
+
+    @property
     def warnings(self) -> list[str]:
         """Sentences for the user."""
         if self.plan is None:
@@ -149,26 +155,38 @@ def plans_of_sample(
     task = copy(sampled)
     # The sample is repeated to the length of the data set, so that an epoch has as many steps as in training.
     task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows or len(sampled.train_rows))
-    # The largest target is explored once; the others hold less, which is predicted.
+    # Of each generation of GPUs the largest target is explored once; the others hold less, which is predicted.
+    largest = {_kind(target): target for target in sorted(targets, key=lambda target: target.capacity_bytes)}
     meter = meters.AbsentGpuMeter(max(targets, key=lambda target: target.capacity_bytes))
     model, num_samples = fresh_model(run, task, meter), len(task.train_rows)
     planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False, ranks=ranks)
     references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
                                  cache=cache_folder(run.paths), verify=False)  # fmt: skip
     decided = references.decide(model)
-    # Targets that consult reference models alike share the probes.
-    explored: dict[tuple[str, ...], _ExploredRun] = {}
+    # Targets of one generation that consult reference models alike share the probes.
+    explored: dict[tuple[object, ...], _ExploredRun] = {}
     plans = []
     for target in targets:
         here = tuple(plan.on(target.capacity_bytes, samples=num_samples * run.training.epochs) for plan in decided)
-        placements = tuple(plan.placement for plan in here)
-        if placements not in explored:
-            resident = references.bind_placeholders(here)
-            explored[placements] = _ExploredRun(Planners.of_phases(replace(planner, reference_tensors=resident)))
-        plan, error = explored[placements].plan_for(target)
+        kind = (_kind(target), *(plan.placement for plan in here))
+        if kind not in explored:
+            on_largest = replace(
+                planner,
+                meter=meters.AbsentGpuMeter(largest[_kind(target)]),
+                reference_tensors=references.bind_placeholders(here),
+            )
+            explored[kind] = _ExploredRun(Planners.of_phases(on_largest))
+        plan, error = explored[kind].plan_for(target)
         plans.append(DryPlan(target=target, plan=plan, error=error, num_samples=num_samples,
                              sample_note=sampled.sample_note, reference_models=here))  # fmt: skip
     return plans
+
+
+def _kind(target: UsableMemory) -> tuple[str, bool]:
+    """Returns the generation of a device, whose kernels decide the memory of a batch, and whether it is in the
+    catalogue of GPUs.
+    """
+    return target.generation, target.resident_threads > 0
 
 
 class _ExploredRun:

@@ -31,6 +31,7 @@ _PLACEMENTS: Final = {
     "offload": "on the host, which computes its outputs",
 }
 
+RECORDED: Final = "The prediction is corrected by batches recorded as CUDA would run them."
 _FACTOR: Final = "factor"
 _COLUMNS: Final = ("device", "usable", _FACTOR, "batch", "micro-batches", "steps", "predicted peak", "decided by")
 
@@ -54,7 +55,10 @@ def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> lis
         lines.append(f"The safety factor is {plan.safety_factor:g}, as set: nothing is learned.")
     if peak is not None:
         share = f"{peak / capacity_bytes:.0%} of the {size_text(capacity_bytes)} of {device_key}"
+        limits = run_plan.fullest.limits
         lines.append(f"Memory is predicted to peak at {size_text(peak)}, {share}.")
+        if limits is not None and limits.recorded:
+            lines.append(RECORDED)
     return lines
 
 
@@ -223,6 +227,7 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
         "predicted_peak_bytes": round(peak),
         "predicted_peak_interval_bytes": [round(peak - half_width), round(peak + half_width)],
         "predicted_peak_pct": peak / limits.capacity_bytes,
+        "is_recorded": limits.recorded,
         "optimizer_peak_bytes": limits.optimizer_peak_bytes,
     }
 

@@ -97,7 +97,7 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
     def _run_counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operation as it is, then counts the storages of its results."""
         result = func(*args, **kwargs)
-        self._free_dead()
+        self.free_dead()
         try:
             # Most operations return one tensor, and `tree_iter` is slow.
             for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
@@ -117,14 +117,14 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
 
     def seed_resident(self, tensors: Iterable[Tensor]) -> None:
         """Counts tensors that were made before the mode was entered, or outside the device, from now on."""
-        self._free_dead()
+        self.free_dead()
         for tensor in tensors:
             for storage in self._storages(tensor):
                 tracked = self._find(storage)
                 if tracked is None or tracked.allocation is None:
                     self._track(storage, outside=False)
 
-    def _free_dead(self) -> None:
+    def free_dead(self) -> None:
         """Takes back the room of the storages that have died since the last operation or reading."""
         while self._dead:
             tracked = self._dead.popleft()
@@ -207,7 +207,7 @@ class LiveStorageTracker(StorageTracker[int]):
     @property
     def live_bytes(self) -> int:
         """Bytes that are live now."""
-        self._free_dead()
+        self.free_dead()
         return self._live_bytes
 
     def reset_peak(self) -> None:
@@ -253,7 +253,7 @@ class SimulatedGpu(StorageTracker[Block]):
     @property
     def allocator(self) -> CachingAllocator:
         """The allocator; every storage that has died until now is freed first."""
-        self._free_dead()
+        self.free_dead()
         return self._allocator
 
     def _allocate(self, size: int) -> Block:
