@@ -61,6 +61,24 @@ def test_a_signal_while_an_extension_module_is_initialized_ends_the_process_afte
     assert (stop.value.code, done) == (140, ["initialized"])
 
 
+def test_a_signal_in_a_destructor_ends_the_process_after_it() -> None:
+    """Python ignores an exception that is raised within it: the process would go on until it is killed."""
+    done: list[str] = []
+
+    class Freed:
+        def __del__(self) -> None:
+            send(signal.SIGTERM)
+            done.append("freed")
+
+    def free_and_wait() -> None:
+        Freed()
+        time.sleep(10)
+
+    with pytest.raises(SystemExit) as stop, StopRequests().installed():
+        free_and_wait()
+    assert (stop.value.code, done) == (143, ["freed"])
+
+
 @pytest.mark.parametrize(
     ("deferring", "kind", "ending"), [(False, SystemExit, "time_limit"), (True, ValueError, "failed")]
 )

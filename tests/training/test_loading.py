@@ -34,5 +34,5 @@ def test_data_for_which_no_folder_has_room_are_an_error(tmp_path: Path, monkeypa
     run = run_with_state(tmp_path / "file")
     importlib.import_module("torch_geometric")  # its first import makes a folder of temporary files
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
-    with pytest.raises(StateError, match="must be writable"):
+    with pytest.raises(StateError, match="The folder for prepared data cannot be written"):
         load_task(run, Notices())

@@ -1,6 +1,7 @@
 """The attempts of a run: the signals that end one, and the records of their starts and ends."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,8 +31,11 @@ ENDING_BY_STATUS: Final = {TERMINATED: "terminated", 128 + signal.SIGINT: "inter
 RESTARTED: Final = ("time_limit", "killed", "in_use")
 """Endings after which can-train requeues a job."""
 
-_POSTPONED_S: Final = 0.05  # until a signal that arrives while an extension module is initialized is looked at again
+_POSTPONED_S: Final = 0.05  # until a signal that arrives where an exception would be lost is looked at again
 _MAX_POSTPONED: Final = 60  # times: 3 s, before SLURM kills the process
+# Functions below which an exception is lost. Extension modules that are initialized turn it into an ImportError or drop
+# it; Python ignores it in a destructor, and in the callback that frees the lock of an imported module.
+_LOSING_EXCEPTIONS: Final = re.compile(r"ExtensionFileLoader\..*|_get_module_lock\.<locals>\.cb|(?:.*\.)?__del__")
 
 # Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
 # terminated, or fail because it is gone.
@@ -96,9 +100,8 @@ class StopRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         callers = [each.f_code.co_qualname for each, _ in walk_stack(frame)] if frame else []
-        is_initializing = any(name.startswith("ExtensionFileLoader.") for name in callers)
-        if not self._deferring and len(self._postponed) < _MAX_POSTPONED and is_initializing:
-            # Extension modules turn an exception that is raised meanwhile into an ImportError, or lose it.
+        would_be_lost = any(_LOSING_EXCEPTIONS.fullmatch(name) for name in callers)
+        if not self._deferring and len(self._postponed) < _MAX_POSTPONED and would_be_lost:
             timer = Timer(_POSTPONED_S, signal.pthread_kill, (get_ident(), number))
             timer.daemon = True
             timer.start()
