@@ -54,6 +54,22 @@ def test_the_log_of_a_run_that_no_job_trained_is_in_its_folder(runs: Runs, capsy
         assert capsys.readouterr().out == "what it said\n"
 
 
+def test_a_log_is_followed_to_the_lines_that_come_after_the_result(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = runs.add(1, RESULT) / "log.txt"
+    log.write_text("training\n")
+    lines = ["judged\n", "Result: here\n"]
+
+    def write_a_line(seconds: float) -> None:
+        with log.open("a") as file:
+            file.write(lines.pop(0) if lines else "")
+
+    monkeypatch.setattr("can_train.cli.logs.time.sleep", write_a_line)
+    assert main(("logs", "last", *runs.flags, "-f")) == 0
+    assert capsys.readouterr().out == "training\njudged\nResult: here\n"
+
+
 @pytest.mark.parametrize("executor", ["slurm", "local"])
 def test_the_newest_log_is_that_of_the_job_until_the_run_goes_on_in_a_terminal(runs: Runs, executor: str) -> None:
     path = runs.add(1)

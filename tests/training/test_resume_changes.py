@@ -123,7 +123,7 @@ def test_a_finished_run_goes_on_on_another_device_with_a_log_that_moved(
         (("--device", "cpu"), "trains on no device"),
         (("--device", "gpu", "--epochs", "2"), "Unknown device"),
         (("--device", "sim:much", "--epochs", "2"), "sim:"),
-        (("--dataset", "nowhere.csv"), "must name a file or folder that exists"),
+        (("--dataset", "nowhere.csv"), "names no file or folder that exists"),
         (("--dataset", "OTHER", "--epochs", "2"), "A run goes on with the data that it began with"),
     ],
 )

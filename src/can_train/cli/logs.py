@@ -120,6 +120,11 @@ def _follow(locator: RunLocator, known_run: KnownRun, rank: int) -> RunStatus:
             time.sleep(_READ_INTERVAL_S)
             printed = _print_new(log) or printed
         if not status.state.live:
+            # The process prints its last lines after it has written the result, with which the run ends.
+            is_quiet = log is None
+            while log is not None and not is_quiet:
+                time.sleep(_READ_INTERVAL_S)
+                is_quiet = not _print_new(log)
             return status
         if not printed and not is_noted:
             _note(f"Waiting ({status.state})")
