@@ -511,6 +511,7 @@ def test_limits_of_a_model_that_cannot_be_recorded_rest_on_small_batches_and_say
     limits = predict_limits(explorer_of(ImageTask(needs_values=True), usable(find_card("t4"))), whole_epoch)
     assert not limits.recorded
     assert "cannot be recorded on tensors without values" in limits.not_recorded_because
+    assert limits.not_recorded_because.endswith("; let no shape and no branch of the model depend on a tensor's values")
     assert limits.training.measured_ratio == limits.evaluation.measured_ratio == 1
 
 

@@ -112,7 +112,8 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
                 recorded.model, measure, generation=card.generation, resident_threads=card.resident_threads
             )
         except NoCudaDispatchError as error:
-            failures.append(f"{error.rule[0].lower()}{error.rule[1:]}: {error.value}")
+            sentences = filter(None, (f"{error.rule}: {error.value}", error.remedy))
+            failures.append("; ".join(f"{sentence[0].lower()}{sentence[1:]}" for sentence in sentences))
             recorded.record = None
             return None
 
