@@ -11,8 +11,8 @@ from guards.import_graph import cycle, import_graph, importers, longest_chain, m
 from guards.sources import PACKAGE, TASKS, Source, package_sources, parse
 
 MAX_CHAIN = 9
-MAX_LAZY_CHAIN = 13
-MAX_FILES = 117
+MAX_LAZY_CHAIN = 12
+MAX_FILES = 111
 MAX_FILES_OF_A_TASK = 50
 MAX_SINGLE_IMPORTERS = 25
 
