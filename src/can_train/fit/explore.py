@@ -315,8 +315,8 @@ def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> Se
     return find_phase_limit(fit, trials.run, costs, bounds)
 
 
-# Cost in bytes, and number of samples, of a batch that is recorded: its operations have no memory, but its samples are
-# read and joined. A larger one showed the same ratio.
+# Most bytes of cost, and most samples, of a batch that is recorded: its operations take no memory, but its samples are
+# read and joined.
 _RECORDED_BYTES: Final = 2**30
 _RECORDED_SAMPLES: Final = 1024
 _SMALLEST_RATIO: Final = 0.01  # Of a recorded peak ÷ the probes' prediction: a cost stays a positive number

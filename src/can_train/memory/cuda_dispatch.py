@@ -120,8 +120,8 @@ def record_on_cuda(
     resident_threads: int = A100_THREADS,
     timeout_s: float = _TIMEOUT_S,
 ) -> AllocationTrace:
-    """Records the allocations of a program, of steps of training for example, on a CUDA GPU; arguments and errors are
-    those of `compute_on_cuda`.
+    """Records the allocations of a program, of steps of training for example, on a CUDA GPU. `compute_on_cuda`
+    describes arguments and errors.
     """
 
     def record(gpu: RecordedGpu) -> AllocationTrace:
