@@ -515,6 +515,13 @@ def test_limits_of_a_model_that_cannot_be_recorded_rest_on_small_batches_and_say
     assert limits.training.measured_ratio == limits.evaluation.measured_ratio == 1
 
 
+def test_a_plan_does_not_claim_a_recording_where_no_sample_costs_anything() -> None:
+    task = ImageTask()
+    task.batch_features = lambda rows: np.zeros((len(rows), 1))
+    limits = predict_limits(explorer_of(task, usable(find_card("t4"))), whole_epoch)
+    assert (limits.recorded, limits.not_recorded_because) == (False, "")
+
+
 def test_a_device_that_is_no_gpu_of_the_catalogue_is_not_recorded() -> None:
     target = UsableMemory(key="cpu-2gb", name="CPU", total_bytes=2**31, subtracted=(), source="as the job asks for")
     limits = predict_limits(explorer_of(ImageTask(), target), whole_epoch)

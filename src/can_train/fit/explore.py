@@ -298,10 +298,12 @@ def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> Se
     highest = upper(costs) if any(fit.model.coefficients) else 1.0
     if not search.verify:
         limit = SearchResult(model=fit.model, tuned_limit=highest, capped=True, mean_totals=costs.mean_counts())
-        if search.record is not None and any(fit.model.coefficients):
+        if search.record is not None:
             batch = _batch_to_record(costs, min(highest, limit.cost_within(predicted_room(meter.capacity_bytes))), fit)
-            if (peak := search.record(work, batch)) is not None:
-                ratio = (peak - fit.model.base_bytes) / costs.chosen(batch).total
+            cost = costs.chosen(batch).total
+            # A batch that costs nothing has no ratio.
+            if cost > 0 and (peak := search.record(work, batch)) is not None:
+                ratio = (peak - fit.model.base_bytes) / cost
                 limit = replace(limit, measured_ratio=max(ratio, _SMALLEST_RATIO))
         return limit.predicted_within(predicted_room(meter.capacity_bytes))
     pace = fit.largest_seconds / max(fit.largest_cost, 1.0)

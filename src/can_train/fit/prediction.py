@@ -96,7 +96,7 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
     Raises:
         DoesNotFitError: The model does not fit, or no sample beside it.
     """
-    recorded, failures = copy(explorer), []
+    recorded, peaks, failures = copy(explorer), [], []
     card = explorer.meter.target if isinstance(explorer.meter, AbsentGpuMeter) else None
     if card is None or not card.resident_threads:
         return explorer.explore(upper)
@@ -108,7 +108,7 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
             return work.peak(gpu, positions).allocated
 
         try:
-            return compute_on_cuda(
+            peak = compute_on_cuda(
                 recorded.model, measure, generation=card.generation, resident_threads=card.resident_threads
             )
         except NoCudaDispatchError as error:
@@ -116,10 +116,12 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
             failures.append("; ".join(f"{sentence[0].lower()}{sentence[1:]}" for sentence in sentences))
             recorded.record = None
             return None
+        peaks.append(peak)
+        return peak
 
     recorded.record = record
     limits = recorded.explore(upper)
-    return replace(limits, recorded=not failures, not_recorded_because=failures[0] if failures else "")
+    return replace(limits, recorded=bool(peaks) and not failures, not_recorded_because=failures[0] if failures else "")
 
 
 Counts = Sequence[float] | NDArray[Any] | Tensor
