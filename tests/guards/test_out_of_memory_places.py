@@ -32,6 +32,7 @@ TRIALS = {
     "training/reference_models.py ReferenceModels._with_host_fallback": "the host may have to compute",
 }
 LOOKS = {
+    "adapters/lightning_sizes.py _copied": "lets it pass an except clause for errors of other kinds",
     "factors/observing.py outcome_of": "names the outcome of an attempt",
     "fit/prediction.py _of_model": "lets it pass an except clause for errors of other kinds",
     "fit/rescue.py Rescue.record_foreign_memory": "reads the device at the moment at which memory ran out",
