@@ -44,6 +44,7 @@ ARGUMENTS: Final[Mapping[str, Arguments]] = {
     "detect": Arguments(quick="--quick --seconds 60 --rounds 1"),
     "detectors": Arguments(None, None, f"{TRAININGS}, and it has logs that are not in the repository"),
     "engine": Arguments("--quick", left_out=LONG),
+    "frameworks": Arguments(None, None, "it needs the frameworks' own tests, which are not in the repository"),
     "history": Arguments("--quick", left_out=LONG),
     "learning": Arguments("--scenarios 0", None, TRAININGS),
     "monitor": Arguments("--quick", left_out=LONG),
