@@ -306,6 +306,17 @@ def test_several_loaders_are_refused(lightning: ModuleType, tmp_path: Path) -> N
         scale_batch_size(used, Several(2), method="test", dataloaders=[loader(2)] * 3)
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`", "ignore:Found `dataloader_iter`")
+def test_a_step_may_take_its_batches_from_the_loader(lightning: ModuleType, tmp_path: Path) -> None:
+    class Takes(type(module(lightning))):  # type: ignore[misc]
+        def training_step(self, dataloader_iter: Any) -> Tensor:
+            batch, _, _ = next(dataloader_iter)
+            return super().training_step(batch, 0)
+
+    used = trainer(lightning, tmp_path)
+    assert scale_batch_size(used, Takes(2)) == SAMPLES
+
+
 @pytest.mark.parametrize("settings", [{"limit_train_batches": 0}, {"limit_train_batches": 0.0}])
 def test_a_training_without_batches_is_refused(lightning: ModuleType, tmp_path: Path, settings: Any) -> None:
     with pytest.raises(ArgumentError, match=r"it gave none.\nGive it samples"):
@@ -590,6 +601,7 @@ def test_with_fast_dev_run_nothing_is_searched(lightning: ModuleType, tmp_path: 
         ({"method": "prediction"}, r"'prediction'.\nValid, nearest first: predict"),
         ({"upper": 0}, r"upper=0.\nLeave upper out"),
         ({"upper": 2.5}, r"upper=2.5"),
+        ({"batch_arg_name": None}, r'batch_arg_name=None.\nLeave it out, or name it: batch_arg_name="batch_size"'),
         ({"datamodule": object(), "train_dataloaders": loader(2)}, "both.\nLeave out the datamodule or the loaders"),
         ({"model": nn.Linear(1, 1)}, r"model is a LightningModule of Lightning: Linear.\nCall scale_batch_size\(tr"),
         ({"trainer": "gpu"}, "trainer is a Trainer of Lightning: str"),

@@ -70,7 +70,7 @@ def scale_batch_size(  # noqa: PLR0913 - the arguments of Lightning's method, in
             wrong.
         CanTrainError: Something cannot be copied.
     """
-    _check(trainer, model, method, upper)
+    _check(trainer, model, method, batch_arg_name, upper)
     if hasattr(train_dataloaders, "prepare_data"):
         train_dataloaders, datamodule = None, train_dataloaders
     if hasattr(dataloaders, "prepare_data"):
@@ -104,16 +104,19 @@ class _Given:
     validation: Any = None
 
 
-def _check(trainer: Any, model: Any, method: str, upper: int | None) -> None:
+def _check(trainer: Any, model: Any, method: str, name: str, upper: int | None) -> None:
     """Raises ArgumentError where an argument is of the wrong kind, or cannot be searched with."""
-    for name, value, kind in (("trainer", trainer, "Trainer"), ("model", model, "LightningModule")):
+    for argument, value, kind in (("trainer", trainer, "Trainer"), ("model", model, "LightningModule")):
         value = getattr(value, "_orig_mod", value)
         if kind not in [base.__name__ for base in type(value).__mro__]:
-            raise ArgumentError(f"{name} is a {kind} of Lightning", value=type(value).__name__,
+            raise ArgumentError(f"{argument} is a {kind} of Lightning", value=type(value).__name__,
                                 remedy="Call scale_batch_size(trainer, model)")  # fmt: skip
     if method not in _LOADERS:
         valid = ", ".join(nearest_first(str(method), _LOADERS))
         raise ArgumentError("Unknown method of a trainer", value=repr(method), remedy=f"Valid, nearest first: {valid}")
+    if not isinstance(name, str):
+        raise ArgumentError("The attribute that has the batch size is named", value=f"batch_arg_name={name!r}",
+                            remedy='Leave it out, or name it: batch_arg_name="batch_size"')  # fmt: skip
     if upper is not None and (not isinstance(upper, Integral) or upper < 1):
         raise ArgumentError("The largest size to try is a whole number of at least 1", value=f"upper={upper!r}",
                             remedy="Leave upper out to try up to the number of samples")  # fmt: skip
