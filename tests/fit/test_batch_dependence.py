@@ -284,12 +284,37 @@ def test_what_cannot_be_measured_is_said() -> None:
     model = mlp()
 
     def losses(start: int, stop: int) -> Losses:
-        if stop - start > 3:
+        if stop - start > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return squares(model, start, stop)
 
     with pytest.warns(UserWarning, match="is not known"):
-        MicroBatcher(model, rules=SplitRules(samples=3)).run(losses, SAMPLES)
+        MicroBatcher(model).run(losses, SAMPLES)
+
+
+def test_the_comparison_takes_no_more_samples_than_have_fitted() -> None:
+    model, sizes = mlp(nn.BatchNorm1d(8)), list[int]()
+
+    def losses(start: int, stop: int) -> Losses:
+        sizes.append(stop - start)
+        if stop - start > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return squares(model, start, stop)
+
+    with pytest.warns(UserWarning, match="Samples depend on the rest of their batch"):
+        MicroBatcher(model).run(losses, 8)
+    assert [size for size in sizes if size > 4] == [8]
+
+
+def test_the_whole_batch_is_compared_where_memory_never_ran_out() -> None:
+    model, sizes = mlp(), list[int]()
+
+    def losses(start: int, stop: int) -> Losses:
+        sizes.append(stop - start)
+        return squares(model, start, stop)
+
+    MicroBatcher(model, limits=4).run(losses, 12)
+    assert 12 in sizes
 
 
 def test_the_gradient_of_a_reentrant_checkpoint_is_seen() -> None:

@@ -15,7 +15,7 @@ FATAL = {
     "fit/rescue.py fatal_out_of_memory": "turns those that nothing can undo into an error",
 }
 TRIALS = {
-    "adapters/framework_loop.py FrameworkLoop._prepare": "the first batch is tried to find limits",
+    "adapters/framework_loop.py FrameworkLoop._search": "limits are searched for with a copy of the model",
     "fit/explore.py fit_by_probes.run_round": "a probe may be too large",
     "fit/explore.py seconds_per_sample": "a batch that is timed may be too large",
     "fit/explore.py Explorer.batch_dependence": "whether samples depend on each other is tried with a few of them",
@@ -32,6 +32,7 @@ TRIALS = {
     "training/reference_models.py ReferenceModels._with_host_fallback": "the host may have to compute",
 }
 LOOKS = {
+    "adapters/framework_loop.py FrameworkLoop._undone": "restores what a step of another framework has changed",
     "adapters/lightning_sizes.py _copied": "lets it pass an except clause for errors of other kinds",
     "factors/observing.py outcome_of": "names the outcome of an attempt",
     "fit/prediction.py _of_model": "lets it pass an except clause for errors of other kinds",

@@ -1,15 +1,15 @@
-"""The batches of a training framework's own loop, computed in parts that fit. Limits are found with the first batch,
-and learned for the next run. The callback for Lightning and the Trainer of transformers are built on it.
+"""The batches of a training framework's own loop. A step runs as it is written; when memory runs out in it, the step is
+undone and the batch is computed in parts. The callback for Lightning and the Trainer of transformers are built on it.
 
 Shapes: R samples, F features.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from can_train.adapters.step_state import Attributes, StepState, add_to_gradients
 from can_train.config.resolved import state_folder
 from can_train.config.settings import FactorSettings
 from can_train.errors import DataError, DoesNotFitError, StateError
@@ -28,25 +30,39 @@ from can_train.factors.observations import ALLOCATOR, Observation, Outcome, next
 from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
+from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.collate import Rows, leaves, samples_in, select_samples
-from can_train.fit.cost_model import DeviceLimits, PeakPrediction
+from can_train.fit.cost_model import DeviceLimits, PeakPrediction, SearchResult
 from can_train.fit.engine import Engine
-from can_train.fit.explore import Search, SearchTime, Workload, find_limit, left_as_it_was
-from can_train.fit.factor_rule import Aim, FactorRule, SafetyFactor
-from can_train.fit.micro_batcher import Counts, Losses, MicroBatcher, Split
-from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, Snapshot, measure_optimizer, state_bytes
-from can_train.fit.packing import BatchCosts, SplitRules, counts_of, cut
+from can_train.fit.explore import Search, SearchTime, Workload, find_limit
+from can_train.fit.factor_rule import UNUSED, Aim, FactorRule, RememberedLimit, RememberedLimits, SafetyFactor
+from can_train.fit.micro_batcher import BatchResult, Counts, Losses, MicroBatcher, Split, unsplittable_because
+from can_train.fit.observed_peaks import ObservedPeaks
+from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, Snapshot, state_bytes
+from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of, cut
+from can_train.fit.rescue import Try
 from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings
 from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import Meter, meter_of, tensors_of
-from can_train.memory.monitor import MemoryMonitor
-from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.monitor import INTERVAL, MemoryMonitor
+from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.runs.run_folder import new_run_id
 
 LOSS: Final = "loss"  # The one term that a framework knows
 _ROUND_OFF: Final = 1e-9  # Relative difference of a sum of shares from 1 that is round-off
+_PHASE: Final = "train"  # Name of a framework's one phase in an observation
+_FIRST_READ: Final = 3  # Steps at the beginning whose peaks are all read
+_NEWS: Final = 1.05  # A batch of so many times the largest cost that was read is read, too
+# State that an optimizer keeps, in sizes of the parameters. Others keep as much as Adam, or less.
+_STATES: Final[Mapping[str, float]] = {"SGD": 0, "ASGD": 1, "Rprop": 2, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0.1}
+_MOST_STATES: Final = 2.0
+_BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro-batches keep to
+_SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a change
+LESS: Final = "take an optimizer that keeps less state, a smaller model, or a larger device"
+_SMALLER: Final = "Take a smaller batch, or recompute activations in the backward pass (torch.utils.checkpoint)"
+
 T = TypeVar("T")
 
 
@@ -67,13 +83,14 @@ class LoopSettings:
 
     Attributes:
         device: Meter of the device, or its name, as in `--device`; None: the model's.
-        limits: Limits of a micro-batch, as in `MicroBatcher`; None: limits are found with the first batch, and from
-            earlier runs.
+        limits: Limits of a micro-batch, as in `MicroBatcher`; None: limits follow from the first out-of-memory, and
+            from earlier runs.
         select: Takes samples out of a collated batch: by a slice, or by their positions.
         counts: Counts of each sample that the memory of a collated batch grows with: [R] by name.
         key: Name in the factor store; empty: the framework's and the model's.
         learn: Whether earlier runs are learned from, and this one is recorded.
         state_dir: State folder of the factor store; None: the user's own.
+        search: Whether limits are searched for before the first step, with steps of a copy of the model.
     """
 
     device: Meter | str | None = None
@@ -83,6 +100,7 @@ class LoopSettings:
     key: str = ""
     learn: bool = True
     state_dir: str | Path | None = None
+    search: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +119,11 @@ class Part:
         return (self.stop - self.start) / self.samples
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the part is the batch."""
+        return self.stop - self.start == self.samples
+
+    @property
     def is_last(self) -> bool:
         """Whether the batch ends with it."""
         return self.stop == self.samples
@@ -110,69 +133,140 @@ LossOf = Callable[[Part], tuple[Tensor, float | None]]
 """Computes the mean loss of a part, and the number of items that it is the mean over; None: the part's samples."""
 
 
-@dataclass
-class _Parts:
-    """Computes the losses of a batch's parts as `MicroBatcher` wants them; keeps, by their first samples, the weight of
-    each in the batch, and its loss times the weight.
-    """
-
-    part: Callable[[int, int], Part]
-    loss_of: LossOf
-    shares: dict[int, float] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-
-    def __call__(self, start: int, stop: int) -> Losses:
-        part = self.part(start, stop)
-        loss, own = self.loss_of(part)
-        share = 1.0 if part.share == 1.0 else part.share if own is None else own / part.samples
-        # A whole batch's loss stays as it is: its gradient is, bit by bit, the gradient without this class.
-        weighted = loss if part.share == 1.0 else loss * share
-        self.shares[start], self.losses[start] = share, weighted.detach()
-        return {LOSS: (weighted, share)}
+class SplitRefusedError(Exception):
+    """Ends the parts of a batch that is not split, or is computed again in another way."""
 
 
 @dataclass(kw_only=True)
 class FrameworkLoop:
-    """Computes the batches of somebody else's loop in parts that fit.
+    """Computes the batches of somebody else's loop, in parts where they do not fit.
 
     Attributes:
         framework: Its name, for the factor store.
         model: The module whose parameters are trained, on its device.
         optimizers: The loop's optimizers.
         settings: How it is made to fit.
-        remedy_for_means: Sentence that tells how to make a loss exact that is a mean over other items than samples;
-            empty: nothing is measured.
+        remedy: Sentence that tells how to make a batch fit, or its loss exact, where the batch is not split.
         notice: Is given a sentence about the limits that were found.
+        objects: Returns objects of the loop that a step changes, whose attributes are undone, too.
+        trial_scope: Opens the span of a trial, of which the loop may record nothing.
+        search_loss: Makes a copy of the model, and returns it with a function that computes the loss of a batch with
+            it; None: the loop cannot search.
+        compares: Whether the first batch that is split is compared with the whole; if not, the adapter does it.
+        refused: Why batches are not split, as a clause; empty: they are.
     """
 
     framework: str
     model: nn.Module
     optimizers: Sequence[Optimizer]
     settings: LoopSettings
-    remedy_for_means: str = ""
+    remedy: str = ""
     notice: Callable[[str], object] = lambda text: None
+    objects: Callable[[], Iterable[Any]] = lambda: ()
+    trial_scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    search_loss: Callable[[], tuple[nn.Module, Callable[[Any], Tensor]]] | None = None
+    compares: bool = True
+    refused: str = ""
 
     def __post_init__(self) -> None:
         parameters = list(self.model.parameters())
         self.meter = meter_of(self.settings.device, str(parameters[0].device) if parameters else "cpu")
         self.monitor = MemoryMonitor(meter=self.meter, warmup=1)
-        self.batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits)
+        self.peaks = ObservedPeaks()
+        self.state = StepState(self.model, self.meter.device, self.objects)
+        self.batch_dependence: BatchDependence | None = None
+        self.is_sum = False  # Whether the losses of parts add up to the batch's, in place of their mean
+        self._engine: Engine | None = None
         self._key = self.settings.key or f"{self.framework}_{type(self.model).__name__}".lower()
-        self._limits: DeviceLimits | None = None
+        self._limits: DeviceLimits | None = None  # That were searched for
         self._factor: SafetyFactor | None = None
-        self._engine: Engine | None = None  # Made with the first batch
-        self._logical_batch = 0
+        self._rule = FactorRule(decided=None, aim=Aim(FactorSettings().target))
+        self._logical_batch = self._steps = 0
+        self._reading: tuple[float, int] | None = None  # Cost and first bytes of what is being measured now
+        self._in_step = False  # Whether `whole` runs now
+        self._not_undone = ""  # What cannot be undone of a step, as a clause
         state_dir = self.settings.state_dir
-        self._state = state_folder(None if state_dir is None else Path(state_dir))
-        self._started = next_time(self._state)
+        self._store_folder = state_folder(None if state_dir is None else Path(state_dir))
+        self._started = next_time(self._store_folder)
         # A simulated GPU holds all that the loop makes from now on.
         self._active = ExitStack()
         self._active.enter_context(self.meter.active(tensors_of([self.model, *self.optimizers])))
 
-    def train(
+    @property
+    def engine(self) -> Engine | None:
+        """The engine; None while no batch can be split, since the model's passes wait for those of other ranks, or
+        its parameters are not there yet.
+        """
+        if self._engine is None and not self.refused and not any(map(is_lazy, self.model.parameters())):
+            if (refusal := unsplittable_because(self.model)) is None:
+                self._engine = self._make_engine()
+            else:
+                self.refused = f"{refusal.rule[0].lower()}{refusal.rule[1:]} ({refusal.value})"
+        return self._engine
+
+    def step(
+        self,
+        batch: Any,
+        whole: Callable[[], T],
+        in_parts: Callable[[], T],
+        *,
+        trains: bool = True,
+        tries_whole: bool = True,
+    ) -> T:
+        """Runs the framework's own step. When memory runs out in it, all that it changed is undone, and the batch is
+        computed in parts. A batch that is known not to fit is computed in parts at once.
+
+        Args:
+            batch: A collated batch.
+            whole: Runs the step as it is written, forward and backward.
+            in_parts: Computes the batch by `run_parts`, or by `evaluate_parts` where nothing is trained.
+            trains: Whether the step trains.
+            tries_whole: Whether memory that runs out in `whole` is caught. Where other ranks wait in its passes, it
+                cannot be undone; `in_parts` computes all batches then, as long as they may be split.
+
+        Raises:
+            DoesNotFitError: Memory ran out, and the batch is not split; or one sample is too much.
+        """
+        if not self._steps:
+            self._begin(batch)
+        self._steps += 1
+        ran_out, self._not_undone = "", ""
+        if not trains:
+            # The limits are those of training, and so are the peaks.
+            self._end_reading()
+            self.monitor.pause()
+        if self.refused or (tries_whole and self._fits(batch, trains)):
+            failed = Try(0, 0)
+            with failed, self._undone(self._read(batch, trains)):
+                return whole()
+            ran_out = failed.message
+            self._record_failure(batch, ran_out, trains)
+        else:
+            self.state.read()
+        while True:
+            try:
+                result = in_parts()
+            except SplitRefusedError:
+                self.state.restore()
+                if self.refused and not ran_out:
+                    return whole()
+                if self.refused:
+                    raise self._refusal(ran_out) from None
+            else:
+                self._after_parts(trains, failed=bool(ran_out))
+                return result
+
+    def gradients_aside(self) -> AbstractContextManager[None]:
+        """Opens the backward pass of a whole step: gradients of earlier batches are set aside, so that they can be
+        restored when memory runs out.
+        """
+        is_safe = self._in_step and not self.refused
+        return self.state.gradients_aside() if is_safe else nullcontext()
+
+    def run_parts(
         self, batch: Any, loss_of: LossOf, *, scale: Callable[[Tensor], Tensor] = lambda loss: loss
     ) -> tuple[Tensor, dict[int, float]]:
-        """Adds the gradient of a batch's mean loss to `.grad`, which holds nothing yet where parts name denominators.
+        """Adds the gradient of a batch's mean loss to `.grad`, in parts that fit.
 
         Args:
             batch: A collated batch.
@@ -184,114 +278,322 @@ class FrameworkLoop:
 
         Raises:
             DoesNotFitError: One sample is too much.
+            SplitRefusedError: The batch depends on being whole; for `step`.
         """
-        counts = self.settings.counts(batch)
-        samples = len(counts_of(counts)[1])
-        engine = self._engine or self._prepare(batch, counts, loss_of)
-        parts = _Parts(lambda start, stop: self._part(batch, start, stop, samples), loss_of)
-        with self.monitor.step(self.model, *self.optimizers):
-            result = self.batcher.run_share(parts, self._priced(counts), denominators={LOSS: 1.0}, scale=scale)
-        if self.remedy_for_means and len(result.micro_batches) > 1 and self.batcher.batch_dependence is None:
-            trial = _Parts(lambda start, stop: replace(parts.part(start, stop), is_trial=True), loss_of)
-            self.batcher.batch_dependence = dependence = self.batcher.measure_dependence(trial, result.micro_batches)
-            # A split changes the gradient, and no layer is the reason.
-            is_mean = dependence.terms and not dependence.modules
-            changes = f"Cutting a batch changes its gradient by {dependence.terms.get(LOSS, 0.0):.1%}"
-            dependence.warn(f"{changes}. {self.remedy_for_means}" if is_mean else "")
-        engine.record_result(result)
-        self._logical_batch = max(self._logical_batch, samples)
-        self.batcher.stepped()
-        starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
-        whole = sum(parts.shares[start] for start in starts)
+        engine = self.engine
+        assert engine is not None, "a batch that is refused is not computed in parts"
+        costs = self._costs(batch)
+        parts = _Parts(self, lambda start, stop: self._part(batch, start, stop, len(costs)), loss_of, costs)
+        parameters = list(self.model.parameters())
+        # Shares are known once all parts are: the gradient is corrected before earlier batches' is added.
+        earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        try:
+            result = engine.batcher.run_share(parts, costs, denominators={LOSS: 1.0}, scale=scale)
+            starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
+            self._end_reading()
+            if self.compares and len(result.micro_batches) > 1 and self.batch_dependence is None:
+                self._compare(parts, result.micro_batches)
+        except BaseException:
+            for parameter, gradient in earlier:
+                parameter.grad = gradient
+            raise
+        engine.record_result(result, is_counted=self.meter.counts_always)
+        self._logical_batch = max(self._logical_batch, len(costs))
+        whole = 1.0 if self.is_sum else sum(parts.shares[start] for start in starts)
         if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
-            torch._foreach_div_([one.grad for one in self.model.parameters() if one.grad is not None], whole)
+            torch._foreach_div_([one.grad for one in parameters if one.grad is not None], whole)
+        add_to_gradients(earlier)
+        parts.join_lists(starts)
         # On the device: reading it would make the host wait for it.
         loss = torch.stack([parts.losses[start] for start in starts]).sum() / whole
         return loss, {start: parts.shares[start] / whole for start in starts}
 
-    def evaluate(self, batch: Any, compute: Callable[[Part], T]) -> list[tuple[Part, T]]:
+    def share_of(self, part: Part, items: float | None) -> float:
+        """Returns the factor of a part's loss, which is a mean over `items` (None: over its samples), in the batch."""
+        # Of a trial, the whole and its parts are weighted alike, so that they can be compared.
+        if self.is_sum or (part.is_whole and not part.is_trial):
+            return 1.0
+        return part.share if items is None else items / part.samples
+
+    def evaluate_parts(self, batch: Any, compute: Callable[[Part], T]) -> list[tuple[Part, T]]:
         """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it."""
-        try:
-            counts = self.settings.counts(batch)
-        except DataError:
-            # Nobody knows how to split it. It may be anything, since only `compute` looks at it.
-            part = Part(batch=batch, start=0, stop=1, samples=1)
-            return [(part, compute(part))]
-        samples = len(counts_of(counts)[1])
+        engine = self.engine
+        assert engine is not None, "a batch that is refused is not computed in parts"
+        costs = self._costs(batch)
 
         def computed(start: int, stop: int) -> tuple[Part, T]:
-            part = self._part(batch, start, stop, samples)
+            part = self._part(batch, start, stop, len(costs))
+            self.state.restore_attributes()
             return replace(part, batch=None), compute(part)
 
-        return self.batcher.evaluate(computed, self._priced(counts))
+        return engine.batcher.evaluate(computed, costs, self._evaluation_limit(costs))
 
     def before_optimizer_step(self) -> None:
         """Makes room for the state that an optimizer makes in its first step; raises DoesNotFitError where there is
-        none.
+        none. Where memory never ran out, nothing is checked.
         """
-        if self._engine is not None:
+        if self._engine is not None and self._engine.reserve.tensors:
             self._engine.reserve.before_step()
 
     def close(self, outcome: Outcome = "ok") -> None:
         """Ends the loop, and records its observation."""
+        self._end_reading()
         self.monitor.pause()
         self._active.close()
-        engine, limits, factor = self._engine, self._limits, self._factor
-        if self.settings.learn and engine is not None and limits is not None and factor is not None:
-            make = partial(self._observation, engine, outcome, limits, factor)
-            write_observation(self._store, make, self.notice)
+        engine, self._engine = self._engine, None
+        has_measured = self._limits is not None or bool(self.peaks.readings)
+        if self.settings.learn and engine is not None and has_measured:
+            write_observation(self._store, partial(self._observation, engine, outcome), self.notice)
         self._limits = None
 
+    # The step
+
+    def _begin(self, batch: Any) -> None:
+        """Takes over the limit of earlier runs, or searches for one where that was asked for."""
+        engine = self.engine
+        if engine is None or self.settings.limits is not None or self._counted(batch) is None:
+            return
+        if self.settings.learn:
+            try:
+                learned = self._store.learned_rule(self._key, self.meter.key, self._fingerprint())
+                self._rule = rule_after(learned, self._rule)
+            except StateError as error:
+                self.notice(f"Observations of earlier runs cannot be read. {error}")
+        if self.settings.search:
+            self._search(batch, engine)
+        elif self._rule.earlier is not None and _PHASE in self._rule.earlier.phases:
+            self.peaks.remembered = self._rule.earlier.phases[_PHASE].training
+            self._set_limit()
+
+    def _counted(self, batch: Any) -> Counts | None:
+        """Returns the counts of a batch's samples; None where nobody knows its samples."""
+        try:
+            return self.settings.counts(batch)
+        except (DataError, AttributeError, TypeError, IndexError):
+            # Counts of the user's own may know training batches only.
+            return None
+
+    def _costs(self, batch: Any) -> BatchCosts:
+        counts = self.settings.counts(batch)
+        if self._limits is not None:
+            return self._limits.priced(counts)
+        features, table = counts_of(counts)
+        limits = self.settings.limits
+        if isinstance(limits, DeviceLimits | PeakPrediction):
+            assert self.engine is not None, "limits are of an engine"
+            return self.engine.batcher.costs_of(counts)
+        if limits is not None or len(features) == 1:
+            return BatchCosts.uniform(len(table))
+        return BatchCosts(table[:, :-1], features[:-1], np.ones(len(features) - 1))
+
+    def _fits(self, batch: Any, trains: bool) -> bool:
+        """Tells whether nothing says that a batch must be split."""
+        engine = self.engine
+        if engine is None or self.refused or not engine.batcher.is_limited(trains=trains):
+            return True
+        if self._counted(batch) is None:
+            return True
+        costs = self._costs(batch)
+        limit = None if trains else self._evaluation_limit(costs)
+        return len(engine.batcher.sizes(costs, limit, trains=trains)) == 1
+
+    def _evaluation_limit(self, costs: BatchCosts) -> MicroBatchLimit:
+        """Returns the limit of a part in evaluation. One that training found does not hold there."""
+        is_given = self.settings.limits is not None and self.engine is not None
+        return self.engine.batcher.limit_for(costs) if is_given and self.engine is not None else MicroBatchLimit()
+
+    def _read(self, batch: Any, trains: bool) -> int:
+        """Reads the state before a whole step, and begins to measure the step where its peak is news; returns the
+        samples of the batch, 0 where they are not counted.
+        """
+        self.state.read()
+        is_measured = trains and self.engine is not None and not self.refused and self.meter.counts_always
+        if not is_measured or self._counted(batch) is None:
+            return 0
+        costs = self._costs(batch)
+        is_news = costs.total > _NEWS * self.peaks.largest_cost
+        if is_news or self._steps <= _FIRST_READ or self._steps % INTERVAL == 0:
+            self.begin_reading(costs.total)
+        self._logical_batch = max(self._logical_batch, len(costs))
+        return len(costs)
+
+    @contextmanager
+    def _undone(self, samples: int) -> Iterator[None]:
+        """Opens the span of a whole step, which is undone where memory runs out in it."""
+        self._in_step = True
+        try:
+            yield
+            if self._reading is not None and self._engine is not None:
+                self._engine.record_result(BatchResult(micro_batches=(samples,), largest_cost=self._reading[0]))
+            self._end_reading()
+        except Exception as error:
+            self._reading = None
+            if is_out_of_memory(error):
+                self._not_undone = self._not_undone or self.state.restore()
+            raise
+        finally:
+            self._in_step = False
+
     @property
-    def _store(self) -> FactorStore:
-        return FactorStore(self._state, make_policy(FactorSettings().policy, {}))
+    def not_undone(self) -> str:
+        """Something that the step that runs now has done and that cannot be undone, as a clause; else empty."""
+        return self._not_undone
+
+    def cannot_undo(self, reason: str) -> None:
+        """Notes that the step that runs now has done something that cannot be undone, as a clause."""
+        self._not_undone = reason
+
+    def _record_failure(self, batch: Any, message: str, trains: bool) -> None:
+        """Records that memory ran out for a whole batch; raises DoesNotFitError where it cannot be split."""
+        engine, self._not_undone, not_undone = self.engine, "", self._not_undone
+        is_known = self._counted(batch) is not None
+        if engine is None or self.refused or not_undone or not is_known:
+            self.meter.release()
+            raise self._refusal(message, not_undone, is_known=is_known)
+        costs = self._costs(batch)
+        engine.batcher.record_failure(costs, trains=trains)
+        if trains:
+            if self.peaks.failed == math.inf:
+                # Peaks that were read until now belong to no limit.
+                self.monitor = engine.monitor = MemoryMonitor(meter=self.meter, warmup=1)
+                engine.largest_cost = engine.cost_after_rescue = 0.0
+                engine.largest_micro_batch = 0
+            self.peaks.failed = min(self.peaks.failed, costs.total)
+            engine.reserve.hold()
+
+    def _refusal(self, message: str, not_undone: str = "", *, is_known: bool = True) -> DoesNotFitError:
+        """Makes the error of a batch that does not fit and is not split."""
+        because = self.refused or ("its model has lazy parameters" if is_known else "its tensors have no common rows")
+        rule = f"Memory ran out for a batch that is not split: {because}"
+        if not_undone:
+            rule = f"Memory ran out in a step that cannot be undone: {not_undone}"
+        return DoesNotFitError(rule, value=f"the device said: {message}", remedy=self.remedy or _SMALLER)
+
+    def _after_parts(self, trains: bool, *, failed: bool) -> None:
+        engine = self.engine
+        assert engine is not None, "a batch was split"
+        if failed:
+            engine.batcher.count_rescue(trains=trains)
+        if trains:
+            self._set_limit()
+            engine.batcher.stepped()
 
     def _part(self, batch: Any, start: int, stop: int, samples: int) -> Part:
         whole = stop - start == samples
-        own = batch if whole else self.settings.select(batch, slice(start, stop))
-        return Part(batch=own, start=start, stop=stop, samples=samples)
+        selected = batch if whole else self.settings.select(batch, slice(start, stop))
+        return Part(batch=selected, start=start, stop=stop, samples=samples)
 
-    def _priced(self, counts: Counts) -> BatchCosts | Counts | int:
-        if self._limits is not None:
-            return self._limits.priced(counts)
-        # Limits of the user's own are in samples, or follow from the same counts.
-        is_counted = isinstance(self.settings.limits, DeviceLimits | PeakPrediction)
-        return counts if is_counted else len(counts_of(counts)[1])
+    def _compare(self, parts: _Parts, micro_batches: tuple[int, ...]) -> None:
+        """Compares the gradient of the batch with the gradient of its parts, once in a program: the whole batch where
+        memory never ran out, else the largest part, cut in two. Raises SplitRefusedError where the batch is not split,
+        or is computed in another way.
+        """
+        assert self.engine is not None, "a batch was split"
+        trial = _Parts(self, lambda start, stop: replace(parts.part(start, stop), is_trial=True), parts.loss_of,
+                       parts.costs, is_trial=True)  # fmt: skip
+        # Limits of the user's own need not be those of memory.
+        has_room = self.settings.limits is not None and not self.engine.batcher.ooms_rescued
+        after = StepState(self.model, self.meter.device, self.objects)
+        after.read()
+        self.monitor.pause()
+        try:
+            with self.trial_scope():
+                measure = partial(self.engine.batcher.measure_dependence, trial, micro_batches, has_room=has_room)
+                dependence = measure()
+                if dependence.terms and not dependence.modules:
+                    self.is_sum = True
+                    if measure().terms:
+                        self.is_sum = False
+        finally:
+            after.restore()
+        self.batch_dependence = dependence
+        if self.is_sum:
+            raise SplitRefusedError
+        if dependence.terms and not dependence.modules:
+            # No layer is the reason.
+            self.refused = f"cutting it changes its gradient by {dependence.terms[LOSS]:.1%}"
+            warnings.warn(
+                f"Batches are not split: {self.refused.replace('it ', 'one ', 1)}. {self.remedy}.", stacklevel=2
+            )
+            raise SplitRefusedError
+        dependence.warn()
 
     # Limits
 
-    def _prepare(self, batch: Any, counts: Counts, loss_of: LossOf) -> Engine:
-        """Finds limits with the first batch, and holds the memory of the optimizers' first step."""
-        with self.meter.host():
-            needs = _memory_of(self.optimizers, on_gpu=not self.meter.is_host)
-        held_bytes = sum(map(state_bytes, self.optimizers))
-        needs = replace(needs, state_bytes=max(needs.state_bytes - held_bytes, 0))
-        if self.settings.limits is None:
-            with CatchOutOfMemory(), suppress(DoesNotFitError), left_as_it_was(self.model, self.meter) as buffers:
-                self._limits = self._find_limits(batch, counts, loss_of, needs, buffers)
-            self._use_limits(counts)
-        reserve = OptimizerReserve(needs, self.meter)
-        self._engine = Engine(meter=self.meter, monitor=self.monitor, batcher=self.batcher, reserve=reserve)
-        self.batcher.watch(self._engine.record_rescue)
-        reserve.hold()
-        return self._engine
+    def _make_engine(self) -> Engine:
+        batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits)
+        reserve = OptimizerReserve(_expected_memory(self.optimizers), self.meter)
+        reserve.remedy = LESS
+        engine = Engine(meter=self.meter, monitor=self.monitor, batcher=batcher, reserve=reserve)
+        batcher.watch(self._after_oom)
+        return engine
 
-    def _use_limits(self, counts: Counts) -> None:
-        if self._limits is None:
-            self.meter.release()
-            # A batch that is never split may still fit, since it needs no room for the gradients of earlier parts.
-            self.notice("Weights, state and two sets of gradients leave no room: batches that run out of memory split.")
+    def _after_oom(self) -> None:
+        self._reading = None
+        if self._engine is not None:
+            self._engine.record_rescue()
+
+    def begin_reading(self, cost: float) -> None:
+        """Begins to measure a micro-batch, and ends the measurement of the one before it."""
+        self._end_reading()
+        if self.meter.counts_always:
+            # Opens the monitor's run at the first step, and keeps the peaks so far.
+            with self.monitor.step():
+                self._reading = (cost, self.meter.allocated_bytes())
+
+    def _end_reading(self) -> None:
+        if self._reading is not None:
+            (cost, start_bytes), self._reading = self._reading, None
+            self.peaks.add(cost, peak_bytes=self.meter.peak_bytes(), start_bytes=start_bytes)
+
+    def _set_limit(self) -> None:
+        """Sets the limit that follows from the peaks so far, once memory ran out, here or in an earlier run."""
+        has_failed = self.peaks.failed < math.inf or self.peaks.remembered is not None
+        engine, limit = self.engine, self.peaks.limit(self.meter.capacity_bytes)
+        if engine is None or limit is None or not has_failed or self._limits or self.settings.limits is not None:
             return
-        rule = FactorRule(decided=None, aim=Aim(FactorSettings().target))
-        if self.settings.learn:
-            try:
-                rule = rule_after(self._store.learned_rule(self._key, self.meter.key, self._fingerprint()), rule)
-            except StateError as error:
-                self.notice(f"Observations of earlier runs cannot be read. {error}")
-        self._factor = rule.decide(self._limits)
+        limits = self._device_limits(limit)
+        decided = self._rule.decide(limits)
+        self._factor = replace(decided, reason=decided.reason.replace("from the probes", "from the steps so far"))
+        # The line may promise that a batch fits that did not.
+        safe = min(self._factor.value * limit.tuned_limit, _BELOW_FAILED * self.peaks.failed)
+        earlier = engine.batcher.rules.safe_limit
+        if safe > 0 and not math.isclose(safe, earlier, rel_tol=_SAME_LIMIT):
+            engine.batcher.set_limits(SplitRules(safe_limit=safe, tuned_limit=max(limit.tuned_limit, safe)), limits)
+            engine.batcher.forget_failures()
+            if earlier == math.inf:
+                share = f"{limit.peak_bytes(safe) / self.meter.capacity_bytes:.0%}"
+                capacity = f"{size_text(self.meter.capacity_bytes)} of {self.meter.key}"
+                self.notice(f"Batches are computed in parts that are predicted to peak at {share} of the {capacity}.")
+
+    def _device_limits(self, limit: SearchResult) -> DeviceLimits:
+        return DeviceLimits(device_key=self.meter.key, capacity_bytes=self.meter.capacity_bytes, training=limit,
+                            evaluation=limit, optimizer_peak_bytes=0)  # fmt: skip
+
+    def _search(self, batch: Any, engine: Engine) -> None:
+        """Searches for limits with steps of a copy of the model, and says where that cannot be done."""
+        if self.search_loss is None:
+            return
+        counts = self.settings.counts(batch)
+        after = StepState(self.model, self.meter.device, self.objects)
+        after.read()
+        try:
+            with CatchOutOfMemory(), suppress(DoesNotFitError), self.trial_scope():
+                model, loss_of = self.search_loss()
+                self._limits = self._find_limits(model, loss_of, batch, counts)
+        except Exception as error:  # noqa: BLE001 - a copy may lack anything that the step needs
+            self.notice(f"No limits were searched for: a copy of the model cannot be trained. {error}")
+        finally:
+            after.restore()
+            self.meter.release()
+        if self._limits is None:
+            return
+        self._factor = self._rule.decide(self._limits)
         tuned = self._limits.training.tuned_limit
         rules = SplitRules(safe_limit=self._factor.value * tuned, tuned_limit=tuned)
-        self.batcher.set_limits(rules, self._limits)
+        engine.batcher.set_limits(rules, self._limits)
         costs = self._limits.priced(counts)
         sizes = cut(costs, rules.limit_for(costs))
         peak = self._limits.training.peak_bytes(max(part.total for part in costs.parts(sizes)))
@@ -301,30 +603,28 @@ class FrameworkLoop:
         self.notice(f"{len(costs)} samples a step are computed {parts}. Memory is predicted to peak at {share}.")
 
     def _find_limits(
-        self, batch: Any, counts: Counts, loss_of: LossOf, needs: OptimizerMemory, buffers: list[Tensor]
+        self, model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, counts: Counts
     ) -> DeviceLimits:
         features, table = counts_of(counts)
         if len(features) > 1:
             features, table = features[:-1], table[:, :-1]
-        samples = len(table)
+        needs = _expected_memory(self.optimizers)
 
         def run(rows: NDArray[np.int64]) -> None:
-            copies = Snapshot(self.model, self.meter.device)
+            copies = Snapshot(model, self.meter.device)
             try:
-                part = Part(batch=self.settings.select(batch, rows), start=0, stop=len(rows), samples=samples,
-                            is_trial=True)  # fmt: skip
-                loss, _ = loss_of(part)
+                loss = loss_of(self.settings.select(batch, rows))
                 if loss.requires_grad:
                     loss.backward()
             finally:
                 del copies
-                for parameter in self.model.parameters():
+                for parameter in model.parameters():
                     parameter.grad = None
 
         state = torch.empty(needs.state_bytes, dtype=torch.uint8, device=self.meter.device)
-        gradients = [torch.zeros_like(one) for one in self.model.parameters() if one.requires_grad]
-        resident = [*self.model.parameters(), *self.model.buffers(), state, *gradients, *buffers]
-        work = Workload(run=run, rows=np.arange(samples), counts=table, features=features, resident=resident,
+        gradients = [torch.zeros_like(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        resident = [*model.parameters(), *model.buffers(), state, *gradients]
+        work = Workload(run=run, rows=np.arange(len(table)), counts=table, features=features, resident=resident,
                         gradient_bytes=needs.parameter_bytes)  # fmt: skip
         search = Search(time=SearchTime(clock=self.meter.seconds))
         training = find_limit(work, self.meter, lambda costs: costs.total, search)
@@ -332,72 +632,153 @@ class FrameworkLoop:
         if training.capped and more > training.tuned_limit:
             # The whole batch fits; how much larger a later one may be is predicted.
             training = replace(training, tuned_limit=more, capped=False)
-        model_bytes = sum(tensor.nbytes for tensor in resident)
-        return DeviceLimits(
-            device_key=self.meter.key,
-            capacity_bytes=self.meter.capacity_bytes,
-            training=training,
-            # Evaluation needs less: memory that runs out all the same splits its batches, too.
-            evaluation=training,
-            optimizer_peak_bytes=model_bytes + needs.transient_bytes,
-            gradient_bytes=needs.parameter_bytes,
-        )
+        # Evaluation needs less: memory that runs out all the same splits its batches, too.
+        return replace(self._device_limits(training), gradient_bytes=needs.parameter_bytes)
 
     # The observation
 
+    @property
+    def _store(self) -> FactorStore:
+        return FactorStore(self._store_folder, make_policy(FactorSettings().policy, {}))
+
     def _fingerprint(self) -> dict[str, Any]:
         return {
-            "parameters": [list(one.shape) for one in self.model.parameters()],
-            "formats": sorted({str(one.dtype) for one in self.model.parameters()}),
-            "optimizers": [type(one).__name__ for one in self.optimizers],
+            "parameters": [list(parameter.shape) for parameter in self.model.parameters()],
+            "formats": sorted({str(parameter.dtype) for parameter in self.model.parameters()}),
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
             ALLOCATOR: allocator_settings(),
         }
 
-    def _observation(
-        self, engine: Engine, outcome: Outcome, limits: DeviceLimits, factor: SafetyFactor, end_time: str
-    ) -> Observation:
-        training, cost = limits.training, engine.largest_cost
+    def _observation(self, engine: Engine, outcome: Outcome, end_time: str) -> Observation:
+        cost = engine.largest_cost
+        limit = self._limits.training if self._limits else self.peaks.limit(self.meter.capacity_bytes)
+        assert limit is not None, "an observation is of something that was measured"
+        has_limit = self._factor is not None
+        remembered = {}
+        if has_limit and self._limits is None:
+            kept = RememberedLimit(tuned_limit=limit.tuned_limit, capped=False, base_bytes=limit.model.base_bytes,
+                                   measured_ratio=limit.measured_ratio)  # fmt: skip
+            remembered = {_PHASE: RememberedLimits(training=kept, evaluation=kept)}
         begun = AttemptRecord(run_id=new_run_id(self._key), attempt=1, rank=0, key=self._key,
                               device=device_of(self.meter), start_time=self._started)  # fmt: skip
         planned = PlannedMemory(
-            factor=factor, limit=training, whole_limit=max(training.tuned_limit, 1.0),
-            safe_limit=self.batcher.rules.safe_limit, predicted_peak_bytes=training.peak_bytes(cost),
+            # A run whose batches all fitted does not show where a share of its limit leads.
+            factor=self._factor or UNUSED, limit=limit if has_limit else replace(limit, capped=True),
+            whole_limit=max(limit.tuned_limit, 1.0) if has_limit else None,
+            safe_limit=engine.batcher.rules.safe_limit if has_limit else limit.tuned_limit,
+            predicted_peak_bytes=limit.peak_bytes(cost),
             logical_batch=self._logical_batch, largest_micro_batch=engine.largest_micro_batch, largest_cost=cost,
-            binding_limit="requested",
+            binding_limit="requested", remembered=remembered,
         )  # fmt: skip
-        ooms = self.batcher.ooms_rescued
-        is_rescued = outcome == "ok" and ooms and self.batcher.oom_cost is not None
+        ooms = engine.batcher.ooms_rescued
+        is_rescued = outcome == "ok" and ooms and engine.batcher.oom_cost is not None
         return make_observation(begun, [engine], planned, "rescued" if is_rescued else outcome, ooms, end_time=end_time,
                                 fingerprint=self._fingerprint(),
                                 policy={"name": FactorSettings().policy, "options": {}})  # fmt: skip
 
 
-def _memory_of(optimizers: Sequence[Optimizer], *, on_gpu: bool) -> OptimizerMemory:
-    """Measures the optimizers' memory on the host, as they would run on a GPU or not."""
-    found = []
+@dataclass
+class _Parts:
+    """Computes the losses of a batch's parts as `MicroBatcher` wants them; keeps, by their first samples, the weight of
+    each in the batch, and its loss times the weight.
+    """
+
+    loop: FrameworkLoop
+    part: Callable[[int, int], Part]
+    loss_of: LossOf
+    costs: BatchCosts
+    is_trial: bool = False
+    shares: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    metrics: dict[int, list[Attributes]] = field(default_factory=dict)  # Before each part
+    appended: dict[int, dict[tuple[int, str], tuple[list[Any], list[Any]]]] = field(default_factory=dict)
+
+    def __call__(self, start: int, stop: int) -> Losses:
+        loop = self.loop
+        # Each part begins with the attributes that the batch began with, and with the metrics of earlier parts.
+        loop.state.restore_attributes()
+        if start in self.metrics:
+            for metric in self.metrics[start]:
+                metric.restore()
+        elif not self.is_trial:
+            self.metrics[start] = loop.state.read_metrics()
+        if not self.is_trial:
+            loop.begin_reading(self.costs.cost(start, stop))
+        part = self.part(start, stop)
+        loss, items = self.loss_of(part)
+        share = loop.share_of(part, items)
+        # A whole batch's loss stays as it is: its gradient is, bit by bit, the gradient without this class.
+        weighted = loss if share == 1.0 else loss * share
+        self.shares[start], self.losses[start] = share, weighted.detach()
+        self.appended[start] = loop.state.appended()
+        return {LOSS: (weighted, part.share if loop.is_sum else share)}
+
+    def join_lists(self, starts: Sequence[int]) -> None:
+        """Gives lists that every part has appended to the entries of the whole batch."""
+        entries = [self.appended[start] for start in starts]
+        stops = [*starts[1:], len(self.costs)]
+        parts = [Part(batch=None, start=start, stop=stop, samples=len(self.costs))
+                 for start, stop in zip(starts, stops, strict=True)]  # fmt: skip
+        for key, (values, last) in entries[-1].items() if len(starts) > 1 else ():
+            each = [part[key][1] for part in entries if key in part]
+            if len(each) == len(starts) and {len(new) for new in each} == {len(last)}:
+                joined = [combine_outputs(list(new), parts, self.shares) for new in zip(*each, strict=True)]
+                values[len(values) - len(last) :] = joined
+
+
+def combine_outputs(outputs: Sequence[Any], parts: Sequence[Part], weights: Mapping[int, float]) -> Any:
+    """Combines the outputs of parts into the whole batch's. Rows stand one after the other; numbers, and tensors whose
+    rows are not the samples, are averaged, or added up where they count.
+
+    Args:
+        outputs: Of each part.
+        parts: In order.
+        weights: Of the parts in the batch, by their first samples.
+    """
+    first, sizes = outputs[0], [part.stop - part.start for part in parts]
+    if len(outputs) == 1 or first is None:
+        return outputs[-1]
+    if isinstance(first, Mapping):
+        return {name: combine_outputs([output[name] for output in outputs], parts, weights) for name in first}
+    if isinstance(first, tuple | list):
+        if isinstance(first, list) and [len(output) for output in outputs] == sizes:
+            return [entry for output in outputs for entry in output]
+        members = [combine_outputs(list(entries), parts, weights) for entries in zip(*outputs, strict=True)]
+        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+    if isinstance(first, Tensor):
+        if first.dim() and (
+            [len(output) for output in outputs] == sizes or {len(output) for output in outputs} != {len(first)}
+        ):
+            return torch.cat(list(outputs))
+        if first.is_floating_point():
+            return weighted_mean(outputs, [weights[part.start] for part in parts])
+        stacked = torch.stack(list(outputs))
+        return stacked.all(0) if first.dtype == torch.bool else stacked.sum(0)
+    if isinstance(first, bool) or not isinstance(first, int | float):
+        return first
+    if isinstance(first, int):
+        return sum(outputs) if len(set(outputs)) > 1 or outputs == sizes else first
+    return weighted_mean(outputs, [weights[part.start] for part in parts])
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Returns the weighted mean of numbers or tensors."""
+    return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True))
+
+
+def _expected_memory(optimizers: Sequence[Optimizer]) -> OptimizerMemory:
+    """Returns the memory that optimizers are expected to take, by their classes: none of them is run for it."""
+    sizes: list[int] = []
+    state, transient = 0.0, 0
     for optimizer in optimizers:
-        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-        try:
-            found.append(measure_optimizer(parameters, partial(_alike, optimizer, on_gpu=on_gpu)))
-        except (TypeError, ValueError, RuntimeError):
-            # One that is made otherwise, or does not run on the host, is taken to keep as much as Adam.
-            sizes = tuple(one.nbytes for one in parameters if one.nbytes)
-            total = sum(sizes)
-            found.append(OptimizerMemory(parameter_bytes=total, state_bytes=2 * total, transient_bytes=total,
-                                         tensor_bytes=sizes))  # fmt: skip
-    return OptimizerMemory(
-        parameter_bytes=sum(one.parameter_bytes for one in found),
-        state_bytes=sum(one.state_bytes for one in found),
-        transient_bytes=max((one.transient_bytes for one in found), default=0),
-        tensor_bytes=tuple(size for one in found for size in one.tensor_bytes),
-    )
-
-
-def _alike(optimizer: Optimizer, parameters: Sequence[nn.Parameter], *, on_gpu: bool) -> Optimizer:
-    """Makes an optimizer like another one; PyTorch's take one more copy of the parameters on a GPU (`foreach`)."""
-    kind: Callable[..., Optimizer] = type(optimizer)
-    taken = inspect.signature(kind).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
-    if on_gpu and "foreach" in options and not options.get("fused"):
-        options["foreach"] = options["foreach"] is not False
-    return kind(parameters, **options)
+        groups = optimizer.param_groups
+        trained = [parameter.nbytes for group in groups for parameter in group["params"] if parameter.requires_grad]
+        sizes += [size for size in trained if size]
+        copies = _STATES.get(type(optimizer).__name__, _MOST_STATES)
+        if any(group.get("momentum") for group in groups):
+            copies += 1
+        state += max(copies * sum(trained) - state_bytes(optimizer), 0.0)
+        # PyTorch's optimizers make a copy of the parameters for a moment (`foreach`), unless they are fused.
+        transient = max(transient, 0 if any(group.get("fused") for group in groups) else sum(trained))
+    return OptimizerMemory(parameter_bytes=sum(sizes), state_bytes=round(state), transient_bytes=transient,
+                           tensor_bytes=tuple(sizes))  # fmt: skip

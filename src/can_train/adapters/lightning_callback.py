@@ -2,12 +2,15 @@
 `lightning` nor `pytorch_lightning`.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from copy import copy
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any, Final
@@ -16,8 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from can_train.adapters.framework_loop import FrameworkLoop, LoopSettings, Part
-from can_train.errors import ArgumentError, CanTrainError, DoesNotFitError
+from can_train.adapters.framework_loop import (
+    LESS,
+    FrameworkLoop,
+    LoopSettings,
+    Part,
+    SplitRefusedError,
+    combine_outputs,
+    weighted_mean,
+)
+from can_train.adapters.step_state import add_to_gradients
+from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.factors.observations import Outcome
 from can_train.factors.observing import outcome_of
 from can_train.fit.collate import leaves
@@ -55,15 +67,15 @@ def _check_installed(name: str, instead: str) -> None:
 class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the installed Lightning
     """Makes the batches of a Lightning training fit: `Trainer(callbacks=[MicroBatchCallback()])`.
 
-    Each batch of a loader is computed in parts, where it must be, and stepped once: the gradient is the whole batch's.
-    Limits are found with the first batch, in trial steps that leave nothing behind; a part that runs out of memory is
-    undone and split; and an observation is recorded for the next run. Validation, test and prediction are split,
-    too, and values that a step logs are the whole batch's.
+    Each step runs as it is written. When memory runs out in it, the step is undone, the batch is computed in parts and
+    stepped once, with the gradient of the whole batch. From then on batches of its cost are cut in advance, and an
+    observation is recorded for the next run. Validation, test and prediction are split, too, and values that a step
+    logs are those of the whole batch. The first batch that is split is compared with the whole.
 
-    A `training_step` that returns the mean over the batch's samples needs no change. One that returns a mean over
-    something else (tokens, masked positions) returns their number beside it, `{"loss": loss, "denominator": tokens}`.
-    In manual optimization a step that calls `manual_backward` once is split; one that calls it more often (a GAN) must
-    fit, or cut its batches with `MicroBatcher`.
+    A `training_step` that returns the mean over the batch's samples, or their sum, needs no change. One that returns a
+    mean over something else (tokens, masked positions) returns their number beside it,
+    `{"loss": loss, "denominator": tokens}`. In manual optimization a step that calls `manual_backward` once is split;
+    one that calls it more often (a GAN) must fit, or cut its batches with `MicroBatcher`.
 
     Args:
         settings: Limits, key in the factor store, how batches are cut; None: the defaults of `LoopSettings`.
@@ -72,7 +84,8 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         loop: Computes the batches, during a training; None before and after.
 
     Raises:
-        CanTrainError: Lightning is not installed; when a training begins: something else changes its gradients.
+        CanTrainError: Lightning is not installed.
+        DoesNotFitError: Memory ran out in training, and the batch is not split.
     """
 
     def __init__(self, settings: LoopSettings | None = None) -> None:
@@ -80,33 +93,38 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         super().__init__()
         self.loop: FrameworkLoop | None = None
         self._settings = settings or LoopSettings()
-        self._steps = ExitStack()  # Gives the module its own steps back
-        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._stepped = False  # Whether gradients were used since the last batch began (manual optimization)
+        self._patches = ExitStack()  # Gives the trainer its own functions back
+        self._others: tuple[Any, ...] = ()  # Arguments of the step beside its batch
+        self._backward_calls = 0  # Calls of `manual_backward` in the step that runs now
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Takes the module's steps over."""
-        steps: dict[str, Callable[..., Any]] = dict.fromkeys(_EVALUATIONS, self._evaluate)
+        """Wraps the trainer's calls of the module's steps. Nothing is changed on the module, which may be copied."""
+        self._patches.close()
+        strategy = trainer.strategy
+        for name in _EVALUATIONS:
+            self._wrap(strategy, name, partial(self._evaluate, trainer, pl_module, name))
         if stage == "fit":
-            _refuse_conflicts(trainer, pl_module)
-            automatic = pl_module.automatic_optimization
-            steps["training_step"] = self._train if automatic else self._train_manually
-            if automatic:
-                steps["backward"] = self._backward
-        for name, own in steps.items():
-            replaced = getattr(pl_module, name)
-            # Lightning asks the function that is wrapped for its arguments, and whether it is the module's own.
-            step = wraps(replaced)(partial(own, trainer, pl_module, replaced))
-            self._steps.enter_context(_replaced(pl_module, name, step))
+            if not pl_module.automatic_optimization:
+                self._wrap(strategy, "backward", self._backward)
+                self._wrap(strategy, "training_step", partial(self._train_manually, trainer, pl_module))
+            automatic = trainer.fit_loop.epoch_loop.automatic_optimization
+            self._wrap(automatic, "_make_closure", partial(self._make_closure, trainer, pl_module))
+            self._wrap(automatic, "_optimizer_step", self._step_optimizer)
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replaces a function of an object by `wrapper`, which is given that function first."""
+        native = getattr(owner, name)
+        self._patches.enter_context(_replaced(owner, name, wraps(native)(partial(wrapper, native))))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Gives the module its steps back."""
+        """Gives the trainer its own functions back."""
         self._close("ok")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Makes room for the state that the optimizer makes in its first step."""
-        self._stepped = True
+        """Makes room for the state that the optimizer makes in its first step, once memory ran out."""
         if self.loop is not None:
+            if not pl_module.automatic_optimization:
+                self.loop.cannot_undo(_STEPPED)
             self.loop.before_optimizer_step()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -114,137 +132,189 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         self._close(outcome_of(exception))
 
     def _close(self, outcome: Outcome) -> None:
-        self._steps.close()
+        self._patches.close()
         if self.loop is not None:
             self.loop.close(outcome)
         self.loop = None
 
     def _loop_of(self, trainer: Any, pl_module: Any) -> FrameworkLoop:
         if self.loop is None:
-            package = type(trainer).__module__.partition(".trainer")[0]
             # Made with the first batch: the module is on its device by then.
             self.loop = FrameworkLoop(
                 framework="lightning",
                 model=pl_module,
                 optimizers=trainer.optimizers,
                 settings=self._settings,
-                remedy_for_means=_MEANS,
-                notice=import_module(f"{package}.utilities.rank_zero").rank_zero_info,
+                remedy=_REMEDY,
+                notice=_module_of(trainer, "utilities.rank_zero").rank_zero_info,
+                objects=partial(_logged_by, trainer),
+                trial_scope=partial(_quiet_loggers, trainer),
+                search_loss=partial(self._search_loss, trainer, pl_module),
+                refused=_refusal_of(trainer, pl_module),
             )
         return self.loop
 
-    def _train(self, trainer: Any, pl_module: Any, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
-        """Computes a batch's gradient in place of `training_step`, and keeps it for `_backward`."""
-        loop, calls, outputs = self._loop_of(trainer, pl_module), _Calls(pl_module), dict[int, Any]()
-        precision, parameters = trainer.precision_plugin, list(pl_module.parameters())
-        _clear_gradients(parameters)
+    # Automatic optimization
 
-        def loss_of(part: Part) -> tuple[Tensor, float | None]:
-            with precision.train_step_context(), calls.of(part):
-                output = step(part.batch, *others)
-            loss, denominator = _loss_in(output, loop.meter.device)
-            if not part.is_trial:
-                outputs[part.start] = _detached(output)
-            return loss, denominator
+    def _make_closure(
+        self, trainer: Any, pl_module: Any, make: Callable[..., Any], kwargs: Any, *others: Any, **options: Any
+    ) -> Any:
+        """Makes the closure that computes a batch's gradient for the optimizer."""
+        closure = make(kwargs, *others, **options)
+        if closure._backward_fn is not None and "batch" in kwargs:
+            step = _Closure(trainer, pl_module, closure, kwargs)
+            closure._backward_fn = partial(self._backward, closure._backward_fn)
+            closure.closure = torch.enable_grad()(partial(self._train, step, closure.closure))
+        return closure
 
-        # Lightning calls a step within autocast, and backward outside of it.
-        with torch.autocast(loop.meter.device.type, enabled=False):
-            mean, weights = loop.train(batch, loss_of, scale=_scale_of(precision))
-        calls.write(weights)
-        self._gradients = [(one, one.grad) for one in parameters if one.grad is not None]
-        # Lightning clears gradients before it calls backward.
-        _clear_gradients(parameters)
-        output = _combined([outputs[start] for start in weights], [*weights.values()])
-        if output is None:
-            return None
-        trained = [one for one in parameters if one.requires_grad]
-        loss = _Touched.apply(mean, *trained)  # type: ignore[no-untyped-call]
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+    def _train(self, step: _Closure, native: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
+        """Computes a batch's gradient, in parts where it does not fit."""
+        batch, *others = step.kwargs.values()
+        self._others = tuple(others)
+        loop = self._loop_of(step.trainer, step.module)
+        if isinstance(step.trainer.strategy.model, DistributedDataParallel) and not loop.refused:
+            # Ranks need not have as many parts: the wrapped model sees one pass forward and one backward.
+            with _replaced(step.module, "training_step", partial(step.inside_wrapper, loop, step.module.training_step)):
+                return native(*arguments, **options)
+        return loop.step(batch, partial(native, *arguments, **options), partial(step.in_parts, loop, batch))
 
-    def _backward(self, trainer: Any, pl_module: Any, backward: Callable[..., Any], loss: Tensor, *others: Any) -> None:
-        """Puts a batch's gradient into place."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self._gradients = []
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            # It averages `.grad` once each parameter has had a gradient, here of zeros.
-            backward(loss, *others)
+    def _step_optimizer(self, native: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Steps the optimizer, whose own memory cannot be had by splitting a batch."""
+        with fatal_out_of_memory(_optimizer_error):
+            return native(*arguments, **options)
 
-    def _train_manually(self, trainer: Any, pl_module: Any, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
-        """Runs `training_step` up to its backward pass for each part, and to its end for the last one."""
-        loop, calls, output = self._loop_of(trainer, pl_module), _Calls(pl_module), None
-        if self._stepped:
-            # The step itself clears gradients that were used, in the midst of a part.
-            _clear_gradients(pl_module.parameters())
-        self._stepped = False
+    def _backward(self, native: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Runs the backward pass of a whole batch, so that it can be undone."""
+        self._backward_calls += 1
+        with nullcontext() if self.loop is None else self.loop.gradients_aside():
+            return native(*arguments, **options)
 
-        def loss_of(part: Part) -> tuple[Tensor, None]:
-            nonlocal output
-            backward = _ManualBackward(pl_module.manual_backward, part, loop.batcher.merge_gradients)
-            replaced = _replaced(pl_module, "manual_backward", backward)
-            with suppress(_PartComputedError), calls.of(part), replaced, fatal_out_of_memory(self._after_step):
-                output = step(part.batch, *others)
-            return backward.loss, None
+    # Manual optimization
 
-        _, weights = loop.train(batch, loss_of)
-        calls.write(weights)
-        return output
+    def _train_manually(self, trainer: Any, pl_module: Any, native: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a `training_step` that optimizes by hand, in parts where it does not fit."""
+        batch, *others = arguments
+        self._others, loop = tuple(others), self._loop_of(trainer, pl_module)
+        calls, self._backward_calls = self._backward_calls, 0
+        if not loop.refused and (calls > 1 or len(trainer.optimizers) > 1):
+            loop.refused = "its training_step calls manual_backward more than once, or has several optimizers"
+        elif not loop.refused and trainer.strategy.model is not pl_module:
+            loop.refused = "its training_step calls manual_backward in a pass that waits for other ranks"
+        step = _ManualStep(trainer, pl_module, native, tuple(others))
+        return loop.step(batch, partial(native, *arguments), partial(step.in_parts, loop, batch))
 
-    def _after_step(self, error: BaseException) -> DoesNotFitError | None:
-        """Makes the error of memory that ran out once gradients were used: before, the part is undone and split."""
-        message = str(error).partition("\n")[0]
-        failed = DoesNotFitError("Memory ran out after an optimizer's step, which cannot be undone",
-                                 value=f"the device said: {message}", remedy=_OWN_BATCHES)  # fmt: skip
-        return failed if self._stepped else None
+    # Evaluation
 
-    def _evaluate(self, trainer: Any, pl_module: Any, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
-        """Runs a step of validation, test or prediction in parts."""
-        loop, calls = self._loop_of(trainer, pl_module), _Calls(pl_module)
+    def _evaluate(self, trainer: Any, pl_module: Any, name: str, native: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a step of validation, test or prediction, in parts where it does not fit."""
+        batch, *others = arguments
+        loop = self._loop_of(trainer, pl_module)
+        context = getattr(trainer.precision_plugin, _CONTEXTS[name])
 
-        def compute(part: Part) -> Any:
-            with calls.of(part):
-                return step(part.batch, *others)
+        def in_parts() -> Any:
+            calls = _Calls(pl_module)
 
-        parts = loop.evaluate(batch, compute)
-        calls.write({part.start: part.share for part, _ in parts})
-        return _combined([output for _, output in parts], [part.share for part, _ in parts])
+            def compute(part: Part) -> Any:
+                # Not through a wrapped model, whose passes wait for those of other ranks.
+                with context(), calls.of(part):
+                    return getattr(pl_module, name)(part.batch, *others)
+
+            parts = loop.evaluate_parts(batch, compute)
+            weights = {part.start: part.share for part, _ in parts}
+            calls.write(weights)
+            return combine_outputs([output for _, output in parts], [part for part, _ in parts], weights)
+
+        return loop.step(batch, partial(native, *arguments), in_parts, trains=False)
+
+    # Search
+
+    def _search_loss(self, trainer: Any, pl_module: Any) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+        """Copies the module without its trainer, and returns the copy with a function that computes a loss with it."""
+        with ExitStack() as stack:
+            for module in pl_module.modules():
+                if "_trainer" in vars(module):
+                    stack.enter_context(_replaced(module, "_trainer", None))
+            model = deepcopy(pl_module)
+        model.log = model.log_dict = lambda *arguments, **options: None
+        losses: list[Tensor] = []
+
+        def manual_backward(loss: Tensor, *arguments: Any, **options: Any) -> None:
+            losses.append(loss)
+            raise _PartComputedError
+
+        model.manual_backward = manual_backward
+
+        def loss_of(batch: Any) -> Tensor:
+            losses.clear()
+            with trainer.precision_plugin.train_step_context(), suppress(_PartComputedError):
+                losses.append(_loss_in(model.training_step(batch, *self._others), model.device)[0])
+            return losses[0]
+
+        return model, loss_of
 
 
 _EVALUATIONS: Final = ("validation_step", "test_step", "predict_step")
-_MEANS: Final = (
+_CONTEXTS: Final = dict(
+    zip(_EVALUATIONS, ("val_step_context", "test_step_context", "predict_step_context"), strict=True)
+)
+_REMEDY: Final = (
     "Where the loss is a mean over something else than samples (tokens, masked positions), return its number, too: "
-    'return {"loss": loss, "denominator": tokens}'
+    '{"loss": loss, "denominator": tokens}. Where samples are compared with each other, take smaller batches, a cached '
+    "loss, or recompute activations (torch.utils.checkpoint)"
 )
 _OWN_BATCHES: Final = "Cut its batches with MicroBatcher (docs/python.md), or take smaller ones"
+_STEPPED: Final = "an optimizer has stepped"
+_SHARDED: Final = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
-def _refuse_conflicts(trainer: Any, pl_module: Any) -> None:
-    """Raises ArgumentError where something else cuts batches or changes gradients."""
-    rule = "MicroBatchCallback computes the gradient of a loader's whole batch"
-    schedulers = [one for one in trainer.callbacks if type(one).__name__ == "GradientAccumulationScheduler"]
-    if trainer.accumulate_grad_batches != 1 or any(set(one.scheduling.values()) != {1} for one in schedulers):
-        raise ArgumentError(
-            rule, value=f"accumulate_grad_batches={trainer.accumulate_grad_batches}, a mean of means",
-            remedy="Let the loader make the batch that you want, and leave accumulate_grad_batches out",
-        )  # fmt: skip
-    if type(trainer.strategy).__name__ in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
-        found = f"{type(trainer.strategy).__name__}, in which each pass waits for those of other ranks"
-        raise ArgumentError(rule, value=found, remedy='Keep the whole model on each rank (strategy="ddp")')
-    # Not the class imported above: the module may be of the other Lightning.
-    base = next(one for one in type(pl_module).__mro__ if one.__name__ == "LightningModule")
-    if pl_module.automatic_optimization and type(pl_module).backward is not vars(base)["backward"]:
-        found = f"a backward of its own in {type(pl_module).__name__}"
-        raise ArgumentError(rule, value=found, remedy="Leave it out, or use manual optimization")
+def _module_of(trainer: Any, name: str) -> Any:
+    """Imports a module of the Lightning that a trainer is of."""
+    return import_module(f"{type(trainer).__module__.partition('.trainer')[0]}.{name}")
 
 
-def _scale_of(precision: Any) -> Callable[[Tensor], Tensor]:
+def _refusal_of(trainer: Any, pl_module: Any) -> str:
+    """Returns why the batches of a trainer are not split, as a clause; empty where they are."""
+    if type(trainer.strategy).__name__ in _SHARDED:
+        return f"each pass of a {type(trainer.strategy).__name__} waits for those of other ranks"
+    loaders = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "flattened", ())
+    if len(loaders) > 1:
+        return f"its rows come from {len(loaders)} loaders"
+    return ""
+
+
+def _logged_by(trainer: Any) -> Iterator[Any]:
+    """Yields the objects in which a trainer keeps the values that steps have logged."""
+    if (results := trainer._results) is not None:
+        yield results
+        yield from results.values()
+
+
+@contextmanager
+def _quiet_loggers(trainer: Any) -> Iterator[None]:
+    """Keeps the loggers of a trainer from what a trial logs to them by itself."""
+    dummy = _module_of(trainer, "loggers.logger").DummyLogger
+    with _replaced(trainer, "_loggers", [dummy() for _ in trainer.loggers]):
+        yield
+
+
+def _scale_of(precision: Any, divisor: int = 1) -> Callable[[Tensor], Tensor]:
+    """Returns the function that is applied to a loss before its backward pass."""
     scaler = getattr(precision, "scaler", None)
-    return (lambda loss: loss) if scaler is None else scaler.scale
+    scale = (lambda loss: loss) if scaler is None else scaler.scale
+    return scale if divisor == 1 else lambda loss: scale(loss / divisor)
 
 
-def _clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
+def _take_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:
+    """Takes the gradients of parameters away, and returns them."""
+    taken = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in taken:
         parameter.grad = None
+    return taken
+
+
+def _put_gradients(gradients: Iterable[tuple[nn.Parameter, Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 class _Touched(torch.autograd.Function):
@@ -253,7 +323,7 @@ class _Touched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
         """Returns the loss."""
-        ctx.shapes = [(one.shape, one.dtype, one.device) for one in parameters]
+        ctx.shapes = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
         return loss.clone()
 
     @staticmethod
@@ -263,111 +333,324 @@ class _Touched(torch.autograd.Function):
         return None, *zeros
 
 
-class _PartComputedError(Exception):
-    """Ends a `training_step` whose gradient is there, or whose loss is all that is wanted."""
+class _Closure:
+    """A step of automatic optimization, as it is computed in parts."""
+
+    def __init__(self, trainer: Any, module: Any, closure: Any, kwargs: Mapping[str, Any]) -> None:
+        self.trainer, self.module, self.kwargs = trainer, module, kwargs
+        self._closure, self._clear = closure, closure._zero_grad_fn
+        self._cleared: list[tuple[nn.Parameter, Tensor | None]] | None = None  # Gradients once they were cleared
+        self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None  # Of the batch
+        if self._clear is not None:
+            closure._zero_grad_fn = self._clear_once
+
+    def _clear_once(self) -> None:
+        """Clears gradients as the trainer does. The hooks of it run once, though the step is undone."""
+        if self._cleared is None:
+            self._clear()
+            self._cleared = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        else:
+            _put_gradients(self._cleared)
+
+    def in_parts(self, loop: FrameworkLoop, batch: Any) -> Any:
+        """Computes the batch in parts, and calls the hooks of the backward pass once, with its whole gradient."""
+        if self._clear is not None:
+            self._clear_once()
+        call = _module_of(self.trainer, "trainer.call")._call_strategy_hook
+
+        def run(part: Part) -> Any:
+            arguments = {**self.kwargs, "batch": part.batch}
+            return call(self.trainer, "training_step", *arguments.values())
+
+        output = self._compute(loop, batch, run)
+        results = self.trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        result = results.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+        if result.closure_loss is not None:
+            with _replaced(self.module, "backward", self._install):
+                self._closure._backward_fn(result.closure_loss)
+        return result
+
+    def inside_wrapper(self, loop: FrameworkLoop, native: Callable[..., Any], batch: Any, *others: Any) -> Any:
+        """Computes the batch in parts within the one pass of a wrapped model, in place of the module's step."""
+        native_backward = self.module.backward
+
+        def backward(loss: Tensor, *arguments: Any, **options: Any) -> None:
+            if self._gradients is not None:
+                self._install()
+            # The wrapper averages `.grad` once each parameter has had a gradient, here of zeros.
+            native_backward(loss, *arguments, **options)
+
+        def in_parts() -> Any:
+            with torch.autocast(loop.meter.device.type, enabled=False):
+                output = self._compute(loop, batch, lambda part: self._native_step(native, part, others))
+            self.module.backward = backward
+            return output
+
+        return loop.step(batch, partial(native, batch, *others), in_parts, tries_whole=False)
+
+    def _native_step(self, native: Callable[..., Any], part: Part, others: Sequence[Any]) -> Any:
+        with self.trainer.precision_plugin.train_step_context():
+            return native(part.batch, *others)
+
+    def _compute(self, loop: FrameworkLoop, batch: Any, run: Callable[[Part], Any]) -> Any:
+        """Computes the gradient of the batch in parts and keeps it; returns the output of the whole batch."""
+        module, calls, outputs = self.module, _Calls(self.module), dict[int, Any]()
+        scale = _scale_of(self.trainer.precision_plugin, self.trainer.accumulate_grad_batches)
+        parts = dict[int, Part]()
+
+        def loss_of(part: Part) -> tuple[Tensor, float | None]:
+            with calls.of(part):
+                output = run(part)
+            loss, denominator = _loss_in(output, loop.meter.device)
+            if part.is_trial:
+                return loss, denominator
+            outputs[part.start], parts[part.start] = _detached(output), replace(part, batch=None)
+            if _has_own_backward(module) and loss.requires_grad:
+                module.backward(scale(loss * loop.share_of(part, denominator)))
+                loss = loss.detach()
+            return loss, denominator
+
+        earlier = _take_gradients(module.parameters())
+        try:
+            mean, weights = loop.run_parts(batch, loss_of, scale=scale)
+            self._gradients = _take_gradients(module.parameters())
+        finally:
+            _put_gradients(earlier)
+        with _replaced(module, "_current_fx_name", "training_step"):
+            calls.write(weights)
+        output = combine_outputs([outputs[start] for start in weights], [parts[start] for start in weights], weights)
+        if output is None:
+            return None
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        loss = _Touched.apply(mean, *trained)  # type: ignore[no-untyped-call]
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _install(self, *arguments: Any, **options: Any) -> None:
+        """Adds the gradient of the batch to the gradients that are there, as a backward pass does."""
+        earlier = _take_gradients(self.module.parameters())
+        _put_gradients(self._gradients or ())
+        self._gradients = None
+        add_to_gradients(earlier)
+
+
+def _optimizer_error(error: BaseException) -> DoesNotFitError:
+    message = str(error).partition("\n")[0]
+    return DoesNotFitError("The optimizer's step must fit beside weights and gradients",
+                           value=f"the device said: {message}", remedy=f"{LESS[0].upper()}{LESS[1:]}")  # fmt: skip
+
+
+def _has_own_backward(module: Any) -> bool:
+    # Not the class imported above: the module may be of the other Lightning.
+    base = next(kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+    return type(module).backward is not vars(base)["backward"]
+
+
+class _PartComputedError(BaseException):
+    """Ends a `training_step` whose gradient is there, or whose loss is all that is wanted. No `except Exception` of the
+    user's step may catch it.
+    """
+
+
+class _ManualStep:
+    """A step of manual optimization, as it is computed in parts: up to its backward pass for each part, and to its end
+    for the last part.
+    """
+
+    def __init__(self, trainer: Any, module: Any, native: Callable[..., Any], others: tuple[Any, ...]) -> None:
+        self._trainer, self._module, self._native, self._others = trainer, module, native, others
+        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # Gradients that the batch began with
+        self._losses: dict[int, Tensor] = {}  # Weighted losses of parts, by their first samples
+        self._total: tuple[Tensor, Tensor] | None = None  # Loss of the last part, and of the batch
+
+    def in_parts(self, loop: FrameworkLoop, batch: Any) -> Any:
+        """Computes the batch in parts; returns the output of the last one, with the loss of the batch."""
+        calls, output = _Calls(self._module), None
+        self._earlier = _take_gradients(self._module.parameters())
+
+        def loss_of(part: Part) -> tuple[Tensor, None]:
+            nonlocal output
+            # The step itself clears gradients of earlier batches, or keeps them.
+            _put_gradients(self._earlier)
+            backward = _ManualBackward(self, loop, part)
+            replaced = _replaced(self._module, "manual_backward", backward)
+            fatal = fatal_out_of_memory(lambda error: self._after_step(loop, error))
+            with suppress(_PartComputedError), calls.of(part), replaced, fatal:
+                output = self._native(part.batch, *self._others)
+            return backward.loss, None
+
+        try:
+            _, weights = loop.run_parts(batch, loss_of)
+        except SplitRefusedError:
+            _put_gradients(self._earlier)
+            raise
+        calls.write(weights, self._total)
+        return _with_total(output, self._total)
+
+    def run_backward(self, loop: FrameworkLoop, part: Part, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        """Runs the backward pass of a part. Hooks run in the last one, with the loss and gradient of the batch."""
+        precision, module = self._trainer.precision_plugin, self._module
+        kept = _take_gradients(module.parameters())  # As the step has left the gradients of earlier batches
+        weighted = loss * loop.share_of(part, None)
+        self._losses = {start: earlier for start, earlier in self._losses.items() if start < part.start}
+        self._losses[part.start] = weighted.detach()
+        total = torch.stack(list(self._losses.values())).sum()
+        if part.is_last:
+            precision.pre_backward(total, module)
+        precision.backward(_scale_of(precision)(weighted), module, None, *arguments, **options)
+        if not part.is_last:
+            raise _PartComputedError
+        assert loop.engine is not None, "a batch was split"
+        loop.engine.batcher.merge_gradients()
+        add_to_gradients(kept)
+        self._total = (loss.detach(), total)
+        precision.post_backward(total, module)
+
+    def _after_step(self, loop: FrameworkLoop, error: BaseException) -> DoesNotFitError | None:
+        """Makes the error of memory that ran out once gradients were used: before, the part is undone and split."""
+        message = str(error).partition("\n")[0]
+        failed = DoesNotFitError("Memory ran out after an optimizer's step, which cannot be undone",
+                                 value=f"the device said: {message}", remedy=_OWN_BATCHES)  # fmt: skip
+        return failed if loop.not_undone else None
 
 
 class _ManualBackward:
-    """Stands for `manual_backward` while a part is computed; `merge` adds the gradients of earlier parts."""
+    """Stands for `manual_backward` while a part is computed."""
 
-    def __init__(self, backward: Callable[..., None], part: Part, merge: Callable[[], None]) -> None:
-        self._backward, self._part, self._merge = backward, part, merge
+    def __init__(self, step: _ManualStep, loop: FrameworkLoop, part: Part) -> None:
+        self._step, self._loop, self._part = step, loop, part
         self._calls = 0
         self.loss = torch.zeros(())
 
     def __call__(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
-        part = self._part
         self._calls += 1
         if self._calls > 1:
-            if part.share < 1.0:
-                fact = "training_step calls manual_backward more than once, and its batch does not fit at once"
-                raise CanTrainError(fact, remedy=_OWN_BATCHES)
-            self._backward(loss, *arguments, **options)
-            return
-        if part.is_trial:
+            fact = "training_step calls manual_backward more than once, and its batch does not fit at once"
+            raise CanTrainError(fact, remedy=_OWN_BATCHES)
+        if self._part.is_trial:
             self.loss = loss
             raise _PartComputedError
         self.loss = loss.detach()
-        self._backward(loss * part.share if part.share < 1.0 else loss, *arguments, **options)
-        if not part.is_last:
-            raise _PartComputedError
-        self._merge()
+        self._step.run_backward(self._loop, self._part, loss, *arguments, **options)
+
+
+_MISSING: Final = object()
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replaces an attribute of an object for the block."""
-    own = vars(owner).get(name)
+    earlier = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        delattr(owner, name) if own is None else setattr(owner, name, own)
+        if earlier is not _MISSING:
+            setattr(owner, name, earlier)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+
+_Logged = tuple[Part, Any, tuple[Any, ...], dict[str, Any]]  # Of a call of `log`: part, value, arguments, options
 
 
 class _Calls:
-    """Values that the parts of a batch log, and their updates of metrics of torchmetrics: a part that is computed again
-    leaves it once, and the whole batch logs a value once.
-    """
+    """Values that the parts of a batch log: the whole batch logs each once."""
 
     def __init__(self, pl_module: Any) -> None:
         self._module = pl_module
-        self._metrics = [one for one in pl_module.modules() if hasattr(one, "metric_state")]
-        self._logged: dict[int, list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]] = {}
-        self._before: dict[int, list[dict[str, Any]]] = {}
+        self._logged: dict[int, list[tuple[str, _Logged]]] = {}
+        self._metrics: dict[int, dict[str, Any]] = {}  # States that metrics began the batch with
 
     @contextmanager
     def of(self, part: Part) -> Iterator[None]:
-        """Opens the span of a part; of a trial nothing stays."""
-        calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
-        before = [
-            _copied({name: getattr(metric, name) for name in (*metric.metric_state, "_update_count", "_computed")})
-            for metric in self._metrics
-        ]
+        """Opens the span of a part; of a trial nothing is logged."""
+        calls: list[tuple[str, _Logged]] = []
         if not part.is_trial:
             self._logged[part.start] = calls
-            # As they were before a first try, which they may have counted wholly.
-            self._restore(self._before.setdefault(part.start, before))
+        if not self._metrics:
+            metrics = [module for module in self._module.modules() if hasattr(module, "_reductions")]
+            self._metrics = {id(metric): _states_of(metric) for metric in metrics}
 
         def log(name: str, value: Any, *arguments: Any, **options: Any) -> None:
-            calls.append((name, value.detach() if isinstance(value, Tensor) else value, arguments, options))
+            calls.append((name, (part, value.detach() if isinstance(value, Tensor) else value, arguments, options)))
 
-        try:
-            with _replaced(self._module, "log", log):
-                yield
-        finally:
-            if part.is_trial:
-                self._restore(before)
+        with _replaced(self._module, "log", log):
+            yield
 
-    def _restore(self, states: list[dict[str, Any]]) -> None:
-        for metric, state in zip(self._metrics, states, strict=True):
-            vars(metric).update(_copied(state))
-
-    def write(self, weights: Mapping[int, float]) -> None:
-        """Logs the parts' values once; `weights` are the parts', by their first samples."""
-        by_name = defaultdict[str, list[tuple[float, Any, tuple[Any, ...], dict[str, Any]]]](list)
+    def write(self, weights: Mapping[int, float], total: tuple[Tensor, Tensor] | None = None) -> None:
+        """Logs the parts' values once. `weights` are those of the parts, by their first samples; `total` is the loss of
+        the last part, and of the batch, where a step goes on after its backward pass for the last part alone.
+        """
+        by_name = defaultdict[str, list[tuple[float, _Logged]]](list)
         for start, weight in weights.items():
-            for name, value, arguments, options in self._logged[start]:
-                by_name[name].append((weight, value, arguments, options))
-        for name, found in by_name.items():
-            _, value, arguments, options = found[-1]
-            if len(found) > 1 and isinstance(value, Tensor | float | int):
-                value = _reduced(options.get("reduce_fx", "mean"), [one[1] for one in found], [one[0] for one in found])
+            for name, logged in self._logged[start]:
+                by_name[name].append((weight, logged))
+        for name, entries in by_name.items():
+            _, (_, value, arguments, options) = entries[-1]
+            if len(entries) < len(weights):
+                value = _with_total(value, total)
+            elif len(weights) > 1:
+                value = self._of_batch(entries, options)
             if options.get("batch_size"):
-                options = {**options, "batch_size": sum(one[3]["batch_size"] for one in found)}
+                options = {**options, "batch_size": sum(logged[3]["batch_size"] for _, logged in entries)}
             self._module.log(name, value, *arguments, **options)
 
+    def _of_batch(self, entries: Sequence[tuple[float, _Logged]], options: Mapping[str, Any]) -> Any:
+        values, sizes = [logged[1] for _, logged in entries], [_size(logged[0]) for _, logged in entries]
+        if isinstance(values[-1], Tensor | float | int):
+            return _reduced(options.get("reduce_fx", "mean"), values, [weight for weight, _ in entries], sizes)
+        if id(values[-1]) in self._metrics:
+            _set_batch_value(values[-1], self._metrics[id(values[-1])])
+        return values[-1]
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one.clone() if isinstance(one, Tensor) else copy(one) for name, one in state.items()}
+
+def _size(part: Part) -> int:
+    return part.stop - part.start
 
 
-def _reduced(how: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
+def _states_of(metric: Any) -> dict[str, Any]:
+    """Copies the states of one of torchmetrics' metrics."""
+    states = {name: getattr(metric, name) for name in metric._reductions}
+    return {name: list(value) if isinstance(value, list) else value.clone() for name, value in states.items()}
+
+
+def _set_batch_value(metric: Any, before: Mapping[str, Any]) -> None:
+    """Gives a metric, whose last value is that of the last part, the value of the whole batch, where its states add up
+    or are lists.
+    """
+    if metric._forward_cache is None:
+        return
+    batch = deepcopy(metric)
+    for name, reduction in metric._reductions.items():
+        state = getattr(metric, name)
+        if isinstance(state, list):
+            setattr(batch, name, state[len(before[name]) :])
+        elif getattr(reduction, "__name__", "") == "dim_zero_sum":
+            setattr(batch, name, state - before[name])
+        else:
+            return
+    batch._computed, batch._to_sync, batch._update_count = None, False, 1
+    metric._forward_cache = batch.compute()
+
+
+def _reduced(how: Any, values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
     """Combines the values of a batch's parts, as Lightning's `reduce_fx` says, else their mean."""
     name = getattr(how, "__name__", how)
+    if name == "sum" and not isinstance(values[0], Tensor) and len(set(values)) == 1 and list(values) != list(sizes):
+        # A number that no part's samples change, such as a count of steps.
+        return values[0]
     if name in ("sum", "min", "max"):
         return getattr(torch.stack([torch.as_tensor(value) for value in values]), name)()
-    return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True))
+    return weighted_mean(values, weights)
+
+
+def _with_total(value: Any, total: tuple[Tensor, Tensor] | None) -> Any:
+    """Replaces the loss of the last part by the loss of the batch."""
+    if isinstance(value, Mapping):
+        return {name: _with_total(entry, total) for name, entry in value.items()}
+    if total is None or not isinstance(value, Tensor) or value.shape != total[0].shape:
+        return value
+    return total[1] if torch.equal(value.detach(), total[0]) else value
 
 
 def _loss_in(output: Any, device: torch.device) -> tuple[Tensor, float | None]:
@@ -382,24 +665,8 @@ def _loss_in(output: Any, device: torch.device) -> tuple[Tensor, float | None]:
 
 def _detached(output: Any) -> Any:
     if isinstance(output, Mapping):
-        return {name: _detached(one) for name, one in output.items()}
+        return {name: _detached(value) for name, value in output.items()}
     return output.detach() if isinstance(output, Tensor) else output
-
-
-def _combined(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Combines the outputs of parts into the whole batch's: means of numbers, and rows one after the other."""
-    first = outputs[0]
-    if len(outputs) == 1 or first is None:
-        return outputs[-1]
-    if isinstance(first, Mapping):
-        return {name: _combined([one[name] for one in outputs], weights) for name in first}
-    if isinstance(first, tuple) or (isinstance(first, list) and any(isinstance(one, Tensor) for one in first)):
-        return type(first)(_combined(list(members), weights) for members in zip(*outputs, strict=True))
-    if isinstance(first, list):
-        return [one for output in outputs for one in output]
-    if isinstance(first, Tensor) and first.dim():
-        return torch.cat(list(outputs))
-    return _reduced("mean", outputs, weights) if isinstance(first, Tensor | float) else first
 
 
 class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on the installed Lightning

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
 from typing import Any, Final
 
@@ -127,7 +127,12 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
         if not self._ways:
             self._ways = [_SUM] * (num_items_in_batch is not None) + items.means
-        loss, _ = loop.train(inputs, loss_of)
+        loss: Tensor = loop.step(
+            inputs,
+            lambda: step(model, inputs, num_items_in_batch),
+            lambda: loop.run_parts(inputs, loss_of)[0],
+            tries_whole=not is_parallel,
+        )
         if is_parallel and self.accelerator.sync_gradients:
             # As DistributedDataParallel averages them, once a batch.
             parameters = list(self.model.parameters())
@@ -144,7 +149,12 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         step = super().prediction_step
         if self._closing is None:
             return step(model, inputs, prediction_loss_only, ignore_keys)
-        parts = self._loop().evaluate(inputs, lambda part: step(model, part.batch, prediction_loss_only, ignore_keys))
+        loop, arguments = self._loop(), (prediction_loss_only, ignore_keys)
+        in_parts = partial(self._predict_parts, loop, inputs, lambda part: step(model, part.batch, *arguments))
+        return loop.step(inputs, lambda: step(model, inputs, *arguments), in_parts, trains=False)
+
+    def _predict_parts(self, loop: FrameworkLoop, inputs: Any, compute: Callable[[Part], Any]) -> Any:
+        parts = loop.evaluate_parts(inputs, compute)
         if len(parts) == 1:
             return parts[0][1]
         items = self._items(inputs)
@@ -168,7 +178,9 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         weights = [items.weight(way, part) for way in self._ways]
         if max(weights) - min(weights) <= _ROUND_OFF:
             return
-        measure, few = self._loop().batcher.measure_dependence, len(items.few(part))
+        engine = self._loop().engine
+        assert engine is not None, "a batch was split"
+        measure, few = engine.batcher.measure_dependence, len(items.few(part))
         found = {way: measure(items.losses(way, part, loss_of), (few,)) for way in self._ways}
         differences = {way: one.terms.get(LOSS, math.inf if one.means else 0.0) for way, one in found.items()}
         nearest = min(self._ways, key=differences.__getitem__)
@@ -219,6 +231,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
                 model=self.model,
                 optimizers=[] if optimizer is None else [optimizer],
                 settings=self._loop_settings,
+                compares=False,
                 notice=lambda text: _LOG.info("%s", text) if self.is_world_process_zero() else None,
             )
             if optimizer is not None:

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 # Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
 _LOSSES: Final = "losses_of returns {term: (sum over the samples, denominator)}"
-# Samples of the two parts of the smallest batch that is measured both whole and split.
-_SMALLEST_SPLIT: Final = (2, 3)
+# Samples of the smaller part of a batch that is measured both whole and split.
+_LEAST_PART: Final = 2
 # Loss terms of a part: the sum over the part, and the part's own denominator.
 Losses = Mapping[str, tuple[Tensor, float]]
 Counts = Sequence[float] | NDArray[Any] | Tensor | Mapping[Any, Any]  # As `counts_of` reads them
@@ -266,11 +267,10 @@ class MicroBatcher:
         rescue: RescueSettings | None = None,
         rules: SplitRules | None = None,
     ) -> None:
-        _refuse_unsplittable(model)
+        if (refusal := unsplittable_because(model)) is not None:
+            raise refusal
         self._model = model
         self._parameters = list(model.parameters())
-        if not self._parameters:
-            raise ArgumentError("A model to be trained has parameters", value=type(model).__name__)
         self._meter = meter_of(meter, str(self._parameters[0].device))
         self._settings = rescue or RescueSettings()
         self._rescue = Rescue(self._meter, self._settings)
@@ -328,34 +328,44 @@ class MicroBatcher:
                 remedy="Compute them from the model's parameters, and not under torch.no_grad()",
             )  # fmt: skip
         if len(result.micro_batches) > 1 and self.batch_dependence is None:
-            self.batch_dependence = self.measure_dependence(losses_of, result.micro_batches)
+            has_room = not self._rescue.ooms
+            self.batch_dependence = self.measure_dependence(losses_of, result.micro_batches, has_room=has_room)
             for term in self.batch_dependence.means:
                 raise ArgumentError(_LOSSES, value=BatchDependence.sentence_of_mean(term))
             self.batch_dependence.warn()
         return result
 
     def measure_dependence(
-        self, losses_of: Callable[[int, int], Losses], micro_batches: tuple[int, ...]
+        self, losses_of: Callable[[int, int], Losses], micro_batches: tuple[int, ...], *, has_room: bool = False
     ) -> BatchDependence:
-        """Measures with a few samples whether the losses of parts add up to the loss of their batch,
-        which was cut into `micro_batches`. Where that takes too much memory, nothing is known.
+        """Measures whether the losses of parts add up to the loss of their batch, which was cut into `micro_batches`.
+        The first samples are computed whole and in two parts: as many as the largest micro-batch has, since these have
+        fitted; where there is room, the whole batch. Where memory runs out, half as many are tried.
         """
-        # Not more samples than have fitted at once, but enough for two parts of two: a single sample has no variance.
-        samples = min(max(*micro_batches, sum(_SMALLEST_SPLIT)), sum(SPLIT), sum(micro_batches))
-        first = max(samples * SPLIT[0] // sum(SPLIT), min(_SMALLEST_SPLIT[0], samples - 1))
         half = torch.is_autocast_enabled(self._meter.device.type)
-        aside = [(leaf, leaf.grad) for one in self._outside if (leaf := one()) is not None]
+        aside = [(leaf, leaf.grad) for reference in self._outside if (leaf := reference()) is not None]
         for leaf, _ in aside:
             leaf.grad = None
+        samples, retries = max(micro_batches), self._meter.retries()
+        tried = [
+            *([sum(micro_batches)] if has_room else []),
+            *(samples >> power for power in range(samples.bit_length())),
+        ]
         try:
-            with CatchOutOfMemory(), self._meter.active():
-                return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=(first, samples - first))
+            for samples in takewhile(lambda size: size > 1, tried):
+                # Unequal parts, since equal ones hide a mean; but of two samples, since a single one has no variance.
+                first = max(samples * SPLIT[0] // sum(SPLIT), min(_LEAST_PART, samples - 1))
+                with CatchOutOfMemory(), self._meter.active():
+                    sizes = (first, samples - first)
+                    return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=sizes)
+                self._meter.release()
         except Exception:  # noqa: BLE001 - a look at the loop must not end it
             return UNKNOWN
         finally:
             for leaf, earlier in aside:
                 leaf.grad = earlier
-        self._meter.release()
+            # The comparison may run out of memory, which says nothing of the steps.
+            self._retries += self._meter.retries() - retries
         return UNKNOWN
 
     def run_share(
@@ -372,7 +382,7 @@ class MicroBatcher:
         Sample 0 is the share's first, but `denominators` are the whole batch's: the gradients of all ranks add up to
         the batch's gradient. The caller adds them up once a batch, since ranks need not have as many parts.
         """
-        costs = self._costs(batch)
+        costs = self.costs_of(batch)
         if not len(costs):
             return BatchResult()
         self._parameters = list(self._model.parameters())
@@ -383,7 +393,7 @@ class MicroBatcher:
             self._looked_through.clear()
         self._undo = undo = Undo(self._model, self._meter, self._parameters, self._outside)
         batch_loss = _BatchLoss(losses_of, len(costs), denominators, weights, scale)
-        limit, rescue, totals = self._limit_for(costs), self._rescue, _Totals()
+        limit, rescue, totals = self.limit_for(costs), self._rescue, _Totals()
         ooms_before = ooms = rescue.ooms
         with self._meter.active(tensors_of([self._model])):
             for part in rescue.tries(costs, limit):
@@ -396,7 +406,8 @@ class MicroBatcher:
         self._last_largest_cost = totals.largest_cost
         return totals.result(ooms - ooms_before)
 
-    def _limit_for(self, costs: BatchCosts) -> MicroBatchLimit:
+    def limit_for(self, costs: BatchCosts) -> MicroBatchLimit:
+        """Returns the limit of a micro-batch of a batch."""
         limit = self.rules.limit_for(costs)
         if self._split is None:
             return limit
@@ -456,11 +467,34 @@ class MicroBatcher:
             rescue.backoff = rescue.backoff.after_step(planned=planned, factor=self._settings.factor)
         return results
 
-    def _costs(self, batch: Any) -> BatchCosts:
+    def is_limited(self, *, trains: bool = True) -> bool:
+        """Tells whether anything bounds micro-batches: limits, or an out-of-memory."""
+        rescue = self._rescue if trains else self._evaluation
+        return self._split is not None or self.rules != SplitRules() or rescue.backoff.limit < math.inf
+
+    def sizes(self, costs: BatchCosts, limit: MicroBatchLimit | None = None, *, trains: bool = True) -> tuple[int, ...]:
+        """Returns the sizes of the micro-batches that a batch would be cut into now."""
+        rescue = self._rescue if trains else self._evaluation
+        return rescue.cut(costs, 0, limit or self.limit_for(costs))
+
+    def record_failure(self, costs: BatchCosts, *, trains: bool = True) -> None:
+        """Records that memory ran out for a batch that somebody else's step computed at once: later ones are cut."""
+        (self._rescue if trains else self._evaluation).record_failure(costs, self.limit_for(costs))
+
+    def count_rescue(self, *, trains: bool = True) -> None:
+        """Counts a batch that was computed in parts after a recorded failure."""
+        (self._rescue if trains else self._evaluation).ooms_rescued += 1
+
+    def forget_failures(self) -> None:
+        """Lets new limits alone decide the sizes of micro-batches in training."""
+        self._rescue.backoff = Backoff()
+
+    def costs_of(self, batch: Any) -> BatchCosts:
+        """Prices a batch as `run` takes it, by the limits."""
         return batch if isinstance(batch, BatchCosts) else self._price(batch)
 
     def _whole_batch(self, batch: Any) -> BatchCosts:
-        costs = self._costs(batch)
+        costs = self.costs_of(batch)
         if len(costs) < 1:
             raise ArgumentError("A logical batch has at least one sample", value="it has none")
         return costs
@@ -520,9 +554,9 @@ class MicroBatcher:
         self._evaluation.phase = None if limits is None else limits.evaluation
 
 
-def _refuse_unsplittable(model: nn.Module) -> None:
-    """Raises ArgumentError for a model whose passes wait for other ranks, which may have fewer parts, or whose hooks
-    act once a batch.
+def unsplittable_because(model: nn.Module) -> ArgumentError | None:
+    """Returns the error of a model whose passes wait for other ranks, which may have fewer parts, whose hooks act once
+    a batch, or that has no parameters yet; None where its batches can be split.
     """
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     rule = (
@@ -530,24 +564,27 @@ def _refuse_unsplittable(model: nn.Module) -> None:
     )
     if "DistributedDataParallel" in kinds:
         lines = "call run_share with the whole batch's denominators, and add up gradients once a batch (docs/python.md)"
-        raise ArgumentError(
+        return ArgumentError(
             rule, value="DistributedDataParallel", remedy=f"Give the module inside (model.module), {lines}"
         )
     if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
-        raise ArgumentError(rule, value="FSDP", remedy="Keep the whole model on each rank (docs/python.md)")
+        return ArgumentError(rule, value="FSDP", remedy="Keep the whole model on each rank (docs/python.md)")
     if "SyncBatchNorm" in kinds and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ArgumentError(rule, value="SyncBatchNorm", remedy="Take a norm that needs no other samples (GroupNorm)")
+        return ArgumentError(rule, value="SyncBatchNorm", remedy="Take a norm that needs no other samples (GroupNorm)")
     if any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
-        raise ArgumentError(
+        return ArgumentError(
             "Parameters of lazy modules are there once the model has run", value=type(model).__name__,
             remedy="Run it on one sample before",
         )  # fmt: skip
     if hooked := [name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks]:
-        raise ArgumentError(
+        return ArgumentError(
             "A hook that sees gradients as they accumulate would run in each micro-batch, and an optimizer in it would "
             "step in each of them",
             value=f"a hook of {hooked[0]}", remedy="Step once the batch's gradient is there, after `run`",
         )  # fmt: skip
+    if next(model.parameters(), None) is None:
+        return ArgumentError("A model to be trained has parameters", value=type(model).__name__)
+    return None
 
 
 def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights: Mapping[str, float] | None) -> Losses:

@@ -445,7 +445,10 @@ class OptimizerReserve:
 
     Attributes:
         tensors: The ballast, in a list that is emptied once it is freed.
+        remedy: The end of the sentence that an error gives as its remedy.
     """
+
+    remedy = "take smaller micro-batches, --optimizer sgd, which needs less, or a larger device"
 
     def __init__(
         self,
@@ -495,11 +498,10 @@ class OptimizerReserve:
             # After the first failure, the released cache may be enough.
             if retry:
                 self._wait(FIRST_WAIT_S * 2 ** (retry - 1))
-        smaller = "take smaller micro-batches, --optimizer sgd, which needs less, or a larger device"
         raise DoesNotFitError(
             "The optimizer's step must fit beside weights and gradients",
             value=f"{need / 2**20:.1f} MiB cannot be had",
-            remedy=without_others(self._meter.foreign_bytes_at_start + self._meter.foreign_bytes(), smaller),
+            remedy=without_others(self._meter.foreign_bytes_at_start + self._meter.foreign_bytes(), self.remedy),
             # Smaller micro-batches leave room for it when the run is resumed.
             details=OutOfMemoryDetails(should_fit=True),
         )

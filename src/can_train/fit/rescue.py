@@ -159,13 +159,13 @@ class Rescue:
         limit = replace(limit, floor=max(limit.floor, self.settings.floor))
         start, retries, ooms_before = 0, 0, self.ooms
         self._recheck_contention(limit)
-        sizes = self._cut(batch, 0, limit)
+        sizes = self.cut(batch, 0, limit)
         while sizes:
             part = Try(start, start + sizes[0])
             yield part
             if not part.message:
                 start, retries = part.stop, 0
-                sizes = self._cut(batch, start, limit) if self._recheck_contention(limit) else sizes[1:]
+                sizes = self.cut(batch, start, limit) if self._recheck_contention(limit) else sizes[1:]
                 continue
             self.meter.release()
             self.on_oom()
@@ -177,6 +177,12 @@ class Rescue:
                 self.wait(FIRST_WAIT_S * 2 ** (retries - 1))
                 self.meter.release()
         self.ooms_rescued += self.ooms - ooms_before
+
+    def record_failure(self, batch: BatchCosts, limit: MicroBatchLimit) -> None:
+        """Records that memory ran out for a whole batch, which was undone."""
+        self.meter.release()
+        self.on_oom()
+        self._split_after_oom(batch, 0, len(batch), limit)
 
     @contextmanager
     def record_foreign_memory(self) -> Iterator[None]:
@@ -192,7 +198,7 @@ class Rescue:
                 self.foreign_bytes = max(self.foreign_bytes, round(foreign))
             raise
 
-    def _cut(self, batch: BatchCosts, start: int, limit: MicroBatchLimit) -> tuple[int, ...]:
+    def cut(self, batch: BatchCosts, start: int, limit: MicroBatchLimit) -> tuple[int, ...]:
         """Cuts the samples from `start` on into parts within the limits in force."""
         if start == len(batch):
             return ()
@@ -214,8 +220,8 @@ class Rescue:
         cost = batch.cost(start, stop)
         if self.settings.adaptive and (room := self._contended_room(cost, limit)):
             # Other processes may have ended already: this part is cut by the room beside them.
-            first, *_ = self._cut(batch.part(0, stop), start, replace(limit, cost=min(limit.cost, room)))
-            return (first, *self._cut(batch, start + first, limit))
+            first, *_ = self.cut(batch.part(0, stop), start, replace(limit, cost=min(limit.cost, room)))
+            return (first, *self.cut(batch, start + first, limit))
         if cost <= limit.cost * (1 + ROUNDING):
             self.oom_cost = min(self.oom_cost, cost)
         if not self.settings.adaptive:
@@ -224,8 +230,8 @@ class Rescue:
         self.backoff = self.backoff.after_oom(cost, factor=self.settings.factor, proven=proven)
         # The part that failed is split in any case, also where the limit would allow it again.
         narrow = replace(limit, cost=min(limit.cost, cost / self.settings.factor))
-        first, *_ = self._cut(batch.part(0, stop), start, narrow)
-        return (first, *self._cut(batch, start + first, limit))
+        first, *_ = self.cut(batch.part(0, stop), start, narrow)
+        return (first, *self.cut(batch, start + first, limit))
 
     def _contended_room(self, cost: float, limit: MicroBatchLimit) -> float:
         """Returns the largest cost of a part beside other processes' memory; 0 where that memory is not why the part

@@ -1,0 +1,272 @@
+"""The state that a step of somebody else's loop may change before memory runs out: generators, buffers, gradients,
+`requires_grad`, hooks, and attributes of the user's classes. It is read before every step, in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from operator import is_
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from can_train.fit.optimizer import Snapshot
+
+# Parts of a module that are restored by other means than its attributes, or that no step changes.
+_MODULE_PARTS: Final = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS: Final = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_FRAMEWORKS: Final = ("torch", "lightning", "pytorch_lightning", "transformers", "accelerate", "can_train", "builtins")
+_COPIED_NUMBERS: Final = 2**16  # Numbers of the largest plain tensor whose values are copied before each step
+_DEVICE_BYTES: Final = 2**24  # A larger buffer is copied to the host, once, and again only after it has changed
+_LONGEST: Final = 1000  # Entries of the longest list that is copied; a longer one is only cut to its earlier length
+_LISTED_READS: Final = 50  # Reads after which the modules are listed again
+_DEPTH: Final = 3  # Levels of containers in containers, and of the user's objects in objects
+
+
+class StepState:
+    """Reads the state of a module, and of objects of its loop, before a step, and restores it.
+
+    Args:
+        model: The module.
+        device: Its device, whose generator is restored, too.
+        objects: Returns further objects whose attributes a step changes, such as the values that a loop has logged.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, objects: Callable[[], Iterable[Any]] = lambda: ()
+    ) -> None:
+        self._model, self._device, self._objects = model, device, objects
+        self._no_module = nn.Module()
+        self._generators: Snapshot | None = None
+        self._buffers: list[Tensor | None] = []
+        self._versions: list[int] = []
+        self._copies: list[Tensor | None] = []
+        self._places: list[tuple[nn.Module, str]] = []
+        self._reads = 0
+        self._modules: list[nn.Module] = []
+
+    def read(self) -> None:
+        """Reads the state as it is now."""
+        # A step may make modules, the first step above all.
+        if not self._modules or self._reads % _LISTED_READS == 1:
+            self._list_modules()
+        self._reads += 1
+        self._generators = Snapshot(self._no_module, self._device, since=self._generators)
+        self._read_buffers()
+        self._parameter_versions = [_version(parameter) for parameter in self._parameters]
+        self._flags = [parameter.requires_grad for parameter in self._parameters]
+        self._gradients = [(parameter.grad, _version(parameter.grad)) for parameter in self._parameters]
+        self._next_hook = RemovableHandle.next_id
+        self._attributes = [Attributes(owner) for owner in (*self._with_attributes, *self._objects())]
+
+    def restore(self) -> str:
+        """Restores the state that was read.
+
+        Returns:
+            A clause that names something that could not be restored; empty where everything was.
+        """
+        assert self._generators is not None, "a state is read before it is restored"
+        self._generators.restore()
+        for parameter, flag in zip(self._parameters, self._flags, strict=True):
+            parameter.requires_grad_(flag)
+        self._remove_new_hooks()
+        self.restore_attributes(metrics=True)
+        self._restore_buffers()
+        is_changed = False
+        for parameter, (gradient, version) in zip(self._parameters, self._gradients, strict=True):
+            # The step has added to a gradient in place, outside of the backward pass that sets gradients aside.
+            is_changed |= gradient is not None and _version(gradient) != version
+            parameter.grad = gradient
+        # The step may have made or replaced modules.
+        self._modules = []
+        if self._parameter_versions != [_version(parameter) for parameter in self._parameters]:
+            return "it has changed the parameters"
+        return "it has added to gradients of earlier batches" if is_changed else ""
+
+    def restore_attributes(self, *, metrics: bool = False) -> None:
+        """Restores the attributes alone, and of metrics where that is asked for: each part of a batch begins with the
+        attributes that the batch began with, while metrics go on.
+        """
+        for attributes in self._attributes:
+            if metrics or not hasattr(attributes.owner, "metric_state"):
+                attributes.restore()
+
+    def read_metrics(self) -> list[Attributes]:
+        """Reads the states of torchmetrics' metrics as they are now."""
+        return [Attributes(owner) for owner in self._with_attributes if hasattr(owner, "metric_state")]
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Sets gradients of earlier batches aside for a backward pass, and adds its gradients to them afterwards, as
+        autograd does. Where the pass fails they are as they were.
+        """
+        aside = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        for parameter, _ in aside:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for parameter, earlier in aside:
+                parameter.grad = earlier
+            raise
+        add_to_gradients(aside)
+
+    def appended(self) -> dict[tuple[int, str], tuple[list[Any], list[Any]]]:
+        """Returns the lists among the attributes that have grown since the state was read, each with its new entries,
+        by the position of its owner and its name.
+        """
+        lists = {}
+        for position, attributes in enumerate(self._attributes):
+            for name, earlier in attributes.lengths.items():
+                values = vars(attributes.owner).get(name)
+                if values is attributes.values[name] and len(values) > earlier:
+                    lists[position, name] = (values, values[earlier:])
+        return lists
+
+    def changed_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the attributes of the user's modules that hold other tensors than when the state was read."""
+        for attributes in self._attributes:
+            if not isinstance(attributes.owner, nn.Module) or hasattr(attributes.owner, "metric_state"):
+                continue
+            for name, value in vars(attributes.owner).items():
+                if name in _MODULE_PARTS or value is attributes.values.get(name):
+                    continue
+                for tensor in value if isinstance(value, tuple | list) else (value,):
+                    if isinstance(tensor, Tensor):
+                        yield name, tensor
+
+    def _list_modules(self) -> None:
+        self._modules = list(self._model.modules())
+        self._with_buffers = [module for module in self._modules if module._buffers]
+        self._parameters = list(self._model.parameters())
+        package = type(self._model).__module__.partition(".")[0]
+        self._with_attributes: list[Any] = []
+        for module in self._modules:
+            if not type(module).__module__.startswith("torch."):
+                self._with_attributes.append(module)
+                if package not in _FRAMEWORKS:
+                    self._with_attributes += _objects_in(module, package, _DEPTH)
+
+    def _read_buffers(self) -> None:
+        """Copies the buffers that have changed since they were read last, in one operation."""
+        tensors = [tensor for module in self._with_buffers for tensor in module._buffers.values()]
+        versions = [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+        if len(tensors) != len(self._buffers) or not all(map(is_, tensors, self._buffers)):
+            self._copies = [None if tensor is None else _copied(tensor) for tensor in tensors]
+            self._places = [(module, name) for module in self._with_buffers for name in module._buffers]
+        elif versions != self._versions or -1 in versions:
+            pairs = [
+                (copied, tensor)
+                for copied, tensor, version, earlier in zip(
+                    self._copies, tensors, versions, self._versions, strict=True
+                )
+                if copied is not None and tensor is not None and (version != earlier or version < 0)
+            ]
+            with torch.no_grad():
+                torch._foreach_copy_([copied for copied, _ in pairs], [tensor for _, tensor in pairs])
+        self._buffers, self._versions = tensors, versions
+
+    def _restore_buffers(self) -> None:
+        entries = zip(self._places, self._buffers, self._versions, self._copies, strict=True)
+        with torch.no_grad():
+            for (module, name), tensor, version, copied in entries:
+                if tensor is not None and copied is not None and (version < 0 or tensor._version != version):
+                    tensor.copy_(copied)
+                module._buffers[name] = tensor
+
+    def _remove_new_hooks(self) -> None:
+        for module in self._model.modules():
+            for name in _HOOKS:
+                _remove_from(vars(module).get(name), self._next_hook)
+        for parameter in self._parameters:
+            for name in _TENSOR_HOOKS:
+                _remove_from(getattr(parameter, name, None), self._next_hook)
+
+
+class Attributes:
+    """The attributes of one object, with copies of the containers and small tensors among them."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.values = vars(owner).copy()
+        self.lengths: dict[str, int] = {}
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, int, Tensor]] = []
+        if isinstance(owner, dict):
+            # Lightning's collection of logged values is a dict with attributes.
+            self._containers.append((owner, dict(owner)))
+        for name, value in self.values.items():
+            if name not in _MODULE_PARTS:
+                if isinstance(value, list):
+                    self.lengths[name] = len(value)
+                self._add(value, _DEPTH)
+
+    def _add(self, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if value.numel() <= _COPIED_NUMBERS and not isinstance(value, nn.Parameter):
+                self._tensors.append((value, _version(value), value.detach().clone()))
+        elif isinstance(value, list | deque | dict | set) and depth:
+            is_long = isinstance(value, list) and len(value) > _LONGEST
+            self._containers.append((value, len(value) if is_long else copy(value)))
+            if not is_long and len(value) <= _LONGEST:
+                for entry in value.values() if isinstance(value, dict) else value:
+                    self._add(entry, depth - 1)
+
+    def restore(self) -> None:
+        """Restores them."""
+        state = vars(self.owner)
+        for name in state.keys() - self.values.keys() - _MODULE_PARTS:
+            del state[name]
+        state.update((name, value) for name, value in self.values.items() if name not in _MODULE_PARTS)
+        for container, earlier in self._containers:
+            if isinstance(earlier, int):
+                del container[earlier:]
+                continue
+            container.clear()
+            container.extend(earlier) if isinstance(container, list | deque) else container.update(earlier)
+        for tensor, version, values in self._tensors:
+            if _version(tensor) != version or version < 0:
+                tensor.detach().copy_(values)
+
+
+def add_to_gradients(earlier: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
+    """Adds the gradients of parameters to earlier ones, in place, as autograd accumulates."""
+    for parameter, gradient in earlier:
+        if gradient is not None and parameter.grad is not None:
+            if gradient.layout == parameter.grad.layout and gradient.dtype == parameter.grad.dtype:
+                gradient.add_(parameter.grad)
+            else:
+                gradient = gradient + parameter.grad
+        if gradient is not None:
+            parameter.grad = gradient
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    to_host = tensor.nbytes > _DEVICE_BYTES
+    return tensor.detach().to("cpu", copy=True) if to_host else tensor.detach().clone()
+
+
+def _objects_in(owner: Any, package: str, depth: int) -> Iterator[Any]:
+    """Yields the objects of the user's own classes among the attributes of an object."""
+    for value in vars(owner).values():
+        is_of_user = type(value).__module__.partition(".")[0] == package and hasattr(value, "__dict__")
+        if is_of_user and not isinstance(value, nn.Module | type):
+            yield value
+            if depth > 1:
+                yield from _objects_in(value, package, depth - 1)
+
+
+def _remove_from(hooks: Any, first: int) -> None:
+    for number in [number for number in hooks or () if isinstance(number, int) and number >= first]:
+        del hooks[number]
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Returns the count of a tensor's changes in place; -1 where PyTorch counts none."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
