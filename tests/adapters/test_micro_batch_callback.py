@@ -175,7 +175,8 @@ def test_what_a_training_has_taught_is_what_the_next_one_begins_with(lightning: 
     first, *_, last = summary.runs
     assert first.factor_reason.startswith("from the steps so far")
     assert last.factor_reason.startswith("learned from 2 runs")
-    assert last.predicted_peak_bytes == pytest.approx(last.peak_allocated_bytes, rel=0.02)
+    # The largest batch is the first one, which runs before the optimizer has its state: the prediction includes it.
+    assert last.peak_allocated_bytes <= last.predicted_peak_bytes <= 1.05 * last.peak_allocated_bytes
 
 
 def test_a_loop_that_is_not_to_learn_leaves_nothing(lightning: ModuleType, tmp_path: Path) -> None:
