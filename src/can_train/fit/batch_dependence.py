@@ -126,7 +126,7 @@ def measure_batch_dependence(
             whole, split = gradients_of(losses_of, (sum(sizes),)), gradients_of(losses_of, sizes)
             # A loss may switch to half precision by itself.
             half = half or no_dropout.half
-            tolerance = _HALF_TOLERANCE if half else TOLERANCE.get(parameters[0].dtype, _HALF_TOLERANCE)
+            tolerance = tolerance_of(parameters[0].dtype, half=half)
             terms = _differences(split, whole, tolerance)
             # Where the parts' gradients have the mean that their sum should be, the loss is a mean.
             averaged = _differences(gradients_of(means_of, sizes), whole, tolerance) if terms else {}
@@ -143,6 +143,13 @@ def measure_batch_dependence(
     ]
     modules = tuple(normalising if terms else ())
     return BatchDependence(terms=terms, modules=modules, drops=no_dropout.seen, means=means)
+
+
+def tolerance_of(dtype: torch.dtype, *, half: bool) -> float:
+    """Returns the largest relative difference of gradients that is round-off; `half` tells whether matrix products run
+    in half precision.
+    """
+    return _HALF_TOLERANCE if half else TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
 def _differences(split: Gradients, whole: Gradients, tolerance: float) -> dict[str, float]:

@@ -1,0 +1,248 @@
+"""How the loss of a batch follows from the losses of its parts: as their sum, or as their mean over samples or labels.
+Which way holds is measured with a few samples.
+
+Shapes: R samples, k views of each sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from can_train.fit.batch_dependence import NoDropout, tolerance_of
+
+_IGNORED_LABEL: Final = -100  # Label that a loss leaves out, in PyTorch and transformers
+_ROUND_OFF: Final = 1e-9  # Difference of two weights that is round-off
+# A loss has less round-off than a gradient, and is less sensitive: a constant term hides what changes.
+_FEWER_OPERATIONS: Final = 50
+_SPLIT: Final = (3, 8)  # Share of them in the first of two unequal parts, as a fraction
+
+Rows = NDArray[np.int64]
+Numbers = list[NDArray[np.float64]]  # A loss, or numbers of the gradients of the parameters
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way in which losses of parts make up the loss of their batch.
+
+    Attributes:
+        labels: Name of the labels that the loss is the mean over; empty: of other items.
+        but_first: Whether the first label of each sample does not count: a language model predicts the next word.
+        is_sum: Whether the losses are added up, since each is divided by the number of items in the whole batch.
+    """
+
+    labels: str = ""
+    but_first: bool = False
+    is_sum: bool = False
+
+
+SUM: Final = Way(is_sum=True)
+SAMPLES: Final = Way()
+
+
+class Items:
+    """The items of a batch that its loss may be the mean over: its labels or its samples.
+
+    Args:
+        batch: A collated batch of R samples, in k views each.
+        names: Names that labels may have, the likeliest first.
+        samples: R.
+        shifts_labels: Whether a language model most probably leaves the first label of each sample out.
+    """
+
+    def __init__(self, batch: Any, names: Sequence[str], samples: int, *, shifts_labels: bool) -> None:
+        self.samples = samples
+        self._labels = {}
+        for name in dict.fromkeys(names) if isinstance(batch, Mapping) else ():
+            labels = batch.get(name)
+            # Numbers are targets of a regression: each sample has as many.
+            is_counted = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim()
+            if is_counted and len(labels) % samples == 0:
+                self._labels[name] = labels
+        self._counts: dict[Way, Rows] = {}  # Of each sample, [R], by way
+        self.means: list[Way] = []
+        for name, labels in self._labels.items():
+            by_label = [Way(name), Way(name, but_first=True)][: labels.dim()]
+            self.means += reversed(by_label) if shifts_labels else by_label
+        self.means.append(SAMPLES)
+
+    def weight(self, way: Way, rows: slice | Rows, among: slice | Rows = slice(None)) -> float:
+        """Returns the weight of the loss of some samples in the loss of more samples: by default, of all."""
+        if way.is_sum:
+            return 1.0
+        counts = self._counted(way)
+        part, whole = counts[rows], counts[among]
+        return float(part.sum() / whole.sum()) if whole.any() else len(part) / len(whole)
+
+    def telling(self, most: int) -> Rows:
+        """Chooses at most so many samples that tell the ways apart: from those with the fewest labels to those with the
+        most.
+        """
+        counts = self._counted(self.means[0])
+        order = np.argsort(counts, kind="stable")
+        order = order[np.count_nonzero(counts == 0) :] if np.count_nonzero(counts) > 1 else order
+        size = min(most, len(order))
+        return order[np.linspace(0, len(order) - 1, size).round().astype(np.int64)]
+
+    def agree(self, ways: Sequence[Way], rows: slice | Rows) -> bool:
+        """Tells whether some samples have the same weight in each of the ways."""
+        weights = [self.weight(way, rows) for way in ways]
+        return max(weights) - min(weights) <= _ROUND_OFF
+
+    def _counted(self, way: Way) -> Rows:
+        if way not in self._counts:
+            self._counts[way] = np.ones(self.samples, dtype=np.int64)
+            if way.labels in self._labels:
+                labels = self._labels[way.labels]
+                labels = labels[:, 1:] if way.but_first else labels
+                # The views of a sample are stacked: R rows of the first, R rows of the second.
+                by_row = labels.ne(_IGNORED_LABEL).flatten(1).sum(1) if labels.dim() > 1 else labels.ne(_IGNORED_LABEL)
+                self._counts[way] = by_row.view(-1, self.samples).sum(0).cpu().numpy()
+        return self._counts[way]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonResult:
+    """The result of a comparison of a few samples, computed whole and in two parts.
+
+    Attributes:
+        ways: The ways that hold, the likeliest first; empty: none holds, or nothing is known.
+        difference: Relative L2 difference of the way that comes nearest; not finite: it could not be computed.
+        through: Names of the normalising layers that are the only reason why no way holds.
+        is_known: Whether anything could be measured.
+        of: What was compared: the gradient or the loss.
+    """
+
+    ways: tuple[Way, ...] = ()
+    difference: float = math.nan
+    through: tuple[str, ...] = ()
+    is_known: bool = True
+    of: str = "gradient"
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """Compares a few samples, computed whole, with two parts of them.
+
+    Attributes:
+        compute: Returns the gradients of some samples, or their loss.
+        seeded: Sets the generators to the state that they began with.
+        model: The module that is trained.
+        is_of_losses: Whether losses are compared, in place of gradients.
+        formats: Number formats in which anything was computed.
+    """
+
+    compute: Callable[[Rows], Numbers]
+    seeded: Callable[[], object]
+    model: nn.Module
+    is_of_losses: bool = False
+    formats: set[torch.dtype] = field(default_factory=set)
+
+    def result(self, items: Items, ways: Sequence[Way], rows: Rows) -> ComparisonResult:
+        """Finds out which ways hold for two or more samples."""
+        layers = tuple(name for name, module in self.model.named_modules() if _normalises(module))
+        try:
+            differences = self._differences(items, ways, rows)
+        except ValueError:
+            # A part of one sample has no variance.
+            if not layers:
+                raise
+            differences = dict.fromkeys(ways, math.inf)
+        if holding := self._holding(differences):
+            return ComparisonResult(ways=holding, difference=differences[holding[0]])
+        if self._draws(rows):
+            return ComparisonResult(is_known=False)
+        without = differences
+        if layers:
+            with _NoBatchNorm():
+                without = self._differences(items, ways, rows)
+        if holding := self._holding(without):
+            return ComparisonResult(ways=holding, difference=differences[holding[0]], through=layers)
+        nearest = min(differences.values())
+        return ComparisonResult(difference=nearest if math.isfinite(nearest) else min(without.values()))
+
+    def _holding(self, differences: Mapping[Way, float]) -> tuple[Way, ...]:
+        return tuple(way for way, difference in differences.items() if difference <= self._tolerance)
+
+    @property
+    def _tolerance(self) -> float:
+        """Largest difference that is round-off in the coarsest format."""
+        formats = {next(self.model.parameters()).dtype, *self.formats}
+        tolerance = max(tolerance_of(one, half=False) for one in formats if one.is_floating_point)
+        return tolerance / _FEWER_OPERATIONS if self.is_of_losses else tolerance
+
+    def _differences(self, items: Items, ways: Sequence[Way], rows: Rows) -> dict[Way, float]:
+        first = max(len(rows) * _SPLIT[0] // _SPLIT[1], min(2, len(rows) - 1))
+        parts = [rows[:first], rows[first:]]
+        with NoDropout(), _Formats(self.formats):
+            whole, *of_parts = (self._computed(part) for part in (rows, *parts))
+        differences = {}
+        for way in ways:
+            weights = [items.weight(way, part, rows) for part in parts]
+            differences[way] = _relative_difference(whole, of_parts, weights)
+        return differences
+
+    def _computed(self, rows: Rows) -> Numbers:
+        self.seeded()
+        return self.compute(rows)
+
+    def _draws(self, rows: Rows) -> bool:
+        """Tells whether the samples have other numbers with other random numbers, so that nothing can be compared."""
+        with NoDropout():
+            first, second = self._computed(rows), self.compute(rows)
+        return _relative_difference(first, [second], [1.0]) > self._tolerance
+
+
+def _relative_difference(whole: Numbers, parts: Sequence[Numbers], weights: Sequence[float]) -> float:
+    """Returns the L2 difference of a weighted sum from the whole, divided by the whole's L2 norm."""
+    difference = size = 0.0
+    for place, numbers in enumerate(whole):
+        # The mean over no labels is not a number, and has no weight.
+        weighted = [weight * part[place] for part, weight in zip(parts, weights, strict=True) if weight]
+        difference += float(np.square(sum(weighted) - numbers).sum())
+        size += float(np.square(numbers).sum())
+    if not math.isfinite(difference + size):
+        return math.inf
+    return math.sqrt(difference / size) if size else math.inf if difference else 0.0
+
+
+def _normalises(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and not isinstance(
+        module, nn.modules.instancenorm._InstanceNorm
+    )
+
+
+class _Formats(TorchFunctionMode):
+    """Notes the number formats of all results: a loss, or a step of a model, may be computed in a coarser one."""
+
+    def __init__(self, formats: set[torch.dtype]) -> None:
+        super().__init__()
+        self._formats = formats
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._formats.add(result.dtype)
+        return result
+
+
+class _NoBatchNorm(TorchFunctionMode):
+    """Leaves normalisation over the batch out, wherever it is called."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") == "batch_norm":
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)

@@ -1,0 +1,167 @@
+"""Which way of adding up losses holds: measured with a few samples, computed whole and in two parts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from can_train.adapters.loss_ways import SAMPLES, SUM, Comparison, ComparisonResult, Items, Numbers, Rows, Way
+
+LABELS = torch.tensor([[1, 2, 3, -100], [1, -100, -100, -100], [1, 2, -100, -100], [1, 2, 3, 1], [2, 2, -100, -100]])
+X = torch.linspace(-1, 1, 5 * 4 * 3, dtype=torch.float64).view(5, 4, 3).sin()
+WAYS = [SUM, Way("labels"), Way("labels", but_first=True), SAMPLES]
+
+
+def token_losses(model: nn.Module, rows: Rows) -> Tensor:
+    return F.cross_entropy(model(X[rows]).transpose(1, 2), LABELS[rows], reduction="none")
+
+
+def mean_of_labels(model: nn.Module, rows: Rows) -> Tensor:
+    return token_losses(model, rows).sum() / LABELS[rows].ne(-100).sum()
+
+
+def mean_of_later_labels(model: nn.Module, rows: Rows) -> Tensor:
+    return token_losses(model, rows)[:, 1:].sum() / LABELS[rows][:, 1:].ne(-100).sum()
+
+
+def mean_of_samples(model: nn.Module, rows: Rows) -> Tensor:
+    return token_losses(model, rows).sum(1).mean()
+
+
+def share_of_a_sum(model: nn.Module, rows: Rows) -> Tensor:
+    return token_losses(model, rows).sum() / 12
+
+
+def in_batch_negatives(model: nn.Module, rows: Rows) -> Tensor:
+    embedded = model(X[rows]).sum(1)
+    return F.cross_entropy(embedded @ embedded.T, torch.arange(len(rows)))
+
+
+def drawn(model: nn.Module, rows: Rows) -> Tensor:
+    noisy = X[rows] + torch.randn(len(rows), 4, 3, dtype=torch.float64)
+    return F.cross_entropy(model(noisy).transpose(1, 2), LABELS[rows], reduction="none").sum(1).mean()
+
+
+def dropped(model: nn.Module, rows: Rows) -> Tensor:
+    return F.dropout(token_losses(model, rows).sum(1)).mean()
+
+
+def result_of(
+    loss_of: Callable[[Any, Rows], Tensor], model: nn.Module | None = None, **options: Any
+) -> ComparisonResult:
+    torch.manual_seed(0)
+    model = model or nn.Linear(3, 4)
+    model = model.double()
+
+    def gradients(rows: Rows) -> Numbers:
+        found = torch.autograd.grad(loss_of(model, rows), list(model.parameters()))
+        return [one.numpy() for one in found]
+
+    seed = torch.get_rng_state()
+    comparison = Comparison(compute=gradients, seeded=lambda: torch.set_rng_state(seed), model=model, **options)
+    items = Items({"labels": LABELS}, ["labels"], 5, shifts_labels=False)
+    return comparison.result(items, WAYS, items.telling(5))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "way"),
+    [
+        (share_of_a_sum, WAYS[0]),
+        (mean_of_labels, WAYS[1]),
+        (mean_of_later_labels, WAYS[2]),
+        (mean_of_samples, WAYS[3]),
+        (dropped, WAYS[3]),
+    ],
+)
+def test_the_way_that_holds_is_the_only_one(loss_of: Any, way: Way) -> None:
+    assert result_of(loss_of).ways == (way,)
+
+
+def test_samples_that_are_compared_with_each_other_hold_in_no_way() -> None:
+    result = result_of(in_batch_negatives)
+    assert result.is_known
+    assert not result.ways
+    assert not result.through
+    assert result.difference > 0.1
+
+
+def test_a_loss_that_draws_its_noise_cannot_be_compared() -> None:
+    assert not result_of(drawn).is_known
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x).flatten(0, 1)).view(len(x), 4, 4)
+
+
+def test_batch_norm_is_named_where_it_is_the_only_reason() -> None:
+    result = result_of(mean_of_samples, Wrapped(Normalised()))
+    assert result.through == ("inner.norm",)
+    assert result.ways == (SAMPLES,)
+    assert not result_of(in_batch_negatives, Wrapped(Normalised())).ways
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(1))
+        # The parameters of a layer that is left out have no gradient.
+        inner.norm.requires_grad_(False)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return (one for one in super().parameters(recurse) if one.requires_grad)
+
+
+def test_a_step_in_single_precision_has_the_round_off_of_single_precision() -> None:
+    def single(model: nn.Module, rows: Rows) -> Tensor:
+        return token_losses(model, rows).float().sum(1).mean().double()
+
+    assert result_of(single).ways == (SAMPLES,)
+
+
+def test_losses_are_compared_more_strictly_than_gradients() -> None:
+    items = Items({"labels": LABELS}, ["labels"], 5, shifts_labels=False)
+
+    def almost(rows: Rows) -> Numbers:
+        return [np.array([4.0 + 4e-5 * len(rows)])]
+
+    ways = [SAMPLES]
+    of_losses = Comparison(compute=almost, seeded=lambda: None, model=nn.Linear(1, 1), is_of_losses=True)
+    assert not of_losses.result(items, ways, np.arange(5)).ways
+    of_gradients = Comparison(compute=almost, seeded=lambda: None, model=nn.Linear(1, 1))
+    assert of_gradients.result(items, ways, np.arange(5)).ways
+
+
+def test_labels_are_counted_under_the_names_of_the_trainer_across_views() -> None:
+    batch = {"target": torch.cat([LABELS, LABELS]), "labels": torch.zeros(5)}
+    items = Items(batch, ["target", "labels"], 5, shifts_labels=False)
+    assert items.means == [Way("target"), Way("target", but_first=True), SAMPLES]
+    assert items.weight(items.means[0], slice(0, 2)) == pytest.approx(8 / 24)
+    assert items.weight(items.means[1], slice(0, 2)) == pytest.approx(4 / 14)
+    assert items.weight(SAMPLES, slice(0, 2)) == pytest.approx(2 / 5)
+
+
+def test_samples_that_tell_the_ways_apart_have_few_and_many_labels() -> None:
+    items = Items({"labels": LABELS}, ["labels"], 5, shifts_labels=False)
+    assert items.telling(2).tolist() == [1, 3]
+    assert not items.agree(items.means, slice(0, 1))
+    assert items.agree([SAMPLES, SAMPLES], slice(0, 1))
+
+
+def test_a_part_without_labels_has_no_weight() -> None:
+    labels = torch.tensor([[-100, -100], [1, 2]])
+    items = Items({"labels": labels}, ["labels"], 2, shifts_labels=False)
+    assert items.weight(Way("labels"), slice(0, 1)) == 0.0
+    assert items.telling(2).tolist() == [0, 1]
