@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from can_train import CanTrainError, LoopSettings, MicroBatchTrainerMixin, simulated_gpu
 from can_train.adapters import transformers_trainer
 from can_train.adapters.framework_loop import FrameworkLoop
+from can_train.adapters.trainer_batches import why_whole
 from fakes.processes import TIMEOUT_S, quick_context
 from fakes.several_ranks import free_port
 from fakes.transformers_trainers import (
@@ -58,7 +59,7 @@ def test_a_part_weighed_by_its_share_of_samples_leads_to_other_weights(
 ) -> None:
     plain, cut = Tagger(), Tagger()
     trainer_of(transformers, tmp_path, plain).train()
-    monkeypatch.setattr(transformers_trainer._Items, "weight", lambda self, way, part: part.share)
+    monkeypatch.setattr(transformers_trainer._TrainingParts, "weight", lambda self, part, largest: part.share)
     trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False)).train()
     assert difference(plain, cut) > 1e3 * EXACT
 
@@ -88,14 +89,17 @@ def test_a_loss_function_of_ones_own_is_exact_as_sum_and_as_mean(
     assert difference(plain, cut) <= EXACT
 
 
-def test_a_mean_over_something_else_is_told_once_with_what_makes_it_exact(
+def test_a_mean_over_something_else_is_not_split_and_told_once_with_what_makes_it_exact(
     transformers: ModuleType, tmp_path: Path
 ) -> None:
+    plain, whole = Tagger(), Tagger()
+    trainer_of(transformers, tmp_path, plain, compute_loss_func=input_mean).train()
     settings = LoopSettings(limits=3, learn=False)
-    with pytest.warns(UserWarning, match="neither the sum") as caught:
-        trainer_of(transformers, tmp_path, Tagger(), settings, compute_loss_func=input_mean).train()
+    with pytest.warns(UserWarning, match=r"cutting one changes its gradient by \d+\.\d%") as caught:
+        trainer_of(transformers, tmp_path, whole, settings, compute_loss_func=input_mean).train()
     assert len(caught) == 1
     assert "compute_loss_func=lambda outputs, labels, num_items_in_batch" in str(caught[0].message)
+    assert torch.equal(weights(plain), weights(whole))
 
 
 class Normalised(Tagger):
@@ -117,9 +121,20 @@ class Rows(nn.Module):
         return self.layer(x.flatten(0, 1)).view(x.shape)
 
 
-def test_samples_that_depend_on_each_other_are_told(transformers: ModuleType, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"through layers\.1\.layer: micro-batches change the gradient"):
-        trainer_of(transformers, tmp_path, Normalised(), LoopSettings(limits=3, learn=False)).train()
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_samples_that_depend_on_each_other_through_batch_norm_are_split_and_told(
+    transformers: ModuleType, tmp_path: Path, limit: int
+) -> None:
+    trainer = trainer_of(transformers, tmp_path, Normalised(), LoopSettings(limits=limit, learn=False))
+    sizes: list[int] = []
+    trainer.model.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
+    through = r"through layers\.1\.layer: micro-batches change the gradient of loss \d+\.\d%"
+    with pytest.warns(UserWarning, match=through) as caught:
+        trainer.train()
+    assert len(caught) == 1
+    # Where one sample fits in a whole step, more are computed forward only: with BatchNorm, without it, and twice to
+    # see whether the loss draws numbers.
+    assert sizes.count(8) == (4 if limit == 1 else 0)
 
 
 def test_a_training_that_ran_out_of_memory_fits_with_the_same_weights(transformers: ModuleType, tmp_path: Path) -> None:
@@ -240,8 +255,8 @@ def test_bf16_autocast_is_on_in_the_parts(transformers: ModuleType, tmp_path: Pa
     found: list[tuple[int, torch.dtype]] = []
     cut.lm_head.register_forward_hook(lambda _module, _inputs, scores: found.append((len(scores), scores.dtype)))
     trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), **options).train()
-    # Five samples are computed at once to find out how losses add up.
-    assert set(found) == {(2, torch.bfloat16), (3, torch.bfloat16), (5, torch.bfloat16)}
+    # Three samples are also computed in two parts, to find out how losses add up.
+    assert set(found) == {(1, torch.bfloat16), (2, torch.bfloat16), (3, torch.bfloat16)}
     # Of weights up to 1; bf16 keeps 8 bits.
     assert difference(plain, cut) <= 1e-3
 
@@ -279,8 +294,10 @@ def test_a_compiled_model_is_computed_in_parts(transformers: ModuleType, tmp_pat
         (lambda one: setattr(one.args, "optim", "lomo"), "optim='lomo'"),
     ],
 )
-def test_what_cannot_be_exact_is_refused(transformers: ModuleType, tmp_path: Path, change: Any, found: str) -> None:
-    trainer = trainer_of(transformers, tmp_path, Tagger(), LoopSettings())
+def test_limits_of_what_is_not_split_are_refused(
+    transformers: ModuleType, tmp_path: Path, change: Any, found: str
+) -> None:
+    trainer = trainer_of(transformers, tmp_path, Tagger(), LoopSettings(limits=3))
     change(trainer)
     with pytest.raises(CanTrainError, match="whole batch") as caught:
         trainer.train()
@@ -351,3 +368,605 @@ def test_room_is_made_before_each_step_of_the_optimizer(
     for _ in range(2):
         trainer.train()
     assert made == 6
+
+
+# Nothing changes until memory runs out
+
+
+def counting(base: Any) -> Any:
+    """A user's Trainer that counts, keeps lists, and looks at gradients in its own step."""
+
+    class Counting(base):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.steps, self.losses, self.samples = 0, [], []
+            self.gradients: list[float] = []
+            self.tokens = {"train": {"seen": [0]}}
+
+        def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+            self.steps += 1
+            loss = super().training_step(*arguments, **options)
+            self.gradients.append(float(sum(one.grad.norm() for one in self.model.parameters())))
+            return loss
+
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            self.samples.append(len(inputs["input_ids"]))
+            self.tokens["train"]["seen"][0] += inputs["input_ids"].numel()
+            loss = super().compute_loss(model, inputs, *arguments, **options)
+            self.losses.append(float((loss[0] if isinstance(loss, tuple) else loss).detach()))
+            return loss
+
+    return Counting
+
+
+def counted(trainer: Any) -> list[Any]:
+    return [trainer.steps, trainer.losses, trainer.samples, trainer.gradients, trainer.tokens]
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_step_of_ones_own_runs_once_a_batch_as_it_is_written(
+    transformers: Any, tmp_path: Path, size: int, steps: int
+) -> None:
+    base = counting(transformers.Trainer)
+    trainers = []
+    for settings in (None, LoopSettings(device="sim:64MiB", state_dir=tmp_path)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "base": base}
+        trainer = trainer_of(transformers, tmp_path, Tagger(), settings, **options)
+        trainer.train()
+        trainers.append(trainer)
+    plain, adopted = trainers
+    assert counted(plain) == counted(adopted)
+    assert plain.steps == 2 * -(-26 // size)
+    assert torch.equal(weights(plain.model), weights(adopted.model))
+
+
+class Schedule(torch.optim.SGD):
+    """An optimizer that is in training mode or not, as schedule-free ones are, and may be made once."""
+
+    made = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        Schedule.made += 1
+        self.modes: list[str] = []
+
+    def train(self) -> None:
+        self.modes.append("train")
+
+    def eval(self) -> None:
+        self.modes.append("eval")
+
+
+def test_an_optimizer_with_modes_is_made_once_and_sees_no_trial(transformers: Any, tmp_path: Path) -> None:
+    found = []
+    for settings in (None, LoopSettings(device="sim:64MiB", state_dir=tmp_path)):
+        model, Schedule.made = Tagger(), 0
+        optimizer = Schedule(model.parameters(), lr=0.1)
+        trainer_of(transformers, tmp_path, model, settings, optimizers=(optimizer, None)).train()
+        found.append((optimizer.modes, Schedule.made, weights(model)))
+    assert found[0][:2] == found[1][:2]
+    assert torch.equal(found[0][2], found[1][2])
+
+
+# The first split
+
+
+def test_the_first_split_is_measured_once_with_no_more_samples_than_have_fitted(
+    transformers: Any, tmp_path: Path
+) -> None:
+    base, settings = counting(transformers.Trainer), LoopSettings(limits=3, learn=False)
+    trainer = trainer_of(transformers, tmp_path, Tagger(), settings, base=base)
+    sizes: list[int] = []
+    trainer.model.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
+    trainer.train()
+    # Three samples whole, and in parts of two and one.
+    assert sizes[:6] == [3, 3, 2, 1, 3, 2]
+    assert sizes[6:9] == [3, 3, 2]
+    assert max(sizes) == 3
+    # The counts have no trace of it.
+    assert trainer.samples[:6] == [3, 3, 2, 3, 3, 2]
+    assert trainer.tokens["train"]["seen"][0] == sum_of_tokens(transformers, tmp_path)
+
+
+def sum_of_tokens(transformers: Any, folder: Path) -> int:
+    trainer = trainer_of(transformers, folder, Tagger(), base=counting(transformers.Trainer))
+    trainer.train()
+    return trainer.tokens["train"]["seen"][0]
+
+
+class Pointer(Tagger):
+    """A model whose labels have a name of their own, and that takes no number of items."""
+
+    accepts_loss_kwargs = False
+
+    def forward(self, input_ids: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
+        return super().forward(input_ids, target)
+
+
+def with_target(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = padded(samples)
+    return {"input_ids": batch["input_ids"], "target": batch["labels"]}
+
+
+def test_labels_of_another_name_are_counted(transformers: Any, tmp_path: Path) -> None:
+    models, losses = (Pointer(), Pointer()), []
+    options = {"label_names": ["target"], "data_collator": with_target, "per_device_eval_batch_size": 26}
+    options["remove_unused_columns"] = False
+    for model, settings in zip(models, (None, LoopSettings(limits=3, learn=False)), strict=True):
+        trainer = trainer_of(transformers, tmp_path, model, settings, **options)
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert difference(*models) <= EXACT
+    assert losses[1] == pytest.approx(losses[0], abs=EXACT)
+
+
+class Contrastive(nn.Module):
+    """Each sample is compared with all others of its batch."""
+
+    def __init__(self, normalises: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, WIDTH).double()
+        self.norm = nn.BatchNorm1d(WIDTH).double() if normalises else nn.Identity()
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> dict[str, Tensor]:
+        first, second = (
+            self.norm(self.words(ids).mean(1)) for ids in (input_ids, labels.clamp(min=0).cumsum(1) % WORDS)
+        )
+        return {"loss": F.cross_entropy(first @ second.T, torch.arange(len(first))), "scores": first @ second.T}
+
+
+@pytest.mark.parametrize(("limit", "normalises"), [(1, False), (2, False), (3, False), (2, True), (3, True)])
+def test_in_batch_negatives_are_not_split_and_told_once(
+    transformers: Any, tmp_path: Path, limit: int, normalises: bool
+) -> None:
+    plain, whole = Contrastive(normalises), Contrastive(normalises)
+    trainer_of(transformers, tmp_path, plain, remove_unused_columns=False).train()
+    settings = LoopSettings(limits=limit, learn=False)
+    with pytest.warns(UserWarning, match=r"not split: cutting one changes its \w+ by \d+\.\d%") as caught:
+        trainer_of(transformers, tmp_path, whole, settings, remove_unused_columns=False).train()
+    assert len(caught) == 1
+    assert torch.equal(weights(plain), weights(whole))
+
+
+def test_in_batch_negatives_that_do_not_fit_end_with_what_can_help(transformers: Any, tmp_path: Path) -> None:
+    settings = LoopSettings(device="sim:21MiB", learn=False)
+    trainer = trainer_of(transformers, tmp_path, Heavy(Contrastive()), settings, per_device_train_batch_size=26)
+    with pytest.warns(UserWarning, match="not split"), pytest.raises(CanTrainError, match="not split") as caught:
+        trainer.train()
+    remedy = caught.value.remedy
+    assert "per_device_train_batch_size=13" in remedy
+    assert not {word for word in ("--optimizer", "select=", "larger") if word in str(caught.value)}
+
+
+class Heavy(nn.Module):
+    """Keeps a MiB a sample for the backward pass."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.unit = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        kept = (torch.ones(len(input_ids), 2**16, dtype=torch.float64) * self.unit).square()
+        outputs = self.inner(input_ids, labels, **options)
+        if "loss" in outputs:
+            outputs["loss"] = outputs["loss"] + 0 * kept.mean()
+        return outputs
+
+
+class Noisy(Tagger):
+    """Draws its noise in the step."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> dict[str, Tensor]:
+        logits = self.layers(self.words(input_ids) + torch.randn(*input_ids.shape, WIDTH))
+        return {"loss": self.loss(logits, labels, **options), "logits": logits}
+
+
+def test_a_loss_that_draws_noise_is_split_and_told(transformers: Any, tmp_path: Path) -> None:
+    sizes: list[int] = []
+    model = Noisy()
+    model.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
+    with pytest.warns(UserWarning, match="is not known") as caught:
+        trainer_of(transformers, tmp_path, model, LoopSettings(limits=3, learn=False)).train()
+    assert len(caught) == 1
+    assert max(sizes) == 3
+
+
+# Rows that are no samples
+
+
+class DataCollatorForPreference:
+    """Named as TRL's: rows of the preferred sentences stand above those of the others."""
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        first, second = padded(samples)["input_ids"], padded(samples)["input_ids"].flip(1)
+        margins = torch.tensor([float(len(one["input_ids"])) for one in samples])
+        return {"input_ids": torch.cat([first, second]), "margin": margins}
+
+
+class Preferring(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH).double(), nn.Linear(WIDTH, 1).double()
+
+    def forward(self, input_ids: Tensor, margin: Tensor) -> dict[str, Tensor]:
+        chosen, rejected = self.head(self.words(input_ids).cumsum(1).tanh().mean(1)).chunk(2)
+        return {"loss": -F.logsigmoid(chosen - rejected - margin[:, None]).mean()}
+
+
+def test_stacked_views_are_split_by_sample(transformers: Any, tmp_path: Path) -> None:
+    plain, cut = Preferring(), Preferring()
+    options = {"data_collator": DataCollatorForPreference(), "remove_unused_columns": False, "optim": "sgd"}
+    trainer_of(transformers, tmp_path, plain, **options).train()
+    sizes: list[int] = []
+    cut.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
+    trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), **options).train()
+    assert max(sizes) == 6
+    assert difference(plain, cut) <= EXACT
+
+
+class Views(nn.Module):
+    """Compares stacked views that nobody knows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH).double(), nn.Linear(WIDTH, 1).double()
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        chosen, rejected = self.head(self.words(input_ids).cumsum(1).tanh().mean(1)).tensor_split(2)
+        return {"loss": -F.logsigmoid(chosen[: len(rejected)] - rejected[: len(chosen)]).mean()}
+
+
+def views_only(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {"input_ids": DataCollatorForPreference()(samples)["input_ids"]}
+
+
+def test_stacked_views_that_nothing_tells_of_are_not_split(transformers: Any, tmp_path: Path) -> None:
+    plain, whole = Views(), Views()
+    options = {"data_collator": views_only, "remove_unused_columns": False}
+    trainer_of(transformers, tmp_path, plain, **options).train()
+    with pytest.warns(UserWarning, match="not split: cutting one changes its gradient"):
+        trainer_of(transformers, tmp_path, whole, LoopSettings(limits=3, learn=False), **options).train()
+    assert torch.equal(weights(plain), weights(whole))
+
+
+def packed(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One row of all sentences."""
+    ids = torch.cat([one["input_ids"] for one in samples])[None]
+    starts = torch.cat([torch.arange(len(one["input_ids"])) for one in samples])[None]
+    return {"input_ids": ids, "labels": ids.flip(1), "position_ids": starts}
+
+
+class Packed(Tagger):
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, **options: Any) -> dict[str, Tensor]:
+        return super().forward(input_ids, labels, **options)
+
+
+def test_packed_rows_run_whole(transformers: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain, whole = Packed(), Packed()
+    options = {"data_collator": packed, "remove_unused_columns": False}
+    trainer_of(transformers, tmp_path, plain, **options).train()
+    trainer_of(transformers, tmp_path, whole, LoopSettings(limits=3, learn=False), **options).train()
+    assert torch.equal(weights(plain), weights(whole))
+
+
+def test_packed_rows_that_do_not_fit_name_no_way_to_take_samples_out(transformers: Any, tmp_path: Path) -> None:
+    class Wide(Packed):
+        def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, **options: Any) -> Any:
+            wide = (torch.ones(2**20, dtype=torch.float64) * self.words.weight[0, 0]).square()
+            outputs = super().forward(input_ids, labels, position_ids, **options)
+            return {**outputs, "loss": outputs["loss"] + 0 * wide.mean()}
+
+    settings = LoopSettings(device="sim:12MiB", learn=False)
+    options = {"data_collator": packed, "remove_unused_columns": False}
+    with pytest.raises(CanTrainError, match="several sequences") as caught:
+        trainer_of(transformers, tmp_path, Wide(), settings, **options).train()
+    assert "per_device_train_batch_size=4" in caught.value.remedy
+    assert "select=" not in str(caught.value)
+
+
+def test_batches_without_tensors_run_whole(transformers: Any, tmp_path: Path) -> None:
+    class Generating(transformers.Trainer):
+        """Makes its tensors in the step, as reinforcement learning does."""
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return padded(inputs) if isinstance(inputs, list) else super()._prepare_inputs(inputs)
+
+        def floating_point_ops(self, inputs: Any) -> int:
+            return 0
+
+        def _track_num_input_tokens(self, inputs: Any) -> None:
+            """Counts nothing."""
+
+    plain, whole = TaggerWithoutNumber(), TaggerWithoutNumber()
+    options = {"data_collator": list, "base": Generating, "remove_unused_columns": False}
+    trainer_of(transformers, tmp_path, plain, **options).train()
+    trainer_of(transformers, tmp_path, whole, LoopSettings(limits=3, learn=False), **options).train()
+    assert torch.equal(weights(plain), weights(whole))
+
+
+# Memory that runs out
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_that_ran_out_of_memory_leaves_no_trace(transformers: Any, tmp_path: Path, steps: int) -> None:
+    base, trainers = counting(transformers.Trainer), []
+    for settings in (None, LoopSettings(device="sim:21MiB", learn=False)):
+        options = {"per_device_train_batch_size": 13, "gradient_accumulation_steps": steps, "base": base}
+        trainer = trainer_of(transformers, tmp_path, Heavy(Tagger()), settings, **options)
+        trainer.train()
+        trainers.append(trainer)
+    plain, cut = trainers
+    assert len(cut.samples) > len(plain.samples)
+    assert sum(cut.samples) == sum(plain.samples)
+    assert difference(plain.model, cut.model) <= EXACT
+    assert cut.tokens == plain.tokens
+
+
+class WithCentres(nn.Module):
+    """A loss with parameters of its own, as sentence-transformers has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.ones(WORDS, dtype=torch.float64))
+
+
+def with_loss(base: Any) -> Any:
+    class WithLoss(base):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.loss = WithCentres()
+            super().__init__(*arguments, **options)
+
+        def create_optimizer(self, *_: Any) -> Any:
+            parameters = [*self.model.parameters(), *self.loss.parameters()]
+            self.optimizer = torch.optim.SGD(parameters, lr=0.05)
+            return self.optimizer
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            outputs = model(inputs["input_ids"])
+            labels = inputs["labels"]
+            logits = outputs["logits"] * self.loss.centres
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    return WithLoss
+
+
+@pytest.mark.parametrize(
+    "settings", [LoopSettings(limits=3, learn=False), LoopSettings(device="sim:21MiB", learn=False)]
+)
+def test_parameters_of_a_loss_are_trained_alike(transformers: Any, tmp_path: Path, settings: LoopSettings) -> None:
+    trainers = []
+    for one in (None, settings):
+        options = {"base": with_loss(transformers.Trainer), "per_device_train_batch_size": 13}
+        options |= {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
+        trainer = trainer_of(transformers, tmp_path, Wide(Tagger()), one, **options)
+        trainer.train()
+        trainers.append(trainer)
+    plain, cut = trainers
+    assert difference(plain.model, cut.model) <= EXACT
+    assert difference(plain.loss, cut.loss) <= EXACT
+    assert float((plain.loss.centres.detach() - 1).abs().max()) > 1e-3
+
+
+class Wide(Heavy):
+    """Keeps memory in the logits."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        kept = (torch.ones(len(input_ids), 2**16, dtype=torch.float64) * self.unit).square()
+        outputs = self.inner(input_ids, labels, **options)
+        outputs["logits"] = outputs["logits"] + 0 * kept.mean()
+        return outputs
+
+
+def test_a_step_that_runs_backward_by_itself_is_weighed(transformers: Any, tmp_path: Path) -> None:
+    class Own(transformers.Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            model.train()
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss.backward()
+            return loss.detach()
+
+    plain, cut = TaggerWithoutNumber(), TaggerWithoutNumber()
+    trainer_of(transformers, tmp_path, plain, base=Own).train()
+    trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), base=Own).train()
+    assert difference(plain, cut) <= EXACT
+
+
+def test_a_step_above_the_mixin_sees_the_gradient_of_the_whole_batch(transformers: Any, tmp_path: Path) -> None:
+    class MicroBatchTrainer(MicroBatchTrainerMixin, transformers.Trainer):
+        pass
+
+    norms = []
+    for base in (transformers.Trainer, MicroBatchTrainer):
+        options = {"loop_settings": LoopSettings(limits=3, learn=False)} if base is MicroBatchTrainer else {}
+        trainer = trainer_of(
+            transformers,
+            tmp_path,
+            Tagger(),
+            base=lambda base=base, options=options, **given: counting(base)(**given, **options),
+        )
+        trainer.train()
+        norms.append((trainer.steps, trainer.gradients))
+    assert norms[0][0] == norms[1][0]
+    assert norms[1][1] == pytest.approx(norms[0][1], abs=EXACT)
+
+
+def collecting(base: Any) -> Any:
+    """Collects metrics as the Trainers of TRL do."""
+
+    class Collecting(base):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._metrics: dict[str, dict[str, list[float]]] = {"train": {}}
+
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            words = inputs["input_ids"]
+            metrics = self._metrics["train"]
+            metrics.setdefault("first", []).append(float(words[:, 0].double().mean()))
+            metrics.setdefault("max_first", []).append(float(words[:, 0].max()))
+            return super().compute_loss(model, inputs, *arguments, **options)
+
+    return Collecting
+
+
+def test_metrics_that_a_trainer_collects_have_one_entry_a_batch(transformers: Any, tmp_path: Path) -> None:
+    found = []
+    for settings in (None, LoopSettings(limits=3, learn=False)):
+        trainer = trainer_of(transformers, tmp_path, Tagger(), settings, base=collecting(transformers.Trainer))
+        trainer.train()
+        found.append(trainer._metrics["train"])
+    assert found[1]["max_first"] == found[0]["max_first"]
+    assert found[1]["first"] == pytest.approx(found[0]["first"], abs=EXACT)
+
+
+def test_hooks_that_step_in_the_midst_of_backward_run_as_written(transformers: Any, tmp_path: Path) -> None:
+    def hooked(model: nn.Module) -> nn.Module:
+        def step(parameter: Tensor) -> None:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.01)
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        return model
+
+    plain, adopted, dying = (hooked(Heavy(Tagger())) for _ in range(3))
+    options = {"per_device_train_batch_size": 26, "max_grad_norm": 0.0}
+    trainer_of(transformers, tmp_path, plain, **options).train()
+    trainer_of(transformers, tmp_path, adopted, LoopSettings(learn=False), **options).train()
+    assert torch.equal(weights(plain), weights(adopted))
+    with simulated_gpu("21MiB", dying), pytest.raises(CanTrainError, match="not split: a hook that sees gradients"):
+        trainer_of(transformers, tmp_path, dying, LoopSettings(learn=False), **options).train()
+
+
+# Evaluation
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    labels = prediction.label_ids
+    return {"accuracy": float((prediction.predictions.argmax(-1) == labels)[labels != -100].mean())}
+
+
+class Verbose(Tagger):
+    """Returns half a MiB of outputs a sample."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        outputs = super().forward(input_ids, labels, **options)
+        room = torch.zeros(len(input_ids), 9, 7000, dtype=torch.float64)
+        room[:, : input_ids.shape[1], :WORDS] = outputs["logits"]
+        return {**outputs, "logits": room}
+
+
+def test_outputs_that_pile_up_on_the_device_move_to_the_host(transformers: Any, tmp_path: Path) -> None:
+    options = {"per_device_eval_batch_size": 2, "compute_metrics": accuracy}
+    plain = trainer_of(transformers, tmp_path, Verbose(), **options).predict(Sentences())
+    dying = Verbose()
+    with simulated_gpu("8MiB", dying), pytest.raises(torch.OutOfMemoryError):
+        trainer_of(transformers, tmp_path, dying, **options).predict(Sentences())
+    settings = LoopSettings(device="sim:8MiB", learn=False)
+    kept = trainer_of(transformers, tmp_path, Verbose(), settings, **options).predict(Sentences())
+    assert (kept.predictions == plain.predictions).all()
+    assert kept.metrics["test_accuracy"] == plain.metrics["test_accuracy"]
+    assert kept.metrics["test_loss"] == plain.metrics["test_loss"]
+
+
+def test_an_evaluation_that_ran_out_of_memory_is_split_with_the_same_loss(transformers: Any, tmp_path: Path) -> None:
+    losses = []
+    for settings in (None, LoopSettings(device="sim:24MiB", learn=False)):
+        model = Crowded(TaggerWithoutNumber())
+        trainer = trainer_of(transformers, tmp_path, model, settings, per_device_eval_batch_size=26)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=EXACT)
+
+
+class Crowded(Heavy):
+    """Takes a MiB a sample for a moment."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        torch.ones(len(input_ids), 2**17, dtype=torch.float64)
+        return self.inner(input_ids, labels, **options)
+
+
+def test_an_evaluation_that_depends_on_its_whole_batch_is_not_split(transformers: Any, tmp_path: Path) -> None:
+    options = {"per_device_eval_batch_size": 26, "remove_unused_columns": False}
+    plain = trainer_of(transformers, tmp_path, Contrastive(), **options).evaluate()
+    settings = LoopSettings(limits=3, learn=False)
+    with pytest.warns(UserWarning, match="not split: cutting one changes its loss"):
+        whole = trainer_of(transformers, tmp_path, Contrastive(), settings, **options).evaluate()
+    assert whole["eval_loss"] == plain["eval_loss"]
+    settings = LoopSettings(device="sim:24MiB", learn=False)
+    trainer = trainer_of(transformers, tmp_path, Crowded(Contrastive()), settings, **options)
+    with (
+        pytest.warns(UserWarning, match="not split"),
+        pytest.raises(CanTrainError, match="per_device_eval_batch_size=13"),
+    ):
+        trainer.evaluate()
+
+
+def test_outputs_without_a_row_for_each_sample_are_not_joined(transformers: Any, tmp_path: Path) -> None:
+    class Scoring(Tagger):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+            outputs = super().forward(input_ids, labels, **options)
+            flat = outputs["logits"].mean((1, 2))
+            return {**outputs, "logits": flat[:, None] * flat}
+
+    options = {"per_device_eval_batch_size": 13}
+    plain = trainer_of(transformers, tmp_path, Scoring(), **options).predict(Sentences())
+    with pytest.warns(UserWarning, match="no row for each sample"):
+        whole = trainer_of(transformers, tmp_path, Scoring(), LoopSettings(limits=3), **options).predict(Sentences())
+    assert (whole.predictions == plain.predictions).all()
+
+
+# Several processes
+
+
+def spread(**changes: Any) -> Any:
+    arguments = SimpleNamespace(n_gpu=1, optim="sgd")
+    trainer = SimpleNamespace(
+        args=arguments, model=nn.Linear(1, 1), accelerator=SimpleNamespace(), is_fsdp_enabled=False,
+        is_fsdp_xla_enabled=False, is_deepspeed_enabled=False,
+    )  # fmt: skip
+    vars(arguments).update({name: changes.pop(name) for name in ("n_gpu", "optim") if name in changes})
+    vars(trainer).update(changes)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"n_gpu": 2}, "n_gpu=2, on which DataParallel"),
+        ({"is_fsdp_enabled": True}, "FSDP"),
+        ({"is_deepspeed_enabled": True}, "DeepSpeed"),
+        ({"accelerator": SimpleNamespace(parallelism_config=1)}, "parallelism_config"),
+        ({"optim": "adalomo"}, "optim='adalomo'"),
+    ],
+)
+def test_a_model_that_is_spread_over_devices_runs_as_written(changes: Any, reason: str) -> None:
+    assert reason in why_whole(spread(**changes))
+    assert not why_whole(spread())
+
+
+def test_a_part_on_one_of_several_ranks_gathers_nothing(transformers: Any, tmp_path: Path) -> None:
+    """Another rank has other parts, and would wait for ever."""
+
+    class Gathering(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+            self.accelerator.gather_for_metrics(torch.ones(1))
+            return super().compute_loss(model, inputs, *arguments, **options)
+
+    trainer = trainer_of(transformers, tmp_path, Tagger(), LoopSettings(limits=3, learn=False), base=Gathering)
+    trainer.train()
+    trainer.model = model = Tagger()
+    kept = transformers_trainer._TrainingParts.compute
+    parts = pytest.MonkeyPatch()
+    parts.setattr(
+        transformers_trainer._TrainingParts, "compute", lambda self, *, is_parallel: kept(self, is_parallel=True)
+    )
+    with parts.context(), pytest.raises(CanTrainError, match="gathers numbers of all ranks"):
+        trainer_of(transformers, tmp_path, model, LoopSettings(limits=3, learn=False), base=Gathering).train()
+    parts.undo()
+    assert "gather_for_metrics" not in vars(trainer.accelerator)

@@ -69,8 +69,12 @@ def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def trainer_of(
     transformers: Any, folder: Path, model: nn.Module, settings: LoopSettings | None = None, **options: Any
 ) -> Any:
-    """A user's Trainer; with settings, a Trainer with the mixin."""
-    mine = {name: options.pop(name) for name in ("compute_loss_func", "compute_metrics") if name in options}
+    """A user's Trainer, of the class `base`; with settings, a Trainer with the mixin."""
+    mine = {
+        name: options.pop(name) for name in ("compute_loss_func", "compute_metrics", "optimizers") if name in options
+    }
+    base: Any = options.pop("base", transformers.Trainer)
+    collator, data = options.pop("data_collator", padded), options.pop("train_dataset", None) or Sentences()
     # transformers 4 leaves the precision of one Trainer there, for all that follow.
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     arguments = transformers.TrainingArguments(
@@ -82,12 +86,11 @@ def trainer_of(
         logging_strategy="no",
         **({"per_device_train_batch_size": 8, "num_train_epochs": 2, "learning_rate": 0.05} | options),
     )
-    data = Sentences()
-    common = {"model": model, "args": arguments, "train_dataset": data, "eval_dataset": data, "data_collator": padded}
+    common = {"model": model, "args": arguments, "train_dataset": data, "eval_dataset": data, "data_collator": collator}
     if settings is None:
-        return transformers.Trainer(**common, **mine)
+        return base(**common, **mine)
 
-    class MicroBatchTrainer(MicroBatchTrainerMixin, transformers.Trainer):
+    class MicroBatchTrainer(MicroBatchTrainerMixin, base):  # type: ignore[misc]  # a class that is chosen
         pass
 
     return MicroBatchTrainer(**common, **mine, loop_settings=settings)

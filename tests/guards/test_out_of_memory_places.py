@@ -16,6 +16,9 @@ FATAL = {
 }
 TRIALS = {
     "adapters/framework_loop.py FrameworkLoop._search": "limits are searched for with a copy of the model",
+    "adapters/transformers_trainer.py MicroBatchTrainerMixin._movable_outputs.MovableContainer.add": "outputs move",
+    "adapters/transformers_trainer.py MicroBatchTrainerMixin._whole_evaluation": "outputs move to the host",
+    "adapters/transformers_trainer.py _Parts._measured": "how losses add up is tried with a few samples",
     "fit/explore.py fit_by_probes.run_round": "a probe may be too large",
     "fit/explore.py seconds_per_sample": "a batch that is timed may be too large",
     "fit/explore.py Explorer.batch_dependence": "whether samples depend on each other is tried with a few of them",
@@ -34,6 +37,7 @@ TRIALS = {
 LOOKS = {
     "adapters/framework_loop.py FrameworkLoop._undone": "restores what a step of another framework has changed",
     "adapters/lightning_sizes.py _copied": "lets it pass an except clause for errors of other kinds",
+    "adapters/transformers_trainer.py MicroBatchTrainerMixin._whole": "restores the attributes of a Trainer",
     "factors/observing.py outcome_of": "names the outcome of an attempt",
     "fit/prediction.py _of_model": "lets it pass an except clause for errors of other kinds",
     "fit/rescue.py Rescue.record_foreign_memory": "reads the device at the moment at which memory ran out",

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from operator import is_
@@ -190,10 +190,13 @@ class StepState:
 
 
 class Attributes:
-    """The attributes of one object, with copies of the containers and small tensors among them."""
+    """The attributes of one object, with copies of the containers and small tensors among them; `skip` are names of
+    attributes that do not belong to the state.
+    """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, skip: Collection[str] = ()) -> None:
         self.owner = owner
+        self._kept = _MODULE_PARTS.union(skip)
         self.values = vars(owner).copy()
         self.lengths: dict[str, int] = {}
         self._containers: list[tuple[Any, Any]] = []
@@ -202,7 +205,7 @@ class Attributes:
             # Lightning's collection of logged values is a dict with attributes.
             self._containers.append((owner, dict(owner)))
         for name, value in self.values.items():
-            if name not in _MODULE_PARTS:
+            if name not in self._kept:
                 if isinstance(value, list):
                     self.lengths[name] = len(value)
                 self._add(value, _DEPTH)
@@ -221,9 +224,9 @@ class Attributes:
     def restore(self) -> None:
         """Restores them."""
         state = vars(self.owner)
-        for name in state.keys() - self.values.keys() - _MODULE_PARTS:
+        for name in state.keys() - self.values.keys() - self._kept:
             del state[name]
-        state.update((name, value) for name, value in self.values.items() if name not in _MODULE_PARTS)
+        state.update((name, value) for name, value in self.values.items() if name not in self._kept)
         for container, earlier in self._containers:
             if isinstance(earlier, int):
                 del container[earlier:]

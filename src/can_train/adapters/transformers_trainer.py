@@ -1,5 +1,5 @@
-"""The `Trainer` of transformers, with batches that are computed in parts that fit. can-train itself does not need
-`transformers`.
+"""The `Trainer` of transformers, with batches that are computed in parts where they do not fit. can-train itself does
+not need `transformers`.
 
 Shapes: R samples.
 """
@@ -8,52 +8,73 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial, reduce
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
 from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from can_train.adapters.framework_loop import LOSS, FrameworkLoop, LoopSettings, Part
-from can_train.errors import ArgumentError
+from can_train.adapters.framework_loop import (
+    LOSS,
+    FrameworkLoop,
+    LoopSettings,
+    Part,
+    SplitRefusedError,
+    sample_counts,
+)
+from can_train.adapters.loss_ways import SUM, Comparison, ComparisonResult, Items, Numbers, Rows, Way
+from can_train.adapters.step_state import StepState
+from can_train.adapters.trainer_batches import TrainerRows, modules_of, refuse_conflicts, remedy_of, why_whole
+from can_train.adapters.trainer_state import (
+    attributes_of,
+    gradient_numbers,
+    join_metrics,
+    metric_lengths,
+    replaced,
+    scale_gradients,
+    without_gathering,
+)
+from can_train.errors import ArgumentError, DoesNotFitError
 from can_train.factors.observations import Outcome
 from can_train.factors.observing import outcome_of
-from can_train.fit.micro_batcher import Losses
+from can_train.fit.batch_dependence import BatchDependence
+from can_train.fit.collate import leaves, select_samples
+from can_train.fit.optimizer import Snapshot
+from can_train.fit.packing import counts_of
+from can_train.fit.rescue import fatal_out_of_memory
+from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory
 from can_train.training.distributed import add_gradients
 
 _LOG: Final = logging.getLogger("can_train")
 _Trainer: Final[Any] = object  # The Trainer itself stands behind the mixin among the bases of a class
-_IGNORED_LABEL: Final = -100  # Label that a loss leaves out, in PyTorch and transformers
-_ROUND_OFF: Final = 1e-9  # Difference of two weights that is round-off
-_MEASURED_SAMPLES: Final = (5, 8)  # Fewest and most samples that show how losses add up
 
-# How the loss of a batch follows from its parts' losses: it is their sum, where each is divided by the number of items
-# in the whole batch, or their mean over samples, over labels, or over all labels but the first one of each sample.
-_SUM: Final = "sum"
-_SAMPLES: Final = "samples"
-_LABELS: Final = "labels"
-_LATER_LABELS: Final = "labels but the first"
+_LOSS: Final = "loss"
+_SMALL_CHANGE: Final = 5e-4  # Relative change below which a percentage has no digit
+_LABELS: Final = ("labels", "label")  # Names of labels in transformers and in sentence-transformers
+_LEAST: Final = 2  # Fewest samples that are cut
+_FORWARD_SAMPLES: Final = 8  # Samples whose losses are compared where a single one fits in a whole step
 
 
 class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the class that it is mixed into
     """Makes the batches of a training with transformers fit, in place of `auto_find_batch_size`:
     `class MicroBatchTrainer(MicroBatchTrainerMixin, Trainer): ...`.
 
-    Each batch of the loader is computed in parts, where it must be, and the gradient is the whole batch's: nothing is
-    started again, and the batch stays as it is. Limits are found with the first batch, in trial steps that leave
-    nothing behind; a part that runs out of memory is undone and split; and an observation is recorded for the next
-    run. Evaluation and prediction are split, too.
+    The Trainer's own step runs as it is written. When memory runs out in it, the step is undone, and the batch is
+    computed in parts, as later batches of its size are; the gradient is the whole batch's. Evaluation and prediction
+    are split, too.
 
-    Where a loss is divided by the Trainer's `num_items_in_batch`, the parts' losses add up to the batch's. Any other
-    one is a mean over samples or over labels. Which of these it is is measured when a batch is split for the first
-    time; a warning says where it is none of them.
+    How the losses of parts make up the loss of their batch is measured when a batch is split for the first time: as
+    their sum, where they are divided by the Trainer's `num_items_in_batch`, or as their mean over samples or labels. A
+    batch whose samples depend on each other is not split; a warning says so.
 
     Args:
         loop_settings: Limits, key in the factor store, how batches are cut; None: the defaults of `LoopSettings`. All
@@ -64,7 +85,8 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
     Raises:
         ArgumentError: A class has its bases in another order; when a training begins: something else changes batches,
-            or spreads the model over devices.
+            or limits are given for batches that cannot be split.
+        DoesNotFitError: Memory ran out for a batch that cannot be split, or for a single sample.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -81,58 +103,46 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         self.loop: FrameworkLoop | None = None
         self._loop_settings = loop_settings or LoopSettings()
         self._closing: Any = None  # Undoes changes after a training or an evaluation, while there is one
-        self._ways: list[str] = []  # How losses of parts may make up their batch's loss, the likeliest first
+        self._kinds: dict[Any, _BatchKind] = {}
+        self._rows = TrainerRows(self, sample_counts)
+        self._whole_reason: str | None = None  # Why no batch is split, as a clause; None: not yet known
+        self._outputs: list[Any] = []  # What an evaluation keeps of its batches, on the device
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Trains as the Trainer does."""
         with self._open():
-            self._ways.clear()
+            self._kinds.clear()
             return super().train(*arguments, **options)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
-        """Evaluates or predicts as the Trainer does."""
-        with self._open():
+        """Evaluates or predicts as the Trainer does. Outputs that no longer fit on the device move to the host."""
+        with self._open(), self._movable_outputs(), fatal_out_of_memory(self._evaluation_error):
             return super().evaluation_loop(*arguments, **options)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Adds a batch's gradient to `.grad`, in parts that fit; returns its loss. Outside a training it computes the
-        batch as the Trainer does.
+        """Runs the Trainer's own step. Where memory runs out in it, and for batches of that size from then on, adds the
+        batch's gradient to `.grad` in parts that fit; returns its loss.
         """
         step = super().training_step
         if self._closing is None:
             return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the Trainer's
-        loop = self._loop()
+        if self._whole_only():
+            with fatal_out_of_memory(self._training_error):
+                return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
         is_parallel = isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
-        # Ranks need not have as many parts, so that no pass may wait for other ranks.
+        # A rank that runs out of memory in mid-backward would leave the others waiting in DDP's hooks.
         own_model = self.model if is_parallel else model
-        own_model.train()
-        items = self._items(inputs)
+        # A step may take entries out of its inputs.
+        batch = copy(inputs) if isinstance(inputs, Mapping) else inputs
 
-        def loss_of_few(rows: NDArray[np.int64]) -> Tensor:
-            few = self._prepare_inputs(self._loop_settings.select(inputs, rows))
-            with self.compute_loss_context_manager():
-                loss: Tensor = self.compute_loss(own_model, few, num_items_in_batch=num_items_in_batch)
+        def run(part: Any) -> Tensor:
+            loss: Tensor = step(own_model, part, num_items_in_batch)
             return loss
 
-        def loss_of(part: Part) -> tuple[Tensor, None]:
-            weight = 1.0
-            if part.share < 1.0 and not part.is_trial:
-                self._find_way(items, part, loss_of_few)
-                weight = items.weight(self._ways[0], part)
-            with self._weighted_backward(weight):
-                loss = step(own_model, part.batch, num_items_in_batch)
-            # The mean of no labels is not a number.
-            weighted = loss * weight if weight else torch.zeros_like(loss)
-            return weighted / part.share, None
-
-        if not self._ways:
-            self._ways = [_SUM] * (num_items_in_batch is not None) + items.means
-        loss: Tensor = loop.step(
-            inputs,
-            lambda: step(model, inputs, num_items_in_batch),
-            lambda: loop.run_parts(inputs, loss_of)[0],
-            tries_whole=not is_parallel,
-        )
+        loop, kind = self._loop(), self._kind(inputs, trains=True)
+        loop.refused, loop.remedy = kind.refused, remedy_of(self)
+        in_parts = _TrainingParts(self, kind, batch, run, is_sum=num_items_in_batch is not None)
+        loss = loop.step(batch, lambda: self._whole(run, inputs), lambda: in_parts.compute(is_parallel=is_parallel))
         if is_parallel and self.accelerator.sync_gradients:
             # As DistributedDataParallel averages them, once a batch.
             parameters = list(self.model.parameters())
@@ -143,65 +153,122 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Returns the loss, the outputs and the labels of a batch, which are computed in parts that fit. Outside an
-        evaluation it computes the batch as the Trainer does.
+        """Returns the loss, the outputs and the labels of a batch, which is computed in parts where it does not fit.
+        Outside an evaluation it computes the batch as the Trainer does.
         """
         step = super().prediction_step
-        if self._closing is None:
+        if self._closing is None or self._whole_only():
             return step(model, inputs, prediction_loss_only, ignore_keys)
-        loop, arguments = self._loop(), (prediction_loss_only, ignore_keys)
-        in_parts = partial(self._predict_parts, loop, inputs, lambda part: step(model, part.batch, *arguments))
-        return loop.step(inputs, lambda: step(model, inputs, *arguments), in_parts, trains=False)
 
-    def _predict_parts(self, loop: FrameworkLoop, inputs: Any, compute: Callable[[Part], Any]) -> Any:
-        parts = loop.evaluate_parts(inputs, compute)
-        if len(parts) == 1:
-            return parts[0][1]
-        items = self._items(inputs)
-        # The Trainer counts the items of each part by itself, so that no sum is left.
-        way = next(way for way in [*self._ways, *items.means] if way != _SUM)
-        weighted = [(loss, items.weight(way, part)) for part, (loss, *_) in parts]
-        loss = None if weighted[0][0] is None else sum(loss * weight for loss, weight in weighted if weight)
-        # As the Trainer joins the outputs of batches.
-        join = import_module("transformers.trainer_pt_utils").nested_concat
-        of_parts = [[one[place] for _, one in parts] for place in (1, 2)]
-        return (loss, *(None if outputs[0] is None else reduce(join, outputs) for outputs in of_parts))
+        def run(part: Any, loss_only: bool = prediction_loss_only) -> Any:
+            return step(model, part, loss_only, ignore_keys)
 
-    def _items(self, inputs: Any) -> _Items:
-        # Trainers before transformers 5 do not tell: they look the model's class up in this list.
-        named = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        is_causal = type(self.model).__name__ in named.values()
-        return _Items(inputs, shifts_labels=getattr(self, "_loss_shifts_labels", is_causal))
+        loop, kind = self._loop(), self._kind(inputs, trains=False)
+        loop.refused, loop.remedy = kind.refused, remedy_of(self, trains=False)
+        in_parts = _EvaluationParts(self, kind, inputs, run)
+        return loop.step(inputs, lambda: self._whole_evaluation(run, inputs), in_parts.compute, trains=False)
 
-    def _find_way(self, items: _Items, part: Part, loss_of: Callable[[NDArray[np.int64]], Tensor]) -> None:
-        """Drops the ways that do not hold, where the weight of a part depends on the way."""
-        weights = [items.weight(way, part) for way in self._ways]
-        if max(weights) - min(weights) <= _ROUND_OFF:
-            return
-        engine = self._loop().engine
-        assert engine is not None, "a batch was split"
-        measure, few = engine.batcher.measure_dependence, len(items.few(part))
-        found = {way: measure(items.losses(way, part, loss_of), (few,)) for way in self._ways}
-        differences = {way: one.terms.get(LOSS, math.inf if one.means else 0.0) for way, one in found.items()}
-        nearest = min(self._ways, key=differences.__getitem__)
-        self._ways = [way for way in self._ways if differences[way] == 0.0] or [nearest]
-        is_none = differences[nearest] and not found[nearest].modules
-        found[nearest].warn(_NO_WAY.format(difference=differences[nearest]) if is_none else "")
+    # The whole step
+
+    def _whole(self, run: Callable[[Any], Tensor], inputs: Any) -> Tensor:
+        """Runs the Trainer's step with all samples; where memory runs out, the Trainer's attributes are restored."""
+        loop = self._loop()
+        backward = self.accelerator.backward
+        before = attributes_of(self)
+
+        def protected(loss: Tensor, **options: Any) -> None:
+            with loop.gradients_aside():
+                backward(loss, **options)
+
+        try:
+            with replaced(self.accelerator, "backward", protected):
+                return run(inputs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                before.restore()
+            raise
+
+    def _whole_evaluation(self, run: Callable[[Any], Any], inputs: Any) -> Any:
+        """Evaluates all samples at once; where memory runs out, outputs of earlier batches move to the host first."""
+        if any(one.tensors is not None for one in self._outputs):
+            before = attributes_of(self)
+            with CatchOutOfMemory() as caught:
+                return run(inputs)
+            before.restore()
+            self._move_outputs()
+            _LOG.info("Outputs of evaluated batches were moved to the host (%s).", caught.message)
+        return run(inputs)
+
+    # Outputs of an evaluation
 
     @contextmanager
-    def _weighted_backward(self, weight: float) -> Iterator[None]:
-        """Multiplies the loss that the Trainer runs backward with in the block."""
-        own = self.accelerator.backward
-
-        def backward(loss: Tensor, **options: Any) -> None:
-            if weight:
-                own(loss if weight == 1.0 else loss * weight, **options)
-
-        self.accelerator.backward = backward
-        try:
+    def _movable_outputs(self) -> Iterator[None]:
+        """Lets an evaluation keep its outputs so that they can move to the host when memory runs out, as
+        `eval_accumulation_steps` moves them.
+        """
+        module = import_module("transformers.trainer")
+        container: Any = getattr(module, "EvalLoopContainer", None)
+        if container is None:
             yield
-        finally:
-            del self.accelerator.backward
+            return
+        trainer = self
+
+        class MovableContainer(container):  # type: ignore[misc]  # depends on transformers
+            is_moving = False
+
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                trainer._outputs.append(self)
+
+            def add(self, tensors: Any) -> None:
+                with CatchOutOfMemory() as caught:
+                    super().add(tensors)
+                if caught.message:
+                    trainer._move_outputs()
+                    super().add(tensors)
+                if self.is_moving:
+                    self.to_cpu_and_numpy()
+
+        # The Trainer's loop makes its containers by this name, and keeps them in local variables.
+        with replaced(module, "EvalLoopContainer", MovableContainer):
+            try:
+                yield
+            finally:
+                self._outputs.clear()
+
+    def _move_outputs(self) -> None:
+        for container in self._outputs:
+            container.is_moving = True
+            container.to_cpu_and_numpy()
+        if self.loop is not None:
+            self.loop.meter.release()
+
+    # What is said
+
+    def _training_error(self, error: BaseException) -> DoesNotFitError:
+        rule = f"Memory ran out for a batch that is not split: {self._whole_only()}"
+        return DoesNotFitError(rule, value=f"the device said: {headline(error)}", remedy=remedy_of(self))
+
+    def _evaluation_error(self, error: BaseException) -> DoesNotFitError:
+        size = f"per_device_eval_batch_size={max(self.args.per_device_eval_batch_size // 2, 1)}"
+        remedy = size if self.args.eval_accumulation_steps else f"eval_accumulation_steps=1, {size}"
+        return DoesNotFitError("Memory ran out between the batches of an evaluation, which keeps their outputs",
+                               value=f"the device said: {headline(error)}",
+                               remedy=f"Give the TrainingArguments {remedy}")  # fmt: skip
+
+    # The loop
+
+    def _kind(self, inputs: Any, *, trains: bool) -> _BatchKind:
+        columns = tuple(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+        # sentence-transformers has a loss for each of its data sets.
+        dataset = inputs.get("dataset_name") if isinstance(inputs, Mapping) else None
+        kind = self._kinds.setdefault((trains, columns, dataset), _BatchKind())
+        if self._loop_settings.select is select_samples and (reason := self._rows.reason(inputs)):
+            # Only this batch: another one with the same columns may hold one sequence a row.
+            return _BatchKind(refused=reason)
+        if not trains and (trained := self._kinds.get((True, columns, dataset))) is not None:
+            kind.refused = kind.refused or trained.refused
+        return kind
 
     @contextmanager
     def _open(self) -> Iterator[None]:
@@ -209,7 +276,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         if self._closing is not None:
             yield
             return
-        _refuse_conflicts(self)
+        refuse_conflicts(self)
         outcome: Outcome = "ok"
         with ExitStack() as self._closing:
             try:
@@ -220,19 +287,32 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             finally:
                 if self.loop is not None:
                     self.loop.close(outcome)
-                self.loop = self._closing = None
+                self.loop = self._closing = self._whole_reason = None
+
+    def _whole_only(self) -> str:
+        """Returns why no batch is split, as a clause; empty: batches are split."""
+        if self._whole_reason is None:
+            self._whole_reason = why_whole(self)
+        return self._whole_reason
 
     def _loop(self) -> FrameworkLoop:
         if self.loop is None:
             # Accelerate wraps the optimizer; an evaluation has none.
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            losses = modules_of(getattr(self, "loss", None))
+            settings = self._loop_settings
+            if settings.select is select_samples:
+                counts = self._rows.counts if settings.counts is sample_counts else settings.counts
+                settings = replace(settings, select=self._rows.select, counts=counts)
+            key = settings.key or f"transformers_{type(self.model).__name__}".lower()
             self.loop = loop = FrameworkLoop(
                 framework="transformers",
-                model=self.model,
+                model=_trained_module(self.model, optimizer),
                 optimizers=[] if optimizer is None else [optimizer],
-                settings=self._loop_settings,
-                compares=False,
+                settings=replace(settings, key=key),
                 notice=lambda text: _LOG.info("%s", text) if self.is_world_process_zero() else None,
+                objects=lambda: losses,
+                compares=False,
             )
             if optimizer is not None:
                 hook = optimizer.register_step_pre_hook(lambda *_: loop.before_optimizer_step())
@@ -240,79 +320,236 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         return self.loop
 
 
-_NO_WAY: Final = (
-    "The loss of a batch is neither the sum of its parts' losses nor their mean over samples or labels: micro-batches"
-    " change its gradient by {difference:.1%}. Give the Trainer the sum over the batch, divided by its number of items:"
-    " compute_loss_func=lambda outputs, labels, num_items_in_batch: total(outputs, labels) / num_items_in_batch"
-)
+@dataclass
+class _BatchKind:
+    """Batches with the same columns and the same loss: all of them are split in one way, or none is."""
+
+    ways: list[Way] = field(default_factory=list)  # How losses of parts may make up their batch's, the likeliest first
+    measurements: int = 0
+    refused: str = ""  # Why these batches are not split, as a clause
 
 
-class _Items:
-    """The items that the loss of a batch may be the mean over: its labels or its samples."""
+@dataclass
+class _Parts:
+    """Computes one batch in parts.
 
-    def __init__(self, inputs: Any, *, shifts_labels: bool) -> None:
-        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        # Numbers are targets of a regression: each sample has as many.
-        is_counted = isinstance(labels, Tensor) and not labels.is_floating_point()
-        self._labels: Tensor = labels if is_counted else torch.tensor(0)  # type: ignore[assignment]
-        self._counts: dict[str, NDArray[np.int64]] = {}  # Of each sample, [R], by way
-        by_label = [_LABELS, _LATER_LABELS][: self._labels.dim()]
-        # Kinds of means that the loss may be, the likeliest first.
-        self.means = [*(reversed(by_label) if shifts_labels else by_label), _SAMPLES]
+    Attributes:
+        run: The Trainer's step.
+        is_sum: Whether losses are divided by the number of items in the whole batch.
+    """
 
-    def weight(self, way: str, part: Part) -> float:
-        """Returns the weight of a part's loss in the batch's."""
-        if way == _SUM:
-            return 1.0
-        counts = self._counted(way, part.samples)
-        return float(counts[part.start : part.stop].sum() / counts.sum()) if counts.any() else part.share
+    trainer: Any
+    kind: _BatchKind
+    batch: Any
+    run: Callable[..., Any]
+    is_sum: bool = False
 
-    def few(self, part: Part) -> NDArray[np.int64]:
-        """Chooses samples that have any labels, from those with the fewest to those with the most."""
-        counts = self._counted(self.means[0], part.samples)
-        order = np.argsort(counts, kind="stable")[np.count_nonzero(counts == 0) :]
-        # Not many more than a part has: they must fit.
-        size = min(max(part.stop - part.start, _MEASURED_SAMPLES[0]), _MEASURED_SAMPLES[1], len(order))
-        return order[np.linspace(0, len(order) - 1, size).round().astype(np.int64)]
+    @property
+    def loop(self) -> FrameworkLoop:
+        loop: FrameworkLoop = self.trainer.loop
+        return loop
 
-    def losses(
-        self, way: str, part: Part, loss_of: Callable[[NDArray[np.int64]], Tensor]
-    ) -> Callable[[int, int], Losses]:
-        """Returns a function that computes the loss of `few` samples start:stop, as a sum with its denominator."""
-        rows, counts = self.few(part), self._counted(way, part.samples)
+    @cached_property
+    def items(self) -> Items:
+        # Trainers before transformers 5 do not tell: they look the model's class up in this list.
+        listed = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        is_causal = type(self.trainer.model).__name__ in listed.values()
+        shifts = getattr(self.trainer, "_loss_shifts_labels", is_causal)
+        names = [*(self.trainer.label_names or ()), *_LABELS]
+        samples = len(counts_of(self.loop.settings.counts(self.batch))[1])
+        return Items(self.batch, names, samples, shifts_labels=shifts)
 
-        def losses(start: int, stop: int) -> Losses:
-            items = 1.0 if way == _SUM else float(counts[rows[start:stop]].sum())
-            return {LOSS: (loss_of(rows[start:stop]) * items, items)}
+    def weight(self, part: Part, largest: int) -> float:
+        """Returns the weight of the loss of a part in the loss of the batch. Measures it at the first split; and once
+        more, where ways that held are told apart by no batch before this one.
 
-        return losses
+        Raises:
+            SplitRefusedError: No way holds.
+        """
+        kind, rows = self.kind, slice(part.start, part.stop)
+        ways = kind.ways or [*([SUM] if self.is_sum else []), *self.items.means, SUM]
+        kind.ways = list(dict.fromkeys(ways))
+        if not kind.measurements or (kind.measurements == 1 and not self.items.agree(kind.ways, rows)):
+            kind.measurements += 1
+            self._settle(self._measured(largest))
+        return self.items.weight(kind.ways[0], rows)
 
-    def _counted(self, way: str, samples: int) -> NDArray[np.int64]:
-        if way not in self._counts:
-            self._counts[way] = np.ones(samples, dtype=np.int64)
-            if way != _SAMPLES and way in self.means:
-                labels = self._labels if way == _LABELS else self._labels[:, 1:]
-                self._counts[way] = labels.ne(_IGNORED_LABEL).reshape(samples, -1).sum(1).cpu().numpy()
-        return self._counts[way]
+    def _settle(self, result: ComparisonResult) -> None:
+        kind = self.kind
+        if not result.is_known:
+            del kind.ways[1:]
+            BatchDependence(terms={}, modules=(), drops=False, measured=False).warn()
+        elif result.ways:
+            kind.ways = list(result.ways) if kind.measurements == 1 else [result.ways[0]]
+            if result.through:
+                # A part of one sample has no variance, and no gradient to compare.
+                terms = {LOSS: result.difference} if math.isfinite(result.difference) else {}
+                through = f"Samples depend on the rest of their batch through {', '.join(result.through)}"
+                dependence = BatchDependence(terms=terms, modules=result.through, drops=False)
+                dependence.warn("" if terms else f"{through}: micro-batches change the gradient")
+        else:
+            change = f"{result.difference:.1%}" if result.difference >= _SMALL_CHANGE else f"{result.difference:.1e}"
+            self.refuse(f"cutting it changes its {result.of} by {change}")
+
+    def refuse(self, reason: str) -> None:
+        """Ends the parts: batches of this kind are not split from now on."""
+        self.kind.refused = self.loop.refused = reason
+        warnings.warn(f"Batches are not split: {reason.replace('it ', 'one ', 1)}. {self.loop.remedy}.", stacklevel=2)
+        raise SplitRefusedError
+
+    def _measured(self, largest: int) -> ComparisonResult:
+        """Compares samples, computed whole and in two parts: no more than have fitted at once, or as fit without a
+        backward pass, where only one has fitted.
+        """
+        try:
+            for of, compute, most in self._computations(largest):
+                rows = self.items.telling(most)
+                while len(rows) > 1:
+                    with CatchOutOfMemory():
+                        return replace(self._compared(compute, rows, of == _LOSS), of=of)
+                    self.loop.meter.release()
+                    rows = self.items.telling(len(rows) // 2)
+        except Exception:  # noqa: BLE001 - a look at the loop must not end it
+            return ComparisonResult(is_known=False)
+        return ComparisonResult(is_known=False)
+
+    def _computations(self, largest: int) -> Iterator[tuple[str, Callable[[Rows], Numbers], int]]:
+        raise NotImplementedError
+
+    def _compared(self, compute: Callable[[Rows], Numbers], rows: Rows, is_of_losses: bool) -> ComparisonResult:
+        """Compares some samples, and leaves no trace."""
+        loop = self.loop
+        seeds = Snapshot(nn.Module(), loop.meter.device)
+        comparison = Comparison(compute=compute, seeded=seeds.restore, model=self.trainer.model,
+                                is_of_losses=is_of_losses)  # fmt: skip
+        with self.untraced():
+            return comparison.result(self.items, self.kind.ways, rows)
+
+    @contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Opens the span of a trial: model, generators and Trainer are left as they were."""
+        state = StepState(self.loop.model, self.loop.meter.device, self.loop.objects)
+        attributes = attributes_of(self.trainer)
+        state.read()
+        try:
+            yield
+        finally:
+            state.restore()
+            attributes.restore()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Opens the span of a part, or of all parts: the Trainer's attributes are restored where it fails."""
+        attributes = attributes_of(self.trainer)
+        try:
+            yield
+        except Exception:
+            attributes.restore()
+            raise
+
+    def selected(self, rows: Rows) -> Any:
+        """Returns the batch of some samples."""
+        return self.loop.settings.select(self.batch, rows)
 
 
-def _refuse_conflicts(trainer: Any) -> None:
-    """Raises ArgumentError where something else changes batches, or the model is not wholly on each device."""
-    arguments, whole = trainer.args, "Keep the whole model on each GPU"
-    launched = "Start one process a GPU (torchrun), or show one GPU (CUDA_VISIBLE_DEVICES=0)"
-    conflicts = {
-        "auto_find_batch_size=True": (arguments.auto_find_batch_size, "Leave it out: batches are made to fit"),
-        f"n_gpu={arguments.n_gpu}, on which DataParallel spreads each batch": (arguments.n_gpu > 1, launched),
-        "FSDP, in which each pass waits for those of other ranks": (
-            trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled, f"{whole} (leave fsdp out)"),
-        "DeepSpeed, which accumulates gradients by itself": (
-            trainer.is_deepspeed_enabled, f"{whole} (leave deepspeed out)"),
-        "parallelism_config, which spreads the model or its samples over GPUs": (
-            getattr(trainer.accelerator, "parallelism_config", None) is not None, f"{whole} (leave it out)"),
-        f"optim={str(arguments.optim)!r}, which steps in the midst of backward": (
-            "lomo" in str(arguments.optim).lower(), "Choose an optimizer that steps after it, such as adamw_torch"),
-    }  # fmt: skip
-    for found, (is_found, remedy) in conflicts.items():
-        if is_found:
-            rule = "MicroBatchTrainerMixin computes the gradient of a loader's whole batch, in parts"
-            raise ArgumentError(rule, value=found, remedy=remedy)
+class _TrainingParts(_Parts):
+    """Computes the gradient of one batch in parts."""
+
+    def compute(self, *, is_parallel: bool) -> Tensor:
+        """Adds the gradient of the batch to `.grad`; returns its loss. `is_parallel`: other ranks have other parts."""
+        metrics = getattr(self.trainer, "_metrics", None)
+        before = metric_lengths(metrics)
+        alone = without_gathering(self.trainer.accelerator) if is_parallel else nullcontext()
+        with self.undone(), alone:
+            loss, weights = self.loop.run_parts(self.batch, self._loss_of)
+        join_metrics(metrics, before, list(weights.values()))
+        return loss
+
+    def _loss_of(self, part: Part) -> tuple[Tensor, None]:
+        with self.undone():
+            loss: Tensor = self.run(part.batch)
+            if part.is_whole:
+                return loss, None
+            weight = self.weight(part, largest=part.stop - part.start)
+        scale_gradients(self.loop.model, weight)
+        # The mean of no labels is not a number.
+        weighted = loss * weight if weight else torch.zeros_like(loss)
+        return weighted / part.share, None
+
+    def _computations(self, largest: int) -> Iterator[tuple[str, Callable[[Rows], Numbers], int]]:
+        yield "gradient", self._gradients, largest
+        yield _LOSS, self._losses, _FORWARD_SAMPLES
+
+    def _gradients(self, rows: Rows) -> Numbers:
+        parameters = [one for one in self.loop.model.parameters() if one.requires_grad]
+        for parameter in parameters:
+            parameter.grad = None
+        self.run(self.selected(rows))
+        with self.loop.meter.host():
+            numbers = [gradient_numbers(parameter) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return numbers
+
+    def _losses(self, rows: Rows) -> Numbers:
+        def backward(loss: Tensor, **options: Any) -> None:
+            """Leaves the gradient out."""
+
+        with torch.no_grad(), replaced(self.trainer.accelerator, "backward", backward):
+            return [np.array([float(self.run(self.selected(rows)))])]
+
+
+class _EvaluationParts(_Parts):
+    """Evaluates one batch in parts."""
+
+    def compute(self) -> Any:
+        """Returns loss, outputs and labels of the batch."""
+        with self.undone():
+            parts = self.loop.evaluate_parts(self.batch, self._part)
+            return parts[0][1] if len(parts) == 1 else self._joined(parts)
+
+    def _part(self, part: Part) -> Any:
+        with self.undone():
+            return self.run(part.batch)
+
+    def _joined(self, parts: list[tuple[Part, Any]]) -> Any:
+        if not self._has_rows(parts):
+            self.refuse("its outputs have no row for each sample")
+        loss = None
+        if parts[0][1][0] is not None:
+            largest = max(part.stop - part.start for part, _ in parts)
+            weighted = [(one, self.weight(part, largest)) for part, (one, *_) in parts]
+            loss = sum(one * weight for one, weight in weighted if weight)
+        # As the Trainer joins the outputs of batches.
+        join = import_module("transformers.trainer_pt_utils").nested_concat
+        of_parts = [[results[place] for _, results in parts] for place in (1, 2)]
+        return (loss, *(None if outputs[0] is None else reduce(join, outputs) for outputs in of_parts))
+
+    def _has_rows(self, parts: list[tuple[Part, Any]]) -> bool:
+        """Tells whether outputs of parts can be joined: they have a row for each sample, and nothing else grows."""
+        sizes = [part.stop - part.start for part, _ in parts]
+        shapes = [[leaf.shape for leaf in leaves(outputs[1:])] for _, outputs in parts]
+        for size, own in zip(sizes, shapes, strict=True):
+            if any(not shape or shape[0] != size for shape in own):
+                return False
+        if sizes[0] < _LEAST or not any(sizes[0] in shape[1:] for shape in shapes[0]):
+            return True
+        # Each sample may be compared with all others: one sample less shows it.
+        with self.untraced():
+            fewer = [leaf.shape for leaf in leaves(self.run(self.selected(np.arange(sizes[0] - 1)))[1:])]
+        return [shape[1:] for shape in fewer] == [shape[1:] for shape in shapes[0]]
+
+    def _computations(self, largest: int) -> Iterator[tuple[str, Callable[[Rows], Numbers], int]]:
+        yield _LOSS, self._losses, max(largest, _LEAST)
+
+    def _losses(self, rows: Rows) -> Numbers:
+        loss, *_ = self.run(self.selected(rows), True)
+        return [np.array([float(loss)])]
+
+
+def _trained_module(model: nn.Module, optimizer: Any) -> nn.Module:
+    """Returns a module with all parameters that are trained: a loss may have parameters, too."""
+    inside = set(map(id, model.parameters()))
+    groups = optimizer.param_groups if optimizer is not None else ()
+    outside = [parameter for group in groups for parameter in group["params"] if id(parameter) not in inside]
+    return nn.ModuleList([model, nn.ParameterList(outside)]) if outside else model

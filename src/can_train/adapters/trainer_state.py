@@ -1,0 +1,90 @@
+"""What a step of a Trainer changes beside the model: its attributes, the metrics that TRL's Trainers collect, and the
+gradients of one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from can_train.adapters.step_state import Attributes
+from can_train.errors import DoesNotFitError
+
+_ABSENT: Final = object()
+_MOST_NUMBERS: Final = 2**16  # Numbers of each parameter's gradient that are compared
+_GATHERING: Final = ("gather", "gather_for_metrics", "reduce")  # Functions of Accelerate that wait for all ranks
+
+
+def attributes_of(trainer: Any) -> Attributes:
+    """Reads the attributes of a Trainer that its step may change."""
+    # Data sets may be long lists, and no step changes them.
+    return Attributes(trainer, skip=[name for name in vars(trainer) if "dataset" in name])
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of an object in the block."""
+    earlier = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if earlier is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, earlier)
+
+
+@contextmanager
+def without_gathering(accelerator: Any) -> Iterator[None]:
+    """Refuses what waits for other ranks, which may have other parts of other batches."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise DoesNotFitError(
+            "Memory ran out on one of several ranks, in a step that gathers numbers of all ranks",
+            value="its batch cannot be split on one rank alone",
+            remedy="Choose a smaller per_device_train_batch_size",
+        )
+
+    spans: list[AbstractContextManager[None]] = [replaced(accelerator, name, refuse) for name in _GATHERING]
+    with spans[0], spans[1], spans[2]:
+        yield
+
+
+def scale_gradients(model: nn.Module, weight: float) -> None:
+    """Multiplies the gradients of one part; the gradients of earlier parts are set aside meanwhile."""
+    for parameter in model.parameters() if weight != 1.0 else ():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.mul_(weight) if weight else None
+
+
+def gradient_numbers(parameter: nn.Parameter) -> NDArray[np.float64]:
+    """Returns evenly spaced numbers of a gradient."""
+    step = max(-(-parameter.numel() // _MOST_NUMBERS), 1)
+    if parameter.grad is None:
+        return np.zeros(-(-parameter.numel() // step))
+    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return gradient.detach().flatten()[::step].to("cpu", torch.float64).numpy().copy()
+
+
+def metric_lengths(metrics: Any) -> dict[tuple[Any, Any], int]:
+    """Returns the lengths of the lists in which TRL's Trainers collect their metrics, by mode and name."""
+    modes = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {(mode, name): len(values) for mode, names in modes if isinstance(names, Mapping)
+            for name, values in names.items() if isinstance(values, list)}  # fmt: skip
+
+
+def join_metrics(metrics: Any, before: Mapping[tuple[Any, Any], int], weights: list[float]) -> None:
+    """Gives each list one entry a batch: the mean over its parts, or the largest or smallest one by the list's name."""
+    for (mode, name), length in metric_lengths(metrics).items():
+        first = before.get((mode, name), 0)
+        entries = metrics[mode][name][first:]
+        if len(weights) > 1 and length - first == len(weights):
+            extreme = {"min_": min, "max_": max}.get(str(name)[:4])
+            metrics[mode][name][first:] = [extreme(entries) if extreme else float(np.average(entries, weights=weights))]
