@@ -1,6 +1,7 @@
 """MicroBatchCallback in real Lightning trainings: the weights that a training ends with are those of whole batches."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -531,3 +532,63 @@ def test_a_gpu_without_room_for_the_optimizer_is_one_clear_error(lightning: Modu
     settings = LoopSettings(device="sim:44MiB", state_dir=tmp_path / "state")
     with pytest.raises(DoesNotFitError, match="The optimizer's step must fit beside weights and gradients"):
         fit(lightning, tmp_path, module, MicroBatchCallback(settings), max_epochs=1)
+
+
+@pytest.mark.parametrize("limits", [None, 50])
+def test_a_loop_that_keeps_the_graphs_of_its_steps_is_named(
+    lightning: ModuleType, tmp_path: Path, limits: int | None
+) -> None:
+    class Leaking(type(wide(lightning))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs: list[Tensor] = []
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.outputs.append(self.layers(batch[0]))
+            return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+    loader = DataLoader(many().dataset, batch_size=100)
+    with pytest.raises(DoesNotFitError) as raised:
+        fit(lightning, tmp_path, Leaking(), on_simulated_gpu(tmp_path, limits=limits), data=[loader, loader])
+    assert re.fullmatch(r"The memory in use before a batch has grown by [\d.]+ MiB in \d+ steps; 'outputs' keeps \d+ "
+                        r"tensors with the graphs of their steps", raised.value.rule)  # fmt: skip
+    assert "loss.detach()" in raised.value.remedy
+
+
+def test_a_search_that_is_asked_for_runs_on_a_copy_of_the_module(
+    lightning: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Counting(type(wide(lightning))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes: list[int] = []
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.sizes.append(len(batch[0]))
+            self.log("size", float(len(batch[0])), reduce_fx="max", on_epoch=True)
+            return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+    plain, adopted = Counting(), Counting()
+    before = fit_many(lightning, tmp_path, plain)
+    caplog.set_level("INFO")
+    after = fit_many(lightning, tmp_path, adopted, on_simulated_gpu(tmp_path, search=True))
+    assert "7000 samples a step are computed in 2 micro-batches of up to 3500" in caplog.text
+    assert adopted.sizes == [3500 + 3500, 2000], "each batch fills the list once"
+    torch.testing.assert_close(weights(adopted), weights(plain), rtol=0, atol=1e-10)
+    assert before.global_step == after.global_step
+
+
+def test_a_module_whose_copy_cannot_be_trained_is_trained_without_a_search(
+    lightning: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Reaching(type(wide(lightning))):  # type: ignore[misc]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            assert self.trainer.max_epochs == 1
+            return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+    plain, adopted = Reaching(), Reaching()
+    fit_many(lightning, tmp_path, plain)
+    caplog.set_level("INFO")
+    fit_many(lightning, tmp_path, adopted, on_simulated_gpu(tmp_path, search=True))
+    assert "No limits were searched for: a copy of the model cannot be trained." in caplog.text
+    torch.testing.assert_close(weights(adopted), weights(plain), rtol=0, atol=1e-10)

@@ -59,6 +59,7 @@ _NEWS: Final = 1.05  # A batch of so many times the largest cost that was read i
 _STATES: Final[Mapping[str, float]] = {"SGD": 0, "ASGD": 1, "Rprop": 2, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0.1}
 _MOST_STATES: Final = 2.0
 _BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro-batches keep to
+_LEAK_SHARE: Final = 0.1  # Share of the capacity by which the memory before a batch grows only through a leak
 _SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a change
 LESS: Final = "take an optimizer that keeps less state, a smaller model, or a larger device"
 _SMALLER: Final = "Take a smaller batch, or recompute activations in the backward pass (torch.utils.checkpoint)"
@@ -183,6 +184,7 @@ class FrameworkLoop:
         self._rule = FactorRule(decided=None, aim=Aim(FactorSettings().target))
         self._logical_batch = self._steps = 0
         self._reading: tuple[float, int] | None = None  # Cost and first bytes of what is being measured now
+        self._first_bytes = 0  # In use before an early step, which has the optimizer's state
         self._in_step = False  # Whether `whole` runs now
         self._not_undone = ""  # What cannot be undone of a step, as a clause
         state_dir = self.settings.state_dir
@@ -227,9 +229,10 @@ class FrameworkLoop:
         Raises:
             DoesNotFitError: Memory ran out, and the batch is not split; or one sample is too much.
         """
-        if not self._steps:
-            self._begin(batch)
-        self._steps += 1
+        if trains:
+            if not self._steps:
+                self._begin(batch)
+            self._steps += 1
         ran_out, self._not_undone = "", ""
         if not trains:
             # The limits are those of training, and so are the peaks.
@@ -246,6 +249,10 @@ class FrameworkLoop:
         while True:
             try:
                 result = in_parts()
+            except DoesNotFitError as error:
+                if (leak := self._leak(error.value)) is not None:
+                    raise leak from error
+                raise
             except SplitRefusedError:
                 self.state.restore()
                 if self.refused and not ran_out:
@@ -451,7 +458,7 @@ class FrameworkLoop:
         is_known = self._counted(batch) is not None
         if engine is None or self.refused or not_undone or not is_known:
             self.meter.release()
-            raise self._refusal(message, not_undone, is_known=is_known)
+            raise self._leak(message) or self._refusal(message, not_undone, is_known=is_known)
         costs = self._costs(batch)
         engine.batcher.record_failure(costs, trains=trains)
         if trains:
@@ -470,6 +477,20 @@ class FrameworkLoop:
         if not_undone:
             rule = f"Memory ran out in a step that cannot be undone: {not_undone}"
         return DoesNotFitError(rule, value=f"the device said: {message}", remedy=self.remedy or _SMALLER)
+
+    def _leak(self, message: str) -> DoesNotFitError | None:
+        """Makes the error of a loop that keeps more and more memory; None where it does not."""
+        self.meter.release()
+        growth_bytes = self.meter.allocated_bytes() - self._first_bytes
+        is_leak = self._first_bytes > 0 and growth_bytes > _LEAK_SHARE * self.meter.capacity_bytes
+        if not is_leak:
+            return None
+        hoard = self.state.largest_hoard()
+        keeps = f"; {hoard}" if hoard else ""
+        return DoesNotFitError(
+            f"The memory in use before a batch has grown by {size_text(growth_bytes)} in {self._steps} steps{keeps}",
+            value=message, remedy="Keep numbers in place of tensors: loss.item(), or loss.detach().cpu()",
+        )  # fmt: skip
 
     def _after_parts(self, trains: bool, *, failed: bool) -> None:
         engine = self.engine
@@ -542,6 +563,8 @@ class FrameworkLoop:
             # Opens the monitor's run at the first step, and keeps the peaks so far.
             with self.monitor.step():
                 self._reading = (cost, self.meter.allocated_bytes())
+            if self._steps == _FIRST_READ and not self._first_bytes:
+                self._first_bytes = self._reading[1]
 
     def _end_reading(self) -> None:
         if self._reading is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from can_train.fit.collate import leaves
 from can_train.fit.optimizer import Snapshot
 
 # Parts of a module that are restored by other means than its attributes, or that no step changes.
@@ -140,6 +141,17 @@ class StepState:
                 for tensor in value if isinstance(value, tuple | list) else (value,):
                     if isinstance(tensor, Tensor):
                         yield name, tensor
+
+    def largest_hoard(self) -> str:
+        """Names the container that keeps the most tensors on the device, as a clause; empty where there is none."""
+        hoards = [(sum(1 for _ in leaves(value)), name, value) for attributes in self._attributes
+                  for name, value in vars(attributes.owner).items()
+                  if name not in _MODULE_PARTS and isinstance(value, list | dict | deque)]  # fmt: skip
+        tensors, name, value = max(hoards, key=lambda hoard: hoard[0], default=(0, "", ()))
+        if not tensors:
+            return ""
+        has_graph = any(tensor.grad_fn is not None for tensor in leaves(value))
+        return f"{name!r} keeps {tensors} tensors{' with the graphs of their steps' if has_graph else ''}"
 
     def _list_modules(self) -> None:
         self._modules = list(self._model.modules())
