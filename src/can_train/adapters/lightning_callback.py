@@ -140,17 +140,18 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
     def _loop_of(self, trainer: Any, pl_module: Any) -> FrameworkLoop:
         if self.loop is None:
             # Made with the first batch: the module is on its device by then.
+            refused = _refusal_of(trainer)
             self.loop = FrameworkLoop(
                 framework="lightning",
                 model=pl_module,
                 optimizers=trainer.optimizers,
                 settings=self._settings,
-                remedy=_REMEDY,
+                remedy=_OWN_BATCHES if refused else _REMEDY,
                 notice=_module_of(trainer, "utilities.rank_zero").rank_zero_info,
                 objects=partial(_logged_by, trainer),
                 trial_scope=partial(_quiet_loggers, trainer),
                 search_loss=partial(self._search_loss, trainer, pl_module),
-                refused=_refusal_of(trainer, pl_module),
+                refused=refused,
             )
         return self.loop
 
@@ -196,12 +197,20 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         batch, *others = arguments
         self._others, loop = tuple(others), self._loop_of(trainer, pl_module)
         calls, self._backward_calls = self._backward_calls, 0
-        if not loop.refused and (calls > 1 or len(trainer.optimizers) > 1):
-            loop.refused = "its training_step calls manual_backward more than once, or has several optimizers"
-        elif not loop.refused and trainer.strategy.model is not pl_module:
-            loop.refused = "its training_step calls manual_backward in a pass that waits for other ranks"
+        if not loop.refused and (reason := self._manual_refusal(trainer, pl_module, calls)):
+            loop.refused, loop.remedy = reason, _OWN_BATCHES
         step = _ManualStep(trainer, pl_module, native, tuple(others))
         return loop.step(batch, partial(native, *arguments), partial(step.in_parts, loop, batch))
+
+    def _manual_refusal(self, trainer: Any, pl_module: Any, calls: int) -> str:
+        """Returns why the batches of a module are not split, as a clause; `calls` of the step before are known."""
+        if len(trainer.optimizers) > 1:
+            return f"its training_step has {len(trainer.optimizers)} optimizers"
+        if calls > 1:
+            return f"its training_step calls manual_backward {calls} times"
+        if trainer.strategy.model is not pl_module:
+            return "its training_step calls manual_backward in a pass that waits for other ranks"
+        return ""
 
     # Evaluation
 
@@ -258,11 +267,14 @@ _CONTEXTS: Final = dict(
     zip(_EVALUATIONS, ("val_step_context", "test_step_context", "predict_step_context"), strict=True)
 )
 _REMEDY: Final = (
-    "Where the loss is a mean over something else than samples (tokens, masked positions), return its number, too: "
-    '{"loss": loss, "denominator": tokens}. Where samples are compared with each other, take smaller batches, a cached '
-    "loss, or recompute activations (torch.utils.checkpoint)"
+    "Return the number of items beside a loss that is a mean over tokens or masked positions "
+    '({"loss": loss, "denominator": tokens}); for a loss that compares samples, take a smaller batch, or recompute '
+    "activations (torch.utils.checkpoint)"
 )
-_OWN_BATCHES: Final = "Cut its batches with MicroBatcher (docs/python.md), or take smaller ones"
+_OWN_BATCHES: Final = (
+    "Cut its batches with MicroBatcher (docs/python.md), take smaller ones, or recompute activations "
+    "(torch.utils.checkpoint)"
+)
 _STEPPED: Final = "an optimizer has stepped"
 _SHARDED: Final = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
@@ -272,11 +284,11 @@ def _module_of(trainer: Any, name: str) -> Any:
     return import_module(f"{type(trainer).__module__.partition('.trainer')[0]}.{name}")
 
 
-def _refusal_of(trainer: Any, pl_module: Any) -> str:
+def _refusal_of(trainer: Any) -> str:
     """Returns why the batches of a trainer are not split, as a clause; empty where they are."""
     if type(trainer.strategy).__name__ in _SHARDED:
         return f"each pass of a {type(trainer.strategy).__name__} waits for those of other ranks"
-    loaders = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "flattened", ())
+    loaders = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "flattened", ())  # None before training
     if len(loaders) > 1:
         return f"its rows come from {len(loaders)} loaders"
     return ""
