@@ -592,3 +592,31 @@ def test_a_module_whose_copy_cannot_be_trained_is_trained_without_a_search(
     fit_many(lightning, tmp_path, adopted, on_simulated_gpu(tmp_path, search=True))
     assert "No limits were searched for: a copy of the model cannot be trained." in caplog.text
     torch.testing.assert_close(weights(adopted), weights(plain), rtol=0, atol=1e-10)
+
+
+def test_a_validation_in_parts_fills_lists_and_metrics_as_a_whole_one_does(
+    lightning: ModuleType, tmp_path: Path
+) -> None:
+    from torchmetrics import MeanMetric
+
+    class Evaluating(type(network(lightning))):  # type: ignore[misc]
+        def __init__(self, most: int) -> None:
+            super().__init__()
+            self.mean, self.losses, self.labels, self.most = MeanMetric(), list[Tensor](), list[Tensor](), most
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            loss = F.cross_entropy(self.layers(batch[0]), batch[1])
+            self.mean.update(self.layers(batch[0])[:, 0])
+            self.losses.append(loss)
+            self.labels.append(batch[1])
+            if len(batch[0]) > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    results = []
+    for most, callbacks in ((99, []), (6, [MicroBatchCallback(LoopSettings(learn=False))])):
+        module = Evaluating(most)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = lightning.Trainer(accelerator="cpu", callbacks=callbacks, default_root_dir=tmp_path, **quiet)
+        trainer.validate(module, data(13), verbose=False)
+        results.append([module.mean.compute(), *module.losses, *module.labels])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=0)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -59,6 +60,7 @@ _NEWS: Final = 1.05  # A batch of so many times the largest cost that was read i
 _STATES: Final[Mapping[str, float]] = {"SGD": 0, "ASGD": 1, "Rprop": 2, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0.1}
 _MOST_STATES: Final = 2.0
 _BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro-batches keep to
+_FOREIGN_SHARE: Final = 0.01  # Share of the capacity that may be missing though no other process runs
 _LEAK_SHARE: Final = 0.1  # Share of the capacity by which the memory before a batch grows only through a leak
 _SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a change
 LESS: Final = "take an optimizer that keeps less state, a smaller model, or a larger device"
@@ -312,7 +314,7 @@ class FrameworkLoop:
         if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
             torch._foreach_div_([one.grad for one in parameters if one.grad is not None], whole)
         add_to_gradients(earlier)
-        parts.join_lists(starts)
+        parts.states.join({start: parts.shares[start] for start in starts})
         # On the device: reading it would make the host wait for it.
         loss = torch.stack([parts.losses[start] for start in starts]).sum() / whole
         return loss, {start: parts.shares[start] / whole for start in starts}
@@ -329,13 +331,18 @@ class FrameworkLoop:
         engine = self.engine
         assert engine is not None, "a batch that is refused is not computed in parts"
         costs = self._costs(batch)
+        states = _PartStates(self.state, len(costs))
 
         def computed(start: int, stop: int) -> tuple[Part, T]:
             part = self._part(batch, start, stop, len(costs))
-            self.state.restore_attributes()
-            return replace(part, batch=None), compute(part)
+            states.begin(start)
+            result = compute(part)
+            states.end(start)
+            return replace(part, batch=None), result
 
-        return engine.batcher.evaluate(computed, costs, self._evaluation_limit(costs))
+        parts = engine.batcher.evaluate(computed, costs, self._evaluation_limit(costs))
+        states.join({part.start: part.share for part, _ in parts})
+        return parts
 
     def before_optimizer_step(self) -> None:
         """Makes room for the state that an optimizer makes in its first step; raises DoesNotFitError where there is
@@ -467,7 +474,8 @@ class FrameworkLoop:
                 self.monitor = engine.monitor = MemoryMonitor(meter=self.meter, warmup=1)
                 engine.largest_cost = engine.cost_after_rescue = 0.0
                 engine.largest_micro_batch = 0
-            self.peaks.failed = min(self.peaks.failed, costs.total)
+            if self.meter.foreign_bytes() <= _FOREIGN_SHARE * self.meter.capacity_bytes:
+                self.peaks.failed = min(self.peaks.failed, costs.total)
             engine.reserve.hold()
 
     def _refusal(self, message: str, not_undone: str = "", *, is_known: bool = True) -> DoesNotFitError:
@@ -552,6 +560,10 @@ class FrameworkLoop:
         return engine
 
     def _after_oom(self) -> None:
+        # What others hold may be gone for the next batch.
+        is_alone = self.meter.foreign_bytes() <= _FOREIGN_SHARE * self.meter.capacity_bytes
+        if self._reading is not None and is_alone:
+            self.peaks.failed = min(self.peaks.failed, self._reading[0])
         self._reading = None
         if self._engine is not None:
             self._engine.record_rescue()
@@ -713,18 +725,13 @@ class _Parts:
     is_trial: bool = False
     shares: dict[int, float] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
-    metrics: dict[int, list[Attributes]] = field(default_factory=dict)  # Before each part
-    appended: dict[int, dict[tuple[int, str], tuple[list[Any], list[Any]]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.states = _PartStates(self.loop.state, len(self.costs))
 
     def __call__(self, start: int, stop: int) -> Losses:
         loop = self.loop
-        # Each part begins with the attributes that the batch began with, and with the metrics of earlier parts.
-        loop.state.restore_attributes()
-        if start in self.metrics:
-            for metric in self.metrics[start]:
-                metric.restore()
-        elif not self.is_trial:
-            self.metrics[start] = loop.state.read_metrics()
+        self.states.begin(start, metrics_too=not self.is_trial)
         if not self.is_trial:
             loop.begin_reading(self.costs.cost(start, stop))
         part = self.part(start, stop)
@@ -733,19 +740,45 @@ class _Parts:
         # A whole batch's loss stays as it is: its gradient is, bit by bit, the gradient without this class.
         weighted = loss if share == 1.0 else loss * share
         self.shares[start], self.losses[start] = share, weighted.detach()
-        self.appended[start] = loop.state.appended()
+        self.states.end(start)
         return {LOSS: (weighted, part.share if loop.is_sum else share)}
 
-    def join_lists(self, starts: Sequence[int]) -> None:
-        """Gives lists that every part has appended to the entries of the whole batch."""
-        entries = [self.appended[start] for start in starts]
-        stops = [*starts[1:], len(self.costs)]
-        parts = [Part(batch=None, start=start, stop=stop, samples=len(self.costs))
-                 for start, stop in zip(starts, stops, strict=True)]  # fmt: skip
+
+class _PartStates:
+    """The attributes and metrics that the parts of a batch begin and end with."""
+
+    def __init__(self, state: StepState, samples: int) -> None:
+        self._state, self._samples = state, samples
+        self._metrics: dict[int, list[Attributes]] = {}  # Before each part, by its first sample
+        self._appended: dict[int, dict[tuple[int, str], tuple[list[Any], list[Any]]]] = {}
+
+    def begin(self, start: int, *, metrics_too: bool = True) -> None:
+        """Restores the attributes that the batch began with, and the metrics that an earlier try of the part has
+        updated.
+        """
+        self._state.restore_attributes()
+        if start in self._metrics:
+            for metric in self._metrics[start]:
+                metric.restore()
+        elif metrics_too:
+            self._metrics[start] = self._state.read_metrics()
+
+    def end(self, start: int) -> None:
+        """Notes the entries that the part has appended to lists."""
+        self._appended[start] = self._state.appended()
+
+    def join(self, weights: Mapping[int, float]) -> None:
+        """Gives lists that every part has appended to the entries of the whole batch; `weights` are those of the parts
+        in the batch, by their first samples.
+        """
+        starts = list(weights)
+        entries = [self._appended[start] for start in starts]
+        parts = [Part(batch=None, start=start, stop=stop, samples=self._samples)
+                 for start, stop in pairwise([*starts, self._samples])]  # fmt: skip
         for key, (values, last) in entries[-1].items() if len(starts) > 1 else ():
             each = [part[key][1] for part in entries if key in part]
             if len(each) == len(starts) and {len(new) for new in each} == {len(last)}:
-                joined = [combine_outputs(list(new), parts, self.shares) for new in zip(*each, strict=True)]
+                joined = [combine_outputs(list(new), parts, weights) for new in zip(*each, strict=True)]
                 values[len(values) - len(last) :] = joined
 
 
