@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import lru_cache
 from operator import is_
 from typing import Any, Final
 
@@ -60,9 +61,10 @@ class StepState:
         self._reads += 1
         self._generators = Snapshot(self._no_module, self._device, since=self._generators)
         self._read_buffers()
-        self._parameter_versions = [_version(parameter) for parameter in self._parameters]
+        self._parameter_versions = _versions(self._parameters)
         self._flags = [parameter.requires_grad for parameter in self._parameters]
-        self._gradients = [(parameter.grad, _version(parameter.grad)) for parameter in self._parameters]
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._gradient_versions = _versions(self._gradients)
         self._next_hook = RemovableHandle.next_id
         self._attributes = [Attributes(owner) for owner in (*self._with_attributes, *self._objects())]
 
@@ -79,14 +81,13 @@ class StepState:
         self._remove_new_hooks()
         self.restore_attributes(metrics=True)
         self._restore_buffers()
-        is_changed = False
-        for parameter, (gradient, version) in zip(self._parameters, self._gradients, strict=True):
-            # The step has added to a gradient in place, outside of the backward pass that sets gradients aside.
-            is_changed |= gradient is not None and _version(gradient) != version
+        # The step has added to a gradient in place, outside of the backward pass that sets gradients aside.
+        is_changed = self._gradient_versions != _versions(self._gradients)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         # The step may have made or replaced modules.
         self._modules = []
-        if self._parameter_versions != [_version(parameter) for parameter in self._parameters]:
+        if self._parameter_versions != _versions(self._parameters):
             return "it has changed the parameters"
         return "it has added to gradients of earlier batches" if is_changed else ""
 
@@ -217,7 +218,7 @@ class Attributes:
             # Lightning's collection of logged values is a dict with attributes.
             self._containers.append((owner, dict(owner)))
         for name, value in self.values.items():
-            if name not in self._kept:
+            if _is_copied(type(value)) and name not in self._kept:
                 if isinstance(value, list):
                     self.lengths[name] = len(value)
                 self._add(value, _DEPTH)
@@ -280,6 +281,21 @@ def _objects_in(owner: Any, package: str, depth: int) -> Iterator[Any]:
 def _remove_from(hooks: Any, first: int) -> None:
     for number in [number for number in hooks or () if isinstance(number, int) and number >= first]:
         del hooks[number]
+
+
+@lru_cache
+def _is_copied(kind: type) -> bool:
+    """Tells whether values of a class may change in place."""
+    return issubclass(kind, Tensor | list | deque | dict | set)
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Returns the counts of changes in place of some tensors."""
+    try:
+        return [tensor._version for tensor in tensors if tensor is not None]
+    except RuntimeError:
+        # Inference tensors count none.
+        return [_version(tensor) for tensor in tensors]
 
 
 def _version(tensor: Tensor | None) -> int:
