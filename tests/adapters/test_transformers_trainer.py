@@ -970,3 +970,70 @@ def test_a_part_on_one_of_several_ranks_gathers_nothing(transformers: Any, tmp_p
         trainer_of(transformers, tmp_path, model, LoopSettings(limits=3, learn=False), base=Gathering).train()
     parts.undo()
     assert "gather_for_metrics" not in vars(trainer.accelerator)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Keeps other weights for training than for evaluation."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.param_groups[0]["train_mode"] = False
+
+    def _switch(self, is_training: bool) -> None:
+        group = self.param_groups[0]
+        if group["train_mode"] is not is_training:
+            with torch.no_grad():
+                for parameter in group["params"]:
+                    parameter.mul_(2.0 if is_training else 0.5)
+            group["train_mode"] = is_training
+
+    def train(self) -> None:
+        self._switch(True)
+
+    def eval(self) -> None:
+        self._switch(False)
+
+
+def test_weights_that_an_optimizer_changes_before_the_step_stay_changed(transformers: Any, tmp_path: Path) -> None:
+    models = Heavy(Tagger()), Heavy(Tagger())
+    for model, settings in zip(models, (None, LoopSettings(device="sim:21MiB", learn=False)), strict=True):
+        optimizer = ScheduleFree(model.parameters(), lr=0.1)
+        options = {"per_device_train_batch_size": 13, "eval_strategy": "steps", "eval_steps": 1}
+        options |= {"per_device_eval_batch_size": 2, "max_steps": 3}
+        trainer_of(transformers, tmp_path, model, settings, optimizers=(optimizer, None), **options).train()
+    assert difference(*models) <= EXACT
+
+
+class FailsOnce(torch.autograd.Function):
+    """Runs out of memory in the backward pass of the second batch, once the layers above have their gradients."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        FailsOnce.calls += 1
+        if FailsOnce.calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return gradients[0]
+
+
+class Interrupted(Tagger):
+    def forward(self, input_ids: Tensor, labels: Tensor, **options: Any) -> dict[str, Tensor]:
+        logits = self.layers(FailsOnce.apply(self.words(input_ids)))
+        return {"loss": self.loss(logits, labels, **options), "logits": logits}
+
+
+def test_gradients_of_earlier_batches_outlive_a_backward_pass_that_ran_out_of_memory(
+    transformers: Any, tmp_path: Path
+) -> None:
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 13, "optim": "sgd"}
+    plain, cut = Tagger(), Interrupted()
+    trainer_of(transformers, tmp_path, plain, **options).train()
+    FailsOnce.calls = 0
+    trainer_of(transformers, tmp_path, cut, LoopSettings(learn=False), **options).train()
+    assert FailsOnce.calls > 4
+    assert difference(plain, cut) <= EXACT

@@ -140,6 +140,9 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             return loss
 
         loop, kind = self._loop(), self._kind(inputs, trains=True)
+        if self.optimizer.param_groups[0].get("train_mode") is False:
+            # A schedule-free optimizer changes the weights here, which a step that is undone must find changed.
+            self.optimizer.train()
         loop.refused, loop.remedy = kind.refused, remedy_of(self)
         in_parts = _TrainingParts(self, kind, batch, run, is_sum=num_items_in_batch is not None)
         loss = loop.step(batch, lambda: self._whole(run, inputs), lambda: in_parts.compute(is_parallel=is_parallel))
