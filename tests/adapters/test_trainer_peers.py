@@ -97,7 +97,12 @@ def of_trl(trl: Any, name: str, folder: Path, settings: LoopSettings | None, **o
     )  # fmt: skip
 
 
-SPLIT = [("DPO", {}), ("Reward", {}), ("SFT", {}), ("SFT", {"gradient_accumulation_steps": 2})]
+SPLIT: list[tuple[str, dict[str, Any]]] = [
+    ("DPO", {}),
+    ("Reward", {}),
+    ("SFT", {}),
+    ("SFT", {"gradient_accumulation_steps": 2}),
+]
 SPLIT += [("KTO", {"loss_type": "apo_zero_unpaired"})]
 
 

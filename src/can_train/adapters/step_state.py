@@ -218,7 +218,8 @@ class Attributes:
             # Lightning's collection of logged values is a dict with attributes.
             self._containers.append((owner, dict(owner)))
         for name, value in self.values.items():
-            if _is_copied(type(value)) and name not in self._kept:
+            # A class is hashable, though a metaclass may hide it from mypy.
+            if _is_copied(type(value)) and name not in self._kept:  # type: ignore[arg-type]
                 if isinstance(value, list):
                     self.lengths[name] = len(value)
                 self._add(value, _DEPTH)
