@@ -1037,3 +1037,43 @@ def test_gradients_of_earlier_batches_outlive_a_backward_pass_that_ran_out_of_me
     trainer_of(transformers, tmp_path, cut, LoopSettings(learn=False), **options).train()
     assert FailsOnce.calls > 4
     assert difference(plain, cut) <= EXACT
+
+
+def test_limits_are_searched_for_with_a_copy_of_the_model_where_that_is_asked_for(
+    transformers: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, trainers = counting_steps(transformers.Trainer), []
+    caplog.set_level("INFO", "can_train")
+    for settings in (None, LoopSettings(device="sim:24MiB", state_dir=tmp_path, search=True)):
+        options = {"per_device_train_batch_size": 26, "base": base, "max_steps": 2}
+        trainer = trainer_of(transformers, tmp_path, Heavy(Tagger()), settings, **options)
+        trainer.train()
+        trainers.append(trainer)
+    plain, cut = trainers
+    assert plain.steps == 2
+    assert cut.steps > 2
+    assert "26 samples a step are computed in" in caplog.text
+    assert difference(plain.model, cut.model) <= EXACT
+
+
+def counting_steps(base: Any) -> Any:
+    class CountingSteps(base):
+        steps = 0
+
+        def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+            self.steps += 1
+            return super().training_step(*arguments, **options)
+
+    return CountingSteps
+
+
+def test_a_loss_of_the_trainers_own_is_not_searched_with(
+    transformers: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "can_train")
+    settings = LoopSettings(device="sim:64MiB", learn=False, search=True)
+    plain, adopted = Tagger(), Tagger()
+    trainer_of(transformers, tmp_path, plain, compute_loss_func=token_sum).train()
+    trainer_of(transformers, tmp_path, adopted, settings, compute_loss_func=token_sum).train()
+    assert "The loss is computed by the Trainer" in caplog.text
+    assert torch.equal(weights(plain), weights(adopted))

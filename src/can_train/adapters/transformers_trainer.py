@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from importlib import import_module
@@ -57,6 +57,7 @@ from can_train.training.distributed import add_gradients
 _LOG: Final = logging.getLogger("can_train")
 _Trainer: Final[Any] = object  # The Trainer itself stands behind the mixin among the bases of a class
 
+_TRAINER: Final = "transformers.trainer"  # Module of the Trainer
 _LOSS: Final = "loss"
 _SMALL_CHANGE: Final = 5e-4  # Relative change below which a percentage has no digit
 _LABELS: Final = ("labels", "label")  # Names of labels in transformers and in sentence-transformers
@@ -140,7 +141,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             return loss
 
         loop, kind = self._loop(), self._kind(inputs, trains=True)
-        if self.optimizer.param_groups[0].get("train_mode") is False:
+        if any(group.get("train_mode") is False for group in getattr(self.optimizer, "param_groups", ())):
             # A schedule-free optimizer changes the weights here, which a step that is undone must find changed.
             self.optimizer.train()
         loop.refused, loop.remedy = kind.refused, remedy_of(self)
@@ -209,7 +210,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         """Lets an evaluation keep its outputs so that they can move to the host when memory runs out, as
         `eval_accumulation_steps` moves them.
         """
-        module = import_module("transformers.trainer")
+        module = import_module(_TRAINER)
         container: Any = getattr(module, "EvalLoopContainer", None)
         if container is None:
             yield
@@ -315,12 +316,30 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
                 settings=replace(settings, key=key),
                 notice=lambda text: _LOG.info("%s", text) if self.is_world_process_zero() else None,
                 objects=lambda: losses,
+                search_loss=self._search_loss,
                 compares=False,
             )
             if optimizer is not None:
                 hook = optimizer.register_step_pre_hook(lambda *_: loop.before_optimizer_step())
                 self._closing.callback(hook.remove)
         return self.loop
+
+    def _search_loss(self) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+        """Copies the model, and returns the copy with a function that computes the model's own loss with it."""
+        is_own = self.compute_loss.__module__ == _TRAINER
+        if not is_own or self.compute_loss_func is not None or self.label_smoother is not None:
+            raise ArgumentError("The loss is computed by the Trainer, not by the model alone",
+                                value=f"compute_loss of {type(self).__name__}")  # fmt: skip
+        model = deepcopy(self.model)
+        model.train()
+
+        def loss_of(batch: Any) -> Tensor:
+            with self.compute_loss_context_manager():
+                outputs = model(**self._prepare_inputs(batch))
+            loss: Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+            return loss
+
+        return model, loss_of
 
 
 @dataclass
