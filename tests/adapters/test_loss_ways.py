@@ -165,3 +165,14 @@ def test_a_part_without_labels_has_no_weight() -> None:
     items = Items({"labels": labels}, ["labels"], 2, shifts_labels=False)
     assert items.weight(Way("labels"), slice(0, 1)) == 0.0
     assert items.telling(2).tolist() == [0, 1]
+
+
+def test_single_precision_on_a_gpu_may_have_the_round_off_of_tf32() -> None:
+    items = Items({"labels": LABELS}, ["labels"], 5, shifts_labels=False)
+
+    def rounded(rows: Rows) -> Numbers:
+        return [np.array([1.0 + 1e-3 * len(rows)])]
+
+    for is_on_gpu in (False, True):
+        comparison = Comparison(compute=rounded, seeded=lambda: None, model=nn.Linear(1, 1), is_on_gpu=is_on_gpu)
+        assert bool(comparison.result(items, [SAMPLES], np.arange(5)).ways) is is_on_gpu

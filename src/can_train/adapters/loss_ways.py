@@ -21,8 +21,9 @@ from can_train.fit.batch_dependence import NoDropout, tolerance_of
 
 _IGNORED_LABEL: Final = -100  # Label that a loss leaves out, in PyTorch and transformers
 _ROUND_OFF: Final = 1e-9  # Difference of two weights that is round-off
-# A loss has less round-off than a gradient, and is less sensitive: a constant term hides what changes.
+# A loss has less round-off than a gradient, and is less sensitive: a constant term hides a change.
 _FEWER_OPERATIONS: Final = 50
+_TF32_TOLERANCE: Final = 1e-2  # Relative difference of gradients that TF32's ten bits may make
 _SPLIT: Final = (3, 8)  # Share of them in the first of two unequal parts, as a fraction
 
 Rows = NDArray[np.int64]
@@ -118,7 +119,7 @@ class ComparisonResult:
         difference: Relative L2 difference of the way that comes nearest; not finite: it could not be computed.
         through: Names of the normalising layers that are the only reason why no way holds.
         is_known: Whether anything could be measured.
-        of: What was compared: the gradient or the loss.
+        of: The quantity that was compared: gradient or loss.
     """
 
     ways: tuple[Way, ...] = ()
@@ -137,6 +138,7 @@ class Comparison:
         seeded: Sets the generators to the state that they began with.
         model: The module that is trained.
         is_of_losses: Whether losses are compared, in place of gradients.
+        is_on_gpu: Whether single precision may be TF32, as convolutions are by default.
         formats: Number formats in which anything was computed.
     """
 
@@ -144,6 +146,7 @@ class Comparison:
     seeded: Callable[[], object]
     model: nn.Module
     is_of_losses: bool = False
+    is_on_gpu: bool = False
     formats: set[torch.dtype] = field(default_factory=set)
 
     def result(self, items: Items, ways: Sequence[Way], rows: Rows) -> ComparisonResult:
@@ -176,8 +179,11 @@ class Comparison:
     def _tolerance(self) -> float:
         """Largest difference that is round-off in the coarsest format."""
         formats = {next(self.model.parameters()).dtype, *self.formats}
-        tolerance = max(tolerance_of(one, half=False) for one in formats if one.is_floating_point)
-        return tolerance / _FEWER_OPERATIONS if self.is_of_losses else tolerance
+        tolerance = max(tolerance_of(dtype, half=False) for dtype in formats if dtype.is_floating_point)
+        if self.is_of_losses:
+            return tolerance / _FEWER_OPERATIONS
+        # The gradient of a part's mean is rounded otherwise than its share in the whole batch's gradient.
+        return max(tolerance, _TF32_TOLERANCE) if self.is_on_gpu and torch.float32 in formats else tolerance
 
     def _differences(self, items: Items, ways: Sequence[Way], rows: Rows) -> dict[Way, float]:
         first = max(len(rows) * _SPLIT[0] // _SPLIT[1], min(2, len(rows) - 1))

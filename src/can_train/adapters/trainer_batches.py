@@ -1,5 +1,5 @@
 """Which rows of a Trainer's batches are samples (TRL stacks k views of the samples, packs several sequences into a row,
-and gives batches without tensors), why batches are not split, and what helps where they do not fit.
+and gives batches without tensors), why batches are not split, and the remedies where they do not fit.
 
 Shapes: R samples, k views of each sample, T tokens.
 """
@@ -149,8 +149,8 @@ def why_whole(trainer: Any) -> str:
     is_made = not any(map(is_lazy, trainer.model.parameters()))
     if is_made and (refusal := unsplittable_because(trainer.model)) is not None:
         return f"{refusal.rule[0].lower()}{refusal.rule[1:]} ({refusal.value})"
-    waits = [type(one).__name__ for one in modules_of(getattr(trainer, "loss", None))
-             if getattr(one, "gather_across_devices", False)]  # fmt: skip
+    waits = [type(loss).__name__ for loss in modules_of(getattr(trainer, "loss", None))
+             if getattr(loss, "gather_across_devices", False)]  # fmt: skip
     if waits and dist.is_initialized() and dist.get_world_size() > 1:
         return f"{waits[0]}(gather_across_devices=True) waits for other ranks"
     return ""
@@ -171,9 +171,9 @@ def refuse_conflicts(trainer: Any) -> None:
 def _loss_measures(loss: Any) -> list[str]:
     """Returns clauses that tell how a loss of sentence-transformers takes less memory with the same batch."""
     measures = []
-    for one in modules_of(loss):
-        name = type(one).__name__
-        if (size := getattr(one, "mini_batch_size", 0)) and size > 1:
+    for module in modules_of(loss):
+        name = type(module).__name__
+        if (size := getattr(module, "mini_batch_size", 0)) and size > 1:
             measures.append(f"give {name} mini_batch_size={size // 2}")
         elif name in _CACHED_LOSSES:
             measures.append(f"train with Cached{name}(model, mini_batch_size=8)")
@@ -200,4 +200,5 @@ def _spread(trainer: Any) -> dict[str, str]:
 
 def modules_of(loss: Any) -> list[nn.Module]:
     """Returns the modules among the losses of a Trainer: sentence-transformers has one, or one for each data set."""
-    return [one for one in (loss.values() if isinstance(loss, Mapping) else [loss]) if isinstance(one, nn.Module)]
+    losses = loss.values() if isinstance(loss, Mapping) else [loss]
+    return [module for module in losses if isinstance(module, nn.Module)]

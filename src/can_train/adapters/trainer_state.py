@@ -1,5 +1,5 @@
-"""What a step of a Trainer changes beside the model: its attributes, the metrics that TRL's Trainers collect, and the
-gradients of one part.
+"""The state that a step of a Trainer changes beside the model: its attributes, the metrics that TRL's Trainers collect,
+and the gradients of one part.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def without_gathering(accelerator: Any) -> Iterator[None]:
-    """Refuses what waits for other ranks, which may have other parts of other batches."""
+    """Refuses functions that wait for other ranks, which may have other parts."""
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise DoesNotFitError(

@@ -107,7 +107,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         self._kinds: dict[Any, _BatchKind] = {}
         self._rows = TrainerRows(self, sample_counts)
         self._whole_reason: str | None = None  # Why no batch is split, as a clause; None: not yet known
-        self._outputs: list[Any] = []  # What an evaluation keeps of its batches, on the device
+        self._outputs: list[Any] = []  # Containers of an evaluation's outputs
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Trains as the Trainer does."""
@@ -151,7 +151,8 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             # As DistributedDataParallel averages them, once a batch.
             parameters = list(self.model.parameters())
             add_gradients(parameters, parameters[0].device)
-            torch._foreach_div_([one.grad for one in parameters if one.grad is not None], float(dist.get_world_size()))
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            torch._foreach_div_(gradients, float(dist.get_world_size()))
         return loss
 
     def prediction_step(
@@ -194,7 +195,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
     def _whole_evaluation(self, run: Callable[[Any], Any], inputs: Any) -> Any:
         """Evaluates all samples at once; where memory runs out, outputs of earlier batches move to the host first."""
-        if any(one.tensors is not None for one in self._outputs):
+        if any(outputs.tensors is not None for outputs in self._outputs):
             before = attributes_of(self)
             with CatchOutOfMemory() as caught:
                 return run(inputs)
@@ -247,7 +248,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         if self.loop is not None:
             self.loop.meter.release()
 
-    # What is said
+    # Errors
 
     def _training_error(self, error: BaseException) -> DoesNotFitError:
         rule = f"Memory ran out for a batch that is not split: {self._whole_only()}"
@@ -416,7 +417,8 @@ class _Parts:
     def refuse(self, reason: str) -> None:
         """Ends the parts: batches of this kind are not split from now on."""
         self.kind.refused = self.loop.refused = reason
-        warnings.warn(f"Batches are not split: {reason.replace('it ', 'one ', 1)}. {self.loop.remedy}.", stacklevel=2)
+        of_all = reason.replace("cutting it ", "cutting one ").replace("its outputs", "their outputs")
+        warnings.warn(f"Batches are not split: {of_all}. {self.loop.remedy}.", stacklevel=2)
         raise SplitRefusedError
 
     def _measured(self, largest: int) -> ComparisonResult:
@@ -443,7 +445,7 @@ class _Parts:
         loop = self.loop
         seeds = Snapshot(nn.Module(), loop.meter.device)
         comparison = Comparison(compute=compute, seeded=seeds.restore, model=self.trainer.model,
-                                is_of_losses=is_of_losses)  # fmt: skip
+                                is_of_losses=is_of_losses, is_on_gpu=loop.meter.device.type == "cuda")  # fmt: skip
         with self.untraced():
             return comparison.result(self.items, self.kind.ways, rows)
 
@@ -503,7 +505,7 @@ class _TrainingParts(_Parts):
         yield _LOSS, self._losses, _FORWARD_SAMPLES
 
     def _gradients(self, rows: Rows) -> Numbers:
-        parameters = [one for one in self.loop.model.parameters() if one.requires_grad]
+        parameters = [parameter for parameter in self.loop.model.parameters() if parameter.requires_grad]
         for parameter in parameters:
             parameter.grad = None
         self.run(self.selected(rows))
@@ -540,8 +542,8 @@ class _EvaluationParts(_Parts):
         loss = None
         if parts[0][1][0] is not None:
             largest = max(part.stop - part.start for part, _ in parts)
-            weighted = [(one, self.weight(part, largest)) for part, (one, *_) in parts]
-            loss = sum(one * weight for one, weight in weighted if weight)
+            weighted = [(mean, self.weight(part, largest)) for part, (mean, *_) in parts]
+            loss = sum(mean * weight for mean, weight in weighted if weight)
         # As the Trainer joins the outputs of batches.
         join = import_module("transformers.trainer_pt_utils").nested_concat
         of_parts = [[results[place] for _, results in parts] for place in (1, 2)]
@@ -551,8 +553,8 @@ class _EvaluationParts(_Parts):
         """Tells whether outputs of parts can be joined: they have a row for each sample, and nothing else grows."""
         sizes = [part.stop - part.start for part, _ in parts]
         shapes = [[leaf.shape for leaf in leaves(outputs[1:])] for _, outputs in parts]
-        for size, own in zip(sizes, shapes, strict=True):
-            if any(not shape or shape[0] != size for shape in own):
+        for size, of_part in zip(sizes, shapes, strict=True):
+            if any(not shape or shape[0] != size for shape in of_part):
                 return False
         if sizes[0] < _LEAST or not any(sizes[0] in shape[1:] for shape in shapes[0]):
             return True
