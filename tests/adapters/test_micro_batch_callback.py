@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_what_a_training_has_taught_is_what_the_next_one_begins_with(lightning: 
     assert first.factor_reason.startswith("from the steps so far")
     assert last.factor_reason.startswith("learned from 2 runs")
     # The largest batch is the first one, which runs before the optimizer has its state: the prediction includes it.
-    assert last.peak_allocated_bytes <= last.predicted_peak_bytes <= 1.05 * last.peak_allocated_bytes
+    assert last.peak_allocated_bytes <= last.predicted_peak_bytes <= 1.1 * last.peak_allocated_bytes
 
 
 def test_a_loop_that_is_not_to_learn_leaves_nothing(lightning: ModuleType, tmp_path: Path) -> None:
@@ -297,6 +298,21 @@ def test_gradients_that_are_accumulated_by_hand_over_batches_stay(lightning: Mod
     fit(lightning, tmp_path, plain)
     fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)))
     torch.testing.assert_close(weights(cut), weights(plain), rtol=0, atol=EXACT)
+
+
+def test_gradients_that_a_step_clears_take_no_memory_in_its_backward_pass(
+    lightning: ModuleType, tmp_path: Path
+) -> None:
+    class Watching(type(network(lightning))):  # type: ignore[misc]
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            gradients[:] = [ref(parameter.grad) for parameter in self.parameters()]
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            alive.append(sum(gradient() is not None for gradient in gradients))
+
+    gradients, alive = list[Any](), list[int]()
+    fit(lightning, tmp_path, Watching(), MicroBatchCallback(), max_epochs=1)
+    assert alive == [0] * 4
 
 
 def test_a_step_with_two_backward_passes_must_fit(lightning: ModuleType, tmp_path: Path) -> None:

@@ -176,7 +176,8 @@ class FrameworkLoop:
         self.meter = meter_of(self.settings.device, str(parameters[0].device) if parameters else "cpu")
         self.monitor = MemoryMonitor(meter=self.meter, warmup=1)
         self.peaks = ObservedPeaks()
-        self.state = StepState(self.model, self.meter.device, self.objects)
+        # A step that clears gradients clears them again when it is computed in parts.
+        self.state = StepState(self.model, self.meter.device, self.objects, holds_gradients=False)
         self.batch_dependence: BatchDependence | None = None
         self.is_sum = False  # Whether the losses of parts add up to the batch's, in place of their mean
         self._engine: Engine | None = None

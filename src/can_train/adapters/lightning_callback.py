@@ -163,21 +163,22 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         """Makes the closure that computes a batch's gradient for the optimizer."""
         closure = make(kwargs, *others, **options)
         if closure._backward_fn is not None and "batch" in kwargs:
-            step = _Closure(trainer, pl_module, closure, kwargs)
+            step = _Closure(trainer, pl_module, self._loop_of(trainer, pl_module), closure, kwargs)
             closure._backward_fn = partial(self._backward, closure._backward_fn)
-            closure.closure = torch.enable_grad()(partial(self._train, step, closure.closure))
+            closure.closure = partial(self._train, step, closure.closure)
         return closure
 
     def _train(self, step: _Closure, native: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
         """Computes a batch's gradient, in parts where it does not fit."""
         batch, *others = step.kwargs.values()
         self._others = tuple(others)
-        loop = self._loop_of(step.trainer, step.module)
+        loop = step.loop
         if isinstance(step.trainer.strategy.model, DistributedDataParallel) and not loop.refused:
             # Ranks need not have as many parts: the wrapped model sees one pass forward and one backward.
-            with _replaced(step.module, "training_step", partial(step.inside_wrapper, loop, step.module.training_step)):
+            with _replaced(step.module, "training_step", partial(step.inside_wrapper, step.module.training_step)):
                 return native(*arguments, **options)
-        return loop.step(batch, partial(native, *arguments, **options), partial(step.in_parts, loop, batch))
+        with torch.enable_grad():
+            return loop.step(batch, partial(native, *arguments, **options), partial(step.in_parts, batch))
 
     def _step_optimizer(self, native: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Steps the optimizer, whose own memory cannot be had by splitting a batch."""
@@ -348,8 +349,8 @@ class _Touched(torch.autograd.Function):
 class _Closure:
     """A step of automatic optimization, as it is computed in parts."""
 
-    def __init__(self, trainer: Any, module: Any, closure: Any, kwargs: Mapping[str, Any]) -> None:
-        self.trainer, self.module, self.kwargs = trainer, module, kwargs
+    def __init__(self, trainer: Any, module: Any, loop: FrameworkLoop, closure: Any, kwargs: Mapping[str, Any]) -> None:
+        self.trainer, self.module, self.loop, self.kwargs = trainer, module, loop, kwargs
         self._closure, self._clear = closure, closure._zero_grad_fn
         self._cleared: list[tuple[nn.Parameter, Tensor | None]] | None = None  # Gradients once they were cleared
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None  # Of the batch
@@ -360,11 +361,11 @@ class _Closure:
         """Clears gradients as the trainer does. The hooks of it run once, though the step is undone."""
         if self._cleared is None:
             self._clear()
-            self._cleared = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+            self._cleared = [(parameter, parameter.grad) for parameter in self.loop.state.parameters]
         else:
             _put_gradients(self._cleared)
 
-    def in_parts(self, loop: FrameworkLoop, batch: Any) -> Any:
+    def in_parts(self, batch: Any) -> Any:
         """Computes the batch in parts, and calls the hooks of the backward pass once, with its whole gradient."""
         if self._clear is not None:
             self._clear_once()
@@ -374,7 +375,7 @@ class _Closure:
             arguments = {**self.kwargs, "batch": part.batch}
             return call(self.trainer, "training_step", *arguments.values())
 
-        output = self._compute(loop, batch, run)
+        output = self._compute(batch, run)
         results = self.trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
         result = results.from_training_step_output(output, self.trainer.accumulate_grad_batches)
         if result.closure_loss is not None:
@@ -382,7 +383,7 @@ class _Closure:
                 self._closure._backward_fn(result.closure_loss)
         return result
 
-    def inside_wrapper(self, loop: FrameworkLoop, native: Callable[..., Any], batch: Any, *others: Any) -> Any:
+    def inside_wrapper(self, native: Callable[..., Any], batch: Any, *others: Any) -> Any:
         """Computes the batch in parts within the one pass of a wrapped model, in place of the module's step."""
         native_backward = self.module.backward
 
@@ -393,20 +394,20 @@ class _Closure:
             native_backward(loss, *arguments, **options)
 
         def in_parts() -> Any:
-            with torch.autocast(loop.meter.device.type, enabled=False):
-                output = self._compute(loop, batch, lambda part: self._native_step(native, part, others))
+            with torch.autocast(self.loop.meter.device.type, enabled=False):
+                output = self._compute(batch, lambda part: self._native_step(native, part, others))
             self.module.backward = backward
             return output
 
-        return loop.step(batch, partial(native, batch, *others), in_parts, tries_whole=False)
+        return self.loop.step(batch, partial(native, batch, *others), in_parts, tries_whole=False)
 
     def _native_step(self, native: Callable[..., Any], part: Part, others: Sequence[Any]) -> Any:
         with self.trainer.precision_plugin.train_step_context():
             return native(part.batch, *others)
 
-    def _compute(self, loop: FrameworkLoop, batch: Any, run: Callable[[Part], Any]) -> Any:
+    def _compute(self, batch: Any, run: Callable[[Part], Any]) -> Any:
         """Computes the gradient of the batch in parts and keeps it; returns the output of the whole batch."""
-        module, calls, outputs = self.module, _Calls(self.module), dict[int, Any]()
+        module, calls, outputs, loop = self.module, _Calls(self.module), dict[int, Any](), self.loop
         scale = _scale_of(self.trainer.precision_plugin, self.trainer.accumulate_grad_batches)
         parts = dict[int, Part]()
 

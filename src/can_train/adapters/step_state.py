@@ -11,6 +11,7 @@ from copy import copy
 from functools import lru_cache
 from operator import is_
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from can_train.fit.optimizer import Snapshot
 
 # Parts of a module that are restored by other means than its attributes, or that no step changes.
 _MODULE_PARTS: Final = frozenset(vars(nn.Module())) - {"training"}
+# And of a metric of torchmetrics: how it was made.
+_METRIC_PARTS: Final = _MODULE_PARTS | {"_defaults", "_persistent", "_reductions"}
 _HOOKS: Final = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _FRAMEWORKS: Final = ("torch", "lightning", "pytorch_lightning", "transformers", "accelerate", "can_train", "builtins")
@@ -38,12 +41,20 @@ class StepState:
         model: The module.
         device: Its device, whose generator is restored, too.
         objects: Returns further objects whose attributes a step changes, such as the values that a loop has logged.
+        holds_gradients: Whether gradients that the step clears are restored. If not, their memory is free once they are
+            cleared, as it is without this class.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, objects: Callable[[], Iterable[Any]] = lambda: ()
+        self,
+        model: nn.Module,
+        device: torch.device,
+        objects: Callable[[], Iterable[Any]] = lambda: (),
+        *,
+        holds_gradients: bool = True,
     ) -> None:
         self._model, self._device, self._objects = model, device, objects
+        self._holds_gradients = holds_gradients
         self._no_module = nn.Module()
         self._generators: Snapshot | None = None
         self._buffers: list[Tensor | None] = []
@@ -52,6 +63,13 @@ class StepState:
         self._places: list[tuple[nn.Module, str]] = []
         self._reads = 0
         self._modules: list[nn.Module] = []
+        self._attributes: list[Attributes] = []
+        self._parameters: list[nn.Parameter] = []
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters of the module, as the state was read with them."""
+        return self._parameters
 
     def read(self) -> None:
         """Reads the state as it is now."""
@@ -63,10 +81,14 @@ class StepState:
         self._read_buffers()
         self._parameter_versions = _versions(self._parameters)
         self._flags = [parameter.requires_grad for parameter in self._parameters]
-        self._gradients = [parameter.grad for parameter in self._parameters]
-        self._gradient_versions = _versions(self._gradients)
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._gradient_versions = [_version(gradient) for gradient in gradients]
+        self._gradients = [None if gradient is None else ref(gradient) for gradient in gradients]
+        self._held = gradients if self._holds_gradients else []
         self._next_hook = RemovableHandle.next_id
-        self._attributes = [Attributes(owner) for owner in (*self._with_attributes, *self._objects())]
+        earlier = {id(attributes.owner): attributes for attributes in self._attributes}
+        owners = (*self._with_attributes, *self._objects())
+        self._attributes = [Attributes(owner, since=earlier.get(id(owner))) for owner in owners]
 
     def restore(self) -> str:
         """Restores the state that was read.
@@ -81,9 +103,15 @@ class StepState:
         self._remove_new_hooks()
         self.restore_attributes(metrics=True)
         self._restore_buffers()
-        # The step has added to a gradient in place, outside of the backward pass that sets gradients aside.
-        is_changed = self._gradient_versions != _versions(self._gradients)
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+        is_changed = False
+        entries = zip(self._parameters, self._gradients, self._gradient_versions, strict=True)
+        for parameter, reference, version in entries:
+            gradient: Any = None if reference is None else reference()
+            if gradient is not None:
+                # As the weak references of torch.utils.weak do.
+                gradient._fix_weakref()
+            # The step has added to a gradient in place, outside of the backward pass that sets gradients aside.
+            is_changed |= gradient is not None and _version(gradient) != version
             parameter.grad = gradient
         # The step may have made or replaced modules.
         self._modules = []
@@ -204,16 +232,19 @@ class StepState:
 
 class Attributes:
     """The attributes of one object, with copies of the containers and small tensors among them; `skip` are names of
-    attributes that do not belong to the state.
+    attributes that do not belong to the state. `since` has the attributes as they were earlier, and shares the copies
+    of tensors that have not changed.
     """
 
-    def __init__(self, owner: Any, skip: Collection[str] = ()) -> None:
+    def __init__(self, owner: Any, skip: Collection[str] = (), *, since: Attributes | None = None) -> None:
         self.owner = owner
-        self._kept = _MODULE_PARTS.union(skip)
+        self._earlier = {} if since is None else since._tensors
         self.values = vars(owner).copy()
+        self._kept = _METRIC_PARTS if "_reductions" in self.values else _MODULE_PARTS
+        self._kept = self._kept.union(skip) if skip else self._kept
         self.lengths: dict[str, int] = {}
         self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[Tensor, int, Tensor]] = []
+        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # Tensor, its version, and its copy, by its id
         if isinstance(owner, dict):
             # Lightning's collection of logged values is a dict with attributes.
             self._containers.append((owner, dict(owner)))
@@ -223,17 +254,25 @@ class Attributes:
                 if isinstance(value, list):
                     self.lengths[name] = len(value)
                 self._add(value, _DEPTH)
+        self._earlier = {}
 
     def _add(self, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             if value.numel() <= _COPIED_NUMBERS and not isinstance(value, nn.Parameter):
-                self._tensors.append((value, _version(value), value.detach().clone()))
+                self._tensors[id(value)] = self._copied(value)
         elif isinstance(value, list | deque | dict | set) and depth:
             is_long = isinstance(value, list) and len(value) > _LONGEST
             self._containers.append((value, len(value) if is_long else copy(value)))
             if not is_long and len(value) <= _LONGEST:
                 for entry in value.values() if isinstance(value, dict) else value:
                     self._add(entry, depth - 1)
+
+    def _copied(self, tensor: Tensor) -> tuple[Tensor, int, Tensor]:
+        version = _version(tensor)
+        kept = self._earlier.get(id(tensor))
+        if kept is not None and kept[0] is tensor and kept[1] == version >= 0:
+            return kept
+        return tensor, version, tensor.detach().clone()
 
     def restore(self) -> None:
         """Restores them."""
@@ -247,7 +286,7 @@ class Attributes:
                 continue
             container.clear()
             container.extend(earlier) if isinstance(container, list | deque) else container.update(earlier)
-        for tensor, version, values in self._tensors:
+        for tensor, version, values in self._tensors.values():
             if _version(tensor) != version or version < 0:
                 tensor.detach().copy_(values)
 
