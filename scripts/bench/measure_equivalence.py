@@ -1,6 +1,7 @@
 """Compares gradients and weights of training in micro-batches with training in whole batches, on sentences of different
 lengths: by can-train, by plain loops, and by Lightning, accelerate and transformers. Those tools are installed into an
-environment of their own on first use, where this module is imported, too.
+environment of their own on first use, where this module is imported, too. Then it trains scripts of several kinds with
+each of can-train's doors.
 
 Shapes: B sentences of a batch, T tokens of the longest, V words, H hidden.
 """
@@ -8,7 +9,7 @@ Shapes: B sentences of a batch, T tokens of the longest, V words, H hidden.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from statistics import mean
 from typing import Any, Final, NamedTuple, TypedDict
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.harness import Benchmark, markdown, run_peers, say
+from bench.harness import Benchmark, call_apart, markdown, run_peers, say
 from can_train import MicroBatcher
 
 SENTENCES: Final = 308
@@ -197,6 +198,14 @@ HELD: Final = 5
 EXACT: Final = 1e-12
 """Goal: largest relative error of can-train's gradients and weights, in float64."""
 
+BITWISE: Final = "bitwise"
+"""Cell of a training that is, bit by bit, the training without can-train."""
+TOLD: Final = "told"
+REFUSED: Final = "refused"
+DOORS_EXACT: Final = 1e-10
+"""Goal: largest relative difference of weights in a script whose batches are split, unless it is told or refused."""
+DOORS: Final = ("script", "`MicroBatcher`", "split", "Lightning callback", "split", "Trainer mixin", "split")
+
 COLUMNS: Final = ("loop", "gradient, mean", "gradient, worst", "weights", "of their change", "CPU ms a step")
 
 
@@ -210,7 +219,11 @@ def main() -> None:
     peers = run_peers("equivalence_peers", str(epochs))
     measured |= {name: Errors(*fields) for name, fields in peers["errors"].items()}
     table = markdown([COLUMNS, *([name, *cells(errors)] for name, errors in measured.items())])
-    BENCHMARK.finish(options, missed_goals(measured), versions=peers["versions"], table=table)
+    say("doors")
+    scripts = call_apart("bench.equivalence_doors", "main")
+    doors = markdown([DOORS, *([name, *chain(*pairs)] for name, pairs in scripts.items())])
+    missed = [*missed_goals(measured), *missed_by_doors(scripts)]
+    BENCHMARK.finish(options, missed, versions=peers["versions"], table=table, doors=doors)
 
 
 def measure_own(sentences: Sequence[Tensor], epochs: int) -> dict[str, Errors]:
@@ -274,3 +287,16 @@ def missed_goals(measured: Mapping[str, Errors]) -> list[str]:
     """Names can-train's loops that are not exact."""
     own = {name: max(errors[:-1]) for name, errors in measured.items() if name.startswith(OWN)}
     return [f"{name}: {worst:.1e} > {EXACT:.0e}" for name, worst in own.items() if not worst <= EXACT]
+
+
+def missed_by_doors(scripts: Mapping[str, Sequence[Sequence[str]]]) -> list[str]:
+    """Names the cells of scripts where something changes although nothing is split, or where a split changes the
+    weights and nobody is told.
+    """
+    missed = []
+    for name, pairs in scripts.items():
+        for door, (unsplit, split) in zip(DOORS[1::2], pairs, strict=True):
+            is_told = TOLD in split or split.startswith(REFUSED)
+            if unsplit != BITWISE or not (is_told or (not split.endswith("%") and float(split) <= DOORS_EXACT)):
+                missed.append(f"{name}, {door}: {unsplit}, {split}")
+    return missed

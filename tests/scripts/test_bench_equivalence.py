@@ -20,6 +20,7 @@ from bench.measure_equivalence import (
     divided,
     draw_sentences,
     errors,
+    missed_by_doors,
     missed_goals,
     own_loop,
     share_text,
@@ -77,3 +78,11 @@ def test_a_loop_of_can_train_that_is_off_misses_the_goal() -> None:
     assert missed_goals({OWN: exact, "another": off}) == []
     assert missed_goals({OWN: off}) == [f"{OWN}: 1.0e-03 > 1e-12"]
     assert [share_text(share) for share in (0.0, 2e-16, 0.1234)] == ["0", "2e-16", "12.3%"]
+
+
+def test_a_script_that_changes_without_a_split_or_silently_misses_the_goal() -> None:
+    fine = [["bitwise", "2e-16"], ["bitwise", "18.9%, told 93.1%"], ["bitwise", "refused 25.5%"]]
+    assert missed_by_doors({"mean": fine}) == []
+    changed = [["3e-17", "2e-16"], ["bitwise", "18.9%"], ["bitwise", "2e-07"]]
+    names = ("`MicroBatcher`: 3e-17, 2e-16", "Lightning callback: bitwise, 18.9%", "Trainer mixin: bitwise, 2e-07")
+    assert missed_by_doors({"mean": changed}) == [f"mean, {name}" for name in names]
