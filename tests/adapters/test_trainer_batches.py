@@ -8,7 +8,7 @@ import torch
 
 from can_train import CanTrainError
 from can_train.adapters.framework_loop import sample_counts
-from can_train.adapters.trainer_batches import TrainerRows
+from can_train.adapters.trainer_batches import TrainerRows, remedy_of, remedy_of_sample
 from can_train.fit.packing import counts_of
 
 
@@ -104,3 +104,28 @@ def test_a_loss_that_sorts_the_batch_is_known_by_its_name() -> None:
     batch = stacked(4, 2)
     assert "aot" in rows_of(DataCollatorForPreference(), loss_types=["sigmoid", "aot"]).reason(batch)
     assert not rows_of(DataCollatorForPreference(), loss_types=["sigmoid"]).reason(batch)
+
+
+def trainer_with(**arguments: Any) -> Any:
+    sizes = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 4}
+    model = SimpleNamespace(supports_gradient_checkpointing=True)
+    return SimpleNamespace(args=SimpleNamespace(**{**sizes, **arguments}), model=model, compute_loss_func=None)
+
+
+def test_a_remedy_names_arguments_of_the_installed_transformers() -> None:
+    old, new = trainer_with(gradient_checkpointing=False), trainer_with(activation_checkpointing=False)
+    smaller = "choose per_device_train_batch_size=4"
+    assert remedy_of(old) == f"Give the TrainingArguments gradient_checkpointing=True, or {smaller}"
+    assert remedy_of(new) == f"Give the TrainingArguments activation_checkpointing=True, or {smaller}"
+    assert remedy_of(trainer_with(activation_checkpointing=True)) == "Choose per_device_train_batch_size=4"
+    assert remedy_of(new, trains=False) == "Choose per_device_eval_batch_size=2"
+
+
+def test_a_sample_that_does_not_fit_may_be_cut_or_recomputed() -> None:
+    trainer = trainer_with(activation_checkpointing=False, max_length=512)
+    found = remedy_of_sample(trainer, "Take a larger device")
+    expected = "Give the TrainingArguments activation_checkpointing=True, or give them max_length=256"
+    assert found == f"{expected}, or take a larger device"
+    assert remedy_of_sample(trainer, "Take a larger device", trains=False) == (
+        "Choose max_length=256, or take a larger device"
+    )

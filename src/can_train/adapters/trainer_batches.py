@@ -6,7 +6,7 @@ Shapes: R samples, k views of each sample, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -127,18 +127,36 @@ def remedy_of(trainer: Any, *, trains: bool = True) -> str:
     """Returns a sentence with all that makes a batch fit that is not split."""
     name = "per_device_train_batch_size" if trains else "per_device_eval_batch_size"
     size = int(getattr(trainer.args, name))
-    measures = _loss_measures(getattr(trainer, "loss", None))
-    checkpoints = "activation_checkpointing" if hasattr(trainer.args, "activation_checkpointing") else ""
-    checkpoints = checkpoints or "gradient_checkpointing"
-    has_way = hasattr(trainer.model, "gradient_checkpointing_enable")
-    is_able = getattr(trainer.model, "supports_gradient_checkpointing", has_way)
-    if trains and is_able and not getattr(trainer.args, checkpoints, False):
-        measures.append(f"give the TrainingArguments {checkpoints}=True")
+    measures = [*_loss_measures(getattr(trainer, "loss", None)), *_model_measures(trainer, trains=trains)]
     measures.append(f"choose {name}={size // 2}" if size > 1 else "choose shorter samples or a smaller model")
     if trainer.compute_loss_func is not None:
         measures.append(f"give a loss that is a mean over items as {_AS_SUM}")
+    return _sentence(measures)
+
+
+def remedy_of_sample(trainer: Any, remedy: str, *, trains: bool = True) -> str:
+    """Returns a sentence with all that makes a single sample fit; `remedy` is a sentence about device and model."""
+    return _sentence([*_model_measures(trainer, trains=trains), f"{remedy[:1].lower()}{remedy[1:]}"])
+
+
+def _sentence(measures: Sequence[str]) -> str:
     text = ", or ".join(measures)
-    return f"{text[0].upper()}{text[1:]}"
+    return f"{text[:1].upper()}{text[1:]}"
+
+
+def _model_measures(trainer: Any, *, trains: bool) -> list[str]:
+    """Returns clauses that tell how a sample takes less memory."""
+    measures, arguments = [], trainer.args
+    new_name = "activation_checkpointing"
+    checkpoints = new_name if hasattr(arguments, new_name) else "gradient_checkpointing"
+    has_way = hasattr(trainer.model, "gradient_checkpointing_enable")
+    is_able = getattr(trainer.model, "supports_gradient_checkpointing", has_way)
+    if trains and is_able and not getattr(arguments, checkpoints, False):
+        measures.append(f"give the TrainingArguments {checkpoints}=True")
+    # The Trainers of TRL cut, and pack, samples by it.
+    if (length := getattr(arguments, "max_length", None)) and length > 1:
+        measures.append(f"give them max_length={length // 2}" if measures else f"choose max_length={length // 2}")
+    return measures
 
 
 def why_whole(trainer: Any) -> str:

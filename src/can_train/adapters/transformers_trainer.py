@@ -33,7 +33,14 @@ from can_train.adapters.framework_loop import (
 )
 from can_train.adapters.loss_ways import SUM, Comparison, ComparisonResult, Items, Numbers, Rows, Way
 from can_train.adapters.step_state import StepState
-from can_train.adapters.trainer_batches import TrainerRows, modules_of, refuse_conflicts, remedy_of, why_whole
+from can_train.adapters.trainer_batches import (
+    TrainerRows,
+    modules_of,
+    refuse_conflicts,
+    remedy_of,
+    remedy_of_sample,
+    why_whole,
+)
 from can_train.adapters.trainer_state import (
     attributes_of,
     gradient_numbers,
@@ -50,7 +57,7 @@ from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.collate import leaves, select_samples
 from can_train.fit.optimizer import Snapshot
 from can_train.fit.packing import counts_of
-from can_train.fit.rescue import fatal_out_of_memory
+from can_train.fit.rescue import PartDoesNotFitError, fatal_out_of_memory
 from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory
 from can_train.training.distributed import add_gradients
 
@@ -146,7 +153,8 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             self.optimizer.train()
         loop.refused, loop.remedy = kind.refused, remedy_of(self)
         in_parts = _TrainingParts(self, kind, batch, run, is_sum=num_items_in_batch is not None)
-        loss = loop.step(batch, lambda: self._whole(run, inputs), lambda: in_parts.compute(is_parallel=is_parallel))
+        with self._remedied_samples(trains=True):
+            loss = loop.step(batch, lambda: self._whole(run, inputs), lambda: in_parts.compute(is_parallel=is_parallel))
         if is_parallel and self.accelerator.sync_gradients:
             # As DistributedDataParallel averages them, once a batch.
             parameters = list(self.model.parameters())
@@ -171,7 +179,8 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         loop, kind = self._loop(), self._kind(inputs, trains=False)
         loop.refused, loop.remedy = kind.refused, remedy_of(self, trains=False)
         in_parts = _EvaluationParts(self, kind, inputs, run)
-        return loop.step(inputs, lambda: self._whole_evaluation(run, inputs), in_parts.compute, trains=False)
+        with self._remedied_samples(trains=False):
+            return loop.step(inputs, lambda: self._whole_evaluation(run, inputs), in_parts.compute, trains=False)
 
     # The whole step
 
@@ -249,6 +258,15 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             self.loop.meter.release()
 
     # Errors
+
+    @contextmanager
+    def _remedied_samples(self, *, trains: bool) -> Iterator[None]:
+        """Adds remedies of the Trainer to the error of a single sample that does not fit."""
+        try:
+            yield
+        except PartDoesNotFitError as error:
+            error.remedy = remedy_of_sample(self, error.remedy, trains=trains)
+            raise
 
     def _training_error(self, error: BaseException) -> DoesNotFitError:
         rule = f"Memory ran out for a batch that is not split: {self._whole_only()}"
