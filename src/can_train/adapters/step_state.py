@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache
@@ -236,7 +237,7 @@ class Attributes:
     of tensors that have not changed.
     """
 
-    def __init__(self, owner: Any, skip: Collection[str] = (), *, since: Attributes | None = None) -> None:
+    def __init__(self, owner: Any, skip: AbstractSet[str] = frozenset(), *, since: Attributes | None = None) -> None:
         self.owner = owner
         self._earlier = {} if since is None else since._tensors
         self.values = vars(owner).copy()

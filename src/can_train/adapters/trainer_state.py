@@ -18,13 +18,14 @@ from can_train.errors import DoesNotFitError
 
 _ABSENT: Final = object()
 _MOST_NUMBERS: Final = 2**16  # Numbers of each parameter's gradient that are compared
+# Attributes of the Trainer that no step changes; data sets may be long lists.
+_UNCHANGED: Final = frozenset({"train_dataset", "eval_dataset", "label_names", "_signature_columns", "_tr_loss"})
 _GATHERING: Final = ("gather", "gather_for_metrics", "reduce")  # Functions of Accelerate that wait for all ranks
 
 
 def attributes_of(trainer: Any) -> Attributes:
     """Reads the attributes of a Trainer that its step may change."""
-    # Data sets may be long lists, and no step changes them.
-    return Attributes(trainer, skip=[name for name in vars(trainer) if "dataset" in name])
+    return Attributes(trainer, skip=_UNCHANGED)
 
 
 @contextmanager

@@ -114,6 +114,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         self._kinds: dict[Any, _BatchKind] = {}
         self._rows = TrainerRows(self, sample_counts)
         self._whole_reason: str | None = None  # Why no batch is split, as a clause; None: not yet known
+        self._remedies: dict[bool, str] = {}  # For batches that are not split, in training and in evaluation
         self._outputs: list[Any] = []  # Containers of an evaluation's outputs
 
     def train(self, *arguments: Any, **options: Any) -> Any:
@@ -151,7 +152,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         if any(group.get("train_mode") is False for group in getattr(self.optimizer, "param_groups", ())):
             # A schedule-free optimizer changes the weights here, which a step that is undone must find changed.
             self.optimizer.train()
-        loop.refused, loop.remedy = kind.refused, remedy_of(self)
+        loop.refused, loop.remedy = kind.refused, self._remedy(trains=True)
         in_parts = _TrainingParts(self, kind, batch, run, is_sum=num_items_in_batch is not None)
         with self._remedied_samples(trains=True):
             loss = loop.step(batch, lambda: self._whole(run, inputs), lambda: in_parts.compute(is_parallel=is_parallel))
@@ -177,7 +178,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             return step(model, part, loss_only, ignore_keys)
 
         loop, kind = self._loop(), self._kind(inputs, trains=False)
-        loop.refused, loop.remedy = kind.refused, remedy_of(self, trains=False)
+        loop.refused, loop.remedy = kind.refused, self._remedy(trains=False)
         in_parts = _EvaluationParts(self, kind, inputs, run)
         with self._remedied_samples(trains=False):
             return loop.step(inputs, lambda: self._whole_evaluation(run, inputs), in_parts.compute, trains=False)
@@ -285,13 +286,20 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         columns = tuple(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
         # sentence-transformers has a loss for each of its data sets.
         dataset = inputs.get("dataset_name") if isinstance(inputs, Mapping) else None
-        kind = self._kinds.setdefault((trains, columns, dataset), _BatchKind())
-        if self._loop_settings.select is select_samples and (reason := self._rows.reason(inputs)):
+        kind = self._kinds.get((trains, columns, dataset))
+        if kind is None:
+            reason = "" if "position_ids" in columns else self._reason(inputs)
+            kind = self._kinds[trains, columns, dataset] = _BatchKind(refused=reason)
+        if "position_ids" in columns and (reason := self._reason(inputs)):
             # Only this batch: another one with the same columns may hold one sequence a row.
             return _BatchKind(refused=reason)
         if not trains and (trained := self._kinds.get((True, columns, dataset))) is not None:
             kind.refused = kind.refused or trained.refused
         return kind
+
+    def _reason(self, inputs: Any) -> str:
+        """Returns why rows are not samples; functions of the user's own may know samples in them."""
+        return self._rows.reason(inputs) if self._loop_settings.select is select_samples else ""
 
     @contextmanager
     def _open(self) -> Iterator[None]:
@@ -311,6 +319,13 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
                 if self.loop is not None:
                     self.loop.close(outcome)
                 self.loop = self._closing = self._whole_reason = None
+                self._remedies.clear()
+
+    def _remedy(self, *, trains: bool) -> str:
+        """Returns a sentence with all that makes a batch fit that is not split; it is made once."""
+        if trains not in self._remedies:
+            self._remedies[trains] = remedy_of(self, trains=trains)
+        return self._remedies[trains]
 
     def _whole_only(self) -> str:
         """Returns why no batch is split, as a clause; empty: batches are split."""
