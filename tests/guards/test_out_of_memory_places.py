@@ -36,6 +36,7 @@ TRIALS = {
 }
 LOOKS = {
     "adapters/framework_loop.py FrameworkLoop._undone": "restores what a step of another framework has changed",
+    "adapters/framework_loop.py _Parts._computed": "lets it pass an except clause for errors of other kinds",
     "adapters/lightning_sizes.py _copied": "lets it pass an except clause for errors of other kinds",
     "adapters/transformers_trainer.py MicroBatchTrainerMixin._whole": "restores the attributes of a Trainer",
     "factors/observing.py outcome_of": "names the outcome of an attempt",

@@ -23,15 +23,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, whole_and_parts
 from can_train.adapters.step_state import Attributes, StepState, add_to_gradients
 from can_train.config.resolved import state_folder
 from can_train.config.settings import FactorSettings
-from can_train.errors import DataError, DoesNotFitError, StateError
+from can_train.errors import CanTrainError, DataError, DoesNotFitError, StateError
 from can_train.factors.observations import ALLOCATOR, Observation, Outcome, next_time
 from can_train.factors.observing import AttemptRecord, PlannedMemory, device_of, make_observation, write_observation
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
-from can_train.fit.batch_dependence import BatchDependence
+from can_train.fit.batch_dependence import UNKNOWN, BatchDependence, change_by_draws
 from can_train.fit.collate import Rows, leaves, samples_in, select_samples
 from can_train.fit.cost_model import DeviceLimits, PeakPrediction, SearchResult
 from can_train.fit.engine import Engine
@@ -62,6 +63,7 @@ _MOST_STATES: Final = 2.0
 _BELOW_FAILED: Final = 0.95  # Share of a cost that ran out of memory that micro-batches keep to
 _FOREIGN_SHARE: Final = 0.01  # Share of the capacity that may be missing though no other process runs
 _LEAK_SHARE: Final = 0.1  # Share of the capacity by which the memory before a batch grows only through a leak
+_DRAWN: Final = 3.0  # Change of a gradient by a split, in changes by other random numbers, that may be such a change
 _SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a change
 LESS: Final = "take an optimizer that keeps less state, a smaller model, or a larger device"
 _SMALLER: Final = "Take a smaller batch, or recompute activations in the backward pass (torch.utils.checkpoint)"
@@ -190,6 +192,8 @@ class FrameworkLoop:
         self._first_bytes = 0  # In use before an early step, which has the optimizer's state
         self._in_step = False  # Whether `whole` runs now
         self._not_undone = ""  # What cannot be undone of a step, as a clause
+        self.told: set[str] = set()  # Warnings of the adapter that were given
+        self.kinds = Kinds()  # Of values that the comparison has computed whole and in parts
         state_dir = self.settings.state_dir
         self._store_folder = state_folder(None if state_dir is None else Path(state_dir))
         self._started = next_time(self._store_folder)
@@ -203,7 +207,9 @@ class FrameworkLoop:
         its parameters are not there yet.
         """
         if self._engine is None and not self.refused and not any(map(is_lazy, self.model.parameters())):
-            if (refusal := unsplittable_because(self.model)) is None:
+            if next(self.model.parameters(), None) is None:
+                self.refused, self.remedy = "its model has no parameters", _SMALLER
+            elif (refusal := unsplittable_because(self.model)) is None:
                 self._engine = self._make_engine()
             else:
                 self.refused = f"{refusal.rule[0].lower()}{refusal.rule[1:]} ({refusal.value})"
@@ -256,12 +262,12 @@ class FrameworkLoop:
                 if (leak := self._leak(error.value)) is not None:
                     raise leak from error
                 raise
-            except SplitRefusedError:
-                self.state.restore()
-                if self.refused and not ran_out:
-                    return whole()
+            except SplitRefusedError as refusal:
+                not_undone = self.state.restore()
+                if not_undone or (self.refused and ran_out):
+                    raise self._refusal(ran_out, not_undone) from refusal.__cause__
                 if self.refused:
-                    raise self._refusal(ran_out) from None
+                    return self.step(batch, whole, in_parts, trains=trains)
             else:
                 self._after_parts(trains, failed=bool(ran_out))
                 return result
@@ -315,10 +321,12 @@ class FrameworkLoop:
         if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
             torch._foreach_div_([one.grad for one in parameters if one.grad is not None], whole)
         add_to_gradients(earlier)
-        parts.states.join({start: parts.shares[start] for start in starts})
+        shares = dict(zip(starts, result.micro_batches, strict=True)) if self.is_sum else parts.shares
+        weights = {start: shares[start] / (len(costs) if self.is_sum else whole) for start in starts}
+        parts.states.join(weights, self.kinds)
         # On the device: reading it would make the host wait for it.
         loss = torch.stack([parts.losses[start] for start in starts]).sum() / whole
-        return loss, {start: parts.shares[start] / whole for start in starts}
+        return loss, weights
 
     def share_of(self, part: Part, items: float | None) -> float:
         """Returns the factor of a part's loss, which is a mean over `items` (None: over its samples), in the batch."""
@@ -338,11 +346,11 @@ class FrameworkLoop:
             part = self._part(batch, start, stop, len(costs))
             states.begin(start)
             result = compute(part)
-            states.end(start)
+            states.end(start, stop)
             return replace(part, batch=None), result
 
         parts = engine.batcher.evaluate(computed, costs, self._evaluation_limit(costs))
-        states.join({part.start: part.share for part, _ in parts})
+        states.join({part.start: part.share for part, _ in parts}, self.kinds)
         return parts
 
     def before_optimizer_step(self) -> None:
@@ -452,6 +460,11 @@ class FrameworkLoop:
             self._in_step = False
 
     @property
+    def in_whole(self) -> bool:
+        """Whether a whole step runs now."""
+        return self._in_step
+
+    @property
     def not_undone(self) -> str:
         """Something that the step that runs now has done and that cannot be undone, as a clause; else empty."""
         return self._not_undone
@@ -482,10 +495,10 @@ class FrameworkLoop:
     def _refusal(self, message: str, not_undone: str = "", *, is_known: bool = True) -> DoesNotFitError:
         """Makes the error of a batch that does not fit and is not split."""
         because = self.refused or ("its model has lazy parameters" if is_known else "its tensors have no common rows")
-        rule = f"Memory ran out for a batch that is not split: {because}"
+        rule, remedy = f"Memory ran out for a batch that is not split: {because}", self.remedy if self.refused else ""
         if not_undone:
             rule = f"Memory ran out in a step that cannot be undone: {not_undone}"
-        return DoesNotFitError(rule, value=f"the device said: {message}", remedy=self.remedy or _SMALLER)
+        return DoesNotFitError(rule, value=f"the device said: {message}", remedy=remedy or _SMALLER)
 
     def _leak(self, message: str) -> DoesNotFitError | None:
         """Makes the error of a loop that keeps more and more memory; None where it does not."""
@@ -536,19 +549,37 @@ class FrameworkLoop:
                     self.is_sum = True
                     if measure().terms:
                         self.is_sum = False
+                draws = not self.is_sum and self._draws_alone(trial, dependence)
         finally:
             after.restore()
         self.batch_dependence = dependence
+        if draws:
+            dependence = UNKNOWN
+            drawn = "The step draws random numbers, and others for micro-batches"
+            dependence.warn(f"{drawn}: whether samples of a batch depend on each other is not known")
+            self.batch_dependence = dependence
+            return
         if self.is_sum:
             raise SplitRefusedError
+        trial.states.learn(self.kinds)
         if dependence.terms and not dependence.modules:
             # No layer is the reason.
-            self.refused = f"cutting it changes its gradient by {dependence.terms[LOSS]:.1%}"
-            warnings.warn(
-                f"Batches are not split: {self.refused.replace('it ', 'one ', 1)}. {self.remedy}.", stacklevel=2
-            )
-            raise SplitRefusedError
+            raise self.refuse(f"cutting it changes its gradient by {dependence.terms[LOSS]:.1%}")
         dependence.warn()
+
+    def _draws_alone(self, trial: _Parts, dependence: BatchDependence) -> bool:
+        """Tells whether other random numbers change a gradient about as much as the split of its batch did."""
+        if not dependence.terms or dependence.modules or not (samples := trial.largest):
+            return False
+        change = change_by_draws(self.model, trial, samples)
+        return dependence.terms[LOSS] <= _DRAWN * change
+
+    def refuse(self, reason: str, remedy: str = "") -> SplitRefusedError:
+        """Ends the splitting of batches, and tells why; returns the error that ends the parts of the batch."""
+        self.refused, self.remedy = reason, remedy or self.remedy
+        subject = reason.replace("it ", "one ", 1) if reason.startswith("cutting it ") else reason
+        warnings.warn(f"Batches are not split: {subject}. {self.remedy or _SMALLER}.", stacklevel=2)
+        return SplitRefusedError()
 
     # Limits
 
@@ -736,13 +767,31 @@ class _Parts:
         if not self.is_trial:
             loop.begin_reading(self.costs.cost(start, stop))
         part = self.part(start, stop)
-        loss, items = self.loss_of(part)
+        loss, items = self._computed(part)
         share = loop.share_of(part, items)
         # A whole batch's loss stays as it is: its gradient is, bit by bit, the gradient without this class.
         weighted = loss if share == 1.0 else loss * share
         self.shares[start], self.losses[start] = share, weighted.detach()
-        self.states.end(start)
+        self.states.end(start, stop)
         return {LOSS: (weighted, part.share if loop.is_sum else share)}
+
+    @property
+    def largest(self) -> int:
+        """Samples of the trial that were computed whole and in two parts; 0: none were."""
+        return self.states.compared
+
+    def _computed(self, part: Part) -> tuple[Tensor, float | None]:
+        """Computes the loss of a part. An error is the batch's own where the whole batch raises it, too."""
+        try:
+            return self.loss_of(part)
+        except (CanTrainError, SplitRefusedError):
+            raise
+        except Exception as error:
+            if self.is_trial or part.is_whole or not self.loop.compares or is_out_of_memory(error):
+                raise
+            message = str(error).partition("\n")[0]
+            fails = f"{part.stop - part.start} of its {part.samples} samples fail alone ({message:.100})"
+            raise self.loop.refuse(fails, _SMALLER) from error
 
 
 class _PartStates:
@@ -751,7 +800,8 @@ class _PartStates:
     def __init__(self, state: StepState, samples: int) -> None:
         self._state, self._samples = state, samples
         self._metrics: dict[int, list[Attributes]] = {}  # Before each part, by its first sample
-        self._appended: dict[int, dict[tuple[int, str], tuple[list[Any], list[Any]]]] = {}
+        self._appended: dict[tuple[int, int], dict[tuple[int, str], tuple[list[Any], list[Any]]]] = {}
+        self._changed: dict[tuple[int, int], dict[tuple[int, str], tuple[Any, Any, Any]]] = {}
 
     def begin(self, start: int, *, metrics_too: bool = True) -> None:
         """Restores the attributes that the batch began with, and the metrics that an earlier try of the part has
@@ -764,63 +814,72 @@ class _PartStates:
         elif metrics_too:
             self._metrics[start] = self._state.read_metrics()
 
-    def end(self, start: int) -> None:
-        """Notes the entries that the part has appended to lists."""
-        self._appended[start] = self._state.appended()
+    def end(self, start: int, stop: int) -> None:
+        """Notes the attributes that the part has changed, and the entries that it has appended to lists."""
+        self._appended[start, stop] = self._state.appended()
+        self._changed[start, stop] = self._state.changed()
 
-    def join(self, weights: Mapping[int, float]) -> None:
-        """Gives lists that every part has appended to the entries of the whole batch; `weights` are those of the parts
-        in the batch, by their first samples.
+    @property
+    def compared(self) -> int:
+        """Samples that were computed whole and in two parts; 0: none were."""
+        spans = whole_and_parts(self._changed)
+        return spans[0][1] if spans else 0
+
+    def learn(self, kinds: Kinds) -> None:
+        """Learns from samples that were computed whole and in two parts, which kinds of values these are."""
+        if not (spans := whole_and_parts(self._changed)):
+            return
+        whole, *parts = spans
+        sizes = [stop - start for start, stop in parts]
+        for key, (_, new) in self._appended[whole].items():
+            for place, entry in enumerate(new):
+                of_parts = [self._appended[part].get(key, (None, []))[1] for part in parts]
+                if all(len(entries) == len(new) for entries in of_parts):
+                    kinds.learn(("list", *key, place), entry, [entries[place] for entries in of_parts], sizes)
+        for key in self._changed[whole]:
+            if all(key in self._changed[part] for part in parts):
+                values = [_change(*self._changed[span][key][1:]) for span in spans]
+                kinds.learn((ATTRIBUTE, *key), values[0], values[1:], sizes)
+
+    def join(self, weights: Mapping[int, float], kinds: Kinds) -> None:
+        """Gives attributes that every part has changed, and lists that every part has appended to, the values of the
+        whole batch; `weights` are those of the parts in the batch, by their first samples.
         """
-        starts = list(weights)
-        entries = [self._appended[start] for start in starts]
-        parts = [Part(batch=None, start=start, stop=stop, samples=self._samples)
-                 for start, stop in pairwise([*starts, self._samples])]  # fmt: skip
-        for key, (values, last) in entries[-1].items() if len(starts) > 1 else ():
-            each = [part[key][1] for part in entries if key in part]
-            if len(each) == len(starts) and {len(new) for new in each} == {len(last)}:
-                joined = [combine_outputs(list(new), parts, weights) for new in zip(*each, strict=True)]
+        if len(weights) < 2:
+            return
+        spans = list(pairwise([*weights, self._samples]))
+        combination = Combination([stop - start for start, stop in spans], list(weights.values()), kinds)
+        for key, (values, last) in self._appended[spans[-1]].items():
+            each = [self._appended[span][key][1] for span in spans if key in self._appended[span]]
+            if len(each) == len(spans) and {len(new) for new in each} == {len(last)}:
+                joined = [combination.combine(new, ("list", *key, place))
+                          for place, new in enumerate(zip(*each, strict=True))]  # fmt: skip
                 values[len(values) - len(last) :] = joined
+        for key, (owner, earlier, _) in self._changed[spans[-1]].items():
+            changes = [_change(earlier, self._changed[span][key][2]) for span in spans if key in self._changed[span]]
+            if len(changes) == len(spans):
+                _set_changed(owner, key[1], earlier, combination.combine(changes, (ATTRIBUTE, *key)))
 
 
-def combine_outputs(outputs: Sequence[Any], parts: Sequence[Part], weights: Mapping[int, float]) -> Any:
-    """Combines the outputs of parts into the whole batch's. Rows stand one after the other; numbers, and tensors whose
-    rows are not the samples, are averaged, or added up where they count.
-
-    Args:
-        outputs: Of each part.
-        parts: In order.
-        weights: Of the parts in the batch, by their first samples.
-    """
-    first, sizes = outputs[0], [part.stop - part.start for part in parts]
-    if len(outputs) == 1 or first is None:
-        return outputs[-1]
-    if isinstance(first, Mapping):
-        return {name: combine_outputs([output[name] for output in outputs], parts, weights) for name in first}
-    if isinstance(first, tuple | list):
-        if isinstance(first, list) and [len(output) for output in outputs] == sizes:
-            return [entry for output in outputs for entry in output]
-        members = [combine_outputs(list(entries), parts, weights) for entries in zip(*outputs, strict=True)]
-        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
-    if isinstance(first, Tensor):
-        if first.dim() and (
-            [len(output) for output in outputs] == sizes or {len(output) for output in outputs} != {len(first)}
-        ):
-            return torch.cat(list(outputs))
-        if first.is_floating_point():
-            return weighted_mean(outputs, [weights[part.start] for part in parts])
-        stacked = torch.stack(list(outputs))
-        return stacked.all(0) if first.dtype == torch.bool else stacked.sum(0)
-    if isinstance(first, bool) or not isinstance(first, int | float):
-        return first
-    if isinstance(first, int):
-        return sum(outputs) if len(set(outputs)) > 1 or outputs == sizes else first
-    return weighted_mean(outputs, [weights[part.start] for part in parts])
+def _change(earlier: Any, value: Any) -> Any:
+    """Returns numbers and tensors of whole numbers as the difference from earlier ones, other values as they are."""
+    return value - earlier if _is_count(earlier, value) else value
 
 
-def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Returns the weighted mean of numbers or tensors."""
-    return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True))
+def _is_count(earlier: Any, value: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(earlier, Tensor):
+        return value.shape == earlier.shape and not value.is_floating_point() and value.dtype != torch.bool
+    return type(value) is type(earlier) and isinstance(value, int | float)
+
+
+def _set_changed(owner: Any, name: str, earlier: Any, change: Any) -> None:
+    """Sets an attribute to its value after the whole batch; a tensor that was changed in place stays itself."""
+    current, value = getattr(owner, name), earlier + change if _is_count(earlier, change) else change
+    if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+        with torch.no_grad():
+            current.copy_(value)
+    else:
+        setattr(owner, name, value)
 
 
 def _expected_memory(optimizers: Sequence[Optimizer]) -> OptimizerMemory:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any, Final
@@ -25,9 +25,8 @@ from can_train.adapters.framework_loop import (
     LoopSettings,
     Part,
     SplitRefusedError,
-    combine_outputs,
-    weighted_mean,
 )
+from can_train.adapters.part_values import ROW, Combination, Kinds, whole_and_parts
 from can_train.adapters.step_state import add_to_gradients
 from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.factors.observations import Outcome
@@ -95,7 +94,8 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         self._settings = settings or LoopSettings()
         self._patches = ExitStack()  # Gives the trainer its own functions back
         self._others: tuple[Any, ...] = ()  # Arguments of the step beside its batch
-        self._backward_calls = 0  # Calls of `manual_backward` in the step that runs now
+        self._backward_calls = 0  # Backward passes of the whole step that ran last
+        self._may_step: Callable[[], object] = lambda: None  # Checks the gradient of a part before the optimizer steps
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wraps the trainer's calls of the module's steps. Nothing is changed on the module, which may be copied."""
@@ -104,8 +104,10 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         for name in _EVALUATIONS:
             self._wrap(strategy, name, partial(self._evaluate, trainer, pl_module, name))
         if stage == "fit":
+            self._wrap(strategy.precision_plugin, "pre_backward", partial(self._before_backward, trainer))
+            self._wrap(strategy.precision_plugin, "backward", self._backward)
             if not pl_module.automatic_optimization:
-                self._wrap(strategy, "backward", self._backward)
+                self._wrap(strategy, "optimizer_step", self._check_step)
                 self._wrap(strategy, "training_step", partial(self._train_manually, trainer, pl_module))
             automatic = trainer.fit_loop.epoch_loop.automatic_optimization
             self._wrap(automatic, "_make_closure", partial(self._make_closure, trainer, pl_module))
@@ -162,20 +164,24 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
     ) -> Any:
         """Makes the closure that computes a batch's gradient for the optimizer."""
         closure = make(kwargs, *others, **options)
-        if closure._backward_fn is not None and "batch" in kwargs:
+        if "batch" not in kwargs:
+            closure.closure = torch.enable_grad()(fatal_out_of_memory(_fetching_error)(closure.closure))
+        elif closure._backward_fn is not None:
             step = _Closure(trainer, pl_module, self._loop_of(trainer, pl_module), closure, kwargs)
-            closure._backward_fn = partial(self._backward, closure._backward_fn)
             closure.closure = partial(self._train, step, closure.closure)
         return closure
 
     def _train(self, step: _Closure, native: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
         """Computes a batch's gradient, in parts where it does not fit."""
         batch, *others = step.kwargs.values()
-        self._others = tuple(others)
+        self._others, self._backward_calls = tuple(others), 0
         loop = step.loop
+        step.begin()
         if isinstance(step.trainer.strategy.model, DistributedDataParallel) and not loop.refused:
             # Ranks need not have as many parts: the wrapped model sees one pass forward and one backward.
-            with _replaced(step.module, "training_step", partial(step.inside_wrapper, step.module.training_step)):
+            inside = partial(step.inside_wrapper, step.module.training_step)
+            backward = partial(step.backward_of_wrapper, step.precision.backward)
+            with _replaced(step.module, "training_step", inside), _replaced(step.precision, "backward", backward):
                 return native(*arguments, **options)
         with torch.enable_grad():
             return loop.step(batch, partial(native, *arguments, **options), partial(step.in_parts, batch))
@@ -185,9 +191,17 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         with fatal_out_of_memory(_optimizer_error):
             return native(*arguments, **options)
 
+    def _before_backward(self, trainer: Any, native: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Calls the hooks before a backward pass; those of callbacks once a batch, though the step is undone."""
+        loop = self.loop
+        if loop is None or loop.in_whole:
+            self._backward_calls += 1
+            return native(*arguments, **options)
+        with _replaced(trainer, "callbacks", []) if self._backward_calls else nullcontext():
+            return native(*arguments, **options)
+
     def _backward(self, native: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Runs the backward pass of a whole batch, so that it can be undone."""
-        self._backward_calls += 1
         with nullcontext() if self.loop is None else self.loop.gradients_aside():
             return native(*arguments, **options)
 
@@ -201,6 +215,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         if not loop.refused and (reason := self._manual_refusal(trainer, pl_module, calls)):
             loop.refused, loop.remedy = reason, _OWN_BATCHES
         step = _ManualStep(trainer, pl_module, native, tuple(others))
+        self._may_step = step.check_gradient
         return loop.step(batch, partial(native, *arguments), partial(step.in_parts, loop, batch))
 
     def _manual_refusal(self, trainer: Any, pl_module: Any, calls: int) -> str:
@@ -213,6 +228,18 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
             return "its training_step calls manual_backward in a pass that waits for other ranks"
         return ""
 
+    def _check_step(
+        self, native: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """Steps an optimizer by hand, once the gradient was checked. The closure may compute it."""
+
+        def checked() -> Any:
+            result = closure()
+            self._may_step()
+            return result
+
+        return native(optimizer, checked, *arguments, **options)
+
     # Evaluation
 
     def _evaluate(self, trainer: Any, pl_module: Any, name: str, native: Callable[..., Any], *arguments: Any) -> Any:
@@ -222,7 +249,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         context = getattr(trainer.precision_plugin, _CONTEXTS[name])
 
         def in_parts() -> Any:
-            calls = _Calls(pl_module)
+            calls = _Calls(pl_module, loop.kinds)
 
             def compute(part: Part) -> Any:
                 # Not through a wrapped model, whose passes wait for those of other ranks.
@@ -232,7 +259,8 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
             parts = loop.evaluate_parts(batch, compute)
             weights = {part.start: part.share for part, _ in parts}
             calls.write(weights)
-            return combine_outputs([output for _, output in parts], [part for part, _ in parts], weights)
+            combination = Combination([_size(part) for part, _ in parts], list(weights.values()))
+            return combination.combine([output for _, output in parts])
 
         return loop.step(batch, partial(native, *arguments), in_parts, trains=False)
 
@@ -277,6 +305,7 @@ _OWN_BATCHES: Final = (
     "(torch.utils.checkpoint)"
 )
 _STEPPED: Final = "an optimizer has stepped"
+_OWN_GRADIENT: Final = "its training_step computes its gradient without one manual_backward"
 _SHARDED: Final = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
@@ -296,10 +325,14 @@ def _refusal_of(trainer: Any) -> str:
 
 
 def _logged_by(trainer: Any) -> Iterator[Any]:
-    """Yields the objects in which a trainer keeps the values that steps have logged."""
+    """Yields the objects in which a trainer keeps the values that steps have logged, and counts steps."""
     if (results := trainer._results) is not None:
         yield results
         yield from results.values()
+    loop = trainer.fit_loop.epoch_loop
+    counted = loop.automatic_optimization.optim_progress.optimizer.zero_grad
+    for progress in (counted, loop.manual_optimization.optim_step_progress):
+        yield from (progress.total, progress.current)
 
 
 @contextmanager
@@ -351,24 +384,37 @@ class _Closure:
 
     def __init__(self, trainer: Any, module: Any, loop: FrameworkLoop, closure: Any, kwargs: Mapping[str, Any]) -> None:
         self.trainer, self.module, self.loop, self.kwargs = trainer, module, loop, kwargs
+        self.precision = trainer.precision_plugin
         self._closure, self._clear = closure, closure._zero_grad_fn
-        self._cleared: list[tuple[nn.Parameter, Tensor | None]] | None = None  # Gradients once they were cleared
+        self._is_cleared = self._is_kept = False  # Whether gradients were cleared, and whether that is not undone
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None  # Of the batch
         if self._clear is not None:
             closure._zero_grad_fn = self._clear_once
 
+    def begin(self) -> None:
+        """Begins the step, or, with some optimizers, another computation of it."""
+        self._is_cleared = self._is_kept = False
+
     def _clear_once(self) -> None:
-        """Clears gradients as the trainer does. The hooks of it run once, though the step is undone."""
-        if self._cleared is None:
+        """Clears gradients as the trainer does; callbacks see it once, though the step is undone."""
+        if self._is_kept:
+            return
+        with _replaced(self.trainer, "callbacks", []) if self._is_cleared else nullcontext():
             self._clear()
-            self._cleared = [(parameter, parameter.grad) for parameter in self.loop.state.parameters]
-        else:
-            _put_gradients(self._cleared)
+        self._is_cleared = True
+        # What is undone of the step is what follows.
+        self.loop.state.read_gradients()
+
+    def _clear_for_parts(self) -> None:
+        """Clears gradients before the first part, so that they take no memory beside it."""
+        if self._clear is not None:
+            self._clear_once()
+            self._is_kept = True
+            self.loop.state.read_attributes()
 
     def in_parts(self, batch: Any) -> Any:
         """Computes the batch in parts, and calls the hooks of the backward pass once, with its whole gradient."""
-        if self._clear is not None:
-            self._clear_once()
+        self._clear_for_parts()
         call = _module_of(self.trainer, "trainer.call")._call_strategy_hook
 
         def run(part: Part) -> Any:
@@ -376,30 +422,34 @@ class _Closure:
             return call(self.trainer, "training_step", *arguments.values())
 
         output = self._compute(batch, run)
-        results = self.trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
-        result = results.from_training_step_output(output, self.trainer.accumulate_grad_batches)
+        result = self._results.from_training_step_output(output, self.trainer.accumulate_grad_batches)
         if result.closure_loss is not None:
-            with _replaced(self.module, "backward", self._install):
+            with _replaced(self.precision, "backward", self._install):
                 self._closure._backward_fn(result.closure_loss)
         return result
 
+    @property
+    def _results(self) -> Any:
+        return self.trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+
     def inside_wrapper(self, native: Callable[..., Any], batch: Any, *others: Any) -> Any:
         """Computes the batch in parts within the one pass of a wrapped model, in place of the module's step."""
-        native_backward = self.module.backward
-
-        def backward(loss: Tensor, *arguments: Any, **options: Any) -> None:
-            if self._gradients is not None:
-                self._install()
-            # The wrapper averages `.grad` once each parameter has had a gradient, here of zeros.
-            native_backward(loss, *arguments, **options)
 
         def in_parts() -> Any:
             with torch.autocast(self.loop.meter.device.type, enabled=False):
-                output = self._compute(batch, lambda part: self._native_step(native, part, others))
-            self.module.backward = backward
-            return output
+                return self._compute(batch, lambda part: self._native_step(native, part, others))
 
         return self.loop.step(batch, partial(native, batch, *others), in_parts, tries_whole=False)
+
+    def backward_of_wrapper(self, native: Callable[..., Any], loss: Tensor, *arguments: Any, **options: Any) -> None:
+        """Runs the one backward pass of a wrapped model. It averages `.grad` once each parameter has had a gradient, in
+        parts of zeros.
+        """
+        if self._gradients is not None:
+            self._install()
+            loss.backward()
+        else:
+            native(loss, *arguments, **options)
 
     def _native_step(self, native: Callable[..., Any], part: Part, others: Sequence[Any]) -> Any:
         with self.trainer.precision_plugin.train_step_context():
@@ -407,17 +457,23 @@ class _Closure:
 
     def _compute(self, batch: Any, run: Callable[[Part], Any]) -> Any:
         """Computes the gradient of the batch in parts and keeps it; returns the output of the whole batch."""
-        module, calls, outputs, loop = self.module, _Calls(self.module), dict[int, Any](), self.loop
+        module, loop, calls = self.module, self.loop, _Calls(self.module, self.loop.kinds)
+        outputs = _Outputs(loop.kinds)
         scale = _scale_of(self.trainer.precision_plugin, self.trainer.accumulate_grad_batches)
-        parts = dict[int, Part]()
+        invalid: list[Exception] = []
 
         def loss_of(part: Part) -> tuple[Tensor, float | None]:
             with calls.of(part):
                 output = run(part)
+            try:
+                self._results.from_training_step_output(output)
+            except Exception as error:  # noqa: BLE001 - raised again, in the words of Lightning
+                invalid.append(error)
+                raise SplitRefusedError from None
             loss, denominator = _loss_in(output, loop.meter.device)
+            outputs.add(part, _detached(output))
             if part.is_trial:
                 return loss, denominator
-            outputs[part.start], parts[part.start] = _detached(output), replace(part, batch=None)
             if _has_own_backward(module) and loss.requires_grad:
                 module.backward(scale(loss * loop.share_of(part, denominator)))
                 loss = loss.detach()
@@ -427,11 +483,15 @@ class _Closure:
         try:
             mean, weights = loop.run_parts(batch, loss_of, scale=scale)
             self._gradients = _take_gradients(module.parameters())
+        except SplitRefusedError:
+            if invalid:
+                raise invalid[0] from None
+            raise
         finally:
             _put_gradients(earlier)
         with _replaced(module, "_current_fx_name", "training_step"):
             calls.write(weights)
-        output = combine_outputs([outputs[start] for start in weights], [parts[start] for start in weights], weights)
+        output = outputs.joined(weights)
         if output is None:
             return None
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -444,6 +504,44 @@ class _Closure:
         _put_gradients(self._gradients or ())
         self._gradients = None
         add_to_gradients(earlier)
+
+
+class _Outputs:
+    """The outputs of the parts of a batch."""
+
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
+        self._by_start: dict[int, tuple[int, Any]] = {}  # Samples and output of a part, by its first sample
+        self._trials: dict[tuple[int, int], Any] = {}
+
+    def add(self, part: Part, output: Any) -> None:
+        """Adds the output of a part, or of a trial."""
+        if part.is_trial:
+            self._trials[part.start, part.stop] = output
+            _learn(self._kinds, (_OUTPUT,), self._trials)
+        else:
+            self._by_start[part.start] = _size(part), output
+
+    def joined(self, weights: Mapping[int, float]) -> Any:
+        """Returns the output of the whole batch; `weights` are those of the parts, by their first samples."""
+        sizes, outputs = zip(*(self._by_start[start] for start in weights), strict=True)
+        return Combination(sizes, list(weights.values()), self._kinds).combine(outputs, (_OUTPUT,))
+
+
+_OUTPUT: Final = "output"
+
+
+def _learn(kinds: Kinds, place: tuple[Any, ...], trials: Mapping[tuple[int, int], Any]) -> None:
+    """Learns the kinds of values of trials, by the samples that they were computed of."""
+    if spans := whole_and_parts(trials):
+        whole, *parts = (trials[span] for span in spans)
+        kinds.learn(place, whole, parts, [stop - start for start, stop in spans[1:]])
+
+
+def _fetching_error(error: BaseException) -> DoesNotFitError:
+    message = str(error).partition("\n")[0]
+    return DoesNotFitError("Memory ran out for a batch that is not split: its training_step fetches it by itself",
+                           value=f"the device said: {message}", remedy=_OWN_BATCHES)  # fmt: skip
 
 
 def _optimizer_error(error: BaseException) -> DoesNotFitError:
@@ -474,10 +572,17 @@ class _ManualStep:
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # Gradients that the batch began with
         self._losses: dict[int, Tensor] = {}  # Weighted losses of parts, by their first samples
         self._total: tuple[Tensor, Tensor] | None = None  # Loss of the last part, and of the batch
+        self._computes: FrameworkLoop | None = None  # Whose part is computed, up to its backward pass
+
+    def check_gradient(self) -> None:
+        """Checks before an optimizer steps that the gradient is the batch's."""
+        if self._computes is not None:
+            loop, self._computes = self._computes, None
+            raise loop.refuse(_OWN_GRADIENT, _OWN_BATCHES)
 
     def in_parts(self, loop: FrameworkLoop, batch: Any) -> Any:
         """Computes the batch in parts; returns the output of the last one, with the loss of the batch."""
-        calls, output = _Calls(self._module), None
+        calls, output = _Calls(self._module, loop.kinds), None
         self._earlier = _take_gradients(self._module.parameters())
 
         def loss_of(part: Part) -> tuple[Tensor, None]:
@@ -485,10 +590,13 @@ class _ManualStep:
             # The step itself clears gradients of earlier batches, or keeps them.
             _put_gradients(self._earlier)
             backward = _ManualBackward(self, loop, part)
-            replaced = _replaced(self._module, "manual_backward", backward)
+            replaced = _replaced_method(self._module, "manual_backward", backward)
             fatal = fatal_out_of_memory(lambda error: self._after_step(loop, error))
-            with suppress(_PartComputedError), calls.of(part), replaced, fatal:
+            self._computes = loop
+            with suppress(_PartComputedError), calls.of(part), replaced, fatal, self._checked_steps():
                 output = self._native(part.batch, *self._others)
+            if self._computes is not None and not backward.calls and self._has_gradient():
+                self.check_gradient()
             return backward.loss, None
 
         try:
@@ -496,8 +604,50 @@ class _ManualStep:
         except SplitRefusedError:
             _put_gradients(self._earlier)
             raise
+        finally:
+            self._computes = None
         calls.write(weights, self._total)
-        return _with_total(output, self._total)
+        output = _with_total(output, self._total)
+        if len(weights) > 1 and not (output is None or isinstance(output, Tensor)):
+            self._warn_of_output(output, loop)
+        return output
+
+    def _warn_of_output(self, output: Any, loop: FrameworkLoop) -> None:
+        total = None if self._total is None else self._total[1]
+        names = (
+            [str(name) for name, value in output.items() if value is not total] if isinstance(output, Mapping) else []
+        )
+        if names and not self._has_warned(loop):
+            warnings.warn(
+                f"Of a batch that is split in manual optimization, training_step ends for its last part alone: "
+                f"{', '.join(names)} in its output are of that part.", stacklevel=2,
+            )  # fmt: skip
+
+    @staticmethod
+    def _has_warned(loop: FrameworkLoop) -> bool:
+        has_warned = _OUTPUT in loop.told
+        loop.told.add(_OUTPUT)
+        return has_warned
+
+    @contextmanager
+    def _checked_steps(self) -> Iterator[None]:
+        """Checks the gradient before the trainer's optimizers step, those that Lightning has not wrapped, too."""
+
+        def check(optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+            # A closure may compute the gradient.
+            if not arguments and options.get("closure") is None:
+                self.check_gradient()
+
+        with ExitStack() as stack:
+            for optimizer in self._trainer.optimizers:
+                stack.callback(optimizer.register_step_pre_hook(check).remove)
+            yield
+
+    def _has_gradient(self) -> bool:
+        """Tells whether a part has computed gradients, or changed parameters, by other means."""
+        before = {id(parameter): gradient for parameter, gradient in self._earlier}
+        return any(parameter.grad is not None and parameter.grad is not before.get(id(parameter))
+                   for parameter in self._module.parameters())  # fmt: skip
 
     def run_backward(self, loop: FrameworkLoop, part: Part, loss: Tensor, *arguments: Any, **options: Any) -> None:
         """Runs the backward pass of a part. Hooks run in the last one, with the loss and gradient of the batch."""
@@ -515,7 +665,7 @@ class _ManualStep:
         assert loop.engine is not None, "a batch was split"
         loop.engine.batcher.merge_gradients()
         add_to_gradients(kept)
-        self._total = (loss.detach(), total)
+        self._total, self._computes = (loss.detach(), total), None
         precision.post_backward(total, module)
 
     def _after_step(self, loop: FrameworkLoop, error: BaseException) -> DoesNotFitError | None:
@@ -531,12 +681,12 @@ class _ManualBackward:
 
     def __init__(self, step: _ManualStep, loop: FrameworkLoop, part: Part) -> None:
         self._step, self._loop, self._part = step, loop, part
-        self._calls = 0
+        self.calls = 0
         self.loss = torch.zeros(())
 
     def __call__(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
-        self._calls += 1
-        if self._calls > 1:
+        self.calls += 1
+        if self.calls > 1:
             fact = "training_step calls manual_backward more than once, and its batch does not fit at once"
             raise CanTrainError(fact, remedy=_OWN_BATCHES)
         if self._part.is_trial:
@@ -563,58 +713,130 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
+@contextmanager
+def _replaced_method(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a method of one object for the block, in its class: the object can be copied and pickled meanwhile."""
+    native = getattr(type(owner), name)
+
+    @wraps(native)
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        return value(*arguments, **options) if self is owner else native(self, *arguments, **options)
+
+    with _replaced(type(owner), name, method):
+        yield
+
+
 _Logged = tuple[Part, Any, tuple[Any, ...], dict[str, Any]]  # Of a call of `log`: part, value, arguments, options
 
 
 class _Calls:
     """Values that the parts of a batch log: the whole batch logs each once."""
 
-    def __init__(self, pl_module: Any) -> None:
-        self._module = pl_module
+    def __init__(self, pl_module: Any, kinds: Kinds) -> None:
+        self._module, self._kinds = pl_module, kinds
         self._logged: dict[int, list[tuple[str, _Logged]]] = {}
+        self._trials: dict[tuple[int, int], list[tuple[str, _Logged]]] = {}
         self._metrics: dict[int, dict[str, Any]] = {}  # States that metrics began the batch with
+        self._first_counts: list[int] = []  # Updates of the metrics before the batch
+        self._last_counts: list[int] = []  # The same before the last part
+        self._sizes: dict[int, int] = {}  # Samples of the parts, by their first samples
+        self._rows: dict[int, list[tuple[int, dict[str, Any], tuple[Any, ...], dict[str, Any]]]] = {}  # For loggers
+
+    def _all_metrics(self) -> list[Any]:
+        return [module for module in self._module.modules() if hasattr(module, "_reductions")]
+
+    def _update_counts(self) -> list[int]:
+        return [metric._update_count for metric in self._all_metrics()]
 
     @contextmanager
     def of(self, part: Part) -> Iterator[None]:
         """Opens the span of a part; of a trial nothing is logged."""
         calls: list[tuple[str, _Logged]] = []
-        if not part.is_trial:
+        if part.is_trial:
+            self._trials[part.start, part.stop] = calls
+        else:
             self._logged[part.start] = calls
         if not self._metrics:
-            metrics = [module for module in self._module.modules() if hasattr(module, "_reductions")]
-            self._metrics = {id(metric): _states_of(metric) for metric in metrics}
+            self._metrics = {id(metric): _states_of(metric) for metric in self._all_metrics()}
+            self._first_counts = self._update_counts()
+        if not part.is_trial:
+            self._last_counts = self._update_counts()
+            self._rows[part.start], self._sizes[part.start] = [], _size(part)
 
         def log(name: str, value: Any, *arguments: Any, **options: Any) -> None:
             calls.append((name, (part, value.detach() if isinstance(value, Tensor) else value, arguments, options)))
 
-        with _replaced(self._module, "log", log):
+        with ExitStack() as stack:
+            stack.enter_context(_replaced_method(self._module, "log", log))
+            for number, logger in enumerate(self._module.trainer.loggers):
+                stack.enter_context(_replaced(logger, "log_metrics", partial(self._log_metrics, part, number)))
             yield
+        if part.is_trial:
+            trials = {span: dict(_numbered(calls)) for span, calls in self._trials.items()}
+            _learn(self._kinds, (_LOGGED,), trials)
+
+    def _log_metrics(
+        self, part: Part, number: int, metrics: Mapping[str, Any], *arguments: Any, **options: Any
+    ) -> None:
+        """Keeps the numbers that a step gives to a logger by itself."""
+        if not part.is_trial:
+            self._rows[part.start].append((number, dict(metrics), arguments, options))
 
     def write(self, weights: Mapping[int, float], total: tuple[Tensor, Tensor] | None = None) -> None:
         """Logs the parts' values once. `weights` are those of the parts, by their first samples; `total` is the loss of
         the last part, and of the batch, where a step goes on after its backward pass for the last part alone.
         """
-        by_name = defaultdict[str, list[tuple[float, _Logged]]](list)
+        by_call = defaultdict[tuple[str, int], list[tuple[float, _Logged]]](list)
         for start, weight in weights.items():
-            for name, logged in self._logged[start]:
-                by_name[name].append((weight, logged))
-        for name, entries in by_name.items():
+            for key, (_, logged) in zip(_keys(self._logged[start]), self._logged[start], strict=True):
+                by_call[key].append((weight, logged))
+        for key, entries in by_call.items():
             _, (_, value, arguments, options) = entries[-1]
             if len(entries) < len(weights):
                 value = _with_total(value, total)
             elif len(weights) > 1:
-                value = self._of_batch(entries, options)
+                value = self._of_batch(key, entries, options)
             if options.get("batch_size"):
                 options = {**options, "batch_size": sum(logged[3]["batch_size"] for _, logged in entries)}
-            self._module.log(name, value, *arguments, **options)
+            self._module.log(key[0], value, *arguments, **options)
+        self._write_rows(weights)
+        for metric, first, last in zip(self._all_metrics(), self._first_counts, self._last_counts, strict=True):
+            # A batch is one update, in however many parts.
+            metric._update_count -= last - first
 
-    def _of_batch(self, entries: Sequence[tuple[float, _Logged]], options: Mapping[str, Any]) -> Any:
+    def _write_rows(self, weights: Mapping[int, float]) -> None:
+        """Gives the loggers what the parts have given to them, once."""
+        of_parts = [self._rows[start] for start in weights]
+        combination = Combination([self._sizes[start] for start in weights], list(weights.values()), self._kinds)
+        for place, (number, metrics, arguments, options) in enumerate(of_parts[-1]):
+            if all(len(rows) == len(of_parts[-1]) and rows[place][1].keys() == metrics.keys() for rows in of_parts):
+                metrics = combination.combine([rows[place][1] for rows in of_parts], (ROW, place))
+            self._module.trainer.loggers[number].log_metrics(metrics, *arguments, **options)
+
+    def _of_batch(
+        self, key: tuple[str, int], entries: Sequence[tuple[float, _Logged]], options: Mapping[str, Any]
+    ) -> Any:
         values, sizes = [logged[1] for _, logged in entries], [_size(logged[0]) for _, logged in entries]
         if isinstance(values[-1], Tensor | float | int):
-            return _reduced(options.get("reduce_fx", "mean"), values, [weight for weight, _ in entries], sizes)
+            combination = Combination(sizes, [weight for weight, _ in entries], self._kinds)
+            return _reduced(options.get("reduce_fx", "mean"), values, combination, (_LOGGED, key))
         if id(values[-1]) in self._metrics:
             _set_batch_value(values[-1], self._metrics[id(values[-1])])
         return values[-1]
+
+
+_LOGGED: Final = "logged"
+
+
+def _keys(calls: Sequence[tuple[str, _Logged]]) -> list[tuple[str, int]]:
+    """Returns the names of calls with the number of earlier calls of that name: a step may log a name twice."""
+    names = [name for name, _ in calls]
+    return [(name, names[:place].count(name)) for place, name in enumerate(names)]
+
+
+def _numbered(calls: Sequence[tuple[str, _Logged]]) -> Iterator[tuple[tuple[str, int], Any]]:
+    for key, (_, logged) in zip(_keys(calls), calls, strict=True):
+        yield key, logged[1]
 
 
 def _size(part: Part) -> int:
@@ -646,15 +868,14 @@ def _set_batch_value(metric: Any, before: Mapping[str, Any]) -> None:
     metric._forward_cache = batch.compute()
 
 
-def _reduced(how: Any, values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
+def _reduced(how: Any, values: Sequence[Any], combination: Combination, place: tuple[Any, ...]) -> Any:
     """Combines the values of a batch's parts, as Lightning's `reduce_fx` says, else their mean."""
-    name = getattr(how, "__name__", how)
-    if name == "sum" and not isinstance(values[0], Tensor) and len(set(values)) == 1 and list(values) != list(sizes):
-        # A number that no part's samples change, such as a count of steps.
-        return values[0]
-    if name in ("sum", "min", "max"):
+    name, kind = getattr(how, "__name__", how), combination.kinds.by_place.get(place, "")
+    if name == "sum":
+        return combination.count(values, kind)
+    if name in ("min", "max"):
         return getattr(torch.stack([torch.as_tensor(value) for value in values]), name)()
-    return weighted_mean(values, weights)
+    return combination.mean(values, kind)
 
 
 def _with_total(value: Any, total: tuple[Tensor, Tensor] | None) -> Any:

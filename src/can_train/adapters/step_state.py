@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from can_train.fit.collate import leaves
@@ -80,13 +81,22 @@ class StepState:
         self._reads += 1
         self._generators = Snapshot(self._no_module, self._device, since=self._generators)
         self._read_buffers()
-        self._parameter_versions = _versions(self._parameters)
+        versions = list(map(_version, self._parameters)) if self._has_lazy else _versions(self._parameters)
+        self._parameter_versions = versions
         self._flags = [parameter.requires_grad for parameter in self._parameters]
+        self.read_gradients()
+        self._next_hook = RemovableHandle.next_id
+        self.read_attributes()
+
+    def read_gradients(self) -> None:
+        """Reads the gradients as they are now."""
         gradients = [parameter.grad for parameter in self._parameters]
         self._gradient_versions = [_version(gradient) for gradient in gradients]
         self._gradients = [None if gradient is None else ref(gradient) for gradient in gradients]
         self._held = gradients if self._holds_gradients else []
-        self._next_hook = RemovableHandle.next_id
+
+    def read_attributes(self) -> None:
+        """Reads the attributes as they are now."""
         earlier = {id(attributes.owner): attributes for attributes in self._attributes}
         owners = (*self._with_attributes, *self._objects())
         self._attributes = [Attributes(owner, since=earlier.get(id(owner))) for owner in owners]
@@ -116,7 +126,9 @@ class StepState:
             parameter.grad = gradient
         # The step may have made or replaced modules.
         self._modules = []
-        if self._parameter_versions != _versions(self._parameters):
+        versions = zip(self._parameter_versions, _versions(self._parameters), strict=True)
+        # Lazy layers that the step has made stay: they have no version before.
+        if any(earlier >= 0 and earlier != version for earlier, version in versions):
             return "it has changed the parameters"
         return "it has added to gradients of earlier batches" if is_changed else ""
 
@@ -124,6 +136,11 @@ class StepState:
         """Restores the attributes alone, and of metrics where that is asked for: each part of a batch begins with the
         attributes that the batch began with, while metrics go on.
         """
+        with torch.no_grad():
+            for _, (module, name), tensor, version, copied in self._counters():
+                if _version(tensor) != version or version < 0:
+                    tensor.copy_(copied)
+                module._buffers[name] = tensor
         for attributes in self._attributes:
             if metrics or not hasattr(attributes.owner, "metric_state"):
                 attributes.restore()
@@ -160,17 +177,32 @@ class StepState:
                     lists[position, name] = (values, values[earlier:])
         return lists
 
-    def changed_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the attributes of the user's modules that hold other tensors than when the state was read."""
-        for attributes in self._attributes:
-            if not isinstance(attributes.owner, nn.Module) or hasattr(attributes.owner, "metric_state"):
+    def changed(self) -> dict[tuple[int, str], tuple[Any, Any, Any]]:
+        """Returns the numbers, tensors and tuples of them among the attributes of the user's objects that are others
+        than when the state was read, by the position of the owner and the name: owner, earlier value, value.
+        """
+        values = {}
+        for position, attributes in enumerate(self._attributes[: len(self._with_attributes)]):
+            if hasattr(attributes.owner, "metric_state"):
                 continue
             for name, value in vars(attributes.owner).items():
-                if name in _MODULE_PARTS or value is attributes.values.get(name):
-                    continue
-                for tensor in value if isinstance(value, tuple | list) else (value,):
-                    if isinstance(tensor, Tensor):
-                        yield name, tensor
+                earlier = attributes.values.get(name)
+                if name not in _MODULE_PARTS and _is_number(value) and attributes.has_changed(name, value):
+                    values[position, name] = (attributes.owner, earlier, _detached(value))
+        for position, (module, name), _, _, copied in self._counters():
+            value = module._buffers[name]
+            if value is not None and not torch.equal(value, copied):
+                values[-1 - position, name] = (module, copied, value.clone())
+        return values
+
+    def _counters(self) -> Iterator[tuple[int, tuple[nn.Module, str], Tensor, int, Tensor]]:
+        """Yields the buffers of whole numbers of the user's modules: position, place, buffer, version, copy."""
+        entries = zip(self._places, self._buffers, self._versions, self._copies, strict=True)
+        for position, (place, tensor, version, copied) in enumerate(entries):
+            if tensor is None or copied is None or tensor.is_floating_point() or tensor.dtype == torch.bool:
+                continue
+            if not type(place[0]).__module__.startswith("torch."):
+                yield position, place, tensor, version, copied
 
     def largest_hoard(self) -> str:
         """Names the container that keeps the most tensors on the device, as a clause; empty where there is none."""
@@ -187,6 +219,7 @@ class StepState:
         self._modules = list(self._model.modules())
         self._with_buffers = [module for module in self._modules if module._buffers]
         self._parameters = list(self._model.parameters())
+        self._has_lazy = any(map(is_lazy, self._parameters))
         package = type(self._model).__module__.partition(".")[0]
         self._with_attributes: list[Any] = []
         for module in self._modules:
@@ -198,9 +231,9 @@ class StepState:
     def _read_buffers(self) -> None:
         """Copies the buffers that have changed since they were read last, in one operation."""
         tensors = [tensor for module in self._with_buffers for tensor in module._buffers.values()]
-        versions = [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+        versions = [_version(tensor) for tensor in tensors]
         if len(tensors) != len(self._buffers) or not all(map(is_, tensors, self._buffers)):
-            self._copies = [None if tensor is None else _copied(tensor) for tensor in tensors]
+            self._copies = [None if tensor is None or is_lazy(tensor) else _copied(tensor) for tensor in tensors]
             self._places = [(module, name) for module in self._with_buffers for name in module._buffers]
         elif versions != self._versions or -1 in versions:
             pairs = [
@@ -275,6 +308,13 @@ class Attributes:
             return kept
         return tensor, version, tensor.detach().clone()
 
+    def has_changed(self, name: str, value: Any) -> bool:
+        """Tells whether an attribute has another value than when it was read, or was changed in place."""
+        if value is not self.values.get(name):
+            return True
+        tensor, version, _ = self._tensors.get(id(value), (None, 0, None))
+        return tensor is value and _version(tensor) != version
+
     def restore(self) -> None:
         """Restores them."""
         state = vars(self.owner)
@@ -302,6 +342,20 @@ def add_to_gradients(earlier: Sequence[tuple[nn.Parameter, Tensor | None]]) -> N
                 gradient = gradient + parameter.grad
         if gradient is not None:
             parameter.grad = gradient
+
+
+def _is_number(value: Any) -> bool:
+    """Tells whether an attribute is a number, a tensor, or a tuple of them, such as the state of an LSTM."""
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(entry, Tensor) for entry in value)
+    return isinstance(value, Tensor | int | float) and not isinstance(value, bool | nn.Parameter)
+
+
+def _detached(value: Any) -> Any:
+    """Returns a value as it is now, without its graph."""
+    if isinstance(value, tuple):
+        return tuple(entry.detach().clone() for entry in value)
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -341,4 +395,4 @@ def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
 
 def _version(tensor: Tensor | None) -> int:
     """Returns the count of a tensor's changes in place; -1 where PyTorch counts none."""
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
+    return -1 if tensor is None or is_lazy(tensor) or tensor.is_inference() else tensor._version

@@ -145,6 +145,21 @@ def measure_batch_dependence(
     return BatchDependence(terms=terms, modules=modules, drops=no_dropout.seen, means=means)
 
 
+def change_by_draws(model: nn.Module, losses_of: Callable[[int, int], Losses], samples: int) -> float:
+    """Returns the largest relative difference of gradients of the first samples of a batch, computed twice, with other
+    random numbers each time; leaves the model, and the generators, as they were. Dropout is off.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    snapshot = Snapshot(model, parameters[0].device)
+    try:
+        with NoDropout():
+            denominators = {term: own for term, (_, own) in losses_of(0, samples).items()}
+            one, other = (_gradients(parameters, losses_of, (samples,), denominators) for _ in range(2))
+    finally:
+        snapshot.restore()
+    return max(_differences(one, other, tolerance=0.0).values(), default=0.0)
+
+
 def tolerance_of(dtype: torch.dtype, *, half: bool) -> float:
     """Returns the largest relative difference of gradients that is round-off; `half` tells whether matrix products run
     in half precision.
