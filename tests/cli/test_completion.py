@@ -33,7 +33,7 @@ TABLE = [
     ("--precision ", " ".join(CHOICES["precision"])),
     ("--target-gpu v100", "v100-16gb v100-32gb"),
     ("--target-gpu 100-32", "v100-32gb"),
-    ("--set training.optim", "training.optimizer="),
+    ("--set training.optim", "training.optimizer= training.optimizer_args="),
     ("--set dataset.synthetic.se", "dataset.synthetic.seed= dataset.synthetic.seconds="),
     ("factors --replay a", "affine"),
     ("pipeline --preset ", "standard"),
@@ -190,9 +190,9 @@ def test_zsh_completes() -> None:
         os.close(inside)
         os.write(terminal, setup)
         read_until(terminal, b"setup")
-        os.write(terminal, b"can-train --model ga\t --set training.optim\t")
-        # The end of `training.optimizer=`, which only the shell can have written.
-        read_until(terminal, b"izer=")
+        os.write(terminal, b"can-train --model ga\t --set training.bet\t")
+        # The end of `training.betas=`, which only the shell can have written.
+        read_until(terminal, b"as=")
         process.kill()
     os.close(terminal)
 

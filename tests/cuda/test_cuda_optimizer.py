@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from can_train.config.settings import CHOICES, TrainingSettings
 from can_train.errors import DoesNotFitError
-from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, measure_optimizer
+from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, make_optimizer, measure_optimizer
 from can_train.memory.meters import Meter
 from gpu.trainer import limited_device
 
@@ -62,6 +63,23 @@ def test_the_state_of_a_real_step_takes_what_was_measured_on_the_host(meter: Met
     optimizer.step()
     assert meter.allocated_bytes() - before == needs.state_bytes
     assert meter.peak_bytes() - before <= needs.state_bytes + needs.transient_bytes
+
+
+@pytest.mark.parametrize("name", CHOICES["optimizer"])
+def test_a_step_of_each_optimizer_takes_what_was_measured_on_the_host(meter: Meter, name: str) -> None:
+    model, settings = with_gradients(meter), TrainingSettings(optimizer=name)
+    with meter.host():
+        needs = measure_optimizer(
+            model.parameters(), lambda shadows: make_optimizer(list(shadows), settings, 1e-3, meter.device)
+        )
+    before = meter.allocated_bytes()
+    optimizer = make_optimizer(list(model.parameters()), settings, 1e-3, meter.device)
+    optimizer.step()
+    assert meter.allocated_bytes() - before == pytest.approx(needs.state_bytes, abs=MIB)
+    meter.reset_peak()
+    held_bytes = meter.allocated_bytes()
+    optimizer.step()
+    assert meter.peak_bytes() - held_bytes <= needs.transient_bytes + MIB
 
 
 def test_ballast_keeps_room_for_the_first_step(meter: Meter) -> None:

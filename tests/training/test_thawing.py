@@ -58,7 +58,7 @@ def optimizer_state(session: Session) -> list[Tensor]:
     return [value for index in sorted(state) for _, value in sorted(state[index].items())]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad"])
 def test_a_layer_moves_from_the_step_in_which_it_is_thawed(tmp_path: Path, optimizer: str) -> None:
     task = ThawingTask()
     session = trained(tmp_path, task, optimizer=optimizer)

@@ -244,10 +244,10 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[dict[str, Any]]:
     from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
     from can_train.runs.scheduler import NoControllerError
     from can_train.slurm.client import read_partitions_and_limits
-    from can_train.slurm.snapshot import code_of_run, keep
+    from can_train.slurm.snapshot import code_of_runs, keep
     from can_train.slurm.submission_plan import plan_submission
 
-    state, code = state_dir(steps[0].run.paths), code_of_run(steps[0].run)
+    state, code = state_dir(steps[0].run.paths), code_of_runs([step.run for step in steps])
     try:
         partitions = read_partitions_and_limits()
     except NoControllerError as error:

@@ -24,7 +24,7 @@ from can_train.runs.scheduler import NoControllerError
 from can_train.slurm.client import Partition, may_requeue, read_partitions_and_limits
 from can_train.slurm.job import Entry
 from can_train.slurm.script import Submission, parameters, script
-from can_train.slurm.snapshot import Code, code_of_run, describe, keep, with_code
+from can_train.slurm.snapshot import Code, code_of_runs, describe, keep, with_code
 from can_train.slurm.submission_plan import (
     JobDevice,
     PlannedRun,
@@ -46,7 +46,7 @@ def submit_runs(
     Raises:
         CanTrainError: A run cannot be submitted; of those that ask for the same, none has been.
     """
-    code, state = code_of_run(runs[0]), state_dir(runs[0].paths)
+    code, state = code_of_runs(runs), state_dir(runs[0].paths)
     partitions = _partitions(runs)
     plan = plan_submission(runs, code.digest, partitions, after=after, force=force)
     print_notices(plan)
@@ -110,7 +110,7 @@ def plan_jobs(
     Raises:
         CanTrainError: A run could not be submitted.
     """
-    code, state, partitions = code_of_run(runs[0]), state_dir(runs[0].paths), []
+    code, state, partitions = code_of_runs(runs), state_dir(runs[0].paths), []
     try:
         partitions = _partitions(runs)
     except NoControllerError as error:

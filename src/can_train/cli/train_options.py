@@ -84,8 +84,10 @@ Groups = Sequence[tuple[str, str, str]]
 GROUPS: Final[Groups] = (
     ("What is trained", "model dataset mode size set model_args", "task config_dir start_from baselines"),
     ("How it is trained", "epochs batch_size lr precision seed",
-     """lr_batch_size lr_scale lr_factors optimizer betas weight_decay no_decay freeze thaw_epoch grad_clip_norm
-     scheduler scheduler_interval warmup_share patience val_interval log_splits checkpoint_every deterministic"""),
+     """lr_batch_size lr_scale lr_factors optimizer optimizer_args betas weight_decay no_decay freeze thaw_epoch
+     grad_clip_norm grad_clip_value scheduler scheduler_interval warmup_share schedule_epochs schedule_patience
+     schedule_factor schedule_decay_share schedule_rise_share schedule_start_divisor schedule_end_divisor patience
+     val_interval log_splits checkpoint_every deterministic"""),
     ("Device and memory", "device find_batch_size",
      """memory micro_batch_size min_micro_batch_size adaptive_micro_batch backoff_factor oom_retries regrow oversize
      accumulation accumulation_splits accumulation_threshold accumulation_target_mib accumulation_max_splits
@@ -103,7 +105,13 @@ GROUPS: Final[Groups] = (
 _LISTED: Final = 3  # data sets that help names
 _NOT_SETTINGS: Final = {"set_", "run", "stages", "show", "preset"}  # parameters that name no setting
 # The value in the help. Values are passed on as text; composition checks their types and names the setting.
-_METAVARS: Final = {"set": "GROUP.KEY=VALUE", "model_args": "K=V,K=V", "after": "RUN", "older_than": "AGE"}
+_METAVARS: Final = {
+    "set": "GROUP.KEY=VALUE",
+    "model_args": "K=V,K=V",
+    "optimizer_args": "K=V,K=V",
+    "after": "RUN",
+    "older_than": "AGE",
+}
 _METAVARS_OF_TYPES: Final[dict[Any, str]] = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 
@@ -192,7 +200,7 @@ def _training_options() -> dict[str, Option]:
         for field, text in pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
     }
-    defaults = {name: ",".join(map(str, value)) or "none" if isinstance(value, list) else value
+    defaults = {name: ",".join(map(str, value)) or "none" if isinstance(value, list | dict) else value
                 for name, value in vars(TrainingSettings()).items()}  # fmt: skip
     return {
         field.name: (bool | None if field.type is bool else str | None, None,
@@ -285,6 +293,9 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
     requests = expand([make_request(flags, model=model, dataset=dataset, mode=mode, size=flags["size"])
                        for model, dataset, mode in product(models, datasets, modes)])  # fmt: skip
     runs = [with_absolute_paths(resolve(request)) for request in requests]
+    if len(folders := {run.paths.code_dir for run in runs} - {""}) > 1:
+        raise ConfigError("The runs of a sweep have their code from one folder", value=", ".join(sorted(folders)),
+                          remedy="Start a command for each")  # fmt: skip
     if not any(run.prerequisites or run.training.start_from for run in runs):
         return runs
     past = PastRuns(state_dir(runs[0].paths), runs[0].runs_dir, slurm, after)

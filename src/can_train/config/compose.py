@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from can_train.config import resolved
 from can_train.config.resolved import PathSettings, ResolvedRun, UserFile
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
-from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate
+from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate, locate_optimizer
 from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
 from can_train.io.records import expanded, is_file
 
@@ -42,6 +42,7 @@ _CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
 # People name the group `settings` by the task, whose name is the setting `task`.
 _TASK, _SETTINGS = "task.", "settings."
 _OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
+_OPEN_GROUPS: Final = (_OPEN_GROUP, "training.optimizer_args")
 _SWEPT_GROUPS: Final = ("task", "settings", "model", "size", "dataset", "mode", "training", "memory")
 """Groups of settings and choices of presets that a sweep may list values for: they decide the result of a training. A
 comma anywhere else belongs to the value: to a list of nodes, or to the path of a folder."""
@@ -485,6 +486,10 @@ def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Ma
                 rule = error.rule.replace(override.key, override.spelling, 1)
                 raise ConfigError(rule, value=error.value, remedy=error.remedy) from error
         raise
+    if any(override.key == "training.optimizer" for override in overrides):
+        optimizer, code_dir = locate_optimizer(run.training.optimizer, run.task, run.paths.code_dir)
+        run = replace(run, training=replace(run.training, optimizer=optimizer),
+                      paths=replace(run.paths, code_dir=code_dir))  # fmt: skip
     # Requests to SLURM for a run that does not go there would be ignored.
     requests = [
         override.spelling for override in overrides if override.key.removeprefix("cluster.") in resolved.CLUSTER_FLAGS
@@ -500,11 +505,14 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
     """Sets the values in a config, whose types they must fit."""
     known = list(_keys(OmegaConf.to_container(config)))
     for override in overrides:
-        key, is_open = override.key, f"{override.key}.".startswith(f"{_OPEN_GROUP}.")
+        key, is_open = override.key, override.key.startswith(tuple(f"{group}." for group in _OPEN_GROUPS))
         if key not in known and not is_open:
             nearest = ", ".join(map(_as_given, _nearest_settings(key, known)[:_SUGGESTIONS]))
             raise ConfigError("Unknown setting", value=repr(_as_given(key)), remedy=f"Nearest: {nearest}")
-        value, node = _value(config, override, is_open=is_open and key != _OPEN_GROUP), OmegaConf.select(config, key)
+        value, node = _value(config, override, is_open=is_open), OmegaConf.select(config, key)
+        if OmegaConf.is_dict(node) and not override.grammar and isinstance(value, str):
+            # A flag gives settings by name: --optimizer-args momentum=0.95,nesterov=true.
+            value = _parsed(replace(override, value=f"{{{value.replace('=', ':')}}}", grammar=True))
         if OmegaConf.is_list(node) and not override.grammar and isinstance(value, str):
             # A flag lists values as they are: --freeze encoder,head.
             value = [part.strip() for part in value.split(",") if part.strip()]
@@ -513,7 +521,8 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
                 raise ConfigError(f"{_as_given(key)} must be {_KINDS[kind]}", value=repr(value))
         try:
             # Of a group within a group only the given keys change, as in Hydra.
-            OmegaConf.update(config, key, _escaped(value), merge=isinstance(value, dict), force_add=is_open)
+            OmegaConf.update(config, key, _escaped(value), merge=isinstance(value, dict),
+                             force_add=is_open or key in _OPEN_GROUPS)  # fmt: skip
             # `${…}` is accepted for any type, and converted only when it is read.
             if OmegaConf.is_config(found := OmegaConf.select(config, key)):
                 OmegaConf.to_container(found, resolve=True)
@@ -581,7 +590,7 @@ def _keys(node: Any, before: str = "") -> Iterator[str]:
         key = f"{before}{name}"
         if name != "_target_" and key != "mode.name" and (before or name == "device"):
             yield key
-        if isinstance(value, Mapping) and key != _OPEN_GROUP:
+        if isinstance(value, Mapping) and key not in _OPEN_GROUPS:
             yield from _keys(value, f"{key}.")
 
 
@@ -722,7 +731,8 @@ def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
     groups = {group: OmegaConf.structured(_schema(cls)) for group, cls in classes.items()}
     schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
     OmegaConf.set_struct(schema, True)
-    OmegaConf.set_struct(OmegaConf.select(schema, _OPEN_GROUP), False)
+    for group in _OPEN_GROUPS:
+        OmegaConf.set_struct(OmegaConf.select(schema, group), False)
     try:
         merged = OmegaConf.merge(schema, _escaped(dict(plain)))
     except OmegaConfBaseException as error:

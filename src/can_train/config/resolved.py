@@ -85,7 +85,7 @@ class PathSettings:
     state_dir: str = ""
     """Folder of observations and caches; default $CAN_TRAIN_HOME, else the user's state directory."""
     code_dir: str = ""
-    """Folder of the code of the user's own task, which is imported; empty: an installed task."""
+    """Folder of the code of the user's own task or optimizer, which is imported; empty: both are installed."""
     config_dir: str = ""
     """Folder of a person's own presets; empty: there is none."""
     tracker: str = NO_TRACKER

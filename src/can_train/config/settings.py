@@ -251,12 +251,36 @@ CHOICES: Final = {
     "accumulation": ("even", "divisor"),
     "oversize": ("error", "skip"),
     "lr_scale": ("auto", "none", "sqrt", "linear"),
-    "optimizer": ("adamw", "adam", "sgd"),
+    "optimizer": ("adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam",
+                  "rmsprop", "rprop"),
     "precision": PRECISIONS,
-    "scheduler": ("cosine", "constant"),
+    "scheduler": ("cosine", "constant", "linear", "one-cycle", "step", "plateau", "wsd"),
     "scheduler_interval": ("step", "epoch"),
-}
-"""The values of each training setting that has a fixed list of them."""
+}  # fmt: skip
+"""The values of each training setting that has a fixed list of them. An optimizer may also be code, `module.Class`."""
+
+
+CLOSURE_REASON: Final = "it computes the loss several times in a step, and a batch may be computed in parts"
+SPARSE_REASON: Final = "it takes sparse gradients, and the gradient of a batch is dense"
+_NO_OPTIMIZERS: Final = {"lbfgs": CLOSURE_REASON, "sparseadam": SPARSE_REASON}
+"""Optimizers of `torch.optim` that cannot train here, and the reason."""
+
+
+def is_code(optimizer: str) -> bool:
+    """Tells whether an optimizer's name is `module.Class`, `module:Class` or `file.py:Class`, no class of PyTorch's."""
+    return "." in optimizer or ":" in optimizer
+
+
+def _optimizer_name(given: str) -> str:
+    """Returns the name of an optimizer of `torch.optim` in lower case, and that of any other as it is."""
+    name = given.strip().removeprefix("torch.optim.")
+    if reason := _NO_OPTIMIZERS.get(name.lower()):
+        raise ConfigError(f"training.optimizer cannot be {name}: {reason}", remedy="Try --optimizer adamw")
+    if name.lower() in CHOICES["optimizer"]:
+        return name.lower()
+    if not is_code(given):
+        check_choice("training.optimizer", name, CHOICES["optimizer"])
+    return given.strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,9 +338,11 @@ class TrainingSettings:
     weight_decay: float = 1e-4
     """Weight decay of the optimizer."""
     optimizer: str = "adamw"
-    """adamw, adam or sgd (with momentum 0.9)."""
+    """adamw, adam, sgd (momentum 0.9), another of torch.optim, or code: package.module.Class, my_file.py:Class."""
+    optimizer_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer's class, by name: momentum=0.95,nesterov=true."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay of the running means of the gradient and of its square, for adam and adamw."""
+    """Decay of the running means of the gradient and of its square, where the optimizer has them (adam, adamw)."""
     lr_factors: list[str] = field(default_factory=list)
     """Modules or parameters with a learning rate of their own, as a multiple of lr: [backbone=0.1]; patterns too."""
     no_decay: list[str] = field(default_factory=list)
@@ -329,12 +355,28 @@ class TrainingSettings:
     """fp32, bf16 or fp16 (mixed precision), fp64."""
     grad_clip_norm: float = 0.0
     """Largest gradient norm, applied once a step after unscaling; 0 turns it off."""
+    grad_clip_value: float = 0.0
+    """Largest absolute value of each entry of the gradient, applied once a step, before the norm; 0 turns it off."""
     scheduler: str = "cosine"
-    """Learning-rate schedule: cosine (to zero, after the warm-up) or constant."""
+    """Learning-rate schedule after the warm-up: cosine or linear to zero, constant, one-cycle, step, plateau or wsd."""
     scheduler_interval: str = "step"
     """Whether the schedule moves after each optimizer step or after each epoch."""
     warmup_share: float = 0.05
     """Share of the schedule over which the learning rate rises linearly."""
+    schedule_epochs: int = 2
+    """Epochs after which step lowers the learning rate, again and again."""
+    schedule_patience: int = 2
+    """Validations without a better loss after which plateau lowers the learning rate."""
+    schedule_factor: float = 0.1
+    """Multiplier of the learning rate each time that step or plateau lowers it."""
+    schedule_decay_share: float = 0.2
+    """Share of the schedule, at its end, over which wsd falls linearly to zero; before, it is constant."""
+    schedule_rise_share: float = 0.3
+    """Share of one-cycle over which the learning rate rises; it falls in the rest."""
+    schedule_start_divisor: float = 25.0
+    """Highest learning rate of one-cycle ÷ its first one."""
+    schedule_end_divisor: float = 1e4
+    """First learning rate of one-cycle ÷ its last one."""
     seed: int = 42
     """Seed of weights, data order and dropout."""
     deterministic: bool = False
@@ -355,13 +397,16 @@ class TrainingSettings:
     """Static safety factor, used if use_adaptive_batch_size_factor is off."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", _optimizer_name(self.optimizer))
         for name, values in CHOICES.items():
-            check_choice(f"training.{name}", getattr(self, name), values)
+            if name != "optimizer":
+                check_choice(f"training.{name}", getattr(self, name), values)
         for name in ("epochs", "find_batch_size_steps_per_trial", "gradient_accumulation_steps", "min_steps_per_epoch",
                      "lr_batch_size", "val_interval", "checkpoint_every", "accumulation_max_splits",
-                     "min_micro_batch_size"):  # fmt: skip
+                     "min_micro_batch_size", "schedule_epochs", "schedule_patience", "schedule_start_divisor",
+                     "schedule_end_divisor"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=1)
-        for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "patience",
+        for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "grad_clip_value", "patience",
                      "accumulation_threshold", "oom_retries", "cuda_empty_cache_interval", "thaw_epoch"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=0)
         check_range("number of training.betas", len(self.betas), low=2, high=2)
@@ -370,7 +415,13 @@ class TrainingSettings:
         check_range("training.seed", self.seed, low=0, high=2**32 - 1)
         check_range("training.backoff_factor", self.backoff_factor, above=1.0, high=1e6)
         check_range("training.lr", self.lr, above=0.0)
-        check_range("training.warmup_share", self.warmup_share, low=0.0, high=1.0)
+        for name in ("warmup_share", "schedule_decay_share", "schedule_rise_share"):
+            check_range(f"training.{name}", getattr(self, name), low=0.0, high=1.0)
+        check_range("training.schedule_factor", self.schedule_factor, above=0.0, high=1.0)
+        if given := {"params", "lr", "weight_decay"} & self.optimizer_args.keys():
+            raise ConfigError("training.optimizer_args cannot have lr, weight_decay or params, which others give",
+                              value=", ".join(sorted(given)),
+                              remedy="Give --lr, --weight-decay, --lr-factors or --no-decay")  # fmt: skip
         check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)
         # These properties raise if they are not as they should be.
         _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib, self.lr_factor_of)

@@ -195,10 +195,7 @@ def load_class(task: str, code_dir: str) -> type:
     where, _, name = _import_path(task).rpartition(":")
     # With it comes torch: a torch.py beside a task's file is not imported in its place.
     base = load_object(BASE)
-    if code_dir and code_dir not in sys.path:
-        # Modules beside a task's file come before packages, as they do for a script, and behind the standard library.
-        before = (index for index, folder in enumerate(sys.path) if set(_INSTALLED) & set(Path(folder).parts))
-        sys.path.insert(next(before, len(sys.path)), code_dir)
+    import_from(code_dir)
     path = Path(code_dir, where)
     if _is_file(where) and not path.is_file():
         near = sorted(file.name for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
@@ -217,6 +214,73 @@ def load_class(task: str, code_dir: str) -> type:
                               remedy=f"Write class {name}(can_train.Task)")  # fmt: skip
         raise unknown_name(f"class of {where}", name, classes)
     return classes[name]
+
+
+def import_from(code_dir: str) -> None:
+    """Makes the folder of a run's code importable, unless it is empty. To be called when torch has been imported, and
+    before code of the run runs: a file of the folder may have the name of a package.
+    """
+    if code_dir not in ("", *sys.path):
+        # Modules beside a task's file come before packages, as they do for a script, and behind the standard library.
+        before = (index for index, folder in enumerate(sys.path) if set(_INSTALLED) & set(Path(folder).parts))
+        sys.path.insert(next(before, len(sys.path)), code_dir)
+
+
+def locate_optimizer(optimizer: str, task: str, code_dir: str) -> tuple[str, str]:
+    """Finds where the code of an optimizer of one's own is.
+
+    Args:
+        optimizer: As a person writes it.
+        task: The task's name, as `locate` returns it.
+        code_dir: The folder of the run's code so far.
+
+    Returns:
+        The optimizer's name, as runs have it, and the folder of the code of task and optimizer; empty for installed
+        ones.
+
+    Raises:
+        ConfigError: There is no such file, or the task's file lies in another folder.
+    """
+    entry, (where, _, name) = task_entries().get(task), optimizer.rpartition(":")
+    of_task = "" if entry is not None and entry.is_description else code_dir
+    if not _is_file(where):
+        return optimizer, of_task
+    if code_dir and "/" not in where and Path(code_dir, where).is_file():
+        return optimizer, code_dir
+    path = Path(os.path.expanduser(where)).absolute()  # noqa: PTH111 - as in `locate`
+    if not path.is_file():
+        raise ConfigError("There is no such file", value=str(path), remedy="Name the file of the optimizer's class: "
+                          "--optimizer my_file.py:MyOptimizer")  # fmt: skip
+    if of_task not in ("", str(path.parent)):
+        raise ConfigError("The files of a task and of its optimizer lie in one folder",
+                          value=f"{path}, and the task in {of_task}", remedy=f"Move {path.name} there")  # fmt: skip
+    return f"{path.name}:{name}", str(path.parent)
+
+
+def load_optimizer(optimizer: str) -> Any:
+    """Imports an optimizer: `package.module.Class`, `package.module:Class`, or `file.py:Class` with a file in the
+    folder that `import_from` has made importable.
+
+    Raises:
+        ConfigError: There is no such module, file or class.
+        TaskError: The code raised an error.
+    """
+    where, _, name = optimizer.rpartition(":" if ":" in optimizer else ".")
+    files = [path for folder in sys.path if (path := Path(folder, where)).is_file()]
+    if _is_file(where) and ("/" in where or not files):
+        raise ConfigError("There is no such file beside the task", value=repr(where),
+                          remedy=f"Name it in the command: --optimizer FOLDER/{Path(where).name}:{name}")  # fmt: skip
+    try:
+        module = _load_file(files[0]) if _is_file(where) else importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        raise ConfigError("training.optimizer needs a package that is not installed", value=f"{error.name}",
+                          remedy="Install it, or name another optimizer: --optimizer adamw") from error  # fmt: skip
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"{where} failed when it was imported", error) from error
+    if not hasattr(module, name):
+        raise unknown_name(f"class of {where}", name, [key for key, value in vars(module).items()
+                           if isinstance(value, type)])  # fmt: skip
+    return getattr(module, name)
 
 
 def key_name(task: str) -> str:

@@ -383,6 +383,8 @@ def memory_fingerprint(run: ResolvedRun) -> dict[str, Any]:
         "model": asdict(run.model),
         "precision": training.precision,
         "optimizer": training.optimizer,
+        # Left out where there are none, as earlier runs have it.
+        **({"optimizer_args": dict(training.optimizer_args)} if training.optimizer_args else {}),
         "deterministic": training.deterministic,
         ALLOCATOR: allocator_settings(),
         # This version compiles nothing; runs of a version that does must not be mixed with its runs.

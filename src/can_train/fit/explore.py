@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.errors import DoesNotFitError, OutOfMemoryDetails
+from can_train.errors import CanTrainError, DoesNotFitError, OutOfMemoryDetails, TaskError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import (
     AGREED,
@@ -478,9 +478,16 @@ class Explorer:
         """Measures, on the host, the memory of the phase's optimizer for the parameters that are trained now."""
         training, device = self.training, self.meter.device
         with self.meter.host(), only_trained(self.model, self.phase):
-            return measure_optimizer(
-                self._parameters, lambda shadows: make_optimizer(list(shadows), training, training.lr, device)
-            )
+            try:
+                return measure_optimizer(
+                    self._parameters, lambda shadows: make_optimizer(list(shadows), training, training.lr, device)
+                )
+            except CanTrainError:
+                raise
+            # An optimizer may be anybody's code.
+            except Exception as error:
+                rule = f"{training.optimizer} failed in a step on the CPU, where its memory is measured"
+                raise TaskError(rule, error) from error
 
     def batch_dependence(self) -> BatchDependence:
         """Measures whether samples of a batch influence each other's gradient."""

@@ -5,6 +5,7 @@ the optimizer and its schedule, and the memory that it takes.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 import random
 import time
@@ -21,7 +22,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from can_train.errors import ConfigError, DoesNotFitError, OutOfMemoryDetails, nearest_first
+from can_train.config.settings import CLOSURE_REASON, SPARSE_REASON, is_code
+from can_train.config.task_settings import load_optimizer
+from can_train.errors import (
+    ConfigError,
+    DoesNotFitError,
+    OutOfMemoryDetails,
+    TaskError,
+    first_sentence,
+    nearest_first,
+    unknown_name,
+)
 from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
 from can_train.task import Phase
 
@@ -30,7 +41,9 @@ if TYPE_CHECKING:
     from can_train.memory.meters import Meter
 
 _AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_SGD_MOMENTUM: Final = 0.9
+_DEFAULTS: Final[dict[str, dict[str, Any]]] = {"sgd": {"momentum": 0.9}}  # that differ from those of the class
+_BETAS: Final = [0.9, 0.999]  # of `training.betas`: PyTorch's own; an optimizer of another package may have others
+_FUSED: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that PyTorch has a kernel of on GPUs
 _UNLIMITED: Final = 2**62
 _SUGGESTIONS: Final = 5  # Names that an error lists
 _MT19937_BYTES: Final = 4 * (624 + 1)  # 624 words of state, and the position in them
@@ -168,6 +181,9 @@ class Optimization:
     scheduler: LambdaLR
     scaler: torch.amp.GradScaler  # Scales losses under fp16; otherwise disabled
     clip_norm: float  # Largest gradient norm; 0: gradients are not clipped
+    clip_value: float  # Largest absolute value of an entry of the gradient; 0: as above
+    plateau: Plateau | None  # Of the schedule `plateau`
+    is_lazy: bool  # Whether the first step of a parameter makes its state; Adagrad makes it at once, and never again
     # Of the phase. A frozen one has no gradient, so the optimizer passes over it until it is thawed.
     parameters: list[nn.Parameter]
 
@@ -178,8 +194,11 @@ class Optimization:
             Whether the weights moved: under fp16 the scaler skips a step whose gradients overflowed.
         """
         scale = self.scaler.get_scale()
-        if self.clip_norm > 0:
+        if self.clip_norm > 0 or self.clip_value > 0:
             self.scaler.unscale_(self.optimizer)
+        if self.clip_value > 0:
+            torch.nn.utils.clip_grad_value_(self.parameters, self.clip_value)
+        if self.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -196,10 +215,23 @@ class Optimization:
         for parameter, is_trained in zip(self.parameters, trainable, strict=True):
             parameter.requires_grad_(is_trained)
 
+    def forget_frozen(self) -> None:
+        """Drops the state of frozen parameters: old moments would push into an old direction once these are thawed."""
+        state = self.optimizer.state
+        for parameter in list(state):
+            if self.is_lazy and not parameter.requires_grad:
+                del state[parameter]
+
     @property
     def lr(self) -> float:
         """The current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def validated(self, loss: float) -> None:
+        """Tells the schedule `plateau` a validation loss; does nothing for any other."""
+        if self.plateau is not None:
+            self.plateau.validated(loss)
+            self.follow_schedule()
 
     def follow_schedule(self) -> None:
         """Sets the learning rate to the schedule's at the current tick: a restored state may have been trained by
@@ -226,20 +258,39 @@ class Optimization:
             # PyTorch copies most of it unseen, and fails in the next step.
             now = part.state_dict()
             _check_form(own[name].get("param_groups", own[name]), now.get("param_groups", now))
-        for parameter, values in self.optimizer.state.items():
-            for value in values.values():
-                if isinstance(value, torch.Tensor) and value.shape not in (parameter.shape, ()):
+        saved = state["optimizer"]["state"]
+        is_torch = type(self.optimizer).__module__.startswith("torch.optim.")
+        # In the order of its groups, by which a state numbers the parameters.
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            values = self.optimizer.state.get(parameter, {})
+            for name, value in values.items():
+                if not isinstance(value, Tensor):
+                    continue
+                # Adafactor's means of rows and columns have 1 in the place of a size.
+                if is_torch and not _broadcasts(value.shape, parameter.shape):
                     raise ValueError(f"a moment is {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+                # PyTorch gives each number the type of its parameter: NAdam's product of momenta would be rounded in
+                # another way from here on, and moments of 8 bits would become floats.
+                before = saved.get(number, {}).get(name)
+                if isinstance(before, Tensor) and before.dtype != value.dtype:
+                    values[name] = before.to(value.device, copy=True)
 
     @property
     def _parts(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+        return parts if self.plateau is None else {**parts, "plateau": self.plateau}
 
 
 def state_bytes(optimizer: Optimizer) -> int:
     """Returns the bytes of an optimizer's state."""
     states = optimizer.state.values()
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+def _broadcasts(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, whole) for size, whole in pairs)
 
 
 def _check_form(own: Any, found: Any) -> None:
@@ -342,11 +393,17 @@ def make_optimization(
     groups, device = parameter_groups(model, named, training, lr), named[0][1].device
     optimizer = make_optimizer(groups, training, lr, device)
     ticks = total_steps if training.scheduler_interval == "step" else training.epochs
+    plateau = None
+    if training.scheduler == "plateau":
+        plateau = Plateau(factor=training.schedule_factor, patience=training.schedule_patience)
     return Optimization(
         optimizer=optimizer,
-        scheduler=LambdaLR(optimizer, _schedule(training.scheduler, ticks, training.warmup_share)),
+        scheduler=LambdaLR(optimizer, schedule(training, ticks, plateau)),
         scaler=torch.amp.GradScaler(device.type, enabled=training.precision == "fp16"),
         clip_norm=training.grad_clip_norm,
+        clip_value=training.grad_clip_value,
+        plateau=plateau,
+        is_lazy=not optimizer.state,
         parameters=[parameter for _, parameter in named],
     )
 
@@ -372,29 +429,148 @@ def parameter_groups(
 
 
 def make_optimizer(parameters: Sequence[Any], training: TrainingSettings, lr: float, device: torch.device) -> Optimizer:
-    """Makes the optimizer alone, for parameters or groups of them."""
-    # The default on a GPU (foreach) copies the parameters for a moment in every step, which the batch could have used.
-    fused = True if device.type == "cuda" else None
-    if training.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr, _SGD_MOMENTUM, weight_decay=training.weight_decay, fused=fused)
-    kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
-    first, second = training.betas
-    return kind(parameters, lr=lr, betas=(first, second), weight_decay=training.weight_decay, fused=fused)
+    """Makes the optimizer alone, for parameters or groups of them.
+
+    Raises:
+        ConfigError: There is no such optimizer, it does not train as batches are computed here, or it has no such
+            argument.
+        TaskError: The code of an optimizer that is not PyTorch's failed.
+    """
+    name, given = training.optimizer, training.optimizer_args
+    kind = _optimizer_class(name)
+    taken = inspect.signature(kind).parameters
+    takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in taken.values())
+    if unknown := [key for key in given if key not in taken and not takes_any]:
+        raise unknown_name(f"argument of {kind.__name__}", unknown[0], [key for key in taken if key != "params"])
+    arguments = {"lr": lr, "weight_decay": training.weight_decay, **_DEFAULTS.get(name, {})}
+    if kind in _FUSED or training.betas != _BETAS:
+        arguments["betas"] = tuple(training.betas)
+    if device.type == "cuda" and not given.keys() & {"fused", "foreach", "differentiable"}:
+        # PyTorch's default on a GPU (foreach) copies the parameters for a moment in every step, which the batch could
+        # have used. Where there is nothing else, it is asked for: what is measured on the host then does the same.
+        arguments["fused" if kind in _FUSED else "foreach"] = True
+    arguments = {key: value for key, value in arguments.items() if key in taken}
+    arguments |= {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    try:
+        optimizer: Optimizer = kind(parameters, **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"training.optimizer: {kind.__name__} cannot be made", value=first_sentence(error),
+                          remedy="Correct its arguments, or name another: --optimizer adamw") from error  # fmt: skip
+    except Exception as error:
+        raise TaskError(f"{kind.__name__} failed when it was made", error) from error
+    return optimizer
 
 
-def _schedule(name: str, ticks: int, warmup_share: float) -> Callable[[int], float]:
-    """Returns the share of the learning rate at each tick: a linear rise, then level or half a cosine down to zero."""
-    warmup = round(ticks * warmup_share)
+def _optimizer_class(name: str) -> Any:
+    """Returns the class that `training.optimizer` names; raises ConfigError where it cannot train here."""
+    if is_code(name):
+        kind = load_optimizer(name)
+    else:
+        kinds = {key.lower(): kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        kind = kinds.get(name)
+        if kind is None:
+            raise ConfigError(f"PyTorch {torch.__version__} has no optimizer {name}", remedy="Take a later one")
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ConfigError(f"training.optimizer: {name} does not derive from torch.optim.Optimizer")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    reason = ""
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        reason = CLOSURE_REASON
+    elif issubclass(kind, torch.optim.SparseAdam):
+        reason = SPARSE_REASON
+    elif hasattr(kind, "eval"):
+        reason = "its weights differ in training and evaluation, between which nothing here switches it"
+    if reason:
+        raise ConfigError(f"training.optimizer cannot be {name}: {reason}", remedy="Try --optimizer adamw")
+    return kind
+
+
+@dataclass(kw_only=True)
+class Plateau:
+    """The state of the schedule `plateau`: it multiplies the learning rate by `factor` after `patience` validations in
+    a row without a better loss.
+    """
+
+    factor: float
+    patience: int
+    share: float = 1.0
+    best_loss: float = math.inf
+    waited: int = 0  # Validations since the last better one, or since the rate was lowered
+
+    def validated(self, loss: float) -> None:
+        """Counts a validation."""
+        if loss < self.best_loss:
+            self.best_loss, self.waited = loss, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            self.share, self.waited = self.share * self.factor, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns its state, without the settings."""
+        return {"share": self.share, "best_loss": self.best_loss, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a state from `state_dict`."""
+        self.share, self.best_loss, self.waited = state["share"], state["best_loss"], state["waited"]
+
+
+def schedule(training: TrainingSettings, ticks: int, plateau: Plateau | None = None) -> Callable[[int], float]:
+    """Returns the share of the learning rate at each tick t: a linear rise over the first w = warmup_share · n of the
+    n ticks, up to the first share of the schedule and then the schedule. With x = (t - w) / (n - w) it is
+
+        constant    1
+        cosine      (1 + cos πx) / 2
+        linear      1 - x
+        one-cycle   as `torch.optim.lr_scheduler.OneCycleLR` has it: half a cosine from 1 / start_divisor to 1 over
+                    rise_share · (n - w) - 1 ticks, and half a cosine down to 1 / (start_divisor · end_divisor) at the
+                    last tick
+        step        factor^⌊e / schedule_epochs⌋ in epoch e, counted from 0, of n / epochs ticks
+        wsd         1, and over the last decay_share · n ticks a line down to 0 at t = n
+        plateau     the factor to the power of the times that the validation loss has stopped to fall (`Plateau`)
+
+    Past the end the share stays as it was there.
+
+    Args:
+        training: The name of the schedule, and its settings.
+        ticks: Its length n: the moves of the schedule, by step or by epoch.
+        plateau: The state of the schedule `plateau`.
+    """
+    warmup, last = round(ticks * training.warmup_share), max(ticks - 1, 0)
+    length, decay = max(ticks - warmup, 1), max(round(ticks * training.schedule_decay_share), 1)
+    top = training.schedule_rise_share * length - 1
+    start = 1 / training.schedule_start_divisor
+    end = start / training.schedule_end_divisor
+
+    def one_cycle(tick: int) -> float:
+        since = min(tick, last) - warmup
+        if since <= top:
+            return _half_cosine(start, 1.0, since / top if top > 0 else 1.0)
+        return _half_cosine(1.0, end, (since - top) / max(length - 1 - top, 1e-9))
+
+    bodies: dict[str, Callable[[int], float]] = {
+        "constant": lambda tick: 1.0,
+        "cosine": lambda tick: 0.5 * (1 + math.cos(math.pi * min((tick - warmup) / length, 1.0))),
+        "linear": lambda tick: 1.0 - min((tick - warmup) / length, 1.0),
+        "one-cycle": one_cycle,
+        "step": lambda tick: (
+            training.schedule_factor ** (min(tick, last) * training.epochs // max(ticks, 1) // training.schedule_epochs)
+        ),
+        "wsd": lambda tick: min(1.0, max(ticks - tick, 0) / decay),
+        "plateau": lambda tick: 1.0 if plateau is None else plateau.share,
+    }
+    body = bodies[training.scheduler]
 
     def share(tick: int) -> float:
         if tick < warmup:
-            return (tick + 1) / (warmup + 1)
-        if name == "constant":
-            return 1.0
-        # Past the end the rate stays at zero rather than rising again.
-        return 0.5 * (1 + math.cos(math.pi * min((tick - warmup) / max(ticks - warmup, 1), 1.0)))
+            return (tick + 1) / (warmup + 1) * body(warmup)
+        return body(tick)
 
     return share
+
+
+def _half_cosine(first: float, last: float, done: float) -> float:
+    return last + (first - last) / 2 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,8 +596,9 @@ def measure_optimizer(
         parameter_bytes = tracker.live_bytes
         for shadow in shadows:
             shadow.grad = torch.zeros_like(shadow)
-        optimizer = make(shadows)
         before = tracker.live_bytes
+        # Adagrad makes its state here.
+        optimizer = make(shadows)
         optimizer.step()
         state_bytes = tracker.live_bytes - before
         # State is made in the first step, so only the second has the temporary memory of all later ones.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.resolved import state_folder
+from can_train.config.settings import is_code
 from can_train.config.task_settings import task_names
 from can_train.errors import UntrustedCodeError
 from can_train.io.ownership import Account, other_writer, places_on_the_way
@@ -54,8 +55,9 @@ class CodeTrust:
         cluster = config.get("cluster")
         requests = cluster if submits and isinstance(cluster, Mapping) else {}
         has_commands = any(value for name, value in requests.items() if name not in _REQUESTS)
-        # A task, presets or commands from outside can-train.
+        # A task, an optimizer, presets or commands from outside can-train.
         is_foreign = config.get("task") not in task_names() or any(_named(config, name) for name in _PLACES)
+        is_foreign = is_foreign or is_code(_optimizer(config))
         if not self.trusts_all and (has_code or is_foreign or has_commands):
             self._check(folder, config)
         return config
@@ -74,6 +76,7 @@ class CodeTrust:
                 module = task.rpartition(":")[0]
                 files = [str(place / module) for place in _named(config, "code_dir")]
                 named = [*(files if module.endswith(".py") else [task]), *named]
+            named = [optimizer, *named] if is_code(optimizer := _optimizer(config)) else named
             code = f"; it names {', '.join(named)}" if named else ""
             raise UntrustedCodeError(f"{path} is not in your list of runs, {registry.folder}{code}")
         _check_place(registry.entry(path.name), account)
@@ -83,6 +86,11 @@ class CodeTrust:
                     _check_place(passed, account, is_passed=True)
                 for file in _read_from(place, endings):
                     _check_place(file, account)
+
+
+def _optimizer(config: Mapping[str, Any]) -> str:
+    training = config.get("training")
+    return str(training.get("optimizer", "")) if isinstance(training, Mapping) else ""
 
 
 def _named(config: Mapping[str, Any], name: str) -> list[Path]:

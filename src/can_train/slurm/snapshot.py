@@ -9,12 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.resolved import ResolvedRun
+from can_train.config.settings import is_code
 from can_train.config.task_settings import load_object, package_folders
 from can_train.errors import ConfigError, RunError
 from can_train.io import records
@@ -90,25 +91,28 @@ def read_code(*packages: Path) -> Code:
     return _with_files(code, {name: root / name for name in {*names.split("\0")} - {""}})
 
 
-def code_of_run(run: ResolvedRun) -> Code:
-    """Reads the code for a job of a run: the running package, and the code of a task of one's own.
+def code_of_runs(runs: Sequence[ResolvedRun]) -> Code:
+    """Reads the code for the jobs of runs: the running package, and the code of a task and an optimizer of one's own,
+    which the runs have from the same folder.
 
     Raises:
         ConfigError: The task's code is too large for a snapshot.
     """
-    code, folder = read_code(), Path(run.paths.code_dir)
+    run, code = next((run for run in runs if run.paths.code_dir), runs[0]), read_code()
+    folder = Path(run.paths.code_dir)
     # A job finds an installed package with a task in the place where this process does.
     if not run.paths.code_dir:
         return code
-    cls = load_object(run.task_settings.task_class)
-    module = sys.modules[cls.__module__]
-    package = folder / module.__name__.partition(".")[0]
+    paths, task_class = set[Path](), run.task_settings.task_class
     # Of a module: its top-level package. Of a file: the Python files and packages in its folder, and its presets.
-    if package.is_dir() and Path(str(module.__file__)).is_relative_to(package):
-        paths = _code_below(package)
-    else:
+    if task_class:
+        module = sys.modules[load_object(task_class).__module__]
+        package = folder / module.__name__.partition(".")[0]
+        if package.is_dir() and Path(str(module.__file__)).is_relative_to(package):
+            paths = _code_below(package)
+    if not paths or is_code(run.training.optimizer):
         packages = [folder / "configs", *(init.parent for init in folder.glob("*/__init__.py"))]
-        paths = {*folder.glob("*.py"), *(path for place in packages for path in _code_below(place))}
+        paths |= {*folder.glob("*.py"), *(path for place in packages for path in _code_below(place))}
     # Of both: the modules that are imported from the folder.
     files = [Path(file) for each in [*sys.modules.values()] if isinstance(file := getattr(each, "__file__", None), str)]
     paths |= {file for file in files if file.suffix == ".py" and file.is_relative_to(folder)}
@@ -123,7 +127,7 @@ def code_of_run(run: ResolvedRun) -> Code:
 
 
 def with_code(run: ResolvedRun, code: Code, state_dir: Path) -> ResolvedRun:
-    """Returns a run whose task is imported from the snapshot."""
+    """Returns a run whose task and optimizer are imported from the snapshot."""
     if not run.paths.code_dir:
         return run
     return replace(run, paths=replace(run.paths, code_dir=str(code.folder(state_dir) / _TASK)))

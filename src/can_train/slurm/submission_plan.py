@@ -39,7 +39,7 @@ LEAST_FREE_BYTES: Final = 2**30  # free disk space that a run needs for checkpoi
 UNKNOWN: Final = "No such run has finished yet: the job plans it on its device"
 _MAX_RUNS_READ: Final = 5
 """Number of earlier runs of a key whose files are read: folders may lie on a slow network file system."""
-_MEMORY_SETTINGS: Final = ("precision", "optimizer", "deterministic")
+_MEMORY_SETTINGS: Final = ("precision", "optimizer", "optimizer_args", "deterministic")
 """Training settings that change a run's memory, in addition to the settings of the model."""
 _SAME_MODEL: Final = ("task", "model_name", "size", "model")
 """Settings that must agree for the weights of a run to fit another run. Only the job can verify them."""
@@ -255,7 +255,7 @@ def expectation(run: ResolvedRun, runs: Sequence[RunRecord]) -> str:
 
 def _memory_settings(config: Mapping[str, Any]) -> list[Any]:
     training = config.get("training", {})
-    return [config.get("model"), *(training.get(name) for name in _MEMORY_SETTINGS)]
+    return [config.get("model"), *(training.get(name) or None for name in _MEMORY_SETTINGS)]
 
 
 # The submission

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, cache_folder, data_root
-from can_train.config.task_settings import load_object
+from can_train.config.task_settings import import_from, load_object
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RunError, StateError
 from can_train.fit.optimizer import Precision, freeze, seed_everything
 from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
@@ -44,6 +44,7 @@ T = TypeVar("T")
 def load_task(run: ResolvedRun, reporter: Reporter) -> BatchTask:
     """Makes the task of a run with all of its data prepared."""
     factory: Callable[..., BatchTask] = load_object(run.task_settings.factory)
+    import_from(run.paths.code_dir)
     finished = finished_models(run)
     return with_cache(run.paths, reporter, lambda cache: factory(run, finished, data_root(run.paths), cache, reporter))
 
@@ -51,6 +52,7 @@ def load_task(run: ResolvedRun, reporter: Reporter) -> BatchTask:
 def sample_task(run: ResolvedRun, reporter: Reporter) -> BatchTask:
     """Makes the task of a run from a bounded sample of its data, for a plan; writes nothing."""
     sampler: Callable[..., BatchTask] = load_object(run.task_settings.sampler)
+    import_from(run.paths.code_dir)
     return sampler(run, finished_models(run), data_root(run.paths), cache_folder(run.paths), reporter)
 
 

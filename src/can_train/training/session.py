@@ -207,7 +207,8 @@ class Session(Parts):
         rescue = replace(rescue_settings(training), adaptive=training.adaptive_micro_batch, regrow=training.regrow)
         batcher = MicroBatcher(self.model, meter=meter, rules=plan.rules, rescue=rescue, limits=run_plan.limits)
         batcher.watch(self.record_rescue)
-        reserve = OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries)
+        reserve = OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries,
+                                   held_bytes=state_bytes(optimization.optimizer))  # fmt: skip
         return PhaseEngine(
             meter=meter, monitor=self.monitor, batcher=batcher, reserve=reserve, phase=phase, task=planner.task,
             planner=planner, run_plan=run_plan, shared_plan=shared_plan, optimization=optimization,
@@ -257,10 +258,7 @@ class Session(Parts):
             return
         for engine in changed:
             engine.planned_for = engine.optimization.trainable
-            # The moments of frozen parameters would push into an old direction once these are thawed.
-            state = engine.optimization.optimizer.state
-            for parameter in [one for one in state if not one.requires_grad]:
-                del state[parameter]
+            engine.optimization.forget_frozen()
         if len(self.engines) > 1:
             # Each phase leaves room for the state that the others' optimizers keep by now.
             self.planners = Planners.of_phases(self.planners.first)

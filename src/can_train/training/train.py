@@ -548,6 +548,8 @@ def _validate(session: Session) -> None:
     if not math.isfinite(loss):
         raise _no_longer_finite(session, f"epoch {progress.epoch}", {"validation loss": loss})
     session.log(epoch=progress.epoch, validation_loss=loss)
+    for engine in session.engines:
+        engine.optimization.validated(loss)
     if loss < progress.best_loss or progress.best_epoch == 0:
         progress.best_loss, progress.best_epoch, progress.epochs_without_gain = loss, progress.epoch, 0
         if session.ranks.is_first:

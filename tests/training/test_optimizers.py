@@ -1,0 +1,76 @@
+"""Every optimizer and schedule trains a task, and a run that is stopped goes on bit by bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from can_train.config.settings import CHOICES
+from can_train.fit import optimizer as optimizers
+from can_train.training.session import Session
+from fakes.line_fit import StoppedTask, train_line
+
+NAMES = [name for name in CHOICES["optimizer"] if name not in ("adamw", "adam", "sgd")]
+SETTINGS = {"batch_size": 20, "micro_batch_size": 10, "epochs": 4, "precision": "fp64"}
+
+
+def weights(session: Session) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()])
+
+
+def whole_and_cut(folder: Path, step: int, **settings: Any) -> tuple[Session, Session]:
+    """Trains a run in one go, and another that is stopped at a step and goes on."""
+    whole = train_line(folder / "whole", **{**SETTINGS, **settings})
+    with pytest.raises(SystemExit):
+        train_line(folder / "cut", StoppedTask(after=step), **{**SETTINGS, **settings})
+    return whole, train_line(folder / "cut", **{**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizer_trains_and_goes_on_bit_by_bit(tmp_path: Path, name: str) -> None:
+    whole, cut = whole_and_cut(tmp_path, 5, optimizer=name, lr=0.02)
+    assert torch.equal(weights(cut), weights(whole))
+    assert whole.progress.best_epoch > 1
+
+
+def test_a_state_whose_types_are_not_restored_goes_on_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers.Optimization, "load_state_dict", _by_torch_alone)
+    whole, cut = whole_and_cut(tmp_path, 5, optimizer="nadam", lr=0.02)
+    assert not torch.equal(weights(cut), weights(whole))
+
+
+def _by_torch_alone(self: optimizers.Optimization, state: dict[str, Any]) -> None:
+    for name, part in self._parts.items():
+        part.load_state_dict(state[name])
+
+
+@pytest.mark.parametrize("interval", CHOICES["scheduler_interval"])
+@pytest.mark.parametrize("name", ["linear", "one-cycle", "step", "plateau", "wsd"])
+def test_a_schedule_goes_on_bit_by_bit(tmp_path: Path, name: str, interval: str) -> None:
+    # So high a rate that the loss does not fall: the plateau lowers it.
+    settings = {"scheduler": name, "scheduler_interval": interval, "warmup_share": 0.1, "schedule_patience": 1,
+                "lr": 3.0, "grad_clip_value": 1.0, "schedule_epochs": 1}  # fmt: skip
+    whole, cut = whole_and_cut(tmp_path, 8, **settings)
+    assert torch.equal(weights(cut), weights(whole))
+    assert cut.engine.optimization.lr == whole.engine.optimization.lr < 3.0
+
+
+def test_a_plateau_that_forgets_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget: Callable[..., None] = lambda self, state: None  # noqa: E731
+    monkeypatch.setattr(optimizers.Plateau, "load_state_dict", forget)
+    whole, cut = whole_and_cut(tmp_path, 11, scheduler="plateau", schedule_patience=1, lr=3.0)
+    assert whole.engine.optimization.lr < 3.0
+    assert not torch.equal(weights(cut), weights(whole))
+
+
+def test_arguments_and_a_clipped_value_change_the_training(tmp_path: Path) -> None:
+    base = {**SETTINGS, "optimizer": "rmsprop", "epochs": 1}
+    plain = weights(train_line(tmp_path / "plain", **base))
+    with_momentum = weights(train_line(tmp_path / "momentum", **base, optimizer_args={"momentum": 0.9}))
+    clipped = weights(train_line(tmp_path / "clipped", **base, grad_clip_value=1e-3))
+    assert not torch.equal(plain, with_momentum)
+    assert not torch.equal(plain, clipped)
