@@ -2,6 +2,7 @@
 program leaves. With a split it is equal up to round-off, or the script is told, or refused with a remedy.
 """
 
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ REFUSED = {
 TOLD = {
     "batch_norm": r"through net\.between\.0: micro-batches change the gradient of loss \d+\.\d%",
     "augmented": "The step draws random numbers, and others for micro-batches",
-    "manual_with_a_mapping": "training_step ends for its last part alone: logits, size in its output",
+    "manual_with_a_mapping": "training_step ends for its last part alone: the values logits, size",
+    "manual_log_after_the_step": "training_step ends for its last part alone: the values share",
 }
 # Dropout draws other masks, and half precision rounds otherwise (docs/python.md).
 DIFFERENT = {"dropout", "bf16_mixed"}
@@ -137,6 +139,15 @@ def test_a_script_whose_batches_cannot_be_split_runs_whole_where_they_fit(
     assert compared(facts, plainly(name), tolerance) == []
 
 
+def test_limits_that_a_script_cannot_keep_are_said_once(
+    lightning: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    split(lightning, "gan", tmp_path, "limits")
+    lines = [line for line in caplog.messages if "in spite of limits" in line]
+    assert lines == ["Batches are not split, in spite of limits: its training_step has 2 optimizers."]
+
+
 @pytest.mark.parametrize("how", SPLITS[1:])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_script_whose_batches_cannot_be_split_is_refused_with_a_remedy_of_its_own(
@@ -162,6 +173,17 @@ def test_a_script_whose_split_changes_its_training_is_told(
     assert facts.error is None
     assert re.search(TOLD[name], told)
     assert len(told.splitlines()) == 1, "it is told once"
+
+
+def test_a_loss_that_is_logged_after_a_manual_step_is_that_of_the_whole_batch(
+    lightning: ModuleType, plainly: Any, tmp_path: Path
+) -> None:
+    name = "manual_log_after_the_step"
+    plain, (facts, _) = plainly(name), split(lightning, name, tmp_path, "limits")
+    for key, value in plain.numbers["callback"].items():
+        if not key.startswith("share"):
+            torch.testing.assert_close(facts.numbers["callback"][key], value, rtol=0, atol=ROUND_OFF)
+    assert not list(differences(facts.numbers["weights"], plain.numbers["weights"], ROUND_OFF))
 
 
 @pytest.mark.parametrize("how", SPLITS[:2])
@@ -197,6 +219,10 @@ def test_a_simulated_gpu_keeps_the_format_and_the_bits_of_a_loss_in_mixed_precis
     assert (facts.error, told) == (None, "")
     assert facts.numbers["logged"]["loss_step"].dtype == torch.float32
     assert compared(facts, plainly("bf16_mixed"), 0.0) == []
+
+
+def test_the_callback_can_be_pickled_for_processes_that_are_spawned(lightning: ModuleType) -> None:
+    assert pickle.loads(pickle.dumps(MicroBatchCallback(LoopSettings(learn=False)))).loop is None
 
 
 def test_a_comparison_of_records_sees_a_single_bit() -> None:

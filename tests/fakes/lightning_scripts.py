@@ -1033,6 +1033,24 @@ def manual_with_a_mapping(lightning: Any, folder: Path) -> Script:
 
 
 @script
+def manual_log_after_the_step(lightning: Any, folder: Path) -> Script:
+    """A share of hits that is logged after the step, and the loss with its number of samples."""
+
+    class Manual(by_hand(lightning)):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            logits = self.net(batch[0])
+            loss = F.cross_entropy(logits, batch[1])
+            self.manual_backward(loss)
+            optimizer.step()
+            self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(logits))
+            self.log("share", (logits.argmax(1) == batch[1]).double().mean(), on_step=True, on_epoch=True)
+
+    return Script(Manual())
+
+
+@script
 def manual_accumulation(lightning: Any, folder: Path) -> Script:
     """Gradients of two batches, cleared first."""
 

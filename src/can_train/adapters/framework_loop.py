@@ -65,6 +65,7 @@ _FOREIGN_SHARE: Final = 0.01  # Share of the capacity that may be missing though
 _LEAK_SHARE: Final = 0.1  # Share of the capacity by which the memory before a batch grows only through a leak
 _DRAWN: Final = 3.0  # Change of a gradient by a split, in changes by other random numbers, that may be such a change
 _SAME_LIMIT: Final = 0.02  # Relative difference of limits that are not worth a change
+_UNLIMITED: Final = "limits that are not kept"  # Told once
 LESS: Final = "take an optimizer that keeps less state, a smaller model, or a larger device"
 _SMALLER: Final = "Take a smaller batch, or recompute activations in the backward pass (torch.utils.checkpoint)"
 
@@ -242,6 +243,7 @@ class FrameworkLoop:
             if not self._steps:
                 self._begin(batch)
             self._steps += 1
+            self._tell_unlimited()
         ran_out, self._not_undone = "", ""
         if not trains:
             # The limits are those of training, and so are the peaks.
@@ -271,6 +273,12 @@ class FrameworkLoop:
             else:
                 self._after_parts(trains, failed=bool(ran_out))
                 return result
+
+    def _tell_unlimited(self) -> None:
+        """Tells once that batches stay whole, though limits were given."""
+        if self.refused and self.compares and self.settings.limits is not None and _UNLIMITED not in self.told:
+            self.told.add(_UNLIMITED)
+            self.notice(f"Batches are not split, in spite of limits: {self.refused}.")
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         """Opens the backward pass of a whole step: gradients of earlier batches are set aside, so that they can be
@@ -577,6 +585,7 @@ class FrameworkLoop:
     def refuse(self, reason: str, remedy: str = "") -> SplitRefusedError:
         """Ends the splitting of batches, and tells why; returns the error that ends the parts of the batch."""
         self.refused, self.remedy = reason, remedy or self.remedy
+        self.told.add(_UNLIMITED)
         subject = reason.replace("it ", "one ", 1) if reason.startswith("cutting it ") else reason
         warnings.warn(f"Batches are not split: {subject}. {self.remedy or _SMALLER}.", stacklevel=2)
         return SplitRefusedError()

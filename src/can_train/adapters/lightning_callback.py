@@ -95,7 +95,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         self._patches = ExitStack()  # Gives the trainer its own functions back
         self._others: tuple[Any, ...] = ()  # Arguments of the step beside its batch
         self._backward_calls = 0  # Backward passes of the whole step that ran last
-        self._may_step: Callable[[], object] = lambda: None  # Checks the gradient of a part before the optimizer steps
+        self._manual_step: _ManualStep | None = None  # The step that runs now
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wraps the trainer's calls of the module's steps. Nothing is changed on the module, which may be copied."""
@@ -215,8 +215,11 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
         if not loop.refused and (reason := self._manual_refusal(trainer, pl_module, calls)):
             loop.refused, loop.remedy = reason, _OWN_BATCHES
         step = _ManualStep(trainer, pl_module, native, tuple(others))
-        self._may_step = step.check_gradient
-        return loop.step(batch, partial(native, *arguments), partial(step.in_parts, loop, batch))
+        self._manual_step = step
+        try:
+            return loop.step(batch, partial(native, *arguments), partial(step.in_parts, loop, batch))
+        finally:
+            self._manual_step = None
 
     def _manual_refusal(self, trainer: Any, pl_module: Any, calls: int) -> str:
         """Returns why the batches of a module are not split, as a clause; `calls` of the step before are known."""
@@ -235,7 +238,8 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
 
         def checked() -> Any:
             result = closure()
-            self._may_step()
+            if self._manual_step is not None:
+                self._manual_step.check_gradient()
             return result
 
         return native(optimizer, checked, *arguments, **options)
@@ -606,28 +610,23 @@ class _ManualStep:
             raise
         finally:
             self._computes = None
-        calls.write(weights, self._total)
+        names = calls.write(weights, self._total)
         output = _with_total(output, self._total)
-        if len(weights) > 1 and not (output is None or isinstance(output, Tensor)):
-            self._warn_of_output(output, loop)
+        if len(weights) > 1:
+            self._warn_of(names, output, loop)
         return output
 
-    def _warn_of_output(self, output: Any, loop: FrameworkLoop) -> None:
+    def _warn_of(self, names: list[str], output: Any, loop: FrameworkLoop) -> None:
+        """Warns once of values that are those of the last part."""
         total = None if self._total is None else self._total[1]
-        names = (
-            [str(name) for name, value in output.items() if value is not total] if isinstance(output, Mapping) else []
-        )
-        if names and not self._has_warned(loop):
+        if isinstance(output, Mapping):
+            names = [*names, *(str(name) for name, value in output.items() if value is not total)]
+        if names and _OUTPUT not in loop.told:
+            loop.told.add(_OUTPUT)
             warnings.warn(
                 f"Of a batch that is split in manual optimization, training_step ends for its last part alone: "
-                f"{', '.join(names)} in its output are of that part.", stacklevel=2,
+                f"the values {', '.join(names)} are of that part. Compute them before manual_backward.", stacklevel=2,
             )  # fmt: skip
-
-    @staticmethod
-    def _has_warned(loop: FrameworkLoop) -> bool:
-        has_warned = _OUTPUT in loop.told
-        loop.told.add(_OUTPUT)
-        return has_warned
 
     @contextmanager
     def _checked_steps(self) -> Iterator[None]:
@@ -782,10 +781,12 @@ class _Calls:
         if not part.is_trial:
             self._rows[part.start].append((number, dict(metrics), arguments, options))
 
-    def write(self, weights: Mapping[int, float], total: tuple[Tensor, Tensor] | None = None) -> None:
+    def write(self, weights: Mapping[int, float], total: tuple[Tensor, Tensor] | None = None) -> list[str]:
         """Logs the parts' values once. `weights` are those of the parts, by their first samples; `total` is the loss of
-        the last part, and of the batch, where a step goes on after its backward pass for the last part alone.
+        the last part, and of the batch, where a step goes on after its backward pass for the last part alone. Returns
+        the names of values that are of the last part.
         """
+        partial_names = []
         by_call = defaultdict[tuple[str, int], list[tuple[float, _Logged]]](list)
         for start, weight in weights.items():
             for key, (_, logged) in zip(_keys(self._logged[start]), self._logged[start], strict=True):
@@ -793,16 +794,27 @@ class _Calls:
         for key, entries in by_call.items():
             _, (_, value, arguments, options) = entries[-1]
             if len(entries) < len(weights):
-                value = _with_total(value, total)
+                of_part, value = value, _with_total(value, total)
+                if value is of_part and isinstance(value, Tensor):
+                    partial_names.append(key[0])
             elif len(weights) > 1:
                 value = self._of_batch(key, entries, options)
             if options.get("batch_size"):
-                options = {**options, "batch_size": sum(logged[3]["batch_size"] for _, logged in entries)}
+                options = {**options, "batch_size": self._batch_size(entries, weights)}
             self._module.log(key[0], value, *arguments, **options)
         self._write_rows(weights)
         for metric, first, last in zip(self._all_metrics(), self._first_counts, self._last_counts, strict=True):
             # A batch is one update, in however many parts.
             metric._update_count -= last - first
+        return partial_names
+
+    def _batch_size(self, entries: Sequence[tuple[float, _Logged]], weights: Mapping[int, float]) -> Any:
+        """Returns the `batch_size` of a value of the whole batch."""
+        sizes = [logged[3]["batch_size"] for _, logged in entries]
+        last = entries[-1][1]
+        if len(entries) < len(weights) and last[3]["batch_size"] == _size(last[0]):
+            return sum(self._sizes[start] for start in weights)
+        return sum(sizes)
 
     def _write_rows(self, weights: Mapping[int, float]) -> None:
         """Gives the loggers what the parts have given to them, once."""
