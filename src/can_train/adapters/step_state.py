@@ -31,7 +31,8 @@ _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _FRAMEWORKS: Final = ("torch", "lightning", "pytorch_lightning", "transformers", "accelerate", "can_train", "builtins")
 _COPIED_NUMBERS: Final = 2**16  # Numbers of the largest plain tensor whose values are copied before each step
 _DEVICE_BYTES: Final = 2**24  # A larger buffer is copied to the host, once, and again only after it has changed
-_LONGEST: Final = 1000  # Entries of the longest list that is copied; a longer one is only cut to its earlier length
+_LONGEST: Final = 1000  # Entries of the longest container that is copied; a longer one only loses its new entries
+_WALKED: Final = 16  # Entries of the longest container whose entries are looked at: longer ones are lists of results
 _LISTED_READS: Final = 50  # Reads after which the modules are listed again
 _DEPTH: Final = 3  # Levels of containers in containers, and of the user's objects in objects
 
@@ -63,6 +64,7 @@ class StepState:
         self._versions: list[int] = []
         self._copies: list[Tensor | None] = []
         self._places: list[tuple[nn.Module, str]] = []
+        self._uncounted: list[tuple[list[Tensor], list[Tensor]]] = []  # Copies of buffers, and the buffers
         self._reads = 0
         self._modules: list[nn.Module] = []
         self._attributes: list[Attributes] = []
@@ -81,8 +83,7 @@ class StepState:
         self._reads += 1
         self._generators = Snapshot(self._no_module, self._device, since=self._generators)
         self._read_buffers()
-        versions = list(map(_version, self._parameters)) if self._has_lazy else _versions(self._parameters)
-        self._parameter_versions = versions
+        self._parameter_versions = _versions(self._parameters)
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         self.read_gradients()
         self._next_hook = RemovableHandle.next_id
@@ -91,7 +92,7 @@ class StepState:
     def read_gradients(self) -> None:
         """Reads the gradients as they are now."""
         gradients = [parameter.grad for parameter in self._parameters]
-        self._gradient_versions = [_version(gradient) for gradient in gradients]
+        self._gradient_versions = _versions(gradients)
         self._gradients = [None if gradient is None else ref(gradient) for gradient in gradients]
         self._held = gradients if self._holds_gradients else []
 
@@ -219,7 +220,6 @@ class StepState:
         self._modules = list(self._model.modules())
         self._with_buffers = [module for module in self._modules if module._buffers]
         self._parameters = list(self._model.parameters())
-        self._has_lazy = any(map(is_lazy, self._parameters))
         package = type(self._model).__module__.partition(".")[0]
         self._with_attributes: list[Any] = []
         for module in self._modules:
@@ -229,31 +229,48 @@ class StepState:
                     self._with_attributes += _objects_in(module, package, _DEPTH)
 
     def _read_buffers(self) -> None:
-        """Copies the buffers that have changed since they were read last, in one operation."""
+        """Copies the buffers that may have changed since they were read last."""
         tensors = [tensor for module in self._with_buffers for tensor in module._buffers.values()]
-        versions = [_version(tensor) for tensor in tensors]
+        versions = _versions(tensors)
         if len(tensors) != len(self._buffers) or not all(map(is_, tensors, self._buffers)):
-            self._copies = [None if tensor is None or is_lazy(tensor) else _copied(tensor) for tensor in tensors]
-            self._places = [(module, name) for module in self._with_buffers for name in module._buffers]
-        elif versions != self._versions or -1 in versions:
+            self._copy_buffers(tensors)
+        else:
             pairs = [
                 (copied, tensor)
                 for copied, tensor, version, earlier in zip(
                     self._copies, tensors, versions, self._versions, strict=True
                 )
-                if copied is not None and tensor is not None and (version != earlier or version < 0)
+                if version != earlier and copied is not None and tensor is not None
             ]
             with torch.no_grad():
-                torch._foreach_copy_([copied for copied, _ in pairs], [tensor for _, tensor in pairs])
+                for copies, uncounted in self._uncounted:
+                    torch._foreach_copy_(copies, uncounted)
+                for copied, tensor in pairs:
+                    copied.copy_(tensor)
         self._buffers, self._versions = tensors, versions
+
+    def _copy_buffers(self, tensors: Sequence[Tensor | None]) -> None:
+        """Copies all buffers for the first time, or after buffers were added or replaced."""
+        self._places = [(module, name) for module in self._with_buffers for name in module._buffers]
+        self._copies = [None if tensor is None or is_lazy(tensor) else _copied(tensor) for tensor in tensors]
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for tensor, copied in zip(tensors, self._copies, strict=True):
+            if tensor is not None and copied is not None and _is_uncounted(tensor):
+                # In one kernel each.
+                copies, uncounted = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+                copies.append(copied)
+                uncounted.append(tensor)
+        self._uncounted = list(groups.values())
 
     def _restore_buffers(self) -> None:
         entries = zip(self._places, self._buffers, self._versions, self._copies, strict=True)
         with torch.no_grad():
             for (module, name), tensor, version, copied in entries:
-                if tensor is not None and copied is not None and (version < 0 or tensor._version != version):
-                    tensor.copy_(copied)
                 module._buffers[name] = tensor
+                if tensor is None or copied is None:
+                    continue
+                if _is_uncounted(tensor) or tensor._version != version:
+                    tensor.copy_(copied)
 
     def _remove_new_hooks(self) -> None:
         for module in self._model.modules():
@@ -294,12 +311,14 @@ class Attributes:
         if isinstance(value, Tensor):
             if value.numel() <= _COPIED_NUMBERS and not isinstance(value, nn.Parameter):
                 self._tensors[id(value)] = self._copied(value)
-        elif isinstance(value, list | deque | dict | set) and depth:
-            is_long = isinstance(value, list) and len(value) > _LONGEST
-            self._containers.append((value, len(value) if is_long else copy(value)))
-            if not is_long and len(value) <= _LONGEST:
-                for entry in value.values() if isinstance(value, dict) else value:
-                    self._add(entry, depth - 1)
+        elif depth and isinstance(value, list | deque | dict | set):
+            if len(value) <= _LONGEST:
+                self._containers.append((value, copy(value)))
+            elif isinstance(value, list | dict):
+                # Such as a vocabulary. Copying it in each step would take longer than the step.
+                self._containers.append((value, len(value)))
+            for entry in () if len(value) > _WALKED else value.values() if isinstance(value, dict) else value:
+                self._add(entry, depth - 1)
 
     def _copied(self, tensor: Tensor) -> tuple[Tensor, int, Tensor]:
         version = _version(tensor)
@@ -323,7 +342,8 @@ class Attributes:
         state.update((name, value) for name, value in self.values.items() if name not in self._kept)
         for container, earlier in self._containers:
             if isinstance(earlier, int):
-                del container[earlier:]
+                while len(container) > earlier:
+                    container.popitem() if isinstance(container, dict) else container.pop()
                 continue
             container.clear()
             container.extend(earlier) if isinstance(container, list | deque) else container.update(earlier)
@@ -358,6 +378,13 @@ def _detached(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
+def _is_uncounted(tensor: Tensor) -> bool:
+    """Tells whether a buffer may change though PyTorch does not count it: the kernels of batch norms write running
+    statistics so. Inference tensors count no change.
+    """
+    return tensor.is_inference() or (tensor.is_floating_point() and tensor.numel() <= _COPIED_NUMBERS)
+
+
 def _copied(tensor: Tensor) -> Tensor:
     to_host = tensor.nbytes > _DEVICE_BYTES
     return tensor.detach().to("cpu", copy=True) if to_host else tensor.detach().clone()
@@ -387,9 +414,9 @@ def _is_copied(kind: type) -> bool:
 def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
     """Returns the counts of changes in place of some tensors."""
     try:
-        return [tensor._version for tensor in tensors if tensor is not None]
-    except RuntimeError:
-        # Inference tensors count none.
+        return [-1 if tensor is None else tensor._version for tensor in tensors]
+    except (RuntimeError, ValueError):
+        # Inference tensors count none, nor do the parameters of lazy modules.
         return [_version(tensor) for tensor in tensors]
 
 

@@ -1,0 +1,90 @@
+"""The state before a step of somebody else's loop: whatever the step changes, it is as it was."""
+
+import torch
+from torch import nn
+
+from can_train.adapters.step_state import StepState
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.history: list[float] = [1.0]
+        self.seen: dict[str, list[int]] = {"rows": [1]}
+        self.words = {f"word {number}": number for number in range(5000)}
+        self.outputs = list(range(5000))
+        self.helper = Helper()
+        self.mean = torch.zeros(3)
+
+
+def change(network: Network) -> None:
+    network.history.append(2.0)
+    network.seen["rows"].append(2)
+    network.seen["columns"] = [3]
+    network.words["a new word"] = 1
+    network.outputs += [1, 2, 3]
+    network.helper.count += 1
+    network.mean.add_(1)
+    network.layer.weight.requires_grad_(False)
+    network.layer.register_forward_hook(lambda *_: None)
+    network.norm(torch.randn(4, 3))
+    network.new = 1
+    torch.rand(1)
+
+
+def test_a_step_that_is_undone_leaves_no_trace() -> None:
+    network = Network()
+    state = StepState(network, torch.device("cpu"))
+    history, seen, generator = network.history, network.seen, torch.get_rng_state()
+    for _ in range(3):
+        state.read()
+        change(network)
+        assert state.restore() == ""
+        assert network.history is history == [1.0]
+        assert network.seen is seen == {"rows": [1]}
+        assert (len(network.words), len(network.outputs)) == (5000, 5000)
+        assert network.helper.count == 0
+        assert torch.equal(network.mean, torch.zeros(3))
+        assert network.layer.weight.requires_grad
+        assert not network.layer._forward_hooks
+        assert torch.equal(network.norm.running_mean, torch.zeros(3))  # type: ignore[arg-type]
+        assert int(network.norm.num_batches_tracked) == 0  # type: ignore[arg-type]
+        assert not hasattr(network, "new")
+        assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_changed_weights_and_gradients_are_told() -> None:
+    network = Network()
+    state = StepState(network, torch.device("cpu"))
+    network.layer.weight.grad = torch.zeros(3, 3)
+    state.read()
+    network.layer.weight.grad.add_(1)
+    assert state.restore() == "it has added to gradients of earlier batches"
+    state.read()
+    with torch.no_grad():
+        network.layer.weight.add_(1)
+    assert state.restore() == "it has changed the parameters"
+
+
+def test_gradients_aside_are_added_as_autograd_adds() -> None:
+    network, x = Network(), torch.randn(4, 3)
+    state = StepState(network, torch.device("cpu"))
+    gradients = []
+    for is_aside in (False, True):
+        network.zero_grad()
+        network.layer(x).sum().backward()
+        state.read()
+        loss = network.layer(2 * x).square().sum()
+        if is_aside:
+            with state.gradients_aside():
+                loss.backward()
+        else:
+            loss.backward()
+        gradients.append([parameter.grad for parameter in network.layer.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))  # type: ignore[arg-type]
