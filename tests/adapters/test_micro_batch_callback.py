@@ -1,5 +1,6 @@
 """MicroBatchCallback in real Lightning trainings: the weights that a training ends with are those of whole batches."""
 
+import gc
 import os
 import re
 import subprocess
@@ -313,6 +314,21 @@ def test_gradients_that_a_step_clears_take_no_memory_in_its_backward_pass(
     gradients, alive = list[Any](), list[int]()
     fit(lightning, tmp_path, Watching(), MicroBatchCallback(), max_epochs=1)
     assert alive == [0] * 4
+
+
+def test_batches_are_freed_without_a_collection_of_garbage(lightning: ModuleType, tmp_path: Path) -> None:
+    class Watching(type(network(lightning))):  # type: ignore[misc]
+        def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+            alive.append(sum(earlier() is not None for earlier in batches))
+            batches.append(ref(batch[0]))
+
+    batches, alive = list[Any](), list[int]()
+    gc.disable()
+    try:
+        fit(lightning, tmp_path, Watching(), MicroBatchCallback(), max_epochs=1, data=[data(4), data()])
+    finally:
+        gc.enable()
+    assert max(alive) == 1, "the last batch, until the next step begins"
 
 
 def test_a_step_with_two_backward_passes_must_fit(lightning: ModuleType, tmp_path: Path) -> None:

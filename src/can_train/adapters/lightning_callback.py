@@ -14,6 +14,7 @@ from copy import deepcopy
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -168,11 +169,13 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
             closure.closure = torch.enable_grad()(fatal_out_of_memory(_fetching_error)(closure.closure))
         elif closure._backward_fn is not None:
             step = _Closure(trainer, pl_module, self._loop_of(trainer, pl_module), closure, kwargs)
-            closure.closure = partial(self._train, step, closure.closure)
+            # A closure that refers to itself would keep its batch until garbage is collected.
+            closure.closure = partial(self._train, step, ref(closure))
         return closure
 
-    def _train(self, step: _Closure, native: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
+    def _train(self, step: _Closure, closure: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
         """Computes a batch's gradient, in parts where it does not fit."""
+        native = partial(type(closure()).closure, closure())
         batch, *others = step.kwargs.values()
         self._others, self._backward_calls = tuple(others), 0
         loop = step.loop
@@ -389,7 +392,7 @@ class _Closure:
     def __init__(self, trainer: Any, module: Any, loop: FrameworkLoop, closure: Any, kwargs: Mapping[str, Any]) -> None:
         self.trainer, self.module, self.loop, self.kwargs = trainer, module, loop, kwargs
         self.precision = trainer.precision_plugin
-        self._closure, self._clear = closure, closure._zero_grad_fn
+        self._backward, self._clear = closure._backward_fn, closure._zero_grad_fn
         self._is_cleared = self._is_kept = False  # Whether gradients were cleared, and whether that is not undone
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] | None = None  # Of the batch
         if self._clear is not None:
@@ -429,7 +432,7 @@ class _Closure:
         result = self._results.from_training_step_output(output, self.trainer.accumulate_grad_batches)
         if result.closure_loss is not None:
             with _replaced(self.precision, "backward", self._install):
-                self._closure._backward_fn(result.closure_loss)
+                self._backward(result.closure_loss)
         return result
 
     @property
