@@ -652,3 +652,15 @@ def test_a_validation_in_parts_fills_lists_and_metrics_as_a_whole_one_does(
         trainer.validate(module, data(13), verbose=False)
         results.append([module.mean.compute(), *module.losses, *module.labels])
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=0)
+
+
+def test_a_step_that_changes_its_batch_in_place_is_not_computed_again(lightning: ModuleType, tmp_path: Path) -> None:
+    class Changing(type(network(lightning))):  # type: ignore[misc]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            batch[0].mul_(2)
+            if len(batch[0]) > 6:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+    with pytest.raises(DoesNotFitError, match="a step that cannot be undone: it has changed its batch in place"):
+        fit(lightning, tmp_path, Changing(), MicroBatchCallback(LoopSettings(learn=False)))

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train import LoopSettings, MicroBatcher
-from can_train.adapters.framework_loop import FrameworkLoop, Part
+from can_train.adapters.framework_loop import FrameworkLoop
+from can_train.adapters.part_values import Part
 from fakes.line_fit import LineBatch, LineTask, train_line
 from guards.sources import PACKAGE
 

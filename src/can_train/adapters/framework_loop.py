@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, whole_and_parts
-from can_train.adapters.step_state import Attributes, StepState, add_to_gradients
+from can_train.adapters.part_values import ATTRIBUTE, Combination, Kinds, Part, SplitRefusedError, whole_and_parts
+from can_train.adapters.step_state import Attributes, StepState, add_to_gradients, versions_of
 from can_train.config.resolved import state_folder
 from can_train.config.settings import FactorSettings
 from can_train.errors import CanTrainError, DataError, DoesNotFitError, StateError
@@ -109,38 +109,8 @@ class LoopSettings:
     search: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Samples start:stop of a collated batch."""
-
-    batch: Any
-    start: int
-    stop: int
-    samples: int  # of the whole batch
-    is_trial: bool = False  # Whether nothing of it may stay
-
-    @property
-    def share(self) -> float:
-        """Samples of the part ÷ samples of the batch."""
-        return (self.stop - self.start) / self.samples
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the part is the batch."""
-        return self.stop - self.start == self.samples
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the batch ends with it."""
-        return self.stop == self.samples
-
-
 LossOf = Callable[[Part], tuple[Tensor, float | None]]
 """Computes the mean loss of a part, and the number of items that it is the mean over; None: the part's samples."""
-
-
-class SplitRefusedError(Exception):
-    """Ends the parts of a batch that is not split, or is computed again in another way."""
 
 
 @dataclass(kw_only=True)
@@ -155,7 +125,7 @@ class FrameworkLoop:
         remedy: Sentence that tells how to make a batch fit, or its loss exact, where the batch is not split.
         notice: Is given a sentence about the limits that were found.
         objects: Returns objects of the loop that a step changes, whose attributes are undone, too.
-        trial_scope: Opens the span of a trial, of which the loop may record nothing.
+        trial_scope: Opens the span of a trial: the loop may record nothing meanwhile.
         search_loss: Makes a copy of the model, and returns it with a function that computes the loss of a batch with
             it; None: the loop cannot search.
         compares: Whether the first batch that is split is compared with the whole; if not, the adapter does it.
@@ -189,10 +159,10 @@ class FrameworkLoop:
         self._factor: SafetyFactor | None = None
         self._rule = FactorRule(decided=None, aim=Aim(FactorSettings().target))
         self._logical_batch = self._steps = 0
-        self._reading: tuple[float, int] | None = None  # Cost and first bytes of what is being measured now
+        self._reading: tuple[float, int] | None = None  # Cost and first bytes of the micro-batch that is measured now
         self._first_bytes = 0  # In use before an early step, which has the optimizer's state
         self._in_step = False  # Whether `whole` runs now
-        self._not_undone = ""  # What cannot be undone of a step, as a clause
+        self._not_undone = ""  # Why a step cannot be undone, as a clause
         self.told: set[str] = set()  # Warnings of the adapter that were given
         self.kinds = Kinds()  # Of values that the comparison has computed whole and in parts
         state_dir = self.settings.state_dir
@@ -204,7 +174,7 @@ class FrameworkLoop:
 
     @property
     def engine(self) -> Engine | None:
-        """The engine; None while no batch can be split, since the model's passes wait for those of other ranks, or
+        """The engine; None while no batch can be split, since the model's passes wait for other ranks, or
         its parameters are not there yet.
         """
         if self._engine is None and not self.refused and not any(map(is_lazy, self.model.parameters())):
@@ -250,10 +220,13 @@ class FrameworkLoop:
             self._end_reading()
             self.monitor.pause()
         if self.refused or (tries_whole and self._fits(batch, trains)):
-            failed = Try(0, 0)
+            failed, tensors = Try(0, 0), list(leaves(batch))
+            versions = versions_of(tensors)
             with failed, self._undone(self._read(batch, trains)):
                 return whole()
             ran_out = failed.message
+            if versions_of(tensors) != versions:
+                self._not_undone = "it has changed its batch in place"
             self._record_failure(batch, ran_out, trains)
         else:
             self.state.read()
@@ -544,7 +517,7 @@ class FrameworkLoop:
         assert self.engine is not None, "a batch was split"
         trial = _Parts(self, lambda start, stop: replace(parts.part(start, stop), is_trial=True), parts.loss_of,
                        parts.costs, is_trial=True)  # fmt: skip
-        # Limits of the user's own need not be those of memory.
+        # A limit of the user's own need not be where memory ends.
         has_room = self.settings.limits is not None and not self.engine.batcher.ooms_rescued
         after = StepState(self.model, self.meter.device, self.objects)
         after.read()
@@ -852,7 +825,7 @@ class _PartStates:
 
     def join(self, weights: Mapping[int, float], kinds: Kinds) -> None:
         """Gives attributes that every part has changed, and lists that every part has appended to, the values of the
-        whole batch; `weights` are those of the parts in the batch, by their first samples.
+        whole batch; `weights` has the parts' weights in the batch, by their first samples.
         """
         if len(weights) < 2:
             return

@@ -337,7 +337,7 @@ def _copied(trainer: Any, of_user: tuple[Any, Any, _Given]) -> Any:
                    "(__deepcopy__)",
         ) from error  # fmt: skip
     if getattr(copies[0], "_compiler_ctx", None):
-        # Its steps would be those of the user's module.
+        # It would run the steps of the user's module.
         import_module(f"{_package(trainer)}.utilities.compile").to_uncompiled(copies[0])
     # A module may bring callbacks along.
     copies[0].configure_callbacks = list
@@ -487,7 +487,7 @@ class _Holder:
         except Exception as error:
             raise ArgumentError(
                 "A batch size can be set", value=f"{type(self.owner).__name__}.{self.name} cannot ({error})",
-                remedy="Name another attribute, from which it follows (batch_arg_name=)",
+                remedy="Name another attribute that decides it (batch_arg_name=)",
             ) from error  # fmt: skip
 
 

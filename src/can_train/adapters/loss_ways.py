@@ -32,7 +32,7 @@ Numbers = list[NDArray[np.float64]]  # A loss, or numbers of the gradients of th
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which losses of parts make up the loss of their batch.
+    """A way how losses of parts make up the loss of their batch.
 
     Attributes:
         labels: Name of the labels that the loss is the mean over; empty: of other items.
@@ -139,7 +139,7 @@ class Comparison:
         model: The module that is trained.
         is_of_losses: Whether losses are compared, in place of gradients.
         is_on_gpu: Whether single precision may be TF32, as convolutions are by default.
-        formats: Number formats in which anything was computed.
+        formats: Number formats that anything was computed in.
     """
 
     compute: Callable[[Rows], Numbers]

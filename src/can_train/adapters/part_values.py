@@ -1,7 +1,8 @@
-"""Values of a whole batch, made of the values of its parts: outputs of a step, logged numbers, attributes of a module.
+"""The parts of a batch, and the values of the whole batch, made of the values of its parts: outputs of a step, logged
+numbers, attributes of a module.
 
-Rows stand one after the other, means are averaged, counts are added up. Which a value is, is seen where its parts leave
-no doubt, or where a few samples were computed whole and in two parts. Arithmetic only.
+Rows stand one after the other, means are averaged, counts are added up. The kind of a value is seen where its parts
+leave no doubt, or where a few samples were computed whole and in two parts. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,36 @@ _SAME: Final = "same"
 _MEAN: Final = "mean"
 
 Place = tuple[Any, ...]  # Of a value: the names and positions that lead to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Samples start:stop of a collated batch."""
+
+    batch: Any
+    start: int
+    stop: int
+    samples: int  # of the whole batch
+    is_trial: bool = False  # Whether nothing of it may stay
+
+    @property
+    def share(self) -> float:
+        """Samples of the part ÷ samples of the batch."""
+        return (self.stop - self.start) / self.samples
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is the batch."""
+        return self.stop - self.start == self.samples
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch ends with it."""
+        return self.stop == self.samples
+
+
+class SplitRefusedError(Exception):
+    """Ends the parts of a batch that is not split, or is computed again in another way."""
 
 
 @dataclass

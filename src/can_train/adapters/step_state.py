@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, wraps
 from operator import is_
 from typing import Any, Final
 from weakref import ref
@@ -34,6 +34,7 @@ _DEVICE_BYTES: Final = 2**24  # A larger buffer is copied to the host, once, and
 _LONGEST: Final = 1000  # Entries of the longest container that is copied; a longer one only loses its new entries
 _WALKED: Final = 16  # Entries of the longest container whose entries are looked at: longer ones are lists of results
 _LISTED_READS: Final = 50  # Reads after which the modules are listed again
+_MISSING: Final = object()  # In place of an attribute that is not there
 _DEPTH: Final = 3  # Levels of containers in containers, and of the user's objects in objects
 
 
@@ -83,7 +84,9 @@ class StepState:
         self._reads += 1
         self._generators = Snapshot(self._no_module, self._device, since=self._generators)
         self._read_buffers()
-        self._parameter_versions = _versions(self._parameters)
+        # Lazy layers that the step makes stay: they have no version before.
+        versions = [-1] * len(self._parameters) if self._has_lazy else versions_of(self._parameters)
+        self._parameter_versions = versions
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         self.read_gradients()
         self._next_hook = RemovableHandle.next_id
@@ -92,7 +95,7 @@ class StepState:
     def read_gradients(self) -> None:
         """Reads the gradients as they are now."""
         gradients = [parameter.grad for parameter in self._parameters]
-        self._gradient_versions = _versions(gradients)
+        self._gradient_versions = versions_of(gradients)
         self._gradients = [None if gradient is None else ref(gradient) for gradient in gradients]
         self._held = gradients if self._holds_gradients else []
 
@@ -127,7 +130,7 @@ class StepState:
             parameter.grad = gradient
         # The step may have made or replaced modules.
         self._modules = []
-        versions = zip(self._parameter_versions, _versions(self._parameters), strict=True)
+        versions = zip(self._parameter_versions, versions_of(self._parameters), strict=True)
         # Lazy layers that the step has made stay: they have no version before.
         if any(earlier >= 0 and earlier != version for earlier, version in versions):
             return "it has changed the parameters"
@@ -220,6 +223,7 @@ class StepState:
         self._modules = list(self._model.modules())
         self._with_buffers = [module for module in self._modules if module._buffers]
         self._parameters = list(self._model.parameters())
+        self._has_lazy = any(map(is_lazy, self._parameters))
         package = type(self._model).__module__.partition(".")[0]
         self._with_attributes: list[Any] = []
         for module in self._modules:
@@ -231,7 +235,7 @@ class StepState:
     def _read_buffers(self) -> None:
         """Copies the buffers that may have changed since they were read last."""
         tensors = [tensor for module in self._with_buffers for tensor in module._buffers.values()]
-        versions = _versions(tensors)
+        versions = versions_of(tensors)
         if len(tensors) != len(self._buffers) or not all(map(is_, tensors, self._buffers)):
             self._copy_buffers(tensors)
         else:
@@ -297,8 +301,9 @@ class Attributes:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # Tensor, its version, and its copy, by its id
         if isinstance(owner, dict):
-            # Lightning's collection of logged values is a dict with attributes.
+            # Lightning's collection of logged values is a dict with attributes, and refers to the batch.
             self._containers.append((owner, dict(owner)))
+            self._kept = self._kept | {"batch"}
         for name, value in self.values.items():
             # A class is hashable, though a metaclass may hide it from mypy.
             if _is_copied(type(value)) and name not in self._kept:  # type: ignore[arg-type]
@@ -411,7 +416,7 @@ def _is_copied(kind: type) -> bool:
     return issubclass(kind, Tensor | list | deque | dict | set)
 
 
-def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
+def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
     """Returns the counts of changes in place of some tensors."""
     try:
         return [-1 if tensor is None else tensor._version for tensor in tensors]
@@ -423,3 +428,30 @@ def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
 def _version(tensor: Tensor | None) -> int:
     """Returns the count of a tensor's changes in place; -1 where PyTorch counts none."""
     return -1 if tensor is None or is_lazy(tensor) or tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of an object for the block."""
+    earlier = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if earlier is not _MISSING:
+            setattr(owner, name, earlier)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+
+@contextmanager
+def replaced_method(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a method of one object for the block, in its class: the object can be copied and pickled meanwhile."""
+    native = getattr(type(owner), name)
+
+    @wraps(native)
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        return value(*arguments, **options) if self is owner else native(self, *arguments, **options)
+
+    with replaced(type(owner), name, method):
+        yield

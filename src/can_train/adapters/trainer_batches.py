@@ -117,7 +117,7 @@ def _rows_of(value: Any, samples: int, chosen: Tensor, stacked: Tensor) -> Any:
 
 
 def _several_sequences(positions: Any) -> bool:
-    """Tells whether the positions of a batch of a single row begin anew within it, or are not those of rows."""
+    """Tells whether the positions of a batch of a single row begin anew within it, or do not belong to rows."""
     if not isinstance(positions, Tensor):
         return False
     return positions.dim() != 2 or (len(positions) == 1 and bool((positions[0, 1:] <= positions[0, :-1]).any()))
@@ -204,7 +204,7 @@ def _spread(trainer: Any) -> dict[str, str]:
     launched = "Start one process a GPU (torchrun), or show one GPU (CUDA_VISIBLE_DEVICES=0)"
     conflicts = {
         f"n_gpu={arguments.n_gpu}, on which DataParallel spreads each batch": (arguments.n_gpu > 1, launched),
-        "FSDP, in which each pass waits for those of other ranks": (
+        "FSDP, whose passes wait for other ranks": (
             trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled, f"{whole} (leave fsdp out)"),
         "DeepSpeed, which accumulates gradients by itself": (
             trainer.is_deepspeed_enabled, f"{whole} (leave deepspeed out)"),

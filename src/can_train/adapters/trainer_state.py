@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from can_train.adapters.step_state import Attributes
+from can_train.adapters.step_state import Attributes, replaced
 from can_train.errors import DoesNotFitError
 
-_ABSENT: Final = object()
 _MOST_NUMBERS: Final = 2**16  # Numbers of each parameter's gradient that are compared
 # Attributes of the Trainer that no step changes; data sets may be long lists.
 _UNCHANGED: Final = frozenset({"train_dataset", "eval_dataset", "label_names", "_signature_columns", "_tr_loss"})
@@ -26,20 +25,6 @@ _GATHERING: Final = ("gather", "gather_for_metrics", "reduce")  # Functions of A
 def attributes_of(trainer: Any) -> Attributes:
     """Reads the attributes of a Trainer that its step may change."""
     return Attributes(trainer, skip=_UNCHANGED)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of an object in the block."""
-    earlier = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if earlier is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, earlier)
 
 
 @contextmanager
@@ -75,7 +60,7 @@ def gradient_numbers(parameter: nn.Parameter) -> NDArray[np.float64]:
 
 
 def metric_lengths(metrics: Any) -> dict[tuple[Any, Any], int]:
-    """Returns the lengths of the lists in which TRL's Trainers collect their metrics, by mode and name."""
+    """Returns the lengths of the lists that TRL's Trainers collect their metrics in, by mode and name."""
     modes = metrics.items() if isinstance(metrics, Mapping) else ()
     return {(mode, name): len(values) for mode, names in modes if isinstance(names, Mapping)
             for name, values in names.items() if isinstance(values, list)}  # fmt: skip

@@ -23,16 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from can_train.adapters.framework_loop import (
-    LOSS,
-    FrameworkLoop,
-    LoopSettings,
-    Part,
-    SplitRefusedError,
-    sample_counts,
-)
+from can_train.adapters.framework_loop import LOSS, FrameworkLoop, LoopSettings, sample_counts
 from can_train.adapters.loss_ways import SUM, Comparison, ComparisonResult, Items, Numbers, Rows, Way
-from can_train.adapters.step_state import StepState
+from can_train.adapters.part_values import Part, SplitRefusedError
+from can_train.adapters.step_state import StepState, replaced
 from can_train.adapters.trainer_batches import (
     TrainerRows,
     modules_of,
@@ -46,7 +40,6 @@ from can_train.adapters.trainer_state import (
     gradient_numbers,
     join_metrics,
     metric_lengths,
-    replaced,
     scale_gradients,
     without_gathering,
 )
