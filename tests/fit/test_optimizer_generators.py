@@ -187,3 +187,19 @@ def test_a_snapshot_that_is_released_holds_no_copies() -> None:
     assert len(snapshot.copies) == 3
     snapshot.release()
     assert snapshot.copies == []
+
+
+def test_a_snapshot_shares_the_state_of_pythons_generator_until_it_draws() -> None:
+    model = nn.Linear(1, 1)
+    earlier = Snapshot(model, CPU)
+    assert Snapshot(model, CPU, since=earlier)._python is earlier._python
+    random.gauss(0, 1)  # Draws two numbers, and keeps the second
+    drawn = Snapshot(model, CPU, since=earlier)
+    assert drawn._python is not earlier._python
+    expected = random.gauss(0, 1)
+    kept = Snapshot(model, CPU, since=drawn)
+    assert kept._python is not drawn._python, "the second number was used"
+    drawn.restore()
+    assert random.gauss(0, 1) == expected
+    earlier.restore()
+    assert Snapshot(model, CPU)._python == earlier._python

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache, wraps
 from operator import is_
+from types import FunctionType, MethodType, NoneType
 from typing import Any, Final
 from weakref import ref
 
@@ -33,6 +34,7 @@ _COPIED_NUMBERS: Final = 2**16  # Numbers of the largest plain tensor whose valu
 _DEVICE_BYTES: Final = 2**24  # A larger buffer is copied to the host, once, and again only after it has changed
 _LONGEST: Final = 1000  # Entries of the longest container that is copied; a longer one only loses its new entries
 _WALKED: Final = 16  # Entries of the longest container whose entries are looked at: longer ones are lists of results
+_CONSTANTS: Final = frozenset({NoneType, bool, int, float, str, torch.device, torch.dtype, FunctionType, MethodType})
 _LISTED_READS: Final = 50  # Reads after which the modules are listed again
 _MISSING: Final = object()  # In place of an attribute that is not there
 _DEPTH: Final = 3  # Levels of containers in containers, and of the user's objects in objects
@@ -306,7 +308,8 @@ class Attributes:
             self._kept = self._kept | {"batch"}
         for name, value in self.values.items():
             # A class is hashable, though a metaclass may hide it from mypy.
-            if _is_copied(type(value)) and name not in self._kept:  # type: ignore[arg-type]
+            kind: Any = type(value)
+            if kind not in _CONSTANTS and _is_copied(kind) and name not in self._kept:
                 if isinstance(value, list):
                     self.lengths[name] = len(value)
                 self._add(value, _DEPTH)

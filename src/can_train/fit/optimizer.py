@@ -8,11 +8,13 @@ import ctypes
 import inspect
 import math
 import random
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import accumulate, cycle
 from typing import TYPE_CHECKING, Any, Final
 
@@ -107,10 +109,13 @@ class Snapshot:
     def __init__(self, model: nn.Module, device: torch.device, *, since: Snapshot | None = None) -> None:
         self._device = device
         self._modules: list[nn.Module] = list(model.modules()) if since is None else since._modules
-        self._python = random.getstate()
+        # Reading a whole state takes longer than all the rest: an earlier one is shared where no word has changed.
+        self._python_words = _python_words()
+        is_same = since is not None and self._python_words and self._python_words == since._python_words
+        self._python: Any = since._python if since is not None and is_same else random.getstate()
         self._numpy_words = _numpy_words()
-        # Reading the whole state takes longer than all the rest. No word changes when a second normal
-        # number is used that was drawn with an earlier one, where the state holds such a number.
+        # No word changes when a second normal number is used that was drawn with an earlier one, where the state holds
+        # such a number.
         if since is not None and self._numpy_words and self._numpy_words == since._numpy_words and not since._numpy[3]:
             self._numpy: Any = since._numpy
         else:
@@ -146,14 +151,41 @@ class Snapshot:
                 module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)
 
 
+def _python_words() -> bytes:
+    """Returns the words of Python's global generator, which change with every number that is drawn, and its second
+    normal number; empty where they cannot be read from memory.
+    """
+    generator: Any = random._inst  # The generator behind the module's functions
+    kind: Any = type(generator)
+    offset = _python_offset(kind)
+    if not offset:
+        return b""
+    return ctypes.string_at(id(generator) + offset, _MT19937_BYTES) + repr(generator.gauss_next).encode()
+
+
+@lru_cache
+def _python_offset(kind: type) -> int:
+    """Returns the bytes from the address of a generator to its words; 0 where Python keeps them elsewhere."""
+    offset = object.__basicsize__
+    if kind is not random.Random or kind.__basicsize__ < offset + _MT19937_BYTES:
+        return 0
+    generator = random.Random(1)
+    *words, position = generator.getstate()[1]
+    in_memory = ctypes.string_at(id(generator) + offset, _MT19937_BYTES)
+    return offset if in_memory == struct.pack("=625I", position, *words) else 0
+
+
 def _numpy_words() -> bytes:
     """Returns the words of numpy's global generator, which change with every number that is drawn; empty for a
     generator other than numpy's own.
     """
-    generator = np.random.mtrand.get_bit_generator()
-    if not isinstance(generator, np.random.MT19937):
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    address = _numpy_address(np.random.mtrand.get_bit_generator())
+    return ctypes.string_at(address, _MT19937_BYTES) if address else b""
+
+
+@lru_cache(maxsize=1)
+def _numpy_address(generator: Any) -> int:
+    return int(generator.ctypes.state_address) if isinstance(generator, np.random.MT19937) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
