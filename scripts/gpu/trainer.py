@@ -17,6 +17,7 @@ from torch import nn
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DeviceError, DoesNotFitError
+from can_train.fit.batch_dependence import UNKNOWN
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer
 from can_train.fit.micro_batcher import Losses, MicroBatcher
@@ -156,9 +157,12 @@ class Trainer:
                 return batch.losses(self.model, start, stop)
 
         # No rescue: these measurements look for out-of-memory errors.
-        MicroBatcher(
+        batcher = MicroBatcher(
             self.model, meter=self.meter, rules=SplitRules(samples=len(rows)), rescue=RescueSettings(adaptive=False)
-        ).run(
+        )
+        # The comparison of the first batch that is split takes memory that is not the step's.
+        batcher.batch_dependence = UNKNOWN
+        batcher.run(
             losses_of,
             parts * len(rows),
             denominators=batch.denominators,
