@@ -279,7 +279,7 @@ class FrameworkLoop:
         """
         engine = self.engine
         assert engine is not None, "a batch that is refused is not computed in parts"
-        costs = self._costs(batch)
+        costs = self._costs(self.settings.counts(batch))
         parts = _Parts(self, lambda start, stop: self._part(batch, start, stop, len(costs)), loss_of, costs)
         parameters = list(self.model.parameters())
         # Shares are known once all parts are: the gradient is corrected before earlier batches' is added.
@@ -320,7 +320,7 @@ class FrameworkLoop:
         """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it."""
         engine = self.engine
         assert engine is not None, "a batch that is refused is not computed in parts"
-        costs = self._costs(batch)
+        costs = self._costs(self.settings.counts(batch))
         states = _PartStates(self.state, len(costs))
 
         def computed(start: int, stop: int) -> tuple[Part, T]:
@@ -379,8 +379,8 @@ class FrameworkLoop:
             # Counts of the user's own may know training batches only.
             return None
 
-    def _costs(self, batch: Any) -> BatchCosts:
-        counts = self.settings.counts(batch)
+    def _costs(self, counts: Counts) -> BatchCosts:
+        """Prices a batch by the counts of its samples."""
         if self._limits is not None:
             return self._limits.priced(counts)
         features, table = counts_of(counts)
@@ -397,9 +397,9 @@ class FrameworkLoop:
         engine = self.engine
         if engine is None or self.refused or not engine.batcher.is_limited(trains=trains):
             return True
-        if self._counted(batch) is None:
+        if (counts := self._counted(batch)) is None:
             return True
-        costs = self._costs(batch)
+        costs = self._costs(counts)
         limit = None if trains else self._evaluation_limit(costs)
         return len(engine.batcher.sizes(costs, limit, trains=trains)) == 1
 
@@ -414,9 +414,9 @@ class FrameworkLoop:
         """
         self.state.read()
         is_measured = trains and self.engine is not None and not self.refused and self.meter.counts_always
-        if not is_measured or self._counted(batch) is None:
+        if not is_measured or (counts := self._counted(batch)) is None:
             return 0
-        costs = self._costs(batch)
+        costs = self._costs(counts)
         is_news = costs.total > _NEWS * self.peaks.largest_cost
         if is_news or self._steps <= _FIRST_READ or self._steps % INTERVAL == 0:
             self.begin_reading(costs.total)
@@ -457,11 +457,11 @@ class FrameworkLoop:
     def _record_failure(self, batch: Any, message: str, trains: bool) -> None:
         """Records that memory ran out for a whole batch; raises DoesNotFitError where it cannot be split."""
         engine, self._not_undone, not_undone = self.engine, "", self._not_undone
-        is_known = self._counted(batch) is not None
-        if engine is None or self.refused or not_undone or not is_known:
+        counts = self._counted(batch)
+        if engine is None or self.refused or not_undone or counts is None:
             self.meter.release()
-            raise self._leak(message) or self._refusal(message, not_undone, is_known=is_known)
-        costs = self._costs(batch)
+            raise self._leak(message) or self._refusal(message, not_undone, is_known=counts is not None)
+        costs = self._costs(counts)
         engine.batcher.record_failure(costs, trains=trains)
         if trains:
             if self.peaks.failed == math.inf:

@@ -14,7 +14,7 @@ from can_train.fit.cost_model import ALLOCATION_QUANTUM, CostModel, SearchResult
 from can_train.fit.factor_rule import RememberedLimit
 from can_train.task import Feature
 
-_MOST_READINGS: Final = 32  # Readings that are kept: those of the largest costs
+_MOST_READINGS: Final = 32  # Readings that are kept; the smallest costs are dropped
 _SPREAD: Final = 1.25  # Largest ÷ smallest cost from which a line through readings is more than noise
 _LEAST_SLOPE: Final = 1e-9  # Bytes a unit of cost, in place of zero
 
@@ -26,8 +26,8 @@ class ObservedPeaks:
     >>> peaks = ObservedPeaks()
     >>> peaks.add(10.0, peak_bytes=300, start_bytes=100)
     >>> peaks.add(20.0, peak_bytes=500, start_bytes=100)
-    >>> round(peaks.limit(1000, held_bytes=50).tuned_limit, 6)
-    42.5
+    >>> round(peaks.limit(1000).tuned_limit, 6)
+    45.0
     """
 
     readings: dict[float, float] = field(default_factory=dict)  # Bytes above the start, by cost
@@ -59,17 +59,13 @@ class ObservedPeaks:
         # A batch of nothing takes nothing: a line below zero would promise small batches too much memory.
         return max(float(np.max(peaks - slope * costs)), 0.0), slope
 
-    def limit(self, capacity_bytes: float, *, held_bytes: float = 0.0) -> SearchResult | None:
+    def limit(self, capacity_bytes: float) -> SearchResult | None:
         """Returns the limit on a device: the largest cost that is predicted to fit; None where nothing was read, here
         or in an earlier run.
-
-        Args:
-            capacity_bytes: Of the device.
-            held_bytes: Memory beside that of the readings: gradients of earlier parts, state that comes.
         """
         if self.readings:
             constant, slope = self.line()
-            base = self.start_bytes + held_bytes + constant
+            base = self.start_bytes + constant
         elif self.remembered is not None:
             base, slope = self.remembered.base_bytes, self.remembered.measured_ratio
         else:
