@@ -41,7 +41,9 @@ class ObservedPeaks:
         return max(self.readings, default=0.0)
 
     def add(self, cost: float, *, peak_bytes: int, start_bytes: int) -> None:
-        """Adds the peak of a micro-batch that fitted."""
+        """Adds the peak of a micro-batch that fitted. One that costs nothing shows no line."""
+        if cost <= 0:
+            return
         self.start_bytes = max(self.start_bytes, start_bytes)
         self.readings[cost] = max(self.readings.get(cost, 0.0), float(peak_bytes - start_bytes))
         if len(self.readings) > _MOST_READINGS:
