@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from can_train.fit.optimizer import Snapshot, capture_generators, restore_generators, seed_everything, step_generator
+from can_train.fit import optimizer
+from can_train.fit.optimizer import (
+    Generators,
+    Snapshot,
+    capture_generators,
+    restore_generators,
+    seed_everything,
+    step_generator,
+)
 from can_train.fit.planner import epoch_order
 
 
@@ -189,17 +197,36 @@ def test_a_snapshot_that_is_released_holds_no_copies() -> None:
     assert snapshot.copies == []
 
 
-def test_a_snapshot_shares_the_state_of_pythons_generator_until_it_draws() -> None:
-    model = nn.Linear(1, 1)
-    earlier = Snapshot(model, CPU)
-    assert Snapshot(model, CPU, since=earlier)._python is earlier._python
+def test_a_reading_shares_the_state_of_pythons_generator_until_it_draws() -> None:
+    earlier = Generators(CPU)
+    assert Generators(CPU, since=earlier)._python is earlier._python
     random.gauss(0, 1)  # Draws two numbers, and keeps the second
-    drawn = Snapshot(model, CPU, since=earlier)
+    drawn = Generators(CPU, since=earlier)
     assert drawn._python is not earlier._python
     expected = random.gauss(0, 1)
-    kept = Snapshot(model, CPU, since=drawn)
+    kept = Generators(CPU, since=drawn)
     assert kept._python is not drawn._python, "the second number was used"
     drawn.restore()
     assert random.gauss(0, 1) == expected
     earlier.restore()
-    assert Snapshot(model, CPU)._python == earlier._python
+    assert Generators(CPU)._python == earlier._python
+
+
+def test_the_words_that_are_compared_tell_any_two_states_of_a_generator_apart() -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    python, numpy = set(), set()
+    for draws in (0, 1, 621, 1, 1, 1, 623, 624, 625):  # A generator makes 624 words at once
+        for _ in range(draws):
+            random.getrandbits(32)
+            np.random.bytes(4)  # noqa: NPY002
+        python.add(optimizer._python_words())
+        numpy.add(optimizer._numpy_words())
+    for seed in range(1, 300):
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        python.add(optimizer._python_words())
+        numpy.add(optimizer._numpy_words())
+    assert len(python) == len(numpy) == 9 + 299
+    assert all(words for words, _ in python)
+    assert all(numpy)

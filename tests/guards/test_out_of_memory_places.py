@@ -10,6 +10,7 @@ from guards.sources import Source, package_sources, parse
 
 STEPS = {
     "fit/rescue.py Try": "catches those of training steps and of evaluation: the micro-batch is undone and split",
+    "adapters/framework_loop.py _WholeStep": "a step of another framework is undone, and computed in parts",
 }
 FATAL = {
     "fit/rescue.py fatal_out_of_memory": "turns those that nothing can undo into an error",
@@ -35,7 +36,7 @@ TRIALS = {
     "training/reference_models.py ReferenceModels._with_host_fallback": "the host may have to compute",
 }
 LOOKS = {
-    "adapters/framework_loop.py FrameworkLoop._undone": "restores what a step of another framework has changed",
+    "adapters/framework_loop.py FrameworkLoop._end_whole": "restores what a step of another framework has changed",
     "adapters/framework_loop.py _Parts._computed": "lets it pass an except clause for errors of other kinds",
     "adapters/lightning_sizes.py _copied": "lets it pass an except clause for errors of other kinds",
     "adapters/transformers_trainer.py MicroBatchTrainerMixin._whole": "restores the attributes of a Trainer",

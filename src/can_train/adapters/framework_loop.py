@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 import torch
@@ -42,7 +43,6 @@ from can_train.fit.micro_batcher import BatchResult, Counts, Losses, MicroBatche
 from can_train.fit.observed_peaks import ObservedPeaks
 from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, Snapshot, state_bytes
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of, cut
-from can_train.fit.rescue import Try
 from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings
@@ -128,6 +128,7 @@ class FrameworkLoop:
         trial_scope: Opens the span of a trial: the loop may record nothing meanwhile.
         search_loss: Makes a copy of the model, and returns it with a function that computes the loss of a batch with
             it; None: the loop cannot search.
+        clears: Whether a step may clear gradients at any time: they are not held then, so that their memory is free.
         compares: Whether the first batch that is split is compared with the whole; if not, the adapter does it.
         refused: Why batches are not split, as a clause; empty: they are.
     """
@@ -141,6 +142,7 @@ class FrameworkLoop:
     objects: Callable[[], Iterable[Any]] = lambda: ()
     trial_scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     search_loss: Callable[[], tuple[nn.Module, Callable[[Any], Tensor]]] | None = None
+    clears: bool = False
     compares: bool = True
     refused: str = ""
 
@@ -150,7 +152,7 @@ class FrameworkLoop:
         self.monitor = MemoryMonitor(meter=self.meter, warmup=1)
         self.peaks = ObservedPeaks()
         # A step that clears gradients clears them again when it is computed in parts.
-        self.state = StepState(self.model, self.meter.device, self.objects, holds_gradients=False)
+        self.state = StepState(self.model, self.meter.device, self.objects, holds_gradients=not self.clears)
         self.batch_dependence: BatchDependence | None = None
         self.is_sum = False  # Whether the losses of parts add up to the batch's, in place of their mean
         self._engine: Engine | None = None
@@ -220,9 +222,10 @@ class FrameworkLoop:
             self._end_reading()
             self.monitor.pause()
         if self.refused or (tries_whole and self._fits(batch, trains)):
-            failed, tensors = Try(0, 0), list(leaves(batch))
+            tensors = list(leaves(batch))
             versions = versions_of(tensors)
-            with failed, self._undone(self._read(batch, trains)):
+            failed = _WholeStep(self, self._read(batch, trains))
+            with failed:
                 return whole()
             ran_out = failed.message
             if versions_of(tensors) != versions:
@@ -423,22 +426,17 @@ class FrameworkLoop:
         self._logical_batch = max(self._logical_batch, len(costs))
         return len(costs)
 
-    @contextmanager
-    def _undone(self, samples: int) -> Iterator[None]:
-        """Opens the span of a whole step, which is undone where memory runs out in it."""
-        self._in_step = True
-        try:
-            yield
+    def _end_whole(self, samples: int, error: BaseException | None) -> None:
+        """Ends a whole step, which is undone where memory ran out in it."""
+        self._in_step = False
+        if error is None:
             if self._reading is not None and self._engine is not None:
                 self._engine.record_result(BatchResult(micro_batches=(samples,), largest_cost=self._reading[0]))
             self._end_reading()
-        except Exception as error:
-            self._reading = None
-            if is_out_of_memory(error):
-                self._not_undone = self._not_undone or self.state.restore()
-            raise
-        finally:
-            self._in_step = False
+            return
+        self._reading = None
+        if is_out_of_memory(error):
+            self._not_undone = self._not_undone or self.state.restore()
 
     @property
     def in_whole(self) -> bool:
@@ -724,6 +722,23 @@ class FrameworkLoop:
         return make_observation(begun, [engine], planned, "rescued" if is_rescued else outcome, ooms, end_time=end_time,
                                 fingerprint=self._fingerprint(),
                                 policy={"name": FactorSettings().policy, "options": {}})  # fmt: skip
+
+
+class _WholeStep(CatchOutOfMemory):
+    """The span of a whole step, which is undone where memory runs out in it; `samples` are measured."""
+
+    def __init__(self, loop: FrameworkLoop, samples: int) -> None:
+        self._loop, self._samples = loop, samples
+
+    def __enter__(self) -> Self:
+        self._loop._in_step = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self._loop._end_whole(self._samples, error)
+        return super().__exit__(kind, error, traceback)
 
 
 @dataclass

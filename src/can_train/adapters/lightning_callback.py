@@ -157,9 +157,10 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
                 settings=self._settings,
                 remedy=OWN_BATCHES if refused else _REMEDY,
                 notice=module_of(trainer, "utilities.rank_zero").rank_zero_info,
-                objects=partial(logged_by, trainer),
+                objects=partial(logged_by, trainer, is_automatic=pl_module.automatic_optimization),
                 trial_scope=partial(quiet_loggers, trainer),
                 search_loss=partial(self._search_loss, trainer, pl_module),
+                clears=not pl_module.automatic_optimization,
                 refused=refused,
             )
         return self.loop
@@ -192,8 +193,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on the ins
             backward = partial(step.backward_of_wrapper, step.precision.backward)
             with replaced(step.module, "training_step", inside), replaced(step.precision, "backward", backward):
                 return native(*arguments, **options)
-        with torch.enable_grad():
-            return loop.step(batch, partial(native, *arguments, **options), partial(step.in_parts, batch))
+        return loop.step(batch, partial(native, *arguments, **options), partial(step.in_parts, batch))
 
     def _step_optimizer(self, native: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Steps the optimizer, whose own memory cannot be had by splitting a batch."""

@@ -96,15 +96,15 @@ class Closure:
             self._clear()
         self._is_cleared = True
 
-        self.loop.state.read_gradients()
-
     def _clear_for_parts(self) -> None:
         """Clears gradients before the first part, so that they take no memory beside it."""
         if self._clear is not None:
             self._clear_once()
             self._is_kept = True
+            self.loop.state.read_gradients()
             self.loop.state.read_attributes()
 
+    @torch.enable_grad()
     def in_parts(self, batch: Any) -> Any:
         """Computes the batch in parts, and calls the hooks of the backward pass once, with its whole gradient."""
         self._clear_for_parts()
@@ -397,15 +397,17 @@ def module_of(trainer: Any, name: str) -> Any:
     return import_module(f"{type(trainer).__module__.partition('.trainer')[0]}.{name}")
 
 
-def logged_by(trainer: Any) -> Iterator[Any]:
+def logged_by(trainer: Any, *, is_automatic: bool) -> Iterator[Any]:
     """Yields the objects in which a trainer keeps the values that steps have logged, and counts steps."""
     if (results := trainer._results) is not None:
         yield results
         yield from results.values()
     loop = trainer.fit_loop.epoch_loop
-    counted = loop.automatic_optimization.optim_progress.optimizer.zero_grad
-    for progress in (counted, loop.manual_optimization.optim_step_progress):
-        yield from (progress.total, progress.current)
+    if is_automatic:
+        progress = loop.automatic_optimization.optim_progress.optimizer.zero_grad
+    else:
+        progress = loop.manual_optimization.optim_step_progress
+    yield from (progress.total, progress.current)
 
 
 @contextmanager

@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from copy import copy
 from functools import lru_cache, wraps
 from operator import is_
 from types import FunctionType, MethodType, NoneType
@@ -21,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from can_train.fit.collate import leaves
-from can_train.fit.optimizer import Snapshot
+from can_train.fit.optimizer import Generators
 
 # Parts of a module that are restored by other means than its attributes, or that no step changes.
 _MODULE_PARTS: Final = frozenset(vars(nn.Module())) - {"training"}
@@ -37,6 +36,7 @@ _WALKED: Final = 16  # Entries of the longest container whose entries are looked
 _CONSTANTS: Final = frozenset({NoneType, bool, int, float, str, torch.device, torch.dtype, FunctionType, MethodType})
 _LISTED_READS: Final = 50  # Reads after which the modules are listed again
 _MISSING: Final = object()  # In place of an attribute that is not there
+_LOGGED: Final = "_ResultMetric"  # Lightning's class of a logged value, which changes no tensor in place
 _DEPTH: Final = 3  # Levels of containers in containers, and of the user's objects in objects
 
 
@@ -61,8 +61,7 @@ class StepState:
     ) -> None:
         self._model, self._device, self._objects = model, device, objects
         self._holds_gradients = holds_gradients
-        self._no_module = nn.Module()
-        self._generators: Snapshot | None = None
+        self._generators: Generators | None = None
         self._buffers: list[Tensor | None] = []
         self._versions: list[int] = []
         self._copies: list[Tensor | None] = []
@@ -71,6 +70,8 @@ class StepState:
         self._reads = 0
         self._modules: list[nn.Module] = []
         self._attributes: list[Attributes] = []
+        self._owners: list[Any] = []  # Of the attributes
+        self._is_before_backward = False  # Whether the step has run no backward pass yet
         self._parameters: list[nn.Parameter] = []
 
     @property
@@ -84,28 +85,36 @@ class StepState:
         if not self._modules or self._reads % _LISTED_READS == 1:
             self._list_modules()
         self._reads += 1
-        self._generators = Snapshot(self._no_module, self._device, since=self._generators)
+        self._generators = Generators(self._device, since=self._generators)
         self._read_buffers()
         # Lazy layers that the step makes stay: they have no version before.
         versions = [-1] * len(self._parameters) if self._has_lazy else versions_of(self._parameters)
         self._parameter_versions = versions
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         self.read_gradients()
+        self._is_before_backward = True
         self._next_hook = RemovableHandle.next_id
         self.read_attributes()
 
     def read_gradients(self) -> None:
         """Reads the gradients as they are now."""
-        gradients = [parameter.grad for parameter in self._parameters]
+        self._keep_gradients([parameter.grad for parameter in self._parameters])
+
+    def _keep_gradients(self, gradients: list[Tensor | None]) -> None:
         self._gradient_versions = versions_of(gradients)
-        self._gradients = [None if gradient is None else ref(gradient) for gradient in gradients]
-        self._held = gradients if self._holds_gradients else []
+        self._gradients: list[Any] = gradients  # Tensors, or weak references to them
+        if not self._holds_gradients:
+            self._gradients = [None if gradient is None else ref(gradient) for gradient in gradients]
 
     def read_attributes(self) -> None:
         """Reads the attributes as they are now."""
-        earlier = {id(attributes.owner): attributes for attributes in self._attributes}
-        owners = (*self._with_attributes, *self._objects())
-        self._attributes = [Attributes(owner, since=earlier.get(id(owner))) for owner in owners]
+        owners, earlier = [*self._with_attributes, *self._objects()], self._attributes
+        if len(owners) == len(self._owners) and all(map(is_, owners, self._owners)):
+            self._attributes = [Attributes(one.owner, since=one) for one in earlier]
+        else:
+            by_owner = {id(attributes.owner): attributes for attributes in earlier}
+            self._attributes = [Attributes(owner, since=by_owner.get(id(owner))) for owner in owners]
+        self._owners = owners
 
     def restore(self) -> str:
         """Restores the state that was read.
@@ -122,11 +131,10 @@ class StepState:
         self._restore_buffers()
         is_changed = False
         entries = zip(self._parameters, self._gradients, self._gradient_versions, strict=True)
-        for parameter, reference, version in entries:
-            gradient: Any = None if reference is None else reference()
-            if gradient is not None:
+        for parameter, gradient, version in entries:
+            if isinstance(gradient, ref) and (gradient := gradient()) is not None:
                 # As the weak references of torch.utils.weak do.
-                gradient._fix_weakref()
+                gradient._fix_weakref()  # type: ignore[attr-defined]  # which refers to a tensor
             # The step has added to a gradient in place, outside of the backward pass that sets gradients aside.
             is_changed |= gradient is not None and _version(gradient) != version
             parameter.grad = gradient
@@ -160,7 +168,13 @@ class StepState:
         """Sets gradients of earlier batches aside for a backward pass, and adds its gradients to them afterwards, as
         autograd does. Where the pass fails they are as they were.
         """
-        aside = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._parameters]
+        if self._is_before_backward and self._holds_gradients:
+            # The step has cleared what it clears.
+            self._keep_gradients(gradients)
+        self._is_before_backward = False
+        entries = zip(self._parameters, gradients, strict=True)
+        aside = [(parameter, gradient) for parameter, gradient in entries if gradient is not None]
         for parameter, _ in aside:
             parameter.grad = None
         try:
@@ -237,6 +251,8 @@ class StepState:
     def _read_buffers(self) -> None:
         """Copies the buffers that may have changed since they were read last."""
         tensors = [tensor for module in self._with_buffers for tensor in module._buffers.values()]
+        if not tensors and not self._buffers:
+            return
         versions = versions_of(tensors)
         if len(tensors) != len(self._buffers) or not all(map(is_, tensors, self._buffers)):
             self._copy_buffers(tensors)
@@ -251,8 +267,8 @@ class StepState:
             with torch.no_grad():
                 for copies, uncounted in self._uncounted:
                     torch._foreach_copy_(copies, uncounted)
-                for copied, tensor in pairs:
-                    copied.copy_(tensor)
+                if pairs:
+                    torch._foreach_copy_([copied for copied, _ in pairs], [tensor for _, tensor in pairs])
         self._buffers, self._versions = tensors, versions
 
     def _copy_buffers(self, tensors: Sequence[Tensor | None]) -> None:
@@ -293,26 +309,42 @@ class Attributes:
     of tensors that have not changed.
     """
 
+    _kept: AbstractSet[str]
+    _copied_names: list[str]
+    # fmt: off
+    __slots__ = ("_containers", "_copied_names", "_earlier", "_kept", "_kinds", "_names", "_tensors",
+                 "lengths", "owner", "values")
+    # fmt: on
+
     def __init__(self, owner: Any, skip: AbstractSet[str] = frozenset(), *, since: Attributes | None = None) -> None:
         self.owner = owner
-        self._earlier = {} if since is None else since._tensors
         self.values = vars(owner).copy()
-        self._kept = _METRIC_PARTS if "_reductions" in self.values else _MODULE_PARTS
-        self._kept = self._kept.union(skip) if skip else self._kept
         self.lengths: dict[str, int] = {}
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # Tensor, its version, and its copy, by its id
-        if isinstance(owner, dict):
-            # Lightning's collection of logged values is a dict with attributes, and refers to the batch.
-            self._containers.append((owner, dict(owner)))
-            self._kept = self._kept | {"batch"}
-        for name, value in self.values.items():
+        self._earlier = {} if since is None else since._tensors
+        # Looking at each attribute takes longer than comparing all names and classes with the earlier ones.
+        self._names, self._kinds = list(self.values), list(map(type, self.values.values()))
+        if since is not None and self._names == since._names and self._kinds == since._kinds:
+            self._kept, self._copied_names = since._kept, since._copied_names
+        else:
+            self._kept = _kept_of(owner, self.values) | skip
             # A class is hashable, though a metaclass may hide it from mypy.
-            kind: Any = type(value)
-            if kind not in _CONSTANTS and _is_copied(kind) and name not in self._kept:
-                if isinstance(value, list):
-                    self.lengths[name] = len(value)
-                self._add(value, _DEPTH)
+            kinds: Any = self._kinds
+            self._copied_names = [
+                name
+                for name, kind in zip(self._names, kinds, strict=True)
+                if kind not in _CONSTANTS and _is_copied(kind) and name not in self._kept
+            ]
+            if type(owner).__name__ == _LOGGED:
+                self._copied_names = []
+        if isinstance(owner, dict):
+            self._containers.append((owner, dict(owner)))
+        for name in self._copied_names:
+            value = self.values[name]
+            if isinstance(value, list):
+                self.lengths[name] = len(value)
+            self._add(value, _DEPTH)
         self._earlier = {}
 
     def _add(self, value: Any, depth: int) -> None:
@@ -321,7 +353,8 @@ class Attributes:
                 self._tensors[id(value)] = self._copied(value)
         elif depth and isinstance(value, list | deque | dict | set):
             if len(value) <= _LONGEST:
-                self._containers.append((value, copy(value)))
+                # `copy.copy` of a class derived from dict takes ten times as long.
+                self._containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
             elif isinstance(value, list | dict):
                 # Such as a vocabulary. Copying it in each step would take longer than the step.
                 self._containers.append((value, len(value)))
@@ -358,6 +391,13 @@ class Attributes:
         for tensor, version, values in self._tensors.values():
             if _version(tensor) != version or version < 0:
                 tensor.detach().copy_(values)
+
+
+def _kept_of(owner: Any, values: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of attributes that do not belong to the state of an object."""
+    kept = _METRIC_PARTS if "_reductions" in values else _MODULE_PARTS
+    # Lightning's collection of logged values is a dict with attributes, and refers to the batch.
+    return kept | {"batch"} if isinstance(owner, dict) else kept
 
 
 def add_to_gradients(earlier: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:

@@ -48,7 +48,7 @@ from can_train.factors.observations import Outcome
 from can_train.factors.observing import outcome_of
 from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.collate import leaves, select_samples
-from can_train.fit.optimizer import Snapshot
+from can_train.fit.optimizer import Generators
 from can_train.fit.packing import counts_of
 from can_train.fit.rescue import PartDoesNotFitError, fatal_out_of_memory
 from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory
@@ -469,7 +469,7 @@ class _Parts:
     def _compared(self, compute: Callable[[Rows], Numbers], rows: Rows, is_of_losses: bool) -> ComparisonResult:
         """Compares some samples, and leaves no trace."""
         loop = self.loop
-        seeds = Snapshot(nn.Module(), loop.meter.device)
+        seeds = Generators(loop.meter.device)
         comparison = Comparison(compute=compute, seeded=seeds.restore, model=self.trainer.model,
                                 is_of_losses=is_of_losses, is_on_gpu=loop.meter.device.type == "cuda")  # fmt: skip
         with self.untraced():

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 # Relative difference of the parts' denominators from the whole batch's that is round-off.
+_NO_RULES: Final = SplitRules()
 _DENOMINATOR_TOLERANCE: Final = 1e-6
 _LOSSES: Final = "losses_of returns {term: (sum over the samples, denominator)}"
 # Samples of the smaller part of a batch that is measured both whole and split.
@@ -470,7 +471,7 @@ class MicroBatcher:
     def is_limited(self, *, trains: bool = True) -> bool:
         """Tells whether anything bounds micro-batches: limits, or an out-of-memory."""
         rescue = self._rescue if trains else self._evaluation
-        return self._split is not None or self.rules != SplitRules() or rescue.backoff.limit < math.inf
+        return self._split is not None or self.rules != _NO_RULES or rescue.backoff.limit < math.inf
 
     def sizes(self, costs: BatchCosts, limit: MicroBatchLimit | None = None, *, trains: bool = True) -> tuple[int, ...]:
         """Returns the sizes of the micro-batches that a batch would be cut into now."""

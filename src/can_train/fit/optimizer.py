@@ -49,6 +49,7 @@ _FUSED: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that P
 _UNLIMITED: Final = 2**62
 _SUGGESTIONS: Final = 5  # Names that an error lists
 _MT19937_BYTES: Final = 4 * (624 + 1)  # 624 words of state, and the position in them
+_COMPARED_BYTES: Final = 4 * (16 + 1)  # The position and the 16 words next to it: they differ wherever two states do
 
 
 def seed_everything(seed: int) -> None:
@@ -99,19 +100,18 @@ def step_generator(*, seed: int, step: int, update: int = 0, before: bool = Fals
     return torch.Generator().manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
 
 
-class Snapshot:
-    """The generators of the host and of a device, and a model's buffers, as they are now; `since` is an earlier one of
-    the same model, which shares everything that has not changed.
+class Generators:
+    """The generators of the host and of a device, as they are now; `since` is an earlier reading, whose states are
+    shared where they have not changed.
     """
 
-    # Taken for every micro-batch: `capture_generators` converts to types that can be saved, which takes longer.
+    # Read for every micro-batch: `capture_generators` converts to types that can be saved, which takes longer.
 
-    def __init__(self, model: nn.Module, device: torch.device, *, since: Snapshot | None = None) -> None:
+    def __init__(self, device: torch.device, *, since: Generators | None = None) -> None:
         self._device = device
-        self._modules: list[nn.Module] = list(model.modules()) if since is None else since._modules
         # Reading a whole state takes longer than all the rest: an earlier one is shared where no word has changed.
         self._python_words = _python_words()
-        is_same = since is not None and self._python_words and self._python_words == since._python_words
+        is_same = since is not None and self._python_words[0] and self._python_words == since._python_words
         self._python: Any = since._python if since is not None and is_same else random.getstate()
         self._numpy_words = _numpy_words()
         # No word changes when a second normal number is used that was drawn with an earlier one, where the state holds
@@ -120,8 +120,27 @@ class Snapshot:
             self._numpy: Any = since._numpy
         else:
             self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - models may draw from the global generator
-        self._host = torch.get_rng_state()
+        self._host = torch.default_generator.get_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Restores them, bit by bit."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+class Snapshot:
+    """The generators of the host and of a device, and a model's buffers, as they are now; `since` is an earlier one of
+    the same model, which shares everything that has not changed.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, since: Snapshot | None = None) -> None:
+        earlier = None if since is None else since._generators
+        self._generators: Generators = Generators(device, since=earlier)
+        self._modules: list[nn.Module] = list(model.modules()) if since is None else since._modules
         # A module may replace a buffer rather than write into it, so module and name are kept beside the tensor. A
         # buffer that is None may be made in the first pass.
         self._buffers = [
@@ -141,51 +160,55 @@ class Snapshot:
 
     def restore(self) -> None:
         """Restores everything, bit by bit."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        torch.set_rng_state(self._host)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        self._generators.restore()
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)
 
 
-def _python_words() -> bytes:
-    """Returns the words of Python's global generator, which change with every number that is drawn, and its second
-    normal number; empty where they cannot be read from memory.
+def _python_words() -> tuple[bytes, float | None]:
+    """Returns words of Python's global generator that change with every number that is drawn, and its second normal
+    number; no words where they cannot be read from memory.
     """
     generator: Any = random._inst  # The generator behind the module's functions
-    kind: Any = type(generator)
-    offset = _python_offset(kind)
-    if not offset:
-        return b""
-    return ctypes.string_at(id(generator) + offset, _MT19937_BYTES) + repr(generator.gauss_next).encode()
+    return _python_memory(generator).tobytes(), generator.gauss_next
 
 
-@lru_cache
-def _python_offset(kind: type) -> int:
-    """Returns the bytes from the address of a generator to its words; 0 where Python keeps them elsewhere."""
-    offset = object.__basicsize__
+# A view is read several times faster than `ctypes.string_at`, whose code has left the processor's caches by each step.
+@lru_cache(maxsize=1)
+def _python_memory(generator: Any) -> memoryview:
+    """Returns the memory of a generator's position and of the words behind it, as long as it lives; none where Python
+    keeps them elsewhere.
+    """
+    offset, kind = object.__basicsize__, type(generator)
     if kind is not random.Random or kind.__basicsize__ < offset + _MT19937_BYTES:
-        return 0
-    generator = random.Random(1)
-    *words, position = generator.getstate()[1]
-    in_memory = ctypes.string_at(id(generator) + offset, _MT19937_BYTES)
-    return offset if in_memory == struct.pack("=625I", position, *words) else 0
+        return memoryview(b"")
+    known = random.Random(1)
+    *words, position = known.getstate()[1]
+    in_memory = ctypes.string_at(id(known) + offset, _MT19937_BYTES)
+    if in_memory != struct.pack("=625I", position, *words):
+        return memoryview(b"")
+    return _memory_at(id(generator) + offset)[:_COMPARED_BYTES]
 
 
 def _numpy_words() -> bytes:
-    """Returns the words of numpy's global generator, which change with every number that is drawn; empty for a
-    generator other than numpy's own.
+    """Returns words of numpy's global generator that change with every number that is drawn; empty for a generator
+    other than numpy's own.
     """
-    address = _numpy_address(np.random.mtrand.get_bit_generator())
-    return ctypes.string_at(address, _MT19937_BYTES) if address else b""
+    return _numpy_memory(np.random.mtrand.get_bit_generator()).tobytes()
 
 
 @lru_cache(maxsize=1)
-def _numpy_address(generator: Any) -> int:
-    return int(generator.ctypes.state_address) if isinstance(generator, np.random.MT19937) else 0
+def _numpy_memory(generator: Any) -> memoryview:
+    if not isinstance(generator, np.random.MT19937):
+        return memoryview(b"")
+    # The position is behind the words.
+    return _memory_at(int(generator.ctypes.state_address))[-_COMPARED_BYTES:]
+
+
+def _memory_at(address: int) -> memoryview:
+    """Returns the memory of a Mersenne Twister at an address."""
+    return memoryview((ctypes.c_char * _MT19937_BYTES).from_address(address)).cast("B")
 
 
 @dataclass(frozen=True, kw_only=True)
