@@ -52,6 +52,7 @@ class CanData:
     split: Split  # graphs for training, validation and test
     notices: tuple[str, ...]  # notices about the data, which the reporter has printed already
     sample: DataSample | None = None  # the data set behind a sample; None where the graphs are complete
+    folder: Path | None = None  # the graphs in the cache; None where nothing is kept
 
 
 def load_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, reporter: Reporter) -> CanData:
@@ -95,7 +96,8 @@ def prepare(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Pat
             discard_folder(folder)
     if flat is None:
         flat = _build(dataset, remaining, folder, reporter)
-    return _split(dataset, remaining, replace(flat, notices=(*notices, *flat.notices)), reporter)
+    data = _split(dataset, remaining, replace(flat, notices=(*notices, *flat.notices)), reporter)
+    return replace(data, folder=folder)
 
 
 def find_prepared(

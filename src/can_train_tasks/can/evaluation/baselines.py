@@ -1,25 +1,31 @@
 """Baselines: simple detectors that a model is compared with, and the table of window features that the forests see.
 
 Shapes: R chosen windows, V CAN IDs of benign training windows, F features of a member (a node or an edge), C columns of
-the table, K CAN IDs.
+the table, K CAN IDs, S forests.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.ensemble import IsolationForest, RandomForestClassifier
 
+from can_train.errors import StateError
 from can_train.fit.packing import Members, members
+from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train_tasks.can.data.batches import Gatherer
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
-from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
+from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, Split
 from can_train_tasks.can.evaluation.metrics import Threshold, choose_threshold
 from can_train_tasks.can.inputs import SETTLED_WINDOWS, InputEncoder, InputStatistics, has_timing
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES, CanDatasetSettings
@@ -30,6 +36,9 @@ FRAMES_PER_CHUNK: Final = 200_000
 MAX_FOREST_WINDOWS: Final = 20_000  # windows that a forest is fitted to: at worst, on noise, a fit takes half a minute
 FOREST_TREES: Final = 100  # scikit-learn's default
 FOREST_SEEDS: Final = 3  # forests that are fitted, for mean and range: a single forest may be lucky
+
+# Part of the digest of kept scores. Raise it when the table or a fit changes: older scores are then not found.
+SCORES_SCHEMA: Final = 1
 UNSEEN_ID_SCORE: Final = 1.0  # score of a CAN ID that training did not see: as for an ID seen only in attacks
 
 # Score of a window without any ID that can be compared, in binary orders of magnitude: below any other.
@@ -64,37 +73,48 @@ class Baselines:
 
 @dataclass(frozen=True, kw_only=True)
 class BaselineOptions:
-    """The settings of baselines: their seed, their false-positive rate and their `dataset.features`."""
+    """The settings of baselines.
+
+    Attributes:
+        seed: Seed of the first forest.
+        fpr: False-positive rate of thresholds that no attacks decide.
+        features: As `dataset.features`.
+        prepared: Folder of the prepared data, which keeps the scores of the forests; None: they are not kept.
+    """
 
     seed: int
     fpr: float
     features: str = BEHAVIOUR_FEATURES
+    prepared: Path | None = None
 
 
-def fit_baselines(flat: FlatGraphs, train: Ints, validation: Ints, options: BaselineOptions) -> Baselines:
+def fit_baselines(flat: FlatGraphs, split: Split, options: BaselineOptions) -> Baselines:
     """Fits every baseline that the training windows allow; thresholds come from validation.
+
+    Forests score the windows of validation and test only.
 
     Raises:
         DataError: Validation allows no threshold.
     """
+    train, validation = split.train, split.validation
     is_attack = flat.label[train] > 0
     scorers: list[tuple[str, WindowScorer]] = [
         ("id_lookup", IdLookup.fit(flat, train).score),
         ("gap_lookup", GapLookup.fit(flat, train).score),
         ("silence", SilenceLookup.fit(flat, train).score),
     ]
-    table = WindowTable.fit(flat, train, options.features)
-    absent = {}
+    absent, forests = {}, None
     if not is_attack.any():
-        forest = fit_isolation_forest(table, flat, train, options.seed)
-        scorers += [("isolation_forest", score) for score in over_one_table(table, [forest])]
+        forests = Forests("isolation_forest", fit_isolation_forest, [options.seed])
         absent["random_forest"] = "the training windows hold no attacks; isolation_forest stands in"
     elif is_attack.all():
         absent["random_forest"] = "the training windows hold attacks only"
     else:
         seeds = range(options.seed, options.seed + FOREST_SEEDS)
-        forests = [fit_random_forest(table, flat, train, seed) for seed in seeds]
-        scorers += [("random_forest", score) for score in over_one_table(table, forests)]
+        forests = Forests("random_forest", fit_random_forest, seeds)
+    if forests is not None:
+        scores = ForestScores.load_or_fit(flat, split, options, forests)
+        scorers += [(forests.name, score) for score in scores.scorers()]
     baselines, truth, supervised = constant_baselines(), flat.label[validation] > 0, bool(is_attack.any())
     for name, score in scorers:
         threshold = choose_threshold(truth, score(flat, validation), supervised=supervised, fpr=options.fpr)
@@ -269,6 +289,9 @@ class SilenceLookup:
 
 def fit_random_forest(table: WindowTable, flat: FlatGraphs, rows: Ints, seed: int) -> TableScorer:
     """Fits a random forest to training windows of both classes; its scores are attack probabilities."""
+    # Imported late: scikit-learn takes a second to import, and kept scores need none of it.
+    from sklearn.ensemble import RandomForestClassifier
+
     rows = sample_by_class(flat, rows, most=MAX_FOREST_WINDOWS, seed=seed)
     # One thread: scikit-learn's threads replace Python's warning filters for each other, and then warn of each tree.
     forest = RandomForestClassifier(FOREST_TREES, class_weight="balanced", n_jobs=1, random_state=seed)
@@ -278,31 +301,92 @@ def fit_random_forest(table: WindowTable, flat: FlatGraphs, rows: Ints, seed: in
 
 def fit_isolation_forest(table: WindowTable, flat: FlatGraphs, rows: Ints, seed: int) -> TableScorer:
     """Fits an isolation forest to training windows; its scores are anomaly scores in (0, 1]."""
+    from sklearn.ensemble import IsolationForest
+
     rows = sample_by_class(flat, rows, most=MAX_FOREST_WINDOWS, seed=seed)
     forest = IsolationForest(n_estimators=FOREST_TREES, n_jobs=1, random_state=seed)
     forest.fit(table.rows(flat, rows))
     return lambda values: -forest.score_samples(values)
 
 
-def over_one_table(table: WindowTable, scorers: Sequence[TableScorer]) -> list[WindowScorer]:
-    """Lets several scorers share a table, which is made once if they score the same windows one after another."""
-    latest: tuple[FlatGraphs, Ints, list[Floats]] | None = None
+class Forests(NamedTuple):
+    """Forests that are to be fitted to the same training windows, one for each seed."""
 
-    def scores_of_all(flat: FlatGraphs, rows: Ints) -> list[Floats]:
-        nonlocal latest
-        if latest is None or latest[0] is not flat or not np.array_equal(latest[1], rows):
-            parts: list[list[Floats]] = [[np.empty(0)] for _ in scorers]
-            for chunk in in_chunks(flat, rows):
-                values = table.rows(flat, chunk)
-                for part, score in zip(parts, scorers, strict=True):
-                    part.append(score(values))
-            latest = (flat, rows.copy(), [np.concatenate(part) for part in parts])
-        return latest[2]
+    name: str
+    fit: Callable[[WindowTable, FlatGraphs, Ints, int], TableScorer]
+    seeds: Sequence[int]
 
-    def scorer(index: int) -> WindowScorer:
-        return lambda flat, rows: scores_of_all(flat, rows)[index]
+    def scores(self, flat: FlatGraphs, train: Ints, rows: Ints, features: str) -> Floats:
+        """Fits the forests to the windows `train`, and returns the scores [R, S] of the windows `rows`."""
+        table = WindowTable.fit(flat, train, features)
+        fitted = [self.fit(table, flat, train, seed) for seed in self.seeds]
+        parts = [np.empty((0, len(fitted)))]
+        for chunk in in_chunks(flat, rows):
+            values = table.rows(flat, chunk)
+            parts.append(np.column_stack([score(values) for score in fitted]))
+        return np.concatenate(parts)
 
-    return [scorer(index) for index in range(len(scorers))]
+
+@dataclass(frozen=True, eq=False)
+class ForestScores:
+    """The scores of several forests for the windows of a split.
+
+    Attributes:
+        rows: [R] the windows of validation and test, ascending.
+        scores: [R, S] float64.
+    """
+
+    rows: Ints
+    scores: Floats
+
+    @classmethod
+    def load_or_fit(cls, flat: FlatGraphs, split: Split, options: BaselineOptions, forests: Forests) -> Self:
+        """Reads the scores beside the prepared data; where they are missing or damaged, fits the forests."""
+        rows = np.unique(np.concatenate([split.validation, *split.test.values()]))
+        if options.prepared is None:
+            return cls(rows, forests.scores(flat, split.train, rows, options.features))
+        folder = options.prepared / f"{forests.name}-{_scores_digest(split.train, rows, options, forests)}"
+        with suppress(FolderDamageError):
+            scores = read_arrays(folder, ["scores"])[0]["scores"]
+            if scores.shape == (len(rows), len(forests.seeds)):
+                return cls(rows, scores)
+        scores = forests.scores(flat, split.train, rows, options.features)
+        # The prepared data may be read-only, or a temporary folder that is gone by now: the next run fits again.
+        if options.prepared.is_dir():
+            with suppress(StateError):
+                discard_folder(folder)
+                with ArrayWriter(folder, {"scores": (scores.dtype.str, scores.shape[1:])}) as writer:
+                    writer.append({"scores": scores})
+                    writer.finish({})
+        return cls(rows, scores)
+
+    def scorers(self) -> list[WindowScorer]:
+        """Returns a scorer for each forest, of windows in validation and test."""
+
+        def scorer(index: int) -> WindowScorer:
+            return lambda flat, rows: self.scores[self._positions(rows), index]
+
+        return [scorer(index) for index in range(self.scores.shape[1])]
+
+    def _positions(self, rows: Ints) -> Ints:
+        positions = np.searchsorted(self.rows, rows)
+        if not np.isin(rows, self.rows).all():
+            raise ValueError("forests were asked about windows outside validation and test")
+        return positions
+
+
+def _scores_digest(train: Ints, rows: Ints, options: BaselineOptions, forests: Forests) -> str:
+    """Returns a digest of all that the scores depend on, except for the data, whose folder they are in."""
+    content = {
+        "schema": SCORES_SCHEMA,
+        "features": options.features,
+        "forests": [forests.name, FOREST_TREES, MAX_FOREST_WINDOWS, *forests.seeds],
+        "versions": [version(package) for package in ("scikit-learn", "numpy", "torch")],
+    }
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    for part in (train, rows):
+        digest.update(len(part).to_bytes(8, "little") + np.ascontiguousarray(part, dtype="<i8").tobytes())
+    return digest.hexdigest()[:24]
 
 
 def sample_by_class(flat: FlatGraphs, rows: Ints, *, most: int, seed: int) -> Ints:

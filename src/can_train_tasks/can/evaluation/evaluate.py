@@ -274,7 +274,8 @@ class WindowEvaluation(Evaluation):
         if rule.calibrate_s is not None:
             split, detectors, raw, notes = self._calibrate(rule.calibrate_s, detectors, raw, timed)
         if self.own_split:
-            options = judging.JudgingOptions.of(self._run, supervised=not isinstance(self._run.model, VgaeSettings))
+            supervised = not isinstance(self._run.model, VgaeSettings)
+            options = judging.JudgingOptions.of(self._run, data, supervised=supervised)
             baselines = judging.own_baselines(data.flat, data.split, options)
         else:
             lookup = vocabulary_lookup(model.vocabulary)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -37,6 +38,7 @@ from can_train_tasks.can.inputs import rare_id_notes, rare_ids, training_bases
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES
 
 if TYPE_CHECKING:
+    from can_train_tasks.can.data.dataset import CanData
     from can_train_tasks.can.data.graphs import Split
 
 # Share of flagged windows: above it, a remark says that a detector flags everything.
@@ -118,6 +120,7 @@ class JudgingOptions:
         validation_fpr: Share of the benign validation windows that an anomaly detector may flag.
         baselines: Whether the baselines are computed, with `seed`, on the model's `features`.
         hold: Flagged windows that raise an alarm, for burst-level figures.
+        prepared: Folder of the prepared data, which keeps scores of baselines; None: they are not kept.
     """
 
     supervised: bool
@@ -126,13 +129,14 @@ class JudgingOptions:
     seed: int
     features: str = BEHAVIOUR_FEATURES
     hold: Hold = USUAL_HOLD
+    prepared: Path | None = None
 
     @classmethod
-    def of(cls, run: ResolvedRun, *, supervised: bool) -> JudgingOptions:
+    def of(cls, run: ResolvedRun, data: CanData, *, supervised: bool) -> JudgingOptions:
         """Takes the options from the settings of a run."""
         mode, seed = run.mode, run.training.seed
         return cls(supervised=supervised, validation_fpr=mode.validation_fpr, baselines=mode.baselines, seed=seed,
-                   features=run.dataset.features)  # fmt: skip
+                   features=run.dataset.features, prepared=data.folder)  # fmt: skip
 
 
 class FolderJudgement(TypedDict):
@@ -212,8 +216,9 @@ def own_baselines(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Ba
     """
     if not options.baselines:
         return Baselines()
-    wanted = BaselineOptions(seed=options.seed, fpr=options.validation_fpr, features=options.features)
-    return fit_baselines(flat, split.train, split.validation, wanted)
+    wanted = BaselineOptions(seed=options.seed, fpr=options.validation_fpr, features=options.features,
+                             prepared=options.prepared)  # fmt: skip
+    return fit_baselines(flat, split, wanted)
 
 
 def judge_at(

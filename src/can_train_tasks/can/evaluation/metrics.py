@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import DataError
-from can_train_tasks.can.data.graphs import Bools, Floats
+from can_train_tasks.can.data.graphs import Bools, Floats, Ints
 
 # False-positive rate of `recall_at_fpr_1pct`. It is customary, and means hundreds of alarms an hour.
 FIXED_FPR: Final = 0.01
@@ -88,9 +88,8 @@ def threshold_max_f1(is_attack: Bools, score: Floats) -> float:
     It lies midway between the lowest flagged score and the highest score without a flag. There must be an attack.
     """
     # Only the distinct scores can be thresholds. From the highest down, every level flags all windows above it.
-    levels, level_of = np.unique(-score, return_inverse=True)
-    flagged = np.cumsum(np.bincount(level_of))
-    hits = np.cumsum(np.bincount(level_of, weights=is_attack))
+    levels = np.unique(-score)
+    flagged, hits = _counts_by_level(is_attack, score)
     f1 = 2 * hits / (flagged + hits[-1])
     best = int(np.argmax(f1))
     lowest_flagged = -float(levels[best])
@@ -153,9 +152,6 @@ def detector_metrics(is_attack: Bools, score: Floats, flagged: Bools, *, benign_
         flagged: [W] which windows the detector calls attacks.
         benign_hours: Hours of benign traffic in the windows.
     """
-    # scikit-learn takes seconds to import; most of a training needs only the thresholds of this module.
-    from sklearn.metrics import average_precision_score, roc_auc_score
-
     hits = int(np.count_nonzero(is_attack & flagged))
     false_alarms = int(np.count_nonzero(flagged)) - hits
     attacks = int(np.count_nonzero(is_attack))
@@ -166,8 +162,8 @@ def detector_metrics(is_attack: Bools, score: Floats, flagged: Bools, *, benign_
         precision=hits / max(hits + false_alarms, 1) if attacks else None,
         recall=_ratio(hits, attacks),
         mcc=_mcc(hits, false_alarms, attacks, benign) if both else None,
-        pr_auc=float(average_precision_score(is_attack, score)) if attacks else None,
-        roc_auc=float(roc_auc_score(is_attack, score)) if both else None,
+        pr_auc=_average_precision(is_attack, score) if attacks else None,
+        roc_auc=_roc_auc(is_attack, score) if both else None,
         recall_at_fpr_1pct=recall_at_fpr(is_attack, score, FIXED_FPR) if both else None,
         false_positive_rate=_ratio(false_alarms, benign),
         false_alarms_per_hour=_ratio(false_alarms, benign_hours),
@@ -201,6 +197,27 @@ def _mcc(hits: int, false_alarms: int, attacks: int, benign: int) -> float:
         return 0.0
     covariance = hits * (benign - false_alarms) - false_alarms * (attacks - hits)
     return float(covariance / (flagged * passed * attacks * benign) ** 0.5)
+
+
+# The two areas are computed as in scikit-learn, which takes a second to import.
+def _average_precision(is_attack: Bools, score: Floats) -> float:
+    """Returns the area under the precision-recall curve, as a sum of steps. There must be an attack."""
+    flagged, hits = _counts_by_level(is_attack, score)
+    return float(np.sum(np.diff(hits / hits[-1], prepend=0.0) * (hits / flagged)))
+
+
+def _roc_auc(is_attack: Bools, score: Floats) -> float:
+    """Returns the area under the ROC curve, by trapezoids. Both classes must occur."""
+    flagged, hits = _counts_by_level(is_attack, score)
+    false_alarms = flagged - hits
+    recall, fpr = hits / hits[-1], false_alarms / false_alarms[-1]
+    return float(np.sum(np.diff(fpr, prepend=0.0) * (recall + np.concatenate([[0.0], recall[:-1]])) / 2))
+
+
+def _counts_by_level(is_attack: Bools, score: Floats) -> tuple[Ints, Floats]:
+    """Counts the flagged windows, and the attacks among them, for each distinct score as threshold, descending."""
+    _, level_of = np.unique(-score, return_inverse=True)
+    return np.cumsum(np.bincount(level_of)), np.cumsum(np.bincount(level_of, weights=is_attack))
 
 
 def recall_at_fpr(is_attack: Bools, score: Floats, fpr: float) -> float:

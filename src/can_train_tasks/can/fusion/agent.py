@@ -359,7 +359,7 @@ class FusionTask(WindowTask):
         from can_train_tasks.can.evaluation.judging import JudgingOptions
         from can_train_tasks.can.fusion.mixes import judge_agent
 
-        options = JudgingOptions.of(self._run, supervised=True)
+        options = JudgingOptions.of(self._run, self._data, supervised=True)
         return judge_agent(score, self._data, self._problem.scores, self._problem.weights, options)
 
 

@@ -100,7 +100,7 @@ class WindowTask(BatchTask):
         from can_train_tasks.can.evaluation.judging import JudgingOptions, judge
 
         references = {role: self._final_scores(score, role) for role in self.reference_roles}
-        options = JudgingOptions.of(self._run, supervised=self.supervised)
+        options = JudgingOptions.of(self._run, self._data, supervised=self.supervised)
         return judge(self._data.flat, self._data.split, self._final_scores(score), options, references)
 
     def predictions(self, judgement: Mapping[str, Any], score: Score) -> Mapping[str, Predictions]:

@@ -8,7 +8,8 @@ import torch
 
 from can_train import simulated_gpu
 from can_train.fit.packing import members
-from can_train_tasks.can.data.graphs import NODE_FEATURES, Frames, GraphBuilder
+from can_train_tasks.can.data.graphs import NODE_FEATURES, Frames, GraphBuilder, Split
+from can_train_tasks.can.evaluation import baselines as baselines_module
 from can_train_tasks.can.evaluation.baselines import (
     FRAMES_PER_CHUNK,
     BaselineOptions,
@@ -18,7 +19,6 @@ from can_train_tasks.can.evaluation.baselines import (
     WindowTable,
     fit_baselines,
     fit_random_forest,
-    over_one_table,
     sample_by_class,
 )
 from fakes.random_bus import cached_graphs
@@ -34,8 +34,9 @@ def mixed_traffic(benign=30, attacks=10):
     return windows_of([BENIGN_WINDOW] * benign + [FLOOD_WINDOW] * attacks, label=[0] * benign + [1] * attacks)
 
 
-def fitted(flat, train, validation, seed=0):
-    baselines = fit_baselines(flat, np.array(train), np.array(validation), BaselineOptions(seed=seed, fpr=0.01))
+def fitted(flat, train, validation):
+    split = Split(train=np.array(train), validation=np.array(validation), test={"all": np.arange(len(flat))})
+    baselines = fit_baselines(flat, split, BaselineOptions(seed=0, fpr=0.01))
     return {baseline.name: baseline for baseline in baselines.fitted}, baselines.absent
 
 
@@ -107,35 +108,109 @@ def test_thresholds_of_the_baselines_come_from_validation_only():
 
 
 def test_the_same_seed_gives_the_same_forest():
-    rng = np.random.default_rng(1)
-    flat = windows_of(rng.integers(0, 5, (60, 6)).tolist(), label=rng.integers(0, 2, 60).tolist())
+    flat = random_traffic()
     first, again, other = (
-        score(flat, np.arange(60))
-        for seed in (3, 3, 4)
-        for score in over_one_table(CLASSIC, [fit_random_forest(CLASSIC, flat, np.arange(50), seed)])
+        fit_random_forest(CLASSIC, flat, np.arange(50), seed)(CLASSIC.rows(flat, np.arange(60))) for seed in (3, 3, 4)
     )
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
-def test_several_share_the_table_of_the_windows_that_they_score_in_a_row(monkeypatch):
-    flat = windows_of(np.random.default_rng(0).integers(1, 5, (60, 6)).tolist())
-    made, make = [], WindowTable.rows
+def random_traffic(seed=1):
+    rng = np.random.default_rng(seed)
+    return windows_of(rng.integers(0, 5, (60, 6)).tolist(), label=rng.integers(0, 2, 60).tolist())
 
-    def column(index):
-        return lambda values: values[:, index].astype(np.float64)
 
-    def counted(table, flat, rows):
-        made.append(rows)
-        return make(table, flat, rows)
+SPLIT = Split(train=np.arange(30), validation=np.arange(30, 45), test={"a": np.arange(45, 52), "b": np.arange(48, 60)})
 
-    monkeypatch.setattr(WindowTable, "rows", counted)
-    scorers = over_one_table(CLASSIC, [column(0), column(1)])
-    early, late = np.arange(30), np.arange(30, 60)
-    found = [[score(flat, rows) for score in scorers] for rows in (early, late)]
-    assert len(made) == 2
-    for rows, columns in zip((early, late), found, strict=True):
-        assert np.array_equal(np.column_stack(columns), make(CLASSIC, flat, rows)[:, :2])
+
+def forest_scores(flat, options, split=SPLIT):
+    """The scores of every forest for each part of a split."""
+    forests = [each for each in fit_baselines(flat, split, options).fitted if each.name.endswith("_forest")]
+    return [
+        forest.score(flat, rows).tolist() for forest in forests for rows in (split.validation, *split.test.values())
+    ]
+
+
+@pytest.fixture
+def seeds(monkeypatch):
+    """The seeds of the forests that are fitted; the forests are small."""
+    fitted_seeds = []
+
+    def counted(fit):
+        def count_and_fit(table, flat, rows, seed):
+            fitted_seeds.append(seed)
+            return fit(table, flat, rows, seed)
+
+        return count_and_fit
+
+    monkeypatch.setattr(baselines_module, "FOREST_TREES", 5)
+    for name in ("fit_random_forest", "fit_isolation_forest"):
+        monkeypatch.setattr(baselines_module, name, counted(getattr(baselines_module, name)))
+    return fitted_seeds
+
+
+@pytest.mark.parametrize("attacks", [True, False])
+def test_forests_are_fitted_once_for_prepared_data(attacks, tmp_path, seeds):
+    flat = random_traffic()
+    flat = flat if attacks else replace(flat, label=np.zeros_like(flat.label))
+    options = BaselineOptions(seed=0, fpr=0.01)
+    plain, fits = forest_scores(flat, options), len(seeds)
+    first, again = (forest_scores(flat, replace(options, prepared=tmp_path)) for _ in range(2))
+    assert (plain == first == again, fits, len(seeds)) == (True, 3 if attacks else 1, 2 * fits)
+
+
+def test_kept_scores_belong_to_data_rows_seed_features_and_version(tmp_path, seeds, monkeypatch):
+    flat = random_traffic()
+    options = BaselineOptions(seed=0, fpr=0.01, prepared=tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "other").mkdir()
+    forest_scores(flat, options)
+    changes = [
+        (replace(options, seed=7), SPLIT),
+        (replace(options, features="classic"), SPLIT),
+        (replace(options, prepared=tmp_path / "other"), SPLIT),
+        (options, replace(SPLIT, train=np.arange(29))),
+        (options, replace(SPLIT, validation=np.arange(29, 44))),
+    ]
+    for changed, split in changes:
+        seeds.clear()
+        assert forest_scores(flat, changed, split) == forest_scores(flat, replace(changed, prepared=None), split)
+        assert len(seeds) == 6, changed
+    seeds.clear()
+    monkeypatch.setattr(baselines_module, "version", lambda package: "99")
+    forest_scores(flat, options)
+    assert len(seeds) == 3
+
+
+def test_damaged_scores_are_computed_again(tmp_path, seeds):
+    flat = random_traffic()
+    options = BaselineOptions(seed=0, fpr=0.01, prepared=tmp_path)
+    whole = forest_scores(flat, options)
+    (file,) = tmp_path.glob("*/scores.npy")
+    content = file.read_bytes()
+    for damaged in (b"", content[:-8], content[:-1] + bytes([content[-1] ^ 1]), b"\x80\x04."):
+        file.write_bytes(damaged)
+        seeds.clear()
+        assert [forest_scores(flat, options), forest_scores(flat, options)] == [whole] * 2
+        assert (len(seeds), file.read_bytes()) == (3, content)
+
+
+def test_where_scores_cannot_be_kept_nothing_is_kept(tmp_path):
+    flat, gone = random_traffic(), tmp_path / "gone"
+    options = BaselineOptions(seed=0, fpr=0.01, prepared=gone)
+    assert forest_scores(flat, options) == forest_scores(flat, replace(options, prepared=None))
+    assert not gone.exists()
+    file = tmp_path / "file"
+    file.touch()
+    assert forest_scores(flat, replace(options, prepared=file)) == forest_scores(flat, replace(options, prepared=None))
+
+
+def test_forests_know_the_windows_of_the_split_alone():
+    flat = random_traffic()
+    forest = fit_baselines(flat, SPLIT, BaselineOptions(seed=0, fpr=0.01)).fitted[-1]
+    with pytest.raises(ValueError, match="outside validation and test"):
+        forest.score(flat, np.array([3, 40]))
 
 
 @pytest.mark.parametrize("name", ["flag_everything", "id_lookup", "random_forest"])

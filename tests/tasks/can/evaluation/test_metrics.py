@@ -7,7 +7,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from sklearn.metrics import f1_score, matthews_corrcoef, precision_score, recall_score, roc_curve
+from sklearn.metrics import (
+    average_precision_score,
+    f1_score,
+    matthews_corrcoef,
+    precision_score,
+    recall_score,
+    roc_auc_score,
+    roc_curve,
+)
 
 from can_train.errors import DataError
 from can_train_tasks.can.evaluation.metrics import (
@@ -40,6 +48,8 @@ def test_the_figures_are_scikit_learns(windows):
     assert found["mcc"] == pytest.approx(matthews_corrcoef(is_attack, flagged), abs=1e-12)
     assert found["false_positive_rate"] == pytest.approx(flagged[~is_attack].mean())
     assert found["flagged_share"] == pytest.approx(flagged.mean())
+    assert found["pr_auc"] == pytest.approx(average_precision_score(is_attack, score))
+    assert found["roc_auc"] == pytest.approx(roc_auc_score(is_attack, score))
 
 
 @given(judged_windows(), st.floats(0.0, 0.99))
