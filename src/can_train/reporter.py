@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from textwrap import wrap
 from typing import Final, Protocol, TextIO
@@ -22,6 +23,11 @@ NOTE: Final = "note: "
 _INDENT: Final = "  "
 _COMMANDS: Final = ("can-train ", "wandb ")  # beginnings of lines that are commands to type
 _WHOLE_FROM: Final = 1000  # a larger figure is shown without decimals
+_ROWS_BELOW_HEADINGS: Final = 20  # lines of epochs, which a screen shows together with their headings
+_METRIC_WIDTH: Final = 11  # characters of a metric's name with which the line of an epoch fits 80 columns
+_BEST: Final = "best"
+_UNKNOWN: Final = "–"
+_NEVER: Final = 9  # a column that this task does not have
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,40 @@ class TextTable:
     notes: Sequence[str] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class EpochFigures:
+    """The figures of an epoch that has been trained; None: not measured after this epoch.
+
+    Attributes:
+        epoch: Counted from 1.
+        epochs: Epochs of the whole run.
+        training_loss: Over training samples, computed after the epoch as the validation loss is.
+        validation_loss: Over the validation samples.
+        is_best: Whether this is the lowest validation loss so far.
+        metric: Name and value of the task's first metric on the validation samples; None: it has none.
+        samples_per_second: Training samples.
+        peak: Most memory in use since the run started or resumed, with its unit; empty: unknown.
+        seconds_left: Until the last epoch ends.
+    """
+
+    epoch: int
+    epochs: int
+    training_loss: float | None = None
+    validation_loss: float | None = None
+    is_best: bool = False
+    metric: tuple[str, float] | None = None
+    samples_per_second: float | None = None
+    peak: str = ""
+    seconds_left: float = 0.0
+
+
 class Stage(Protocol):
     """A piece of work in progress."""
 
-    def advance(self, amount: int = 1, **figures: float) -> None:
-        """Advances by `amount` of the stage's unit; `figures`, such as a loss, are shown beside the progress."""
+    def advance(self, amount: int = 1, **figures: float | str) -> None:
+        """Advances by `amount` of the stage's unit. Figures are shown beside the progress, the most important first: a
+        number with its name, a text alone.
+        """
 
 
 class Reporter(Protocol):
@@ -50,12 +85,24 @@ class Reporter(Protocol):
     def detail(self, text: str) -> None:
         """Shows lines that only a person reads who asked for more (`-v`)."""
 
-    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> AbstractContextManager[Stage]:
-        """Opens a piece of work of `total` units (None: unknown); it ends with the `with` block."""
+    def epoch(self, figures: EpochFigures) -> None:
+        """Shows the line of an epoch."""
+
+    def stage(
+        self, title: str, *, total: int | None = None, unit: str = "", done: int = 0
+    ) -> AbstractContextManager[Stage]:
+        """Opens a piece of work that ends with the `with` block.
+
+        Args:
+            title: Names the work.
+            total: Its units; None: unknown.
+            unit: The noun of a unit, in the plural; `bytes` are shown as MiB.
+            done: Units that were done before, which tell nothing about the time left.
+        """
 
 
 class _SilentStage:
-    def advance(self, amount: int = 1, **figures: float) -> None:
+    def advance(self, amount: int = 1, **figures: float | str) -> None:
         pass
 
 
@@ -68,8 +115,11 @@ class SilentReporter:
     def detail(self, text: str) -> None:
         """Drops the details."""
 
+    def epoch(self, figures: EpochFigures) -> None:
+        """Drops the line of an epoch."""
+
     @contextmanager
-    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
+    def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Stage]:
         """Yields a stage that shows nothing."""
         yield _SilentStage()
 
@@ -87,6 +137,7 @@ class LineReporter:
     stream: TextIO
     interval_s: float = field(default=_LINE_INTERVAL_S, kw_only=True)
     verbose: bool = field(default=False, kw_only=True)
+    _epochs: int = field(default=0, init=False)
 
     def notice(self, text: str) -> None:
         """Prints a notice as a paragraph."""
@@ -97,10 +148,15 @@ class LineReporter:
         if self.verbose and text:
             self.write(wrapped(text, COLUMNS, hang=_INDENT))
 
+    def epoch(self, figures: EpochFigures) -> None:
+        """Prints the line of an epoch, below headings from time to time."""
+        self.write("\n".join(epoch_lines(figures, COLUMNS, shown=self._epochs)))
+        self._epochs += 1
+
     @contextmanager
-    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
+    def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Stage]:
         """Prints lines about a stage while it runs."""
-        stage = _LineStage(self, title, total, unit)
+        stage = _LineStage(self, title, total, unit, done)
         yield stage
         stage.print(last=True)
 
@@ -116,12 +172,13 @@ class _LineStage:
     total: int | None
     unit: str
     done: int = 0
-    figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.started = self.printed = time.monotonic()
+        self.pace = Pace(self.total, self.done)
+        self.printed = time.monotonic()
 
-    def advance(self, amount: int = 1, **figures: float) -> None:
+    def advance(self, amount: int = 1, **figures: float | str) -> None:
         self.done += amount
         self.figures = figures or self.figures
         if time.monotonic() - self.printed >= self.reporter.interval_s:
@@ -129,19 +186,107 @@ class _LineStage:
 
     def print(self, *, last: bool) -> None:
         self.printed = time.monotonic()
-        elapsed_s = self.printed - self.started
         parts = [f"{self.title}: {amount_text(self.done, self.total, self.unit)}"]
-        parts += [figure_text(name, value) for name, value in self.figures.items()]
+        seconds_left = self.pace.seconds_left(self.done)
         if last:
-            parts.append(f"{elapsed_s:.1f} s")
-        elif self.total and self.done:
-            seconds = round(elapsed_s / self.done * (self.total - self.done))
-            parts.append(f"{seconds // 60}:{seconds % 60:02d} left")
-        self.reporter.write(", ".join(parts))
+            parts.append(f"{self.pace.elapsed_s:.1f} s")
+        elif seconds_left is not None:
+            parts.append(f"{clock(seconds_left)} left")
+        # What cannot be had elsewhere comes first; figures that do not fit into the line are left out.
+        line = ", ".join(parts)
+        for text in starmap(figure_text, self.figures.items()):
+            if len(line) + len(text) + len(", ") <= COLUMNS:
+                line += f", {text}"
+        self.reporter.write(line)
 
 
-def figure_text(name: str, value: float) -> str:
+class Pace:
+    """The time that a piece of work has taken and will take.
+
+    Args:
+        total: Its units; None: unknown.
+        done: Units that were done before, in no time of this process.
+    """
+
+    def __init__(self, total: int | None, done: int = 0) -> None:
+        self._total, self._before, self._started = total, done, time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._started
+
+    def seconds_left(self, done: int) -> float | None:
+        """Returns the seconds that the rest will take at the pace so far; None: unknown."""
+        if self._total is None or done <= self._before:
+            return None
+        return self.elapsed_s / (done - self._before) * max(0, self._total - done)
+
+
+def clock(seconds: float) -> str:
+    """Writes a duration as a clock does.
+
+    Example:
+        >>> clock(7), clock(18_130.4)
+        ('0:07', '5:02:10')
+    """
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def epoch_lines(figures: EpochFigures, columns: int, *, shown: int) -> list[str]:
+    """Writes the line of an epoch; above it headings, at first and every few lines. Columns for which there is no room
+    are left out: the rate first, then the peak, then the metric.
+
+    Args:
+        figures: The figures.
+        columns: Characters that a line may have.
+        shown: Lines that were shown before.
+    """
+    metric, value = figures.metric or ("", None)
+    name = metric if len(metric) <= _METRIC_WIDTH else f"{metric[: _METRIC_WIDTH - 1]}…"
+    rate, epochs = figures.samples_per_second, str(figures.epochs)
+    cells = [
+        _Cell("epoch", f"{figures.epoch}/{epochs}", 2 * len(epochs) + 1),
+        _Cell("train loss", _short(figures.training_loss)),
+        _Cell("val loss", _short(figures.validation_loss)),
+        _Cell("", _BEST if figures.is_best else "", len(_BEST)),
+        _Cell(printable(name), _short(value), optional=1 if metric else _NEVER),
+        _Cell("samples/s", _UNKNOWN if rate is None else figure_text("", rate).strip(), optional=3),
+        _Cell("peak", figures.peak or _UNKNOWN, optional=2),
+        _Cell("time left", clock(figures.seconds_left)),
+    ]
+    room = columns + len(_INDENT)
+    for number in (_NEVER, 3, 2, 1):
+        if number == _NEVER or sum(cell.width + len(_INDENT) for cell in cells) > room:
+            cells = [cell for cell in cells if cell.optional != number]
+    lines = [_INDENT.join(text.rjust(cell.width) for cell, text in zip(cells, texts, strict=True)).rstrip()
+             for texts in ([cell.heading for cell in cells], [cell.text for cell in cells])]  # fmt: skip
+    return lines if shown % _ROWS_BELOW_HEADINGS == 0 else lines[1:]
+
+
+@dataclass
+class _Cell:
+    heading: str
+    text: str
+    least: int = 9  # characters: of 1.234e-05, of 12.34 GiB, of 1:02:03
+    optional: int = 0  # 0: always shown; the highest number is left out first
+
+    @property
+    def width(self) -> int:
+        """Characters of its column."""
+        return max(self.least, len(self.heading))
+
+
+def _short(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:#.4g}".rstrip(".")
+
+
+def figure_text(name: str, value: float | str) -> str:
     """Writes a figure beside a stage's progress."""
+    if isinstance(value, str):
+        return value
     return f"{name} {value:,.0f}" if value >= _WHOLE_FROM else f"{name} {value:.4g}"
 
 
@@ -195,12 +340,17 @@ class LoggedReporter:
         self._shown.detail(text)
         self._lines.detail(text)
 
+    def epoch(self, figures: EpochFigures) -> None:
+        """Shows the line of an epoch, and writes it down."""
+        self._shown.epoch(figures)
+        self._lines.epoch(figures)
+
     @contextmanager
-    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
+    def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Stage]:
         """Shows a stage, and writes down how far it is."""
         with (
-            self._shown.stage(title, total=total, unit=unit) as shown,
-            self._lines.stage(title, total=total, unit=unit) as line,
+            self._shown.stage(title, total=total, unit=unit, done=done) as shown,
+            self._lines.stage(title, total=total, unit=unit, done=done) as line,
         ):
             yield _LoggedStage(shown, line)
 
@@ -239,6 +389,7 @@ class DemotingReporter:
     def __init__(self, shown: Reporter, folder: Path) -> None:
         self._folder = str(folder)
         self.detail = shown.detail
+        self.epoch = shown.epoch
         self.stage = shown.stage
         self._notice = shown.notice
 
@@ -251,7 +402,7 @@ class _LoggedStage:
     def __init__(self, *stages: Stage) -> None:
         self._stages = stages
 
-    def advance(self, amount: int = 1, **figures: float) -> None:
+    def advance(self, amount: int = 1, **figures: float | str) -> None:
         for stage in self._stages:
             stage.advance(amount, **figures)
 

@@ -251,6 +251,17 @@ class BatchTask(ABC):
             generator: Randomness that depends on seed and step alone.
         """
 
+    def metric_sums(self, model: nn.Module, batch: LogicalBatch, size: int) -> Mapping[str, tuple[float, float]]:
+        """Computes (sum, denominator) of metrics, which add up over batches, for the line of an epoch: it shows the
+        first one.
+
+        Args:
+            model: In evaluation mode.
+            batch: A batch of validation samples, whose losses have been computed.
+            size: Its samples.
+        """
+        return {}
+
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Computes [R, …] scores, which `judge` uses."""
         raise NotImplementedError(f"{type(self).__name__}.judge uses scores, so it must define `scores`")

@@ -1,13 +1,14 @@
 import io
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from can_train.cli.output import TerminalReporter, Verbosity, make_reporter
+from can_train.cli.output import TerminalReporter, Verbosity, _Bar, make_reporter
 from can_train.errors import ConfigError
 from can_train.io.records import open_to_append
-from can_train.reporter import LineReporter, LoggedReporter
+from can_train.reporter import EpochFigures, LineReporter, LoggedReporter, epoch_lines
 
 MARKUP = ("[/x]", "[bold]", "[link=x]", "[/__w/pair.cc:537]", ":warning:")
 
@@ -19,7 +20,7 @@ def test_a_pipe_gets_one_line_at_a_stages_end() -> None:
         for _ in range(1200):
             stage.advance(1, loss=0.25)
     (line,) = stream.getvalue().splitlines()
-    assert line.startswith("training: 1,200/1,200 steps, loss 0.25, ")
+    assert re.fullmatch(r"training: 1,200/1,200 steps, \d+\.\d s, loss 0\.25", line)
 
 
 def test_a_long_stage_says_how_far_it_is() -> None:
@@ -33,7 +34,61 @@ def test_a_stage_of_unknown_length_counts() -> None:
     stream = io.StringIO()
     with LineReporter(stream).stage("finding", unit="trials") as stage:
         stage.advance(3, size=64)
-    assert stream.getvalue().startswith("finding: 3 trials, size 64")
+    assert re.fullmatch(r"finding: 3 trials, \d+\.\d s, size 64\n", stream.getvalue())
+
+
+def test_the_time_left_counts_from_where_a_run_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("can_train.reporter.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    with LineReporter(stream).stage("training", total=1000, unit="steps", done=900) as stage:
+        now[0] = 3600.0
+        stage.advance(10)
+    # 10 steps took an hour, so the other 90 take nine.
+    assert stream.getvalue().splitlines()[0] == "training: 910/1,000 steps, 9:00:00 left"
+
+
+BARS = {
+    30: "training  900/1,200 steps  0:00 left",
+    50: "training  900/1,200 steps  0:00 left  epoch 2/4",
+    80: "training  900/1,200 steps  0:00 left  epoch 2/4  loss 0.25  1,753/s  37.7 MiB",
+    120: "training  ━━━━━━━━━━  900/1,200 steps  0:00 left  epoch 2/4  loss 0.25  1,753/s  37.7 MiB",
+}
+
+
+@pytest.mark.parametrize("columns", BARS)
+def test_a_bar_shows_title_amount_and_time_whole_and_other_figures_where_there_is_room(columns: int) -> None:
+    bar = _Bar("training", 1200, "steps", 600)
+    bar.advance(300, epoch="epoch 2/4", loss=0.25, rate="1,753/s", peak="37.7 MiB")
+    assert "".join(text for text, _ in bar.parts(columns)) == BARS[columns]
+
+
+EPOCH = EpochFigures(
+    epoch=3, epochs=12, training_loss=0.05892, validation_loss=0.0225, is_best=True, metric=("accuracy", 0.5),
+    samples_per_second=1753.4, peak="37.7 MiB", seconds_left=18_130,
+)  # fmt: skip
+EPOCH_LINES = {
+    50: ["epoch  train loss   val loss        time left",
+         " 3/12     0.05892    0.02250  best    5:02:10"],
+    60: ["epoch  train loss   val loss         accuracy  time left",
+         " 3/12     0.05892    0.02250  best     0.5000    5:02:10"],
+    80: ["epoch  train loss   val loss         accuracy  samples/s       peak  time left",
+         " 3/12     0.05892    0.02250  best     0.5000      1,753   37.7 MiB    5:02:10"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", EPOCH_LINES)
+def test_the_line_of_an_epoch_leaves_columns_out_and_cuts_none(columns: int) -> None:
+    lines = epoch_lines(EPOCH, columns, shown=0)
+    assert lines == EPOCH_LINES[columns]
+    assert max(map(len, lines)) <= columns
+    assert epoch_lines(EPOCH, columns, shown=1) == lines[1:]
+
+
+def test_an_epoch_without_validation_metric_and_peak_shows_the_rest() -> None:
+    heading, line = epoch_lines(EpochFigures(epoch=1, epochs=2, samples_per_second=12.345), 80, shown=20)
+    assert heading.split() == ["epoch", "train", "loss", "val", "loss", "samples/s", "peak", "time", "left"]
+    assert line.split() == ["1/2", "–", "–", "12.35", "–", "0:00"]
 
 
 def test_a_notice_is_a_line_of_its_own() -> None:

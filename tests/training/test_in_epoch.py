@@ -95,8 +95,9 @@ def test_each_epoch_sees_its_own_samples_once_in_batches_of_its_own(tmp_path: Pa
         batches = [rows for number, rows in task.seen if number == epoch]
         assert [len(rows) for rows in batches] == [20] * (count // 20) + [count % 20] * bool(count % 20)
         assert sorted(row for rows in batches for row in rows) == list(range(count))
-    # What validates is the task itself, once an epoch; the search and the look for batch dependence come before.
-    assert task.validated == 4
+    # The task itself validates, once an epoch with validation samples and once with training samples; the search and
+    # the look for batch dependence come before.
+    assert task.validated == 2 * 4
 
 
 def test_the_schedule_of_the_learning_rate_is_as_long_as_the_epochs_together(tmp_path: Path) -> None:

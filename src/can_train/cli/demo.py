@@ -155,7 +155,7 @@ class _Reporter(SilentReporter):
             _say(text[0].upper() + text[1:])
 
     @contextmanager
-    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator["Stage"]:
+    def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Iterator["Stage"]:
         """Shows the title, and lets the other process come and go between two steps of a training."""
         with working(title):
             yield _DemoStage(self._taken if title == "training" else None)
@@ -166,7 +166,7 @@ class _DemoStage:
         self._taken = taken
         self._done = 0
 
-    def advance(self, amount: int = 1, **figures: float) -> None:
+    def advance(self, amount: int = 1, **figures: float | str) -> None:
         self._done += amount
         if self._taken is None or not amount:
             return

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import starmap
 from shutil import get_terminal_size
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -17,14 +18,24 @@ import typer
 
 from can_train.errors import CONTROL, ConfigError, printable
 from can_train.report.text import finite
-from can_train.reporter import COLUMNS, NOTE, LineReporter, SilentReporter, TextTable, amount_text, figure_text, wrapped
+from can_train.reporter import (
+    COLUMNS,
+    NOTE,
+    LineReporter,
+    Pace,
+    SilentReporter,
+    TextTable,
+    amount_text,
+    clock,
+    epoch_lines,
+    figure_text,
+    wrapped,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
 
-    from can_train.reporter import Reporter, Stage
+    from can_train.reporter import EpochFigures, Reporter, Stage
 
 # A column with longer cells is text and may be wrapped in a narrow terminal; figures and names stay whole.
 _WRAPPED_FROM: Final = 17
@@ -35,6 +46,9 @@ _GAP: Final = "  "
 _UNBOUNDED: Final = 10_000
 _COLOUR: Final = re.compile(r"(\x1b\[[\d;:]{0,64}m)")
 _RESET: Final = "\x1b[m"
+_MOST_BAR: Final = 10  # characters of a bar
+_LEAST_BAR: Final = 4
+_LINE: Final = "━"
 _CLEAR: Final = "\x1b[H\x1b[2J"  # control sequence that empties a terminal
 
 
@@ -219,6 +233,7 @@ class TerminalReporter:
 
     def __post_init__(self) -> None:
         self._console = make_console(stderr=True)
+        self._epochs = 0
 
     def notice(self, text: str) -> None:
         """Prints a notice above the bars."""
@@ -235,29 +250,68 @@ class TerminalReporter:
         if self.verbose and text:
             self._console.print(Text(wrapped(text, self._console.width, hang=_GAP)))
 
+    def epoch(self, figures: EpochFigures) -> None:
+        """Prints the line of an epoch above the bars, below headings from time to time."""
+        from rich.text import Text
+
+        for line in epoch_lines(figures, self._console.width, shown=self._epochs):
+            self._console.print(Text(line, style="bold" if figures.is_best else ""))
+        self._epochs += 1
+
     @contextmanager
-    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
-        """Draws a bar with the amount, the figures and the time left."""
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Stage]:
+        """Draws a bar with the amount, the time left and the figures."""
+        from rich.progress import Progress, ProgressColumn
+        from rich.text import Text
 
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            # With the longest title they fit 80 columns.
-            BarColumn(bar_width=10),
-            TextColumn("{task.fields[amount]}", markup=False),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}", markup=False),
-        )
-        with Progress(*columns, console=self._console) as progress:
-            task = progress.add_task(printable(title), total=total, amount="", figures="")
+        bar = _Bar(printable(title), total, unit, done)
 
-            class Bar:
-                done = 0
+        class Line(ProgressColumn):
+            # The terminal may get another width while the bar is drawn.
+            def render(self, task: Any) -> Text:
+                return Text.assemble(*bar.parts(console.width), no_wrap=True, overflow="crop")
 
-                def advance(self, amount: int = 1, **figures: float) -> None:
-                    self.done += amount
-                    text = " ".join(figure_text(name, value) for name, value in figures.items())
-                    progress.update(task, advance=amount, amount=amount_text(self.done, total, unit), figures=text)
+        console = self._console
+        with Progress(Line(), console=console) as progress:
+            progress.add_task("")
+            yield bar
+            bar.has_ended = True
 
-            yield Bar()
+
+@dataclass(eq=False)
+class _Bar:
+    """A stage as a line of a terminal."""
+
+    title: str
+    total: int | None
+    unit: str
+    done: int
+    has_ended: bool = False
+    _figures: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.total, self.done)
+
+    def advance(self, amount: int = 1, **figures: float | str) -> None:
+        self.done += amount
+        if figures:
+            self._figures = tuple(starmap(figure_text, figures.items()))
+
+    def parts(self, columns: int) -> list[tuple[str, str]]:
+        """Returns the texts of the line with their styles. Title, amount and time are always whole; the figures, the
+        most important first, and then the bar are shown as far as there is room.
+        """
+        left, elapsed = self._pace.seconds_left(self.done), clock(self._pace.elapsed_s)
+        amount = amount_text(self.done, self.total, self.unit) if self.total or self.done else ""
+        texts = [amount, elapsed if left is None or self.has_ended else f"{clock(left)} left"]
+        room = columns - len(self.title) - sum(len(_GAP) + len(text) for text in texts)
+        for figure in self._figures:
+            if len(_GAP) + len(figure) <= room:
+                texts.append(figure)
+                room -= len(_GAP) + len(figure)
+        width = min(_MOST_BAR, room - len(_GAP))
+        bar: list[tuple[str, str]] = []
+        if self.total and width >= _LEAST_BAR:
+            full = width * min(self.done, self.total) // self.total
+            bar = [(_GAP, ""), (_LINE * full, "bar.complete"), (_LINE * (width - full), "bar.back")]
+        return [(self.title, ""), *bar, *((f"{_GAP}{text}", "") for text in texts if text)]

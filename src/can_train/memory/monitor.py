@@ -120,6 +120,11 @@ class MemoryMonitor:
         return self._steps >= self._first and (self._steps - self._first) % self._interval == 0
 
     @property
+    def last_known_peak_bytes(self) -> int:
+        """Largest allocated bytes at the last reading: the allocator, which may take long to answer, is not asked."""
+        return self._run[0]
+
+    @property
     def peak_bytes(self) -> int:
         """Largest allocated bytes so far; 0 before anything was measured."""
         self.read()

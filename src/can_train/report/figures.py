@@ -37,18 +37,23 @@ _SMALL: Final = 220  # pixels, the height of charts that stand side by side
 _SECONDS: Final = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, unit, its name
 
 
-def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, float]]) -> Chart | None:
-    """Draws the loss of each step, and in validation; None where nothing is known.
+def loss_chart(
+    steps: Sequence[StepRecord], validation: Sequence[tuple[int, float]], training: Sequence[tuple[int, float]] = ()
+) -> Chart | None:
+    """Draws the loss of each step, and the losses of training and validation samples after each epoch; None where
+    nothing is known.
 
     Args:
         steps: Recorded steps.
         validation: Step and loss of each validation.
+        training: Step and loss of training samples, computed as in validation.
     """
     train: list[Point] = [(step.step, step.loss) for step in steps]
-    values = [loss for _, loss in [*train, *validation] if loss is not None]
+    points = [*train, *validation, *training]
+    values = [loss for _, loss in points if loss is not None]
     if not values:
         return None
-    last = max(step for step, _ in [*train, *validation])
+    last = max(step for step, _ in points)
     best = min(validation, key=lambda point: point[1], default=None)
     # The means of stretches of a fortieth of the line, at their middles.
     size = max(1, len(train) // 40)
@@ -63,6 +68,7 @@ def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, floa
         series=[
             Series(name="training, each step", color=1, points=thinned(train, mean), faint=True),
             Series(name="training, mean", color=1, points=means),
+            Series(name="training, as in validation", color=3, points=training),
             Series(name="validation", color=2, points=validation, dashed=True),
             Series(name="", color=2, kind="dots", points=validation,
                    texts=[f"step {step}: validation loss {loss:.4g}" for step, loss in validation]),

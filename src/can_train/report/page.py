@@ -38,6 +38,7 @@ class ReportedRun:
         steps: Its recorded steps.
         limits: The memory limits of its plans.
         validation: Step and loss of each validation.
+        training: Step and loss of training samples, computed as in validation.
         predictions: Predictions on its test sets, by name.
         damage: Why the predictions cannot be read; empty if they can.
         history: Earlier runs of its configuration; None: unknown.
@@ -48,6 +49,7 @@ class ReportedRun:
     steps: "Sequence[StepRecord]" = ()
     limits: "Sequence[MemoryLimits]" = ()
     validation: Sequence[tuple[int, float]] = ()
+    training: Sequence[tuple[int, float]] = ()
     predictions: "Mapping[str, Predictions]" = field(default_factory=dict)
     damage: str = ""
     history: "FactorSummary | None" = None
@@ -81,8 +83,11 @@ def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
     except FolderDamageError as error:
         damage = str(error)
     lines = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
-    validation = [(line["step"], line["validation_loss"]) for line in lines
-                  if isinstance(line.get("validation_loss"), float) and isinstance(line.get("step"), int)]  # fmt: skip
+    validation, training = (
+        [(line["step"], line[name]) for line in lines
+         if isinstance(line.get(name), float) and isinstance(line.get("step"), int)]
+        for name in ("validation_loss", "training_loss")
+    )  # fmt: skip
     # The history of the factor that the run taught; if it taught none, the newest of its configuration.
     try:
         summaries = get_safety_factor_db(str(state_folder)).of_key(run.status.known.record.key)
@@ -92,7 +97,7 @@ def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
     taught = [variant for variant in variants
               if any(observed.run_id == run.status.known.run_id for observed in variant.runs)]  # fmt: skip
     return ReportedRun(run=run, config=folder.config(), steps=steps, limits=limits, validation=validation,
-                       predictions=predictions, damage=damage,
+                       training=training, predictions=predictions, damage=damage,
                        history=next(iter([*taught, *reversed(summaries)]), None))  # fmt: skip
 
 
@@ -156,7 +161,8 @@ def _run_section(run: ReportedRun, *, alone: bool) -> str:
     known_run = run.run.status.known
     heading = "" if alone else f'<h2 id="{run.anchor}">Run {escape(known_run.run_id)}</h2>'
     facts = [(name, text) for name, text in head_facts(run.run.status, run.config) if name != "run"]
-    verdict, loss = _tables(score_tables(run.run.result, summary=True)), figures.loss_chart(run.steps, run.validation)
+    verdict = _tables(score_tables(run.run.result, summary=True))
+    loss = figures.loss_chart(run.steps, run.validation, run.training)
     unjudged = "The run's judgement is empty, or its result.json has no tables."
     if not run.run.result:
         unjudged = f"The run has not been judged. It is {run.run.status.state}."

@@ -392,22 +392,31 @@ class Task(BatchTask):
         batch = SampleBatch(self, rows, device, dtype, None)
         losses = batch.losses(model, 0, len(rows))
         collated = batch.collated(0, len(rows))
-        with self.asked("metrics"):
-            metrics = self.metrics(model, collated)
+        metrics = self._checked_metrics(model, collated)
         with self.asked("predict"):
             predictions = self.predict(model, collated)
-        sums = {_LOSS.format(term): (float(total), count) for term, (total, count) in losses.items()}
-        for name, pair in metrics.items():
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise DataError("Task.metrics did not return {name: (sum, denominator)}", value=f"{name}: {pair!r:.60}",
-                                remedy="Return {'accuracy': (correct.sum(), len(correct))}")  # fmt: skip
-            sums[name] = (float(pair[0]), float(pair[1]))
+        sums = {_LOSS.format(term): (float(total), count) for term, (total, count) in losses.items()} | metrics
         if predictions is None:
             return PartOutcome(sums, None)
         if len(predictions) != len(rows):
             raise DataError(f"Task.predict returned {len(predictions)} predictions for {len(rows)} samples",
                             remedy="Return one for each sample")  # fmt: skip
         return PartOutcome(sums, [one.detach().cpu() if isinstance(one, Tensor) else one for one in predictions])
+
+    def metric_sums(self, model: nn.Module, batch: LogicalBatch, size: int) -> Mapping[str, tuple[float, float]]:
+        """Computes the metrics of a batch, for the line of an epoch."""
+        if type(self).metrics is Task.metrics or not isinstance(batch, SampleBatch):
+            return {}
+        return self._checked_metrics(model, batch.collated(0, size))
+
+    def _checked_metrics(self, model: nn.Module, collated: Any) -> dict[str, tuple[float, float]]:
+        with self.asked("metrics"):
+            metrics = self.metrics(model, collated)
+        for name, pair in metrics.items():
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise DataError("Task.metrics did not return {name: (sum, denominator)}", value=f"{name}: {pair!r:.60}",
+                                remedy="Return {'accuracy': (correct.sum(), len(correct))}")  # fmt: skip
+        return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
 
     def judge(self, score: Any) -> Mapping[str, Any]:
         """Judges the trained model on the validation set and on each test set; baselines on the test sets."""

@@ -82,9 +82,10 @@ class Progress:
     best_epoch: int = 0
     epochs_without_gain: int = 0  # in validations
     trained: bool = False
-    # Of the current epoch so far: Σ mean × samples of each term, samples, micro-batches, samples of the largest of
-    # them.
+    # Of the current epoch so far: the sum and the denominator of each term, samples, micro-batches, samples of the
+    # largest of them.
     epoch_sums: dict[str, float] = field(default_factory=dict)
+    epoch_denominators: dict[str, float] = field(default_factory=dict)
     epoch_samples: int = 0
     epoch_parts: int = 0
     epoch_largest: int = 0
@@ -93,7 +94,9 @@ class Progress:
     def add_step(self, result: BatchResult, samples: int) -> None:
         """Counts an optimizer step."""
         for term, mean in result.means.items():
-            self.epoch_sums[term] = self.epoch_sums.get(term, 0.0) + mean * samples
+            denominator = result.denominators[term]
+            self.epoch_sums[term] = self.epoch_sums.get(term, 0.0) + mean * denominator
+            self.epoch_denominators[term] = self.epoch_denominators.get(term, 0.0) + denominator
         self.epoch_samples += samples
         self.epoch_parts += len(result.micro_batches)
         self.epoch_largest = max((self.epoch_largest, *result.micro_batches))
@@ -101,6 +104,11 @@ class Progress:
         self.step_in_epoch += 1
         self.step += 1
         self.updates = 0
+
+    @property
+    def epoch_means(self) -> dict[str, float]:
+        """Mean of each loss term over the samples of the current epoch so far, as validation takes it."""
+        return {term: total / (self.epoch_denominators[term] or 1.0) for term, total in self.epoch_sums.items()}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> Progress:

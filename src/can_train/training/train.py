@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -46,7 +46,17 @@ from can_train.io.records import check_writable, open_to_append, this_host, writ
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, without_others
-from can_train.reporter import DemotingReporter, LoggedReporter, Reporter, SilentReporter, TextTable
+from can_train.reporter import (
+    DemotingReporter,
+    EpochFigures,
+    LoggedReporter,
+    Pace,
+    Reporter,
+    SilentReporter,
+    Stage,
+    TextTable,
+    figure_text,
+)
 from can_train.runs.attempts import SlurmContext, StopRequests
 from can_train.runs.recording import write_predictions
 from can_train.runs.run_folder import RunFolder, make_run, resume_hint
@@ -58,6 +68,8 @@ from can_train.training.loading import check_inputs_unchanged, fresh_model, load
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
+
+_COMPARED_SAMPLES: Final = 500  # training samples whose loss is compared with the validation loss
 
 ShareResult = tuple[BatchResult, Denominators]
 """The result of a rank's share of a logical batch, with the denominators of the whole batch that it was computed
@@ -303,16 +315,20 @@ def train(session: Session) -> None:
     for engine in session.engines:
         ranks.on_every_rank(engine.reserve.hold)
     # A signal inside the block is only noted: the step ends and is saved before the process does.
-    with session.stops.deferred(), session.reporter.stage("training", total=session.total_steps, unit="steps") as stage:
-        stage.advance(progress.step)
+    total, done = session.total_steps, progress.step
+    pace = Pace(total, done)
+    with session.stops.deferred(), session.reporter.stage("training", total=total, unit="steps", done=done) as stage:
         while not progress.trained:
+            figures = EpochFigures(epoch=progress.epoch, epochs=epochs)
             # A run that goes on may have come to its new end already.
             if progress.epoch < epochs:
-                _train_epoch(session, stage)
+                figures = _train_epoch(session, stage)
             if progress.epoch % session.training.val_interval == 0 or progress.epoch == epochs:
-                _validate(session)
+                figures = _validate(session, figures)
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
             progress.trained = progress.epoch >= epochs or stopped_early
+            seconds_left = 0.0 if progress.trained else pace.seconds_left(progress.step) or 0.0
+            session.reporter.epoch(replace(figures, seconds_left=seconds_left))
             session.save()
             session.stop_signal = _first_signal(ranks.gather(lambda: session.stops.received))
             _exit_if_stopped(session)
@@ -324,7 +340,8 @@ def train(session: Session) -> None:
     session.ooms_elsewhere = sum(ranks.gather(lambda: session.ooms_rescued)) - session.ooms_rescued
 
 
-def _train_epoch(session: Session, stage: Any) -> None:
+def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
+    """Trains to the end of the current epoch; returns its figures, without those of a validation."""
     progress, training = session.progress, session.training
     freeze(session.model, training, epoch=progress.epoch)
     steps = session.epochs.steps(progress.epoch)
@@ -332,17 +349,19 @@ def _train_epoch(session: Session, stage: Any) -> None:
     session.model.train()
     while progress.step_in_epoch < len(steps):
         ends_epoch = progress.step_in_epoch + 1 == len(steps)
-        means = take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch)
-        stage.advance(1, loss=_weighted(means, session.task.loss_weights))
+        take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch)
+        rate = (progress.epoch_samples - samples_before) / (time.perf_counter() - started)
+        stage.advance(1, **_step_figures(session, rate))
         if session.stop_signal or progress.step % training.checkpoint_every == 0:
             session.save()
         _exit_if_stopped(session)
     seconds, peak = time.perf_counter() - started, session.monitor.peak_share
+    per_second = round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None
     session.log(
         epoch=progress.epoch + 1,
-        train={term: total / progress.epoch_samples for term, total in progress.epoch_sums.items()},
+        train=progress.epoch_means,
         lr=session.engine.optimization.lr,
-        samples_per_second=round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None,
+        samples_per_second=per_second,
         peak_memory_pct=None if peak is None else round(peak, 5),
         batch_size_safety_factor=session.engine.run_plan.phase_plan.safety_factor,
         micro_batch_size=progress.epoch_largest,
@@ -350,8 +369,28 @@ def _train_epoch(session: Session, stage: Any) -> None:
         ooms_rescued=progress.epoch_ooms,
     )
     # The next epoch begins.
-    progress.epoch, progress.step_in_epoch, progress.epoch_sums = progress.epoch + 1, 0, {}
+    progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+    progress.epoch_sums, progress.epoch_denominators = {}, {}
     progress.epoch_samples = progress.epoch_parts = progress.epoch_largest = progress.epoch_ooms = 0
+    return EpochFigures(
+        epoch=progress.epoch, epochs=training.epochs, samples_per_second=per_second, peak=_peak(session)
+    )
+
+
+def _step_figures(session: Session, samples_per_second: float) -> dict[str, float | str]:
+    """Returns the figures beside the progress of a training; the loss is the epoch's mean so far."""
+    progress = session.progress
+    return {
+        "epoch": f"epoch {progress.epoch + 1}/{session.training.epochs}",
+        "step loss": _weighted(progress.epoch_means, session.task.loss_weights),
+        "rate": f"{figure_text('', samples_per_second).strip()}/s",
+        "peak": _peak(session),
+    }
+
+
+def _peak(session: Session) -> str:
+    peak_bytes = session.monitor.last_known_peak_bytes
+    return size_text(peak_bytes) if peak_bytes else ""
 
 
 def _exit_if_stopped(session: Session) -> None:
@@ -541,16 +580,20 @@ def _release_and_report(session: Session, result: BatchResult) -> None:
         session.reporter.notice(f"{leak}: something keeps tensors from step to step (losses never detached, say)")
 
 
-def _validate(session: Session) -> None:
-    """Computes the validation loss; keeps the weights if they are the best so far."""
+def _validate(session: Session, figures: EpochFigures) -> EpochFigures:
+    """Computes the validation loss, and keeps the weights if they are the best so far; returns the figures of the epoch
+    with those of the validation.
+    """
     progress = session.progress
-    loss = validation_loss(session)
+    loss, metrics = _evaluated(session, session.task.validation_rows, with_metrics=True)
     if not math.isfinite(loss):
         raise _no_longer_finite(session, f"epoch {progress.epoch}", {"validation loss": loss})
-    session.log(epoch=progress.epoch, validation_loss=loss)
+    training_loss = _compared_loss(session)
+    session.log(epoch=progress.epoch, validation_loss=loss, training_loss=training_loss)
     for engine in session.engines:
         engine.optimization.validated(loss)
-    if loss < progress.best_loss or progress.best_epoch == 0:
+    is_best = loss < progress.best_loss or progress.best_epoch == 0
+    if is_best:
         progress.best_loss, progress.best_epoch, progress.epochs_without_gain = loss, progress.epoch, 0
         if session.ranks.is_first:
             # On the host: a second copy on the device would take room from the batch.
@@ -559,28 +602,46 @@ def _validate(session: Session) -> None:
                 session.best = {name: value.detach().cpu().clone() for name, value in weights.items()}
     else:
         progress.epochs_without_gain += 1
+    metric = next(iter(metrics.items()), None)
+    return replace(figures, training_loss=training_loss, validation_loss=loss, metric=metric, is_best=is_best)
 
 
 def validation_loss(session: Session) -> float:
-    """Returns the weighted loss over the validation samples; each rank computes a share."""
+    """Returns the weighted loss over the validation samples."""
+    return _evaluated(session, session.task.validation_rows)[0]
+
+
+def _compared_loss(session: Session) -> float:
+    """Returns the loss over some training samples, the same ones after each epoch, computed as the validation loss is:
+    without dropout, and by the loss that the task validates with. The mean of the epoch's steps has neither.
+    """
+    rows = np.setdiff1d(session.task.train_rows, session.own_plan.skipped)
+    count = min(len(rows), len(session.task.validation_rows), _COMPARED_SAMPLES)
+    return _evaluated(session, rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)])[0]
+
+
+def _evaluated(session: Session, rows: Rows, *, with_metrics: bool = False) -> tuple[float, dict[str, float]]:
+    """Returns the weighted loss over some samples, and the task's metrics of them; each rank computes a share."""
     task, device = session.task, session.meter.device
-    rows = packed_rows(task, task.validation_rows)
+    rows = packed_rows(task, rows)
     share = session.ranks.share(len(rows), lambda: session.engine.shared_plan.evaluation_costs(task, rows))
     session.model.eval()
 
-    def losses_of(part: Rows) -> tuple[dict[str, float], dict[str, float]]:
+    def sums_of(part: Rows) -> tuple[dict[str, float], ...]:
         batch = task.logical_batch(part, device, session.precision.dtype, None)
         with torch.inference_mode(), session.precision.context(device):
             losses = batch.losses(session.model, 0, len(part))
-        totals = {term: float(total) for term, (total, _) in losses.items()}
-        return totals, {term: denominator for term, (_, denominator) in losses.items()}
+            metrics = task.metric_sums(session.model, batch, len(part)) if with_metrics else {}
+        return tuple({name: float(pair[index]) for name, pair in terms.items()}
+                     for terms in (losses, metrics) for index in (0, 1))  # fmt: skip
 
-    def sums() -> tuple[dict[str, float], dict[str, float]]:
-        parts = _inference(session).run(rows[share], losses_of) if share.stop > share.start else []
-        return sum_by_term([totals for totals, _ in parts]), sum_by_term([denominators for _, denominators in parts])
+    def sums() -> tuple[dict[str, float], ...]:
+        parts = _inference(session).run(rows[share], sums_of) if share.stop > share.start else []
+        return tuple(map(sum_by_term, zip(*parts, strict=True))) or ({}, {}, {}, {})
 
-    totals, denominators = (sum_by_term(terms) for terms in zip(*session.ranks.gather(sums), strict=True))
-    return _weighted({term: totals[term] / (denominators[term] or 1.0) for term in totals}, task.loss_weights)
+    losses, denominators, metrics, counts = map(sum_by_term, zip(*session.ranks.gather(sums), strict=True))
+    loss = _weighted({term: losses[term] / (denominators[term] or 1.0) for term in losses}, task.loss_weights)
+    return loss, {name: total / counts[name] for name, total in metrics.items() if counts[name]}
 
 
 def _inference(session: Session) -> BatchedInference:

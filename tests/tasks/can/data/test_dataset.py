@@ -32,7 +32,7 @@ class Recorder(SilentReporter):
         self.notices.append(text)
 
     @contextmanager
-    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
+    def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Stage]:
         self.stages.append(title)
         self._on_stage(title)
         with super().stage(title, total=total, unit=unit) as stage:

@@ -175,7 +175,7 @@ def test_the_folders_name_follows_from_every_setting() -> None:
 
 def test_a_folder_that_exists_is_not_written_again(version: int, folder: Path) -> None:
     class Deaf(SilentReporter):
-        def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Any:
+        def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Any:
             raise AssertionError("simulated again")
 
     assert synthetic_folder(folder.parent, SHORTEST[version], Deaf()) == folder
@@ -215,7 +215,7 @@ class InterruptedReporter(SilentReporter):
     """Lets three files pass."""
 
     @contextmanager
-    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
+    def stage(self, title: str, *, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Stage]:
         class Interrupting:
             done = 0
 
