@@ -5,7 +5,8 @@ Shapes: R samples that a call names by their rows, i.e. their indices in the tas
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -143,6 +144,21 @@ class ReferenceModel(ABC):
         """Computes [R, …] scores, which the task's judgement uses."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class UpcomingBatch:
+    """A logical batch that will be computed, so that its samples can be read ahead.
+
+    Attributes:
+        rows: [R] its samples.
+        share: Those that this process computes.
+        generator: The generator that `logical_batch` will be given; None in validation.
+    """
+
+    rows: NDArray[np.int64]
+    share: slice = field(default_factory=lambda: slice(None))
+    generator: torch.Generator | None = None
+
+
 class TaskInEpoch(Protocol):
     """A task during one epoch, as training calls it."""
 
@@ -191,6 +207,14 @@ class BatchTask(ABC):
             dtype: Number format of its inputs.
             generator: Draws, once for the whole batch, the randomness that couples its samples; None in validation.
         """
+
+    def read_ahead(self, batches: Iterable[UpcomingBatch]) -> AbstractContextManager[None]:
+        """Opens a span in which samples may be read before they are needed; the default reads none.
+
+        Args:
+            batches: The batches of the span, in their order; asked for as they are read.
+        """
+        return nullcontext()
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [R, len(memory_features)]: each sample's own count of each, which a batch sums or pads."""

@@ -45,6 +45,7 @@ LOOKS = {
     "fit/rescue.py Rescue.record_foreign_memory": "reads the device at the moment at which memory ran out",
     "memory/out_of_memory.py CatchOutOfMemory.__exit__": "decides what the block catches",
     "runs/attempts.py _describe_end": "names the ending of an attempt",
+    "training/read_ahead.py _Failure.of": "lets it pass from a process that reads samples to the one that computes",
     "training/sample_task.py Task.asked": "lets it pass an except clause for errors of other kinds",
     "training/session.py Session._damage": "lets it pass an except clause for errors of other kinds",
 }

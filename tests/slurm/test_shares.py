@@ -64,6 +64,12 @@ def test_a_rank_without_a_gpu_leaves_room_for_others() -> None:
     assert (run.cpus, run.mem) == (8, "32000M")
 
 
+def test_processes_that_read_samples_have_processors_and_memory() -> None:
+    place = Partition(name="p", nodes=(Node(name="c", cpus=128, memory_mib=512 * 1024),))
+    asks = [with_cluster_defaults(ClusterSettings(), place, "cpu", workers) for workers in (0, 12)]
+    assert [(run.cpus, run.mem) for run in asks] == [(8, "32G"), (13, "44G")]
+
+
 def test_what_was_said_stays() -> None:
     run = asked(cpus=3, mem="7G", time="5")
     assert (run.cpus, run.mem, run.time) == (3, "7G", "5")

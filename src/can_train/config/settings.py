@@ -385,6 +385,8 @@ class TrainingSettings:
     """Epochs without a better validation loss before training stops; 0 never stops early."""
     val_interval: int = 1
     """Epochs between validations."""
+    num_workers: str = "auto"
+    """Processes that read samples ahead; auto: as many as processors, up to 8, where reading takes time; 0: none."""
     log_splits: bool = False
     """Write a line to the log for each batch that is split: its parts, how much they hold, and the peak."""
     checkpoint_every: int = 100
@@ -423,6 +425,10 @@ class TrainingSettings:
                               value=", ".join(sorted(given)),
                               remedy="Give --lr, --weight-decay, --lr-factors or --no-decay")  # fmt: skip
         check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)
+        object.__setattr__(self, "num_workers", str(self.num_workers))
+        if self.num_workers != "auto" and not self.num_workers.isdecimal():
+            raise ConfigError("training.num_workers must be a whole number, at least 0, or auto",
+                              value=repr(self.num_workers))  # fmt: skip
         # These properties raise if they are not as they should be.
         _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib, self.lr_factor_of)
         fixed, least = self.micro_batch_size, self.min_micro_batch_size
@@ -438,6 +444,10 @@ class TrainingSettings:
                               remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps} "
                                      "--gradient-accumulation-steps 1. To make one step of "
                                      f"{steps} batches: --accumulation-threshold 0")  # fmt: skip
+
+    def validates_after(self, epochs: int) -> bool:
+        """Tells whether a validation follows the first `epochs` epochs."""
+        return epochs % self.val_interval == 0 or epochs == self.epochs
 
     @property
     def splits(self) -> int:

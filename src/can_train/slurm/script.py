@@ -91,6 +91,8 @@ MAX_DEFAULT_CPUS: Final = 8
 """Largest default number of processors of a rank: preparing data uses a few, training one."""
 MAX_DEFAULT_MEMORY_MIB: Final = 32 * 2**10
 """Largest default memory of a rank in MiB; data sets in memory need far less."""
+WORKER_MEMORY_MIB: Final = 2**10
+"""Memory of a process that reads samples, beside what it shares with its rank, in MiB."""
 _SETS_MEMORY: Final = frozenset(("mem-per-cpu", "mem-per-gpu", "exclusive"))
 _SETS_CPUS: Final = frozenset(("cpus-per-gpu", "exclusive", "threads-per-core"))
 """Other sbatch options through which a user decides the amount."""
@@ -109,7 +111,9 @@ def with_sbatch_defaults(cluster: ClusterSettings, environment: Mapping[str, str
     return replace(cluster, **{name: text for name, text in defaults.items() if text and not getattr(cluster, name)})
 
 
-def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None, device: str) -> ClusterSettings:
+def with_cluster_defaults(
+    cluster: ClusterSettings, partition: Partition | None, device: str, workers: int = 0
+) -> ClusterSettings:
     """Fills empty settings: GPUs, time limit and a fair share of a node's processors and memory.
 
     Without this a site's own defaults apply, and 100 MB of memory a processor would end every training.
@@ -118,6 +122,7 @@ def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None,
         cluster: The request.
         partition: Partition of the job. If None, processors and memory stay empty.
         device: The run's device: auto, cpu, cuda[:i] or sim:SIZE.
+        workers: Processes of each rank that read samples, as far as they were asked for.
     """
     limit_min = None if partition is None else partition.max_time_min
     time = cluster.time or time_text(DAY_MIN if limit_min is None else min(DAY_MIN, limit_min))
@@ -133,18 +138,20 @@ def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None,
         return cluster
     decided = {str(name).replace("_", "-") for name in cluster.additional}
     decided |= {"exclusive"} if cluster.exclusive else set()
-    fair_cpus = max(1, min(MAX_DEFAULT_CPUS, *(node.cpus // _ranks_sharing(node) for node in nodes)))
+    most_cpus = max(MAX_DEFAULT_CPUS, workers + 1)
+    fair_cpus = max(1, min(most_cpus, *(node.cpus // _ranks_sharing(node, most_cpus) for node in nodes)))
     cpus = cluster.cpus or (0 if decided & _SETS_CPUS else fair_cpus)
     if cluster.mem or decided & _SETS_MEMORY:
         return replace(cluster, cpus=cpus)
-    rank_mib = min(min(MAX_DEFAULT_MEMORY_MIB, node.memory_mib // _ranks_sharing(node)) for node in nodes)
+    most_mib = MAX_DEFAULT_MEMORY_MIB + workers * WORKER_MEMORY_MIB
+    rank_mib = min(min(most_mib, node.memory_mib // _ranks_sharing(node, most_cpus)) for node in nodes)
     memory_mib = rank_mib * cluster.ranks_per_node
     return replace(cluster, cpus=cpus, mem=memory_text(memory_mib) if memory_mib > 0 else "")
 
 
-def _ranks_sharing(node: Node) -> int:
-    """Returns the number of ranks on a node: one for each GPU, or without GPUs for MAX_DEFAULT_CPUS processors."""
-    return max(1, node.num_gpus() or node.cpus // MAX_DEFAULT_CPUS)
+def _ranks_sharing(node: Node, most_cpus: int = MAX_DEFAULT_CPUS) -> int:
+    """Returns the number of ranks on a node: one for each GPU, or without GPUs for `most_cpus` processors."""
+    return max(1, node.num_gpus() or node.cpus // most_cpus)
 
 
 # The batch script

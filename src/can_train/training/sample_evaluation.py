@@ -10,6 +10,7 @@ import torch
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.reporter import TextTable
+from can_train.task import UpcomingBatch
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
 from can_train.training.sample_task import VALIDATION, Task, make_task, tables
 
@@ -31,7 +32,8 @@ class SampleEvaluation(Evaluation):
     def evaluate(self, score: Scorer) -> Verdict:
         """Judges the model on each set."""
         with score.stage("scoring"):
-            parts = {name: score.parts(self._judged, rows) for name, rows in self._sets.items()}
+            with self._task.read_ahead(UpcomingBatch(rows=rows) for rows in self._sets.values()):
+                parts = {name: score.parts(self._judged, rows) for name, rows in self._sets.items()}
             tests = {name: self._task.judge_rows(rows, parts[name]) for name, rows in self._sets.items()}
         predictions = [each for name in self._sets for part in parts[name] for each in part.predictions or ()]
         columns = {

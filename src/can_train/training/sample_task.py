@@ -6,8 +6,8 @@ Shapes: R samples of a call, named by their rows: the samples of `datasets()` on
 
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,13 +25,15 @@ from can_train.fit.collate import leaves, pad_and_stack, to_device
 from can_train.io.records import sketch
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter, TextTable
-from can_train.task import BatchTask, Feature, LogicalBatch, Phase
+from can_train.task import BatchTask, Feature, LogicalBatch, Phase, UpcomingBatch
+from can_train.training.read_ahead import SampleReader
 
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
 TEST: Final = "test"
 MODEL: Final = "model"
 _HELD_OUT: Final = 0.1  # Share of the training samples that validate where a task names no such set
+_PORTION: Final = 256  # Samples that are read ahead as if they were a logical batch, where nothing is trained
 _LOOK: Final = 64  # Samples that are looked at to find out whether samples differ in length
 _PADDED: Final = 1  # Row lengths of padded batches grow memory linearly,
 _SQUARED: Final = 2  # and attention between their positions with the square
@@ -60,6 +62,7 @@ class TaskContext:
         evaluation: An instance of the task's `EvaluationSettings`: the options of `can-train evaluate`.
         state: The value of `Task.state` of the run that is evaluated; empty in training.
         sampling: Whether only a plan is asked for: a sample of the data will do, and nothing is written.
+        num_workers: Processes that read samples ahead: a number, or `auto`; the task itself reads in `0` more.
     """
 
     settings: Any
@@ -75,6 +78,7 @@ class TaskContext:
     state: Mapping[str, Any] = field(default_factory=dict)
     reporter: Reporter = field(default_factory=SilentReporter)
     sampling: bool = False
+    num_workers: str = "0"
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,12 @@ class Task(BatchTask):
         self.settings, self.dataset = self.context.settings, self.context.dataset
         self.model_settings, self.mode = self.context.model, self.context.mode
         self._phase = Phase()
+        # Copies of the task for phases share it.
+        self._reader = SampleReader(
+            lambda row, seed: self.sample(row, seed=seed), str(self.context.num_workers),
+            size=lambda: sum(map(len, self.sets.values())), sets=lambda: list(self.sets.values()),
+            notice=self.context.reporter.notice,
+        )  # fmt: skip
 
     # Methods that a person writes
 
@@ -296,8 +306,14 @@ class Task(BatchTask):
         # No code runs when one of a list is read.
         if isinstance(samples, list | tuple | Tensor):
             return samples[number]
-        with self.asked(f"sample {number} of the set {name!r}"), _seeded(seed):
-            return samples[number]
+        # Sums of large tensors depend on the number of threads, and processes that read have one.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with self.asked(f"sample {number} of the set {name!r}"), _seeded(seed):
+                return samples[number]
+        finally:
+            torch.set_num_threads(threads)
 
     def describe(self, row: int) -> str:
         """Names a sample in a message."""
@@ -337,9 +353,15 @@ class Task(BatchTask):
             if len({tuple(tensor.shape for tensor in leaves(self.sample(int(row)))) for row in looked}) == 1:
                 return (Feature("samples"),), None
         counted = []
-        with self.context.reporter.stage("counting what samples hold", total=total, unit="samples") as stage:
+        stage_name = "counting what samples hold"
+        portions = (range(start, min(start + _PORTION, total)) for start in range(0, total, _PORTION))
+        requests = ((rows, [0] * len(rows)) for rows in portions)
+        with (
+            self.context.reporter.stage(stage_name, total=total, unit="samples") as stage,
+            self._reader.ahead(requests),
+        ):
             for row in range(total):
-                sample = self.sample(row)
+                sample = self._reader.take(row, 0)
                 with self.asked(f"features of {self.describe(row)}"):
                     counted.append(dict(self.features(sample) if count else _lengths(sample)))
                 stage.advance(1)
@@ -368,6 +390,21 @@ class Task(BatchTask):
         other = copy.copy(self)
         other._phase = phase
         return other
+
+    def read_ahead(self, batches: Iterable[UpcomingBatch]) -> AbstractContextManager[None]:
+        """Reads the samples of batches ahead, by the processes of `training.num_workers`."""
+        # Drawing needs all samples of the batch on each rank.
+        whole = type(self).draw is not Task.draw
+
+        def requests() -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+            for batch in batches:
+                share = slice(None) if whole else batch.share
+                rows, seeds = batch.rows.tolist()[share], _sample_seeds(batch.rows, batch.generator)[share]
+                portion = len(rows) if batch.generator is not None else _PORTION
+                for start in range(0, len(rows), max(portion, 1)):
+                    yield rows[start : start + portion], seeds[start : start + portion]
+
+        return self._reader.ahead(requests())
 
     def logical_batch(
         self, rows: Rows, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
@@ -420,8 +457,10 @@ class Task(BatchTask):
 
     def judge(self, score: Any) -> Mapping[str, Any]:
         """Judges the trained model on the validation set and on each test set; baselines on the test sets."""
-        validation = self._scores(self.validation_rows, score.parts(self.validation_rows))
-        tests = {name: self.judge_rows(rows, score.parts(rows)) for name, rows in self.test_sets.items()}
+        judged = (self.validation_rows, *self.test_sets.values())
+        with self.read_ahead(UpcomingBatch(rows=rows) for rows in judged):
+            validation = self._scores(self.validation_rows, score.parts(self.validation_rows))
+            tests = {name: self.judge_rows(rows, score.parts(rows)) for name, rows in self.test_sets.items()}
         return {VALIDATION: validation, TEST: tests}
 
     def judge_rows(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, Any]:
@@ -474,9 +513,7 @@ class SampleBatch:
     ) -> None:
         self._task, self._rows, self._device, self._dtype = task, rows, device, dtype
         self._validating = generator is None
-        # Of each sample: a part that is computed once more, or in other parts, draws the same.
-        drawn = torch.randint(2**62, (), generator=generator).item() if generator is not None else 0
-        self._seeds = [int(drawn) ^ int(row) for row in rows]
+        self._seeds = _sample_seeds(rows, generator)
         self._samples: dict[int, Any] = {}
         if type(task).draw is not Task.draw:
             self._draw(generator)
@@ -503,7 +540,7 @@ class SampleBatch:
         """Returns samples `start:stop`, read when they are first needed."""
         for position in range(start, stop):
             if position not in self._samples:
-                self._samples[position] = self._task.sample(int(self._rows[position]), seed=self._seeds[position])
+                self._samples[position] = self._task._reader.take(int(self._rows[position]), self._seeds[position])
         return [self._samples[position] for position in range(start, stop)]
 
     def _draw(self, generator: torch.Generator | None) -> None:
@@ -536,6 +573,14 @@ class Samples(Sequence[Any]):
         return self._task.sample(int(self._rows[index]))
 
 
+def _sample_seeds(rows: Rows, generator: torch.Generator | None) -> list[int]:
+    """Returns a seed for each sample of a logical batch: a part that is computed once more, or in other parts, draws
+    the same.
+    """
+    drawn = int(torch.randint(2**62, (), generator=generator)) if generator is not None else 0
+    return [drawn ^ int(row) for row in rows]
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seeds the global generators for the block, and restores them after it: datasets that augment draw from them."""
@@ -564,7 +609,7 @@ def make_task(
     further.setdefault("evaluation", load_object(run.task_settings.evaluation)())
     context = TaskContext(settings=run.settings, dataset=run.dataset, model_name=run.model_name, model=run.model,
                           mode=run.mode, seed=run.training.seed, data_root=data_root, cache=cache, finished=finished,
-                          reporter=reporter, **further)  # fmt: skip
+                          reporter=reporter, num_workers=run.training.num_workers, **further)  # fmt: skip
     try:
         task: Task = kind(context)
     except CanTrainError:

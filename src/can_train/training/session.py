@@ -8,11 +8,13 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
@@ -30,6 +32,7 @@ from can_train.fit.optimizer import (
     restore_generators,
     seed_rank,
     state_bytes,
+    step_generator,
 )
 from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, packed_rows, rows_by_epoch, still_fits
 from can_train.fit.rescue import Backoff
@@ -42,13 +45,15 @@ from can_train.runs.attempts import TERMINATED, StopRequests
 from can_train.runs.recording import MetricsLog, StepLog, StepRecord, memory_limits, rewind_steps, steps_path
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.trackers import Tracker
-from can_train.task import BatchTask, Phase, TaskInEpoch
+from can_train.task import BatchTask, Phase, TaskInEpoch, UpcomingBatch
 from can_train.training.distributed import Ranks
 from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints
 
 if TYPE_CHECKING:
     from can_train.training.reference_models import ReferenceModels
+
+_COMPARED_SAMPLES: Final = 500  # Training samples whose loss is compared with the validation loss
 
 
 @dataclass(kw_only=True)
@@ -253,6 +258,40 @@ class Session(Parts):
                 yield
             finally:
                 self.engine = before
+
+    def share(self, engine: PhaseEngine, rows: NDArray[np.int64]) -> slice:
+        """Returns which samples of a logical batch this rank computes."""
+        return self.ranks.share(len(rows), lambda: engine.shared_plan.training_costs(engine.task, rows))
+
+    @cached_property
+    def compared_rows(self) -> NDArray[np.int64]:
+        """Some training samples, whose loss is compared with the validation loss after each epoch."""
+        rows = np.setdiff1d(self.task.train_rows, self.own_plan.skipped)
+        count = min(len(rows), len(self.task.validation_rows), _COMPARED_SAMPLES)
+        compared: NDArray[np.int64] = rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)]
+        return compared
+
+    def evaluation_share(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], slice]:
+        """Returns samples in the order in which they are evaluated, and which of them this rank computes."""
+        rows = packed_rows(self.task, rows)
+        return rows, self.ranks.share(len(rows), lambda: self.engine.shared_plan.evaluation_costs(self.task, rows))
+
+    def upcoming(self) -> Iterator[UpcomingBatch]:
+        """Yields the batches of training and validation that follow, up to the last epoch."""
+        progress, training = self.progress, self.training
+        step, first, updates_done = progress.step, progress.step_in_epoch, progress.updates
+        for epoch in range(progress.epoch, training.epochs):
+            for rows in self.epochs.steps(epoch)[first:]:
+                updates = [engine for engine in self.engines for _ in range(engine.phase.steps)]
+                for update, engine in list(enumerate(updates))[updates_done:]:
+                    generator = step_generator(seed=training.seed, step=step, update=update)
+                    yield UpcomingBatch(rows=rows, share=self.share(engine, rows), generator=generator)
+                step, updates_done = step + 1, 0
+            first = 0
+            if training.validates_after(epoch + 1):
+                for evaluated in (self.task.validation_rows, self.compared_rows):
+                    rows, share = self.evaluation_share(evaluated)
+                    yield UpcomingBatch(rows=rows, share=share)
 
     def record_rescue(self) -> None:
         """Records an out-of-memory of any phase: the monitor's peak since then is all phases'."""

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from can_train.fit.cost_model import SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, combine_updates, sum_by_term
 from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator
-from can_train.fit.planner import Planner, Planners, RunPlan, packed_rows
+from can_train.fit.planner import Planner, Planners, RunPlan
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.io.records import check_writable, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
@@ -68,8 +68,6 @@ from can_train.training.loading import check_inputs_unchanged, fresh_model, load
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
-
-_COMPARED_SAMPLES: Final = 500  # training samples whose loss is compared with the validation loss
 
 ShareResult = tuple[BatchResult, Denominators]
 """The result of a rank's share of a logical batch, with the denominators of the whole batch that it was computed
@@ -317,13 +315,17 @@ def train(session: Session) -> None:
     # A signal inside the block is only noted: the step ends and is saved before the process does.
     total, done = session.total_steps, progress.step
     pace = Pace(total, done)
-    with session.stops.deferred(), session.reporter.stage("training", total=total, unit="steps", done=done) as stage:
+    with (
+        session.stops.deferred(),
+        session.task.read_ahead(session.upcoming()),
+        session.reporter.stage("training", total=total, unit="steps", done=done) as stage,
+    ):
         while not progress.trained:
             figures = EpochFigures(epoch=progress.epoch, epochs=epochs)
             # A run that goes on may have come to its new end already.
             if progress.epoch < epochs:
                 figures = _train_epoch(session, stage)
-            if progress.epoch % session.training.val_interval == 0 or progress.epoch == epochs:
+            if session.training.validates_after(progress.epoch):
                 figures = _validate(session, figures)
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
             progress.trained = progress.epoch >= epochs or stopped_early
@@ -536,7 +538,7 @@ def _accumulate(session: Session, rows: Rows, known: Denominators | None = None)
         # The whole batch, so that couplings of its samples are drawn alike on all ranks; it computes only the samples
         # that it is asked for.
         batch = task.logical_batch(rows, device, session.precision.dtype, generator)
-        share = ranks.share(len(rows), lambda: engine.shared_plan.training_costs(engine.task, rows))
+        share = session.share(engine, rows)
         denominators = known or Denominators.of(batch, len(rows))
 
         def losses_of(start: int, stop: int) -> Losses:
@@ -588,7 +590,9 @@ def _validate(session: Session, figures: EpochFigures) -> EpochFigures:
     loss, metrics = _evaluated(session, session.task.validation_rows, with_metrics=True)
     if not math.isfinite(loss):
         raise _no_longer_finite(session, f"epoch {progress.epoch}", {"validation loss": loss})
-    training_loss = _compared_loss(session)
+    # As the validation loss is computed: without dropout, and by the loss that the task validates with. The mean of the
+    # epoch's steps has neither.
+    training_loss, _ = _evaluated(session, session.compared_rows)
     session.log(epoch=progress.epoch, validation_loss=loss, training_loss=training_loss)
     for engine in session.engines:
         engine.optimization.validated(loss)
@@ -611,20 +615,10 @@ def validation_loss(session: Session) -> float:
     return _evaluated(session, session.task.validation_rows)[0]
 
 
-def _compared_loss(session: Session) -> float:
-    """Returns the loss over some training samples, the same ones after each epoch, computed as the validation loss is:
-    without dropout, and by the loss that the task validates with. The mean of the epoch's steps has neither.
-    """
-    rows = np.setdiff1d(session.task.train_rows, session.own_plan.skipped)
-    count = min(len(rows), len(session.task.validation_rows), _COMPARED_SAMPLES)
-    return _evaluated(session, rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)])[0]
-
-
 def _evaluated(session: Session, rows: Rows, *, with_metrics: bool = False) -> tuple[float, dict[str, float]]:
     """Returns the weighted loss over some samples, and the task's metrics of them; each rank computes a share."""
     task, device = session.task, session.meter.device
-    rows = packed_rows(task, rows)
-    share = session.ranks.share(len(rows), lambda: session.engine.shared_plan.evaluation_costs(task, rows))
+    rows, share = session.evaluation_share(rows)
     session.model.eval()
 
     def sums_of(part: Rows) -> tuple[dict[str, float], ...]:
