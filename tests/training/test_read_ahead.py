@@ -112,6 +112,16 @@ def test_reading_ahead_draws_nothing_from_the_generators(tmp_path: Path) -> None
     assert states[0] == states[1]
 
 
+def test_reading_a_sample_leaves_the_generator_of_the_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = list[int]()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    task = augmented(Words)()
+    _ = task.sets
+    seeds.clear()
+    task.sample(3, seed=7)
+    assert seeds == []
+
+
 def test_a_sample_is_read_here_where_nobody_was_asked_for_it_and_kept_while_its_batch_is_computed() -> None:
     reader = SampleReader(lambda row, seed: (os.getpid(), row, seed), "2", size=lambda: 9, sets=list)
     here = os.getpid()
@@ -121,7 +131,7 @@ def test_a_sample_is_read_here_where_nobody_was_asked_for_it_and_kept_while_its_
         assert reader.take(2, 5) == (here, 2, 5), "its batch is over"
 
 
-class Failing:
+class Failing(Sequence[Tensor]):
     """A data set with one sample that cannot be read."""
 
     def __init__(self, act: Any) -> None:
@@ -130,7 +140,7 @@ class Failing:
     def __len__(self) -> int:
         return 40
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: Any) -> Any:
         if index >= len(self):
             raise IndexError(index)
         if index == 39 and os.getpid() != PARENT:

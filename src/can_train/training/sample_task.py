@@ -6,7 +6,7 @@ Shapes: R samples of a call, named by their rows: the samples of `datasets()` on
 
 import copy
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -310,7 +310,7 @@ class Task(BatchTask):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with self.asked(f"sample {number} of the set {name!r}"), _seeded(seed):
+            with self.asked(f"sample {number} of the set {name!r}"), _seeded(seed, torch.default_generator.manual_seed):
                 return samples[number]
         finally:
             torch.set_num_threads(threads)
@@ -582,12 +582,14 @@ def _sample_seeds(rows: Rows, generator: torch.Generator | None) -> list[int]:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the global generators for the block, and restores them after it: datasets that augment draw from them."""
+def _seeded(seed: int, seed_torch: Callable[[int], object] = torch.manual_seed) -> Iterator[None]:
+    """Seeds the global generators for the block, and restores those of the host after it: datasets that augment draw
+    from them. `torch.manual_seed` seeds the GPU's too, which takes a millisecond and is not restored.
+    """
     before = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.manual_seed(seed)
+    seed_torch(seed)
     try:
         yield
     finally:
