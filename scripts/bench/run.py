@@ -19,6 +19,8 @@ if __name__ == "__main__":
     if name in ("scoring", "chaos"):
         # torch reads it when it is imported. The command line sets it too.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # A measured process has compiled modules, as an installed package has.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     python = project_python(SCRIPTS.parent)
     # A variable, so that the processes that a benchmark starts find its modules too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))

@@ -1,17 +1,20 @@
 """Where the commands about runs look for them: the options that name the folders, and the runs found there."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
 from can_train.config.resolved import PathSettings, state_folder, user_file
-from can_train.runs.registry import Registry
-from can_train.runs.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
-from can_train.runs.trust import CodeTrust
-from can_train.slurm import client as slurm
+
+# Imported where they are used: `can-train --help` names runs, and looks for none.
+if TYPE_CHECKING:
+    from can_train.runs.registry import Registry
+    from can_train.runs.status import KnownRun, RunStatus
+    from can_train.runs.trust import CodeTrust
 
 Run = Annotated[
     str, typer.Argument(help="Id of a run, any part of it that no other run has, its folder, or last.", metavar="RUN")
@@ -51,7 +54,13 @@ class RunLocator:
     def __init__(self, runs_dir: str, state_dir: str | None) -> None:
         self.runs_dir = Path(runs_dir)
         self.state_folder = state_folder(None if state_dir is None else Path(state_dir))
-        self.registry = Registry(self.state_folder)
+
+    @cached_property
+    def registry(self) -> "Registry":
+        """The registry of the state folder."""
+        from can_train.runs.registry import Registry
+
+        return Registry(self.state_folder)
 
     @classmethod
     def of_words(cls, words: Sequence[str]) -> Self:
@@ -60,23 +69,35 @@ class RunLocator:
         runs_dir = given.get("--runs-dir", user_file().values.get("runs_dir", PathSettings().runs_dir))
         return cls(runs_dir, given.get("--state-dir"))
 
-    def runs(self) -> list[KnownRun]:
+    def runs(self) -> "list[KnownRun]":
         """Lists all runs, the newest first."""
+        from can_train.runs.status import known_runs
+
         return known_runs(self.registry, self.runs_dir)
 
-    def find(self, name: str) -> KnownRun:
+    def find(self, name: str) -> "KnownRun":
         """Finds a run by its id, any part of it, its folder, or `last`."""
+        from can_train.runs.status import find_run
+
         return find_run(self.runs(), name)
 
-    def status(self, known_run: KnownRun) -> RunStatus:
+    def status(self, known_run: "KnownRun") -> "RunStatus":
         """Finds out the status of a run."""
+        from can_train.runs.status import run_statuses
+        from can_train.slurm import client as slurm
+
         return run_statuses([known_run], self.registry, slurm)[0]
 
-    def statuses(self, names: Sequence[str]) -> list[RunStatus]:
+    def statuses(self, names: Sequence[str]) -> "list[RunStatus]":
         """Finds runs by their names, and their status; a run with two names is listed once."""
+        from can_train.runs.status import run_statuses
+        from can_train.slurm import client as slurm
+
         runs = {run.run_id: run for run in map(self.find, names)}
         return run_statuses(runs.values(), self.registry, slurm)
 
-    def trust(self, *, trusts_all: bool) -> CodeTrust:
+    def trust(self, *, trusts_all: bool) -> "CodeTrust":
         """Makes the rule that decides whether the code of a run may run."""
+        from can_train.runs.trust import CodeTrust
+
         return CodeTrust(state=self.state_folder, trusts_all=trusts_all)

@@ -32,8 +32,6 @@ from can_train.config.resolved import user_file
 from can_train.config.settings import split_list
 from can_train.errors import CanTrainError, ConfigError, FailedRunError, with_command_name
 from can_train.reporter import LineReporter, SilentReporter, TextTable
-from can_train.runs.run_folder import name_to_type, resume_hint
-from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once, find_launch, launched_place
 
 if TYPE_CHECKING:
@@ -300,6 +298,7 @@ def _resubmit(flags: Flags) -> None:
     from can_train.config.compose import preset_request, resolve_again
     from can_train.config.resolved import with_absolute_paths
     from can_train.runs.past_runs import PastRuns, resolve_prerequisites
+    from can_train.slurm import client as slurm
 
     # Not where it was written down: the registry that was asked is the one that gets the new run.
     values: dict[str, Any] = {**request.values, "paths.state_dir": str(locator.state_folder)}
@@ -444,6 +443,8 @@ class RunPrinter:
 
     def print(self, attempt: Callable[[], "Outcome | None"], folder: "RunFolder | None" = None) -> None:
         """Trains a run by a call of `attempt`, and prints its outcome; `folder` is there if it is not a new run."""
+        from can_train.runs.run_folder import name_to_type, resume_hint
+
         self.folder, error = folder, None
         try:
             if (outcome := attempt()) is not None:

@@ -76,10 +76,14 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, EntryPoint]]:
 
     declared: dict[str, dict[str, EntryPoint]] = {_TASKS: {}, _COMMANDS: {}}
     for package in distributions(path=list(path)):
+        # Hundreds of packages declare other things, whose entry points need not be parsed.
+        if not any(group in (package.read_text("entry_points.txt") or "") for group in declared):
+            continue
+        metadata = package.metadata  # is parsed whenever it is asked for
+        extras = tuple(metadata.get_all("Provides-Extra") or ())
         for entry in package.entry_points:
             if entry.group in declared:
-                extras = tuple(package.metadata.get_all("Provides-Extra") or ())
-                point = EntryPoint(entry.value, package.metadata["Name"], extras)
+                point = EntryPoint(entry.value, metadata["Name"], extras)
                 declared[entry.group].setdefault(entry.name, point)
     # The project table of a checkout or of a job's snapshot, which need not be installed.
     file, project = Path(__file__).resolve().parents[3] / "pyproject.toml", dict[str, Any]()

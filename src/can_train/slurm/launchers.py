@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from can_train.errors import ConfigError
-from can_train.slurm.client import SRUN
 
 if TYPE_CHECKING:
     from can_train.training.distributed import RankPlace
@@ -70,6 +69,8 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
         ConfigError: A variable is not a number, a launcher was itself started several times, or a launcher does not
             set the number of processes.
     """
+    from can_train.slurm.client import SRUN
+
     torch = "torchrun" if _ELASTIC in environment else "a launcher of PyTorch"
     named = [(torch, _TORCH), *(("mpirun", names) for names in _MPI.values()), ("mpiexec", _PMI)]
     inner = [launch for launcher, names in named if (launch := _read(launcher, names, environment)) is not None]
@@ -151,6 +152,8 @@ def launched_place(launch: Launch, environment: Mapping[str, str] = os.environ) 
     Raises:
         ConfigError: The launcher does not set the address of rank 0, or the local rank.
     """
+    from can_train.slurm.client import SRUN
+
     if launch.launcher == SRUN:
         place = rank_place(environment)
         assert place is not None, "a step of several tasks"
