@@ -137,7 +137,7 @@ def test_a_dry_run_prints_the_configuration_and_what_the_plan_rests_on_where_tha
 
 
 def test_a_dry_run_leaves_nothing_of_the_libraries_in_the_temporary_folder(tmp_path: Path) -> None:
-    # In a process of its own: what torch_geometric has written once it does not write again.
+    # In a process of its own: a library that has written once does not write again.
     line = [sys.executable, "-m", "can_train", *TRAIN, "--device", "cpu", "--dry-run", "--state-dir", str(tmp_path)]
     subprocess.run(line, env={**os.environ, "TMPDIR": str(tmp_path)}, cwd=tmp_path, check=True, capture_output=True)
     assert list(tmp_path.iterdir()) == []

@@ -69,7 +69,6 @@ def test_a_module_is_found_from_the_current_folder(
 @pytest.mark.parametrize(
     ("task", "package", "words"),
     [
-        ("can", "torch_geometric", ("--model", "gat", "--dataset", "synthetic")),
         ("can", "polars", ("--model", "gat", "--dataset", "synthetic")),
         ("muon", "polars", ("--dataset", "synthetic")),
         ("tracknet", "PIL", ("--dataset", "synthetic")),

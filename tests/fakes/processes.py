@@ -22,7 +22,7 @@ TIMEOUT_S = 300
 _COSTLY = [
     "can_train.cli.train", "can_train.config.compose", "can_train.report.page", "can_train.slurm.submit",
     "can_train.training.train", "can_train_tasks.can.models", "pydantic", "rich.progress", "sklearn.ensemble",
-    "sklearn.pipeline", "torch.distributed", "torch.onnx", "torch.profiler", "torch_geometric.nn", "typer.completion",
+    "sklearn.pipeline", "torch._dynamo", "torch.distributed", "torch.onnx", "torch.profiler", "typer.completion",
 ]  # fmt: skip
 """Not polars: it has threads once it is imported, and a fork has none of them."""
 

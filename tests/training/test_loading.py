@@ -1,4 +1,3 @@
-import importlib
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,6 @@ def test_data_that_cannot_be_kept_are_trained_on_all_the_same(tmp_path: Path, mo
 def test_data_for_which_no_folder_has_room_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     run = run_with_state(tmp_path / "file")
-    importlib.import_module("torch_geometric")  # its first import makes a folder of temporary files
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     with pytest.raises(StateError, match="The folder for prepared data cannot be written"):
         load_task(run, Notices())

@@ -9,9 +9,8 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import scatter
 
-from can_train_tasks.can.data.batches import GraphBatch
+from can_train_tasks.can.data.batches import GraphBatch, scatter
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
@@ -98,7 +97,7 @@ def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:
 
 def shares_of_windows(contributions: Tensor, window: Tensor) -> Tensor:
     """Returns contributions [I, P] as shares of their sum over a window; `window` [I] is the window of each ID."""
-    total: Tensor = scatter(contributions.sum(dim=1), window, dim=0, reduce="sum")[window]
+    total = scatter(contributions.sum(dim=1), window, int(window.max()) + 1 if len(window) else 0)[window]
     return contributions / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]
 
 
@@ -110,6 +109,5 @@ def _sums(columns: Tensor, names: Sequence[str]) -> Tensor:
 
 def _at_ends(edges: Tensor, batch: GraphBatch) -> Tensor:
     """Gives half of each edge's contributions [E, P] to each of its two nodes: [N, P]."""
-    at_source, at_target = (scatter(edges, end, dim=0, dim_size=len(batch.can_id)) for end in batch.edge_index)
-    both: Tensor = at_source + at_target
-    return both / 2
+    at_source, at_target = (scatter(edges, end, len(batch.can_id)) for end in batch.edge_index)
+    return (at_source + at_target) / 2

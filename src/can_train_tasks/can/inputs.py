@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch_geometric.utils import scatter
 
 from can_train.fit.packing import members
-from can_train_tasks.can.data.batches import GraphBatch
+from can_train_tasks.can.data.batches import GraphBatch, scatter
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import (
     EDGE_FEATURES,
@@ -392,7 +391,7 @@ class InputEncoder(nn.Module):
         index = self.visible_index(batch)
         # A node's inputs include the means over its entering and its leaving edges: attention layers use edge features
         # to weigh messages, and never as the content of messages.
-        leaving, entering = (scatter(edge, end, dim_size=len(node), reduce="mean") for end in batch.edge_index)
+        leaving, entering = (scatter(edge, end, len(node), "mean") for end in batch.edge_index)
         parts = [node, entering, leaving]
         if self.behaviour:
             # How often IDs follow one another differs between vehicles: the window's mean is subtracted.
@@ -409,11 +408,8 @@ def _known_share(batch: GraphBatch, known: Tensor) -> Tensor:
     """Returns the share [B] of each window's IDs that are `known` [N], weighted by the age of an ID."""
     # A flood of made-up IDs must not look like another bus. Made-up IDs are new, the vehicle's IDs are old.
     age = batch.past_windows.to(batch.x.dtype) + 1
-    old, whole = (
-        scatter(weight, batch.batch, dim=0, dim_size=batch.num_graphs, reduce="sum") for weight in (age * known, age)
-    )
-    share: Tensor = old / whole
-    return share
+    old, whole = (scatter(weight, batch.batch, batch.num_graphs) for weight in (age * known, age))
+    return old / whole
 
 
 def _familiarity(batch: GraphBatch, known: Tensor) -> Tensor:
@@ -423,9 +419,7 @@ def _familiarity(batch: GraphBatch, known: Tensor) -> Tensor:
 
 def _centred(batch: GraphBatch, features: Tensor) -> Tensor:
     """Subtracts the window's mean from features [N, F]."""
-    mean = scatter(features, batch.batch, dim=0, dim_size=batch.num_graphs, reduce="mean")
-    centred: Tensor = features - mean[batch.batch]
-    return centred
+    return features - scatter(features, batch.batch, batch.num_graphs, "mean")[batch.batch]
 
 
 def _mean_and_std(features: NDArray[np.float32], ptr: Ints, rows: Ints) -> tuple[Floats, Floats]:

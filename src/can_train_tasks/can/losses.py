@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch_geometric.utils import scatter
 
 from can_train.task import Outputs
-from can_train_tasks.can.data.batches import GraphBatch
+from can_train_tasks.can.data.batches import GraphBatch, scatter
 from can_train_tasks.can.data.graphs import Bools, Floats, Ints
 from can_train_tasks.can.inputs import InputEncoder
 from can_train_tasks.can.models import MISSING_ID, Reconstruction, worst_nodes
@@ -76,7 +75,7 @@ class ClassifierBatch:
         """Returns the scores [B, 1]: attack logit minus benign logit, plus `MISSING_ID` for each overdue ID."""
         logits: Tensor = model(batch).float()
         inputs = cast(InputEncoder, model.inputs)
-        overdue = scatter(inputs.overdue(batch).float(), batch.absent_batch, dim_size=batch.num_graphs, reduce="sum")
+        overdue = scatter(inputs.overdue(batch).float(), batch.absent_batch, batch.num_graphs)
         score: Tensor = logits[:, 1] - logits[:, 0] + MISSING_ID * overdue
         return score.unsqueeze(1)
 
@@ -168,13 +167,11 @@ class AutoencoderBatch:
         worst = worst_nodes(errors.node, batch.batch)
         means = ((errors.node, batch.batch), (errors.edge, edge_graph), (errors.kl, batch.batch),
                  (errors.node[worst], batch.batch[worst]))  # fmt: skip
-        per_graph = [
-            scatter(error.float(), graph, dim=0, dim_size=batch.num_graphs, reduce="mean") for error, graph in means
-        ]
+        per_graph = [scatter(error.float(), graph, batch.num_graphs, "mean") for error, graph in means]
         inputs = cast(InputEncoder, model.inputs)
         ids = torch.cat([inputs.strangeness(batch, inputs.id_index(batch)), inputs.overdue(batch)]).float()
         graph = torch.cat([batch.batch, batch.absent_batch])
-        per_graph.append(scatter(ids, graph, dim=0, dim_size=batch.num_graphs, reduce="sum"))
+        per_graph.append(scatter(ids, graph, batch.num_graphs))
         return torch.stack(per_graph, dim=1)
 
 

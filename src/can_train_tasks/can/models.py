@@ -3,6 +3,7 @@
 Shapes: B graphs, N nodes, E edges, D deviations of a node (see `InputEncoder.deviations`), Z latent width.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -10,11 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch_geometric.nn import JumpingKnowledge, global_max_pool, global_mean_pool
-from torch_geometric.nn.inits import glorot
-from torch_geometric.utils import add_self_loops, remove_self_loops, scatter, softmax
 
-from can_train_tasks.can.data.batches import GraphBatch
+from can_train_tasks.can.data.batches import GraphBatch, scatter
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import EDGE_FEATURES
 from can_train_tasks.can.inputs import InputEncoder
@@ -29,6 +27,7 @@ STRANGE_ID: Final = 8.0
 # windows have no overdue IDs, so the model could not learn it.
 MISSING_ID: Final = 8.0
 NEGATIVE_SLOPE: Final = 0.2  # slope of the attention's leaky ReLU for negative inputs, as in GATConv
+LEAST_TOTAL: Final = 1e-16  # is added to the denominator of a softmax, as in GATConv
 MAX_LOG_STD: Final = 5.0  # log standard deviations are clipped to ± this: their exp() stays finite in half precision
 
 
@@ -55,7 +54,8 @@ class EdgeAttention(nn.Module):
         self.att_src, self.att_dst, self.att_edge = (nn.Parameter(torch.empty(1, heads, channels)) for _ in range(3))
         self.bias = nn.Parameter(torch.zeros(heads * channels))
         for weight in (self.lin.weight, self.lin_edge.weight, self.att_src, self.att_dst, self.att_edge):
-            glorot(weight)
+            bound = math.sqrt(6.0 / (weight.shape[-2] + weight.shape[-1]))  # Glorot and Bengio, 2010
+            nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: Tensor, ends: Tensor, edge: Tensor) -> Tensor:
         """Returns, for each node, the sum of its entering messages, weighted by attention."""
@@ -64,11 +64,18 @@ class EdgeAttention(nn.Module):
         folded = (self.lin_edge.weight.view(self.heads, self.channels, -1) * self.att_edge[0, :, :, None]).sum(1)
         of_source, of_target = ((message * weight).sum(-1) for weight in (self.att_src, self.att_dst))
         alpha = of_source.index_select(0, source) + of_target.index_select(0, target) + F.linear(edge, folded)
-        alpha = softmax(F.leaky_relu(alpha, NEGATIVE_SLOPE), target, num_nodes=len(x))
+        alpha = softmax_of_groups(F.leaky_relu(alpha, NEGATIVE_SLOPE), target, len(x))
         alpha = F.dropout(alpha, self.dropout, self.training)
         entering = alpha[:, :, None] * message.index_select(0, source)
-        summed: Tensor = scatter(entering, target, dim=0, dim_size=len(x), reduce="sum")
-        return summed.flatten(1) + self.bias
+        return scatter(entering, target, len(x)).flatten(1) + self.bias
+
+
+def softmax_of_groups(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Returns the softmax of values [M, …] over the rows of each group; `group` [M] is as for `scatter`."""
+    highest = scatter(values.detach(), group, num_groups, "max").index_select(0, group)
+    powers = (values - highest).exp()
+    total = scatter(powers, group, num_groups) + LEAST_TOTAL
+    return powers / total.index_select(0, group)
 
 
 def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,8 +84,11 @@ def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Ends [2, E' + N] and features [E' + N, 11] of the edges: E' edges between nodes, then the self-loops.
     """
-    ends, edge = remove_self_loops(batch.edge_index, edge)
-    return add_self_loops(ends, edge, fill_value="mean", num_nodes=len(batch.can_id))  # type: ignore[no-any-return]
+    num_nodes, between = len(batch.can_id), batch.edge_index[0] != batch.edge_index[1]
+    ends, edge = batch.edge_index[:, between], edge[between]
+    loops = torch.arange(num_nodes, device=ends.device).expand(2, -1)
+    mean = scatter(edge, ends[1], num_nodes, "mean")
+    return torch.cat([ends, loops], dim=1), torch.cat([edge, mean])
 
 
 class GatClassifier(nn.Module):
@@ -105,7 +115,6 @@ class GatClassifier(nn.Module):
             EdgeAttention(wide, settings.hidden, heads=settings.heads, dropout=settings.dropout)
             for wide in [inputs.width] + [width] * (settings.layers - 1)
         )
-        self.jump = JumpingKnowledge("cat")
         width *= settings.layers
         head: list[nn.Module] = []
         for _ in range(settings.head_layers - 1):
@@ -128,14 +137,14 @@ class GatClassifier(nn.Module):
         """Returns logits [B, 2] of node inputs [N, width] and edge inputs [E, 11]."""
         x, edge = inputs
         deviations = x[:, x.shape[1] - self.inputs.num_deviations :]
-        extremes = (sign * global_max_pool(sign * deviations, batch.batch, batch.num_graphs) for sign in (1, -1))
+        extremes = (sign * scatter(sign * deviations, batch.batch, batch.num_graphs, "max") for sign in (1, -1))
         ends, edge = with_self_loops(batch, edge)
         outputs = []
         for layer in self.layers:
             x = F.elu(layer(x, ends, edge))
             x = F.dropout(x, self.dropout, self.training)
             outputs.append(x)
-        pooled = self.head(global_mean_pool(self.jump(outputs), batch.batch, batch.num_graphs))
+        pooled = self.head(scatter(torch.cat(outputs, dim=1), batch.batch, batch.num_graphs, "mean"))
         if self.inputs.num_deviations:
             # For some windows the pooled graph is dropped. Otherwise it explains the few attacks of training alone,
             # and the weights of the extremes, which hold for other attacks too, are not learned.

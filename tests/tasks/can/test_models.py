@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch_geometric import utils
 from torch_geometric.nn import GATConv
 
 from can_train_tasks.can.contributions import PROPERTIES, SILENCE, autoencoder_contributions, classifier_contributions
@@ -22,6 +23,7 @@ from can_train_tasks.can.models import (
     EdgeAttention,
     GatClassifier,
     Vgae,
+    softmax_of_groups,
     with_self_loops,
     worst_nodes,
 )
@@ -174,6 +176,20 @@ def test_a_classifier_learns_from_extremes_alone_in_some_windows(flat: FlatGraph
         changed = (model(batch) != model(batch)).any(dim=1)
     assert changed.any()
     assert not changed.all()
+
+
+def test_self_loops_equal_the_ones_of_torch_geometric(flat: FlatGraphs) -> None:
+    batch = Gatherer(flat)(np.arange(6))
+    assert (batch.edge_index[0] == batch.edge_index[1]).any()
+    ends, edge = utils.remove_self_loops(batch.edge_index, batch.edge_attr)
+    expected = utils.add_self_loops(ends, edge, fill_value="mean", num_nodes=len(batch.x))
+    for ours, theirs in zip(with_self_loops(batch, batch.edge_attr), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_softmax_of_groups_equals_the_one_of_torch_geometric() -> None:
+    values, group = torch.randn(20, 4) * 30, torch.arange(20) % 7
+    assert torch.equal(softmax_of_groups(values, group, 9), utils.softmax(values, group, num_nodes=9))
 
 
 def test_attention_with_folded_edges_is_that_of_the_layer_it_replaces(flat: FlatGraphs) -> None:

@@ -1,6 +1,7 @@
-"""Gathers batches of graphs from the flat arrays, without one object per graph.
+"""Gathers batches of graphs from the flat arrays, without one object per graph; reduces values over groups of nodes.
 
-Shapes: B graphs of the batch, N nodes, E directed edges, A absences, R requested rows; G graphs of the data set.
+Shapes: B graphs of the batch, N nodes, E directed edges, A absences, R requested rows; G graphs of the data set; M rows
+of values in C groups.
 """
 
 from dataclasses import dataclass, fields
@@ -72,6 +73,31 @@ class GraphBatch:
             name: part if part is None else part.to(device, dtypes.get(name)) for name, part in parts.items()
         }
         return GraphBatch(**moved)
+
+
+# Like torch_geometric's `scatter`, whose package takes two seconds to import: with it, data sets and optional packages.
+def scatter(values: Tensor, group: Tensor, num_groups: int, reduce: str = "sum") -> Tensor:
+    """Reduces values [M, …] over the rows of each group.
+
+    Args:
+        values: The values.
+        group: [M] int64, the group of each row.
+        num_groups: C.
+        reduce: sum, mean or max; a group without rows gets zeros.
+
+    Returns:
+        [C, …], in the type of the values.
+    """
+    trailing = [1] * (values.dim() - 1)
+    index = group.view(-1, *trailing).expand_as(values)
+    if reduce == "max":
+        blank = values.new_zeros(num_groups, *values.shape[1:])
+        return blank.scatter_reduce_(0, index, values, reduce="amax", include_self=False)
+    if reduce == "sum":
+        return values.new_zeros(num_groups, *values.shape[1:]).scatter_add_(0, index, values)
+    count = values.new_zeros(num_groups).scatter_add_(0, group, values.new_ones(len(values))).clamp(min=1)
+    total = values.new_zeros(num_groups, *values.shape[1:]).scatter_add_(0, index, values)
+    return total / count.view(-1, *trailing).expand_as(total)
 
 
 class Gatherer:

@@ -1,4 +1,4 @@
-"""Batches gathered from flat arrays against torch_geometric's own batching of one object per graph."""
+"""Batches gathered from flat arrays, and reductions over groups, against torch_geometric's own."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_geometric import utils
 from torch_geometric.data import Batch, Data
 
-from can_train_tasks.can.data.batches import Gatherer
+from can_train_tasks.can.data.batches import Gatherer, scatter
 from can_train_tasks.can.data.graphs import FlatGraphs
 from fakes.random_bus import cached_graphs, random_blocks
 
@@ -44,6 +45,30 @@ def test_a_batch_equals_the_one_of_torch_geometric(rows: list[int], flat: FlatGr
         assert got.dtype == wanted.dtype, name
         assert torch.equal(got, wanted), name
     assert batch.num_graphs == expected.num_graphs
+
+
+@settings(deadline=None)
+@given(
+    group=st.lists(st.integers(0, 5), max_size=12),
+    width=st.sampled_from([(), (3,), (2, 3)]),
+    reduce=st.sampled_from(["sum", "mean", "max"]),
+)
+def test_a_reduction_over_groups_equals_the_one_of_torch_geometric(
+    group: list[int], width: tuple[int, ...], reduce: str
+) -> None:
+    values = torch.randn(len(group), *width, generator=torch.Generator().manual_seed(len(group)))
+    outcomes = []
+    for reduced in (
+        lambda each, index: scatter(each, index, 6, reduce),
+        lambda each, index: utils.scatter(each, index, dim=0, dim_size=6, reduce=reduce),
+    ):
+        each = values.clone().requires_grad_()
+        result = reduced(each, torch.tensor(group, dtype=torch.int64))
+        result.square().sum().backward()
+        outcomes.append((result, each.grad))
+    (ours, our_gradient), (theirs, their_gradient) = outcomes
+    assert torch.equal(ours, theirs)
+    assert torch.equal(our_gradient, their_gradient)
 
 
 def test_no_rows_make_an_empty_batch(flat: FlatGraphs) -> None:
