@@ -286,6 +286,13 @@ class BatchTask(ABC):
         """
         return {}
 
+    def check_outputs(  # noqa: B027 - optional
+        self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Computes whatever a judgement needs of a few samples, and raises DataError where it has a wrong form; is
+        called before the first step.
+        """
+
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Computes [R, …] scores, which `judge` uses."""
         raise NotImplementedError(f"{type(self).__name__}.judge uses scores, so it must define `scores`")

@@ -111,10 +111,12 @@ def test_only_the_terms_with_a_batch_dependence_are_named() -> None:
     def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
         y = model(X[start:stop])
         mean_of_means = y.square().mean() * 1.0
-        return {"sum": (y.square().sum(), 4.0 * (stop - start)), "mean": (mean_of_means, 1.0)}
+        spread = (y - y.mean(dim=0)).square().sum()
+        return {"sum": (y.square().sum(), 4.0 * (stop - start)), "mean": (mean_of_means, 1.0), "spread": (spread, 1.0)}
 
-    found = measure_batch_dependence(model, losses, {"sum": 4.0 * SAMPLES, "mean": 1.0})
-    assert set(found.terms) == {"mean"}
+    found = measure_batch_dependence(model, losses, {"sum": 4.0 * SAMPLES, "mean": 1.0, "spread": 1.0})
+    assert set(found.terms) == {"spread"}
+    assert set(found.faults) == {"mean"}
 
 
 @pytest.mark.parametrize(
@@ -315,6 +317,119 @@ def test_the_whole_batch_is_compared_where_memory_never_ran_out() -> None:
 
     MicroBatcher(model, limits=4).run(losses, 12)
     assert 12 in sizes
+
+
+TOKENS = torch.tensor([1.0, 3.0, 2.0, 0.0, 3.0, 1.0, 1.0, 2.0])
+
+
+class Noisy(nn.Module):
+    """Adds noise, as a variational autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x + torch.randn_like(x))  # type: ignore[no-any-return]
+
+
+def mean(model: nn.Module, start: int, stop: int) -> Tensor:
+    return model(X[start:stop]).square().mean()  # type: ignore[no-any-return]
+
+
+def over_tokens(model: nn.Module, start: int, stop: int) -> tuple[Tensor, float]:
+    """The sum over samples of different lengths, of which one has nothing but padding, and their number of tokens."""
+    there = (torch.arange(4) < TOKENS[start:stop, None]).float()
+    each = torch.stack([model(X[start:stop] * (1 + step)).square().sum(1) for step in range(4)], dim=1)
+    return (each * there).sum(), float(there.sum())
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+
+
+WRONG: dict[str, Callable[[nn.Module, int, int], Losses]] = {
+    "mean, n": lambda model, start, stop: {"a": (mean(model, start, stop), stop - start)},
+    "mean, 1": lambda model, start, stop: {"a": (mean(model, start, stop), 1)},
+    "mean of tokens, n": lambda model, start, stop: {
+        "a": ((total := over_tokens(model, start, stop))[0] / total[1], total[1])
+    },
+    "mean of tokens, 1": lambda model, start, stop: {
+        "a": ((total := over_tokens(model, start, stop))[0] / total[1], 1)
+    },
+    "mean of tokens, samples": lambda model, start, stop: {
+        "a": ((total := over_tokens(model, start, stop))[0] / total[1], stop - start)
+    },
+    "sum, 1": lambda model, start, stop: {"a": (model(X[start:stop]).square().sum(), 1)},
+    "second of two": lambda model, start, stop: {
+        **squares(model, start, stop), "a": (mean(model, start, stop), stop - start)
+    },
+}  # fmt: skip
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: mlp(nn.Dropout(0.5)),
+    "BatchNorm": lambda: mlp(nn.BatchNorm1d(8)),
+    "noise": Noisy,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_term_that_is_no_sum_with_its_count_is_a_fault_and_no_batch_dependence(wrong: str, model: str) -> None:
+    torch.manual_seed(0)
+    made = MODELS[model]()
+    found = measure_batch_dependence(made, lambda start, stop: WRONG[wrong](made, start, stop), None)
+    assert set(found.faults) == {"a"}
+    assert "a" not in found.terms
+    assert found.faults["a"].is_mean == (wrong != "sum, 1")
+
+
+def contrastive_of_all(model: nn.Module, start: int, stop: int) -> Losses:
+    total, count = contrastive(model, start, stop)["contrast"]
+    return {"contrast": (total / count, 1)}
+
+
+RIGHT: dict[str, Callable[[nn.Module, int, int], Losses]] = {
+    "sum": squares,
+    "constant": lambda model, start, stop: {
+        "a": ((model(X[start:stop]) - model(X[start:stop]).detach() + 1).sum(), 2 * (stop - start))
+    },
+    "tokens": lambda model, start, stop: {"a": over_tokens(model, start, stop)},
+    "mean times n": lambda model, start, stop: {"a": (mean(model, start, stop) * (stop - start), stop - start)},
+    "penalty": lambda model, start, stop: {**squares(model, start, stop), "size": (penalty(model), 1)},
+    "number to show": lambda model, start, stop: {**squares(model, start, stop), "rate": (torch.tensor(0.1), 1)},
+    "of the whole batch": contrastive_of_all,
+    "of the whole batch, n": contrastive,
+    "nothing": lambda model, start, stop: {"a": (0.0 * model(X[start:stop]).sum(), 0)},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("right", RIGHT)
+def test_no_sum_with_its_count_and_no_loss_of_a_whole_batch_is_a_fault(right: str, model: str) -> None:
+    torch.manual_seed(0)
+    made = MODELS[model]()
+    found = measure_batch_dependence(made, lambda start, stop: RIGHT[right](made, start, stop), None)
+    assert found.faults == {}
+    assert found.trains
+    if "whole" in right:
+        assert found.terms["contrast"] > 0.01
+    elif model == "plain":
+        assert found.terms == {}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, x: model(x).detach().square().sum(),
+        lambda model, x: (model(x) > 0).float().sum(),
+        lambda model, x: x.clone().requires_grad_().sum(),
+    ],
+    ids=["detached", "compared", "of something else"],
+)
+def test_a_loss_without_a_gradient_of_any_parameter_is_seen(loss: Callable[..., Tensor]) -> None:
+    model = mlp()
+    found = measure_batch_dependence(model, lambda start, stop: {"a": (loss(model, X[start:stop]), stop - start)}, None)
+    assert not found.trains
 
 
 def test_the_gradient_of_a_reentrant_checkpoint_is_seen() -> None:

@@ -116,18 +116,25 @@ def test_phases_are_split_without_changing_what_any_of_them_sees(tmp_path: Path)
     assert [engine.optimization.optimizer.__class__.__name__ for engine in split.engines] == ["AdamW", "SGD"]
 
 
-def test_phases_that_redraw_or_average_by_part_would_not_pass_that_test(tmp_path: Path) -> None:
+def test_phases_that_redraw_by_part_would_not_pass_that_test(tmp_path: Path) -> None:
+    class Redrawn(TwoPhases):
+        def generator_loss(self, model: Any, batch: Any) -> Losses:
+            values, lengths = batch
+            return super().generator_loss(model, (values + torch.randn_like(values), lengths))
+
+    whole = trained(tmp_path / "whole", Redrawn())
+    split = trained(tmp_path / "split", Redrawn(), micro_batch_size=5)
+    assert float((weights(split) - weights(whole)).norm()) > 1e-6
+
+
+def test_a_phase_whose_loss_is_an_average_of_its_part_is_refused(tmp_path: Path) -> None:
     class Averaged(TwoPhases):
         def generator_loss(self, model: Any, batch: Any) -> Losses:
             total, size = super().generator_loss(model, batch)["generator"]
             return {"generator": (total / size, 1.0)}
 
-        def denominators(self, samples: Sequence[Any]) -> Mapping[str, float] | None:
-            return None
-
-    whole = trained(tmp_path / "whole", Averaged())
-    split = trained(tmp_path / "split", Averaged(), micro_batch_size=5)
-    assert float((weights(split) - weights(whole)).norm()) > 1e-6
+    with pytest.raises(DataError, match=r"Averaged\.generator_loss returns is a mean"):
+        trained(tmp_path, Averaged())
 
 
 def test_each_phase_is_planned_by_its_own_cost_with_room_for_the_others_optimizers(tmp_path: Path) -> None:

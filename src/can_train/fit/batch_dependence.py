@@ -1,21 +1,26 @@
-"""Measures whether the gradient of a sample depends on the rest of its batch, as it does with BatchNorm.
+"""Measures whether the gradient of a sample depends on the rest of its batch, as it does with BatchNorm, and whether
+the sums and denominators of a loss add up.
 
 A small batch is computed whole and split, with dropout off, and the gradients are compared. Where they differ, no split
-is exact, and the plan says so.
+is exact, and the plan says so; a mean in the place of a sum is an error.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from can_train.errors import DataError
 from can_train.fit.optimizer import Snapshot
 
 if TYPE_CHECKING:
@@ -40,6 +45,48 @@ _WITH_DROPOUT: Final = {
     "rnn_tanh": ("dropout", 6),
     "rnn_relu": ("dropout", 6),
 }
+# Functions whose results are random numbers, in torch and of tensors.
+_DRAWS: Final = re.compile(r"(rand|randn|normal|bernoulli|poisson)(_like)?|(normal|uniform|bernoulli|exponential)_")
+_DRAWN: Final = 0.5  # Takes the place of random numbers where samples must have the same ones in a part as in the whole
+_COUNT_TOLERANCE: Final = 1e-6  # Relative difference of two sums of denominators that is round-off
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFault:
+    """A loss term whose sum or denominator does not add up over the parts of a batch.
+
+    Attributes:
+        sizes: Samples of the two parts.
+        sums: The term's sum of either part, and of the whole batch.
+        denominators: Its denominators of the same.
+        is_mean: Whether the sum is a mean; if not, the denominators alone are wrong.
+    """
+
+    sizes: tuple[int, int]
+    sums: tuple[float, float, float]
+    denominators: tuple[float, float, float]
+    is_mean: bool
+
+    def fact(self, term: str, where: str = "") -> str:
+        """Returns the fault as a sentence; `where` names the function that returned the term."""
+        returned = f"{term!r} that {where} returns" if where else f"{term!r}"
+        if self.is_mean:
+            return f"The sum of {returned} is a mean, which is as large of a part as of the whole batch"
+        return f"The denominators of {returned} do not add up, though the sums do"
+
+    @property
+    def numbers(self) -> str:
+        """The sums, with their denominators and their numbers of samples."""
+        samples = (*(str(size) for size in self.sizes), f"all {sum(self.sizes)}")
+        pairs = zip(self.sums, self.denominators, samples, strict=True)
+        shown = [f"({total:.4g}, {count:g}) for {number} samples" for total, count, number in pairs]
+        return f"{shown[0]}, {shown[1]} and {shown[2]}"
+
+    def remedy(self, term: str) -> str:
+        """Returns the line that is right."""
+        if self.is_mean:
+            return f'Give the sum of n items (reduction="sum") or their mean times n: {{{term!r}: (mean * n, n)}}'
+        return f"Give the number n of items in the sum: {{{term!r}: (total, n)}}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +96,8 @@ class BatchDependence:
     terms: Mapping[str, float]  # Loss terms whose gradient a split changes, with the relative L2 difference
     modules: tuple[str, ...]  # Names of the normalising layers that make samples depend on each other
     drops: bool  # Whether the model drops activations: the masks depend on the split
-    means: tuple[str, ...] = ()  # Loss terms whose sums are means
+    faults: Mapping[str, LossFault] = field(default_factory=dict)  # By term, where a loss is not as it should be
+    trains: bool = True  # Whether the loss has a gradient of any parameter
     measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
 
     def sentences(self, *, split: bool, ranks: int = 1) -> list[str]:
@@ -60,7 +108,7 @@ class BatchDependence:
         if not self.measured:
             unknown = "whether samples of a batch depend on each other is not known"
             sentences.append(f"A few samples could not be computed both at once and split: {unknown}")
-        sentences += [self.sentence_of_mean(term) for term in self.means]
+        sentences += [f"{fault.fact(term)}. {fault.remedy(term)}" for term, fault in self.faults.items()]
         if self.terms:
             through = f" through {', '.join(self.modules)}" if self.modules else ""
             largest = ", ".join(f"{term} {difference:.1%}" for term, difference in self.terms.items())
@@ -78,71 +126,207 @@ class BatchDependence:
             )
         return sentences
 
+    def check(self, where: str) -> None:
+        """Raises DataError for a loss that would train something else; `where` names the function that computes it."""
+        for term, fault in self.faults.items():
+            raise DataError(fault.fact(term, where), value=fault.numbers, remedy=fault.remedy(term))
+        if not self.trains:
+            raise DataError(f"The loss that {where} returns has no gradient", value="of any parameter that is trained",
+                            remedy="Compute it from the outputs of the model that is given, "
+                                   "without detach(), item(), argmax() or torch.no_grad()")  # fmt: skip
+
     def warn(self, instead: str = "") -> None:
         """Warns of it, but for dropout, which most models have; `instead` is a sentence in place of the usual ones."""
         for sentence in [instead] if instead else self.sentences(split=False):
             warnings.warn(f"{sentence}.", stacklevel=3)
-
-    @staticmethod
-    def sentence_of_mean(term: str) -> str:
-        """Returns the sentence about a loss term whose sum is a mean."""
-        cure = 'give the sum (reduction="sum"), or the mean times its denominator'
-        return f"The sum of {term!r} is a mean, which is as large of a part as of the whole batch: {cure}"
 
 
 Gradients = dict[str, list[Tensor]]  # Of each term, by parameter
 UNKNOWN: Final = BatchDependence(terms={}, modules=(), drops=False, measured=False)
 
 
-def measure_batch_dependence(
+@dataclass(frozen=True)
+class _Pass:
+    """The loss terms of some samples: sums, denominators, and gradients of the sums ÷ the whole batch's denominators.
+
+    Attributes:
+        reached: Whether any parameter got a gradient.
+    """
+
+    sums: dict[str, float]
+    counts: dict[str, float]
+    gradients: Gradients
+    reached: bool
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """A batch that was computed whole, and then in two parts.
+
+    Attributes:
+        given: Denominators of the whole batch, where they are known without the loss.
+        tolerance: Largest relative difference that is round-off.
+    """
+
+    sizes: tuple[int, int]
+    whole: _Pass
+    first: _Pass
+    second: _Pass
+    given: Mapping[str, float] | None
+    tolerance: float
+
+    def difference(self, term: str, first: float, second: float) -> float:
+        """Returns the relative L2 difference of the whole gradient from a sum of the parts' gradients with these
+        weights; 0 where there is none.
+        """
+        difference = size = 0.0
+        rows = (self.whole.gradients[term], self.first.gradients[term], self.second.gradients[term])
+        for whole, one, other in zip(*rows, strict=True):
+            double = whole.double()
+            difference += float((first * one + second * other - double).square().sum())
+            size += float(double.square().sum())
+        return (difference / size) ** 0.5 if size > 0 else 0.0
+
+    def adds_up(self, term: str) -> bool:
+        """Tells whether the parts' denominators add up to the whole's."""
+        first, second, whole = self._counts(term)
+        needed = whole if self.given is None else self.given[term]
+        return math.isclose(first + second, needed, rel_tol=_COUNT_TOLERANCE, abs_tol=_COUNT_TOLERANCE)
+
+    def change(self, term: str) -> float:
+        """Returns the change of a term's gradient by the split, as training divides it."""
+        if self.given is not None or self.adds_up(term):
+            return self.difference(term, 1.0, 1.0)
+        # Where only the loss tells denominators, those of the parts are added up.
+        first, second, whole = self._counts(term)
+        factor = whole / (first + second or 1.0)
+        return self.difference(term, factor, factor)
+
+    def fault(self, term: str, change: float) -> LossFault | None:
+        """Returns the fault of a term whose gradient a split changes by `change`; None where it has none, or depends on
+        its batch so that none can be told.
+        """
+        adds_up = self.adds_up(term)
+        if change <= self.tolerance and (adds_up or self.given is None):
+            return None
+        is_sum = not adds_up and self.difference(term, 1.0, 1.0) <= self.tolerance
+        if not is_sum and not any(self._is_mean(term, share) for share in self._shares(term)):
+            return None
+        sums = (self.first.sums[term], self.second.sums[term], self.whole.sums[term])
+        return LossFault(sizes=self.sizes, sums=sums, denominators=self._counts(term), is_mean=not is_sum)
+
+    def _counts(self, term: str) -> tuple[float, float, float]:
+        return self.first.counts[term], self.second.counts[term], self.whole.counts[term]
+
+    def _is_mean(self, term: str, share: float) -> bool:
+        """Tells whether the whole is the mean of its parts, of which the first has this share."""
+        # A gradient that is not finite tells nothing.
+        if not self.difference(term, share, 1 - share) <= self.tolerance:
+            return False
+        first, second, whole = (part.sums[term] for part in (self.first, self.second, self.whole))
+        size = max(abs(first), abs(second), abs(whole))
+        return abs(share * first + (1 - share) * second - whole) <= self.tolerance * size
+
+    def _shares(self, term: str) -> Iterator[float]:
+        """Yields shares that the first part of a mean may have: of the samples, of the denominators, of other items."""
+        yield self.sizes[0] / sum(self.sizes)
+        first, second, _ = self._counts(term)
+        if first + second:
+            yield first / (first + second)
+        apart, along, numbers = 0.0, 0.0, 0
+        rows = (self.whole.gradients[term], self.first.gradients[term], self.second.gradients[term])
+        for whole, one, other in zip(*rows, strict=True):
+            direction = one.double() - other
+            apart += float(direction.square().sum())
+            along += float((direction * (whole.double() - other)).sum())
+            numbers += whole.numel()
+        # Any number lies on a line with two others.
+        if numbers > 1 and 0 < along < apart:
+            yield along / apart
+
+
+def measure_batch_dependence(  # noqa: PLR0913 - two callers, and each argument is of one of them
     model: nn.Module,
     losses_of: Callable[[int, int], Losses],
     denominators: Mapping[str, float] | None,
     *,
     half: bool = False,
     sizes: Sequence[int] = SPLIT,
+    judges: bool = True,
 ) -> BatchDependence:
     """Compares the gradients of the first `sum(sizes)` samples of a batch, computed whole and in parts of these sizes;
-    leaves the model, which is in training mode, as it was. `denominators` are theirs; `half` tells whether matrix
-    products run in half precision.
+    leaves the model, which is in training mode, as it was.
+
+    Args:
+        model: The model; at least one parameter is trained.
+        losses_of: Computes the loss terms of samples `start:stop`.
+        denominators: Denominators of the whole, where they are known without the loss.
+        half: Whether matrix products run in half precision.
+        sizes: Samples of the two parts.
+        judges: Whether sums and denominators are judged, too.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     snapshot = Snapshot(model, parameters[0].device)
+    first, second = sizes
+    normalising = {name: module for name, module in model.named_modules() if _normalises(module)}
+    faults: dict[str, LossFault] = {}
 
-    def gradients_of(computed: Callable[[int, int], Losses], parts: Sequence[int]) -> Gradients:
+    def passes(tolerance: float) -> _Passes:
         snapshot.restore()
-        return _gradients(parameters, computed, parts, denominators or {})
-
-    def means_of(start: int, stop: int) -> Losses:
-        whole = denominators or {}
-        return {
-            term: (own / (whole[term] or 1.0) * total, own) for term, (total, own) in losses_of(start, stop).items()
-        }
+        whole = _pass(parameters, losses_of, (0, first + second), denominators)
+        snapshot.restore()
+        divisors = whole.counts if denominators is None else denominators
+        one = _pass(parameters, losses_of, (0, first), divisors)
+        other = _pass(parameters, losses_of, (first, first + second), divisors)
+        return _Passes((first, second), whole, one, other, given=denominators, tolerance=tolerance)
 
     try:
-        with NoDropout() as no_dropout:
-            if denominators is None:
-                denominators = {term: own for term, (_, own) in losses_of(0, sum(sizes)).items()}
-            whole, split = gradients_of(losses_of, (sum(sizes),)), gradients_of(losses_of, sizes)
+        with NoDropout() as mode:
+            computed = passes(0.0)
             # A loss may switch to half precision by itself.
-            half = half or no_dropout.half
-            tolerance = tolerance_of(parameters[0].dtype, half=half)
-            terms = _differences(split, whole, tolerance)
-            # Where the parts' gradients have the mean that their sum should be, the loss is a mean.
-            averaged = _differences(gradients_of(means_of, sizes), whole, tolerance) if terms else {}
+            tolerance = tolerance_of(parameters[0].dtype, half=half or mode.half)
+            computed = replace(computed, tolerance=tolerance)
+            change_of = computed.change if judges else partial(computed.difference, first=1.0, second=1.0)
+            changes = {term: change_of(term) for term in computed.whole.sums}
+            terms = {term: change for term, change in changes.items() if change > tolerance}
+            trains = computed.whole.reached or not any(computed.whole.counts.values())
+            faults = _faults(computed, changes) if judges else {}
+            if judges and terms.keys() - faults.keys() and (normalising or mode.draws):
+                # A layer that makes samples depend on each other, or random numbers, would hide a mean.
+                del computed, change_of
+                mode.draws_alike = True
+                with _without_statistics(normalising.values()):
+                    computed = passes(tolerance)
+                    again = {term: computed.change(term) for term in terms}
+                    faults |= _faults(computed, again)
     finally:
         snapshot.restore()
-    means = tuple(term for term in terms if term not in averaged)
-    terms = {term: difference for term, difference in terms.items() if term not in means}
-    normalising = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-        and module.training
-        and not isinstance(module, nn.modules.instancenorm._InstanceNorm)
-    ]
+    terms = {term: change for term, change in terms.items() if term not in faults}
     modules = tuple(normalising if terms else ())
-    return BatchDependence(terms=terms, modules=modules, drops=no_dropout.seen, means=means)
+    return BatchDependence(terms=terms, modules=modules, drops=mode.seen, faults=faults, trains=trains)
+
+
+def _faults(computed: _Passes, changes: Mapping[str, float]) -> dict[str, LossFault]:
+    faults = {term: computed.fault(term, change) for term, change in changes.items()}
+    return {term: fault for term, fault in faults.items() if fault is not None}
+
+
+def _normalises(module: nn.Module) -> bool:
+    is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    return is_norm and module.training and not isinstance(module, nn.modules.instancenorm._InstanceNorm)
+
+
+@contextmanager
+def _without_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets normalising layers use their running statistics in the block."""
+    modules = list(modules)
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True
 
 
 def change_by_draws(model: nn.Module, losses_of: Callable[[int, int], Losses], samples: int) -> float:
@@ -153,11 +337,11 @@ def change_by_draws(model: nn.Module, losses_of: Callable[[int, int], Losses], s
     snapshot = Snapshot(model, parameters[0].device)
     try:
         with NoDropout():
-            denominators = {term: own for term, (_, own) in losses_of(0, samples).items()}
-            one, other = (_gradients(parameters, losses_of, (samples,), denominators) for _ in range(2))
+            one, other = (_pass(parameters, losses_of, (0, samples), None) for _ in range(2))
     finally:
         snapshot.restore()
-    return max(_differences(one, other, tolerance=0.0).values(), default=0.0)
+    twice = _Passes((samples, 0), one, other, other, given=None, tolerance=0.0)
+    return max((twice.difference(term, 1.0, 0.0) for term in one.sums), default=0.0)
 
 
 def tolerance_of(dtype: torch.dtype, *, half: bool) -> float:
@@ -167,29 +351,20 @@ def tolerance_of(dtype: torch.dtype, *, half: bool) -> float:
     return _HALF_TOLERANCE if half else TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
-def _differences(split: Gradients, whole: Gradients, tolerance: float) -> dict[str, float]:
-    """Returns the terms whose gradients differ, with the relative L2 difference."""
-    terms = {}
-    for term, gradients in whole.items():
-        pairs = list(zip(split[term], gradients, strict=True))
-        difference = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
-        size = sum(float(other.double().square().sum()) for _, other in pairs)
-        if size > 0 and (difference / size) ** 0.5 > tolerance:
-            terms[term] = (difference / size) ** 0.5
-    return terms
-
-
 class NoDropout(TorchFunctionMode):
     """Turns dropout off wherever it is called, as a layer or as a function; everything else stays in training mode.
 
     Attributes:
         seen: Whether any activation would have been dropped.
         half: Whether anything was computed in half precision.
+        draws: Whether random numbers were drawn by other functions.
+        draws_alike: Whether a constant takes the place of these numbers, so that a sample has the same ones in any part
+            of its batch.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = self.half = False
+        self.seen = self.half = self.draws = self.draws_alike = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -211,39 +386,45 @@ class NoDropout(TorchFunctionMode):
             self.seen |= any(args[i] for i in places)
             args = tuple(0.0 if i in places else value for i, value in enumerate(args))
         result = func(*args, **kwargs)
-        self.half |= isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
+        if isinstance(result, Tensor):
+            self.half |= result.dtype in (torch.float16, torch.bfloat16)
+            if _DRAWS.fullmatch(name):
+                self.draws = True
+                if self.draws_alike and result.is_floating_point():
+                    with torch.no_grad():
+                        result.fill_(_DRAWN)
         return result
 
 
-def _gradients(
+def _pass(
     parameters: list[nn.Parameter],
     losses_of: Callable[[int, int], Losses],
-    sizes: Sequence[int],
-    denominators: Mapping[str, float],
-) -> Gradients:
-    """Returns each term's own gradient, added up over the parts."""
-    sums: Gradients = {}
-    start = 0
-    for size in sizes:
-        losses = losses_of(start, start + size)
-        for left, (term, (total, _)) in enumerate(losses.items(), 1 - len(losses)):
-            loss = total / (denominators[term] or 1.0)
-            known = sums.setdefault(term, [torch.zeros_like(parameter) for parameter in parameters])
-            if loss.requires_grad:
-                # A compiled model's graph cannot be kept.
-                torch._foreach_add_(known, _gradient(loss, parameters, retain_graph=left < 0))
-        start += size
-    return sums
+    ends: tuple[int, int],
+    divisors: Mapping[str, float] | None,
+) -> _Pass:
+    """Computes the loss terms of samples, and each term's own gradient; without divisors, of its mean."""
+    losses = losses_of(*ends)
+    counts = {term: float(own) for term, (_, own) in losses.items()}
+    divisors, reached, gradients = divisors or counts, False, dict[str, list[Tensor]]()
+    for left, (term, (total, _)) in enumerate(losses.items(), 1 - len(losses)):
+        loss = total / (divisors[term] or 1.0)
+        # A compiled model's graph cannot be kept.
+        own = _gradient(loss, parameters, retain_graph=left < 0) if loss.requires_grad else [None] * len(parameters)
+        reached |= any(gradient is not None for gradient in own)
+        gradients[term] = [torch.zeros_like(parameter) if gradient is None else gradient
+                           for gradient, parameter in zip(own, parameters, strict=True)]  # fmt: skip
+    sums = {term: float(total.detach()) for term, (total, _) in losses.items()}
+    return _Pass(sums, counts, gradients, reached)
 
 
-def _gradient(loss: Tensor, parameters: list[nn.Parameter], *, retain_graph: bool) -> list[Tensor]:
+def _gradient(loss: Tensor, parameters: list[nn.Parameter], *, retain_graph: bool) -> list[Tensor | None]:
     """Computes gradients as `autograd.grad` does, which reentrant checkpoints silently give none."""
     earlier = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
         loss.backward(retain_graph=retain_graph)
-        return [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        return [parameter.grad for parameter in parameters]
     finally:
         for parameter, gradient in zip(parameters, earlier, strict=True):
             parameter.grad = gradient

@@ -504,6 +504,17 @@ class Explorer:
         self.meter.release()
         return UNKNOWN
 
+    def check_outputs(self) -> None:
+        """Lets the task check the form of all that it computes of a few samples beside the loss."""
+        rows, snapshot = self.task.validation_rows[: sum(SPLIT)], Snapshot(self.model, self.meter.device)
+        self.model.eval()
+        try:
+            with CatchOutOfMemory(), torch.inference_mode(), self._precision.context(self.meter.device):
+                self.task.check_outputs(self.model, rows, self.meter.device, self._precision.dtype)
+        finally:
+            self.model.train()
+            snapshot.restore()
+
     @contextmanager
     def _trained_alone(self) -> Iterator[list[Tensor]]:
         """Freezes other phases' parameters, and leaves the model as it was; yields copies of its buffers."""

@@ -330,16 +330,23 @@ class MicroBatcher:
             )  # fmt: skip
         if len(result.micro_batches) > 1 and self.batch_dependence is None:
             has_room = not self._rescue.ooms
-            self.batch_dependence = self.measure_dependence(losses_of, result.micro_batches, has_room=has_room)
-            for term in self.batch_dependence.means:
-                raise ArgumentError(_LOSSES, value=BatchDependence.sentence_of_mean(term))
+            measured = self.measure_dependence(losses_of, result.micro_batches, has_room=has_room, judges=True)
+            self.batch_dependence = measured
+            for term, fault in measured.faults.items():
+                raise ArgumentError(fault.fact(term), value=fault.numbers, remedy=fault.remedy(term))
             self.batch_dependence.warn()
         return result
 
     def measure_dependence(
-        self, losses_of: Callable[[int, int], Losses], micro_batches: tuple[int, ...], *, has_room: bool = False
+        self,
+        losses_of: Callable[[int, int], Losses],
+        micro_batches: tuple[int, ...],
+        *,
+        has_room: bool = False,
+        judges: bool = False,
     ) -> BatchDependence:
         """Measures whether the losses of parts add up to the loss of their batch, which was cut into `micro_batches`.
+        `judges` tells whether a mean in the place of a sum is an error, and not a dependence.
         The first samples are computed whole and in two parts: as many as the largest micro-batch has, since these have
         fitted; where there is room, the whole batch. Where memory runs out, half as many are tried.
         """
@@ -358,7 +365,7 @@ class MicroBatcher:
                 first = max(samples * SPLIT[0] // sum(SPLIT), min(_LEAST_PART, samples - 1))
                 with CatchOutOfMemory(), self._meter.active():
                     sizes = (first, samples - first)
-                    return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=sizes)
+                    return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=sizes, judges=judges)
                 self._meter.release()
         except Exception:  # noqa: BLE001 - a look at the loop must not end it
             return UNKNOWN

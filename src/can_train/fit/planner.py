@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.errors import DoesNotFitError, OutOfMemoryDetails
+from can_train.errors import ConfigError, DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
-from can_train.fit.optimizer import capture_generators, phase_training, restore_generators
+from can_train.fit.optimizer import capture_generators, phase_parameters, phase_training, restore_generators
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
@@ -199,6 +199,21 @@ class Planner:
         """How samples of a batch influence each other; measured once."""
         return self.explorer.batch_dependence()
 
+    def check(self) -> None:
+        """Checks on a few samples, before anything is explored, that the loss trains the sum that it should, and the
+        form of the task's other results.
+
+        Raises:
+            ConfigError: No parameter is trained.
+            DataError: A mean is in the place of a sum, the loss has no gradient, or a metric is of a wrong type.
+        """
+        if not any(parameter.requires_grad for _, parameter in phase_parameters(self.model, self.phase)):
+            remedy = "Freeze fewer parts, or leave requires_grad of some parameters as it is"
+            raise ConfigError("No parameter of the model is trained", value="all of them are frozen", remedy=remedy)
+        loss = self.phase.loss or getattr(self.task, "loss", None)
+        self.batch_dependence.check(f"{type(self.task).__name__}.{getattr(loss, '__name__', 'loss')}")
+        self.explorer.check_outputs()
+
     def request(self) -> PlanRequest:
         """Translates the settings into a request."""
         shares = epoch_shares(self.task, (), epochs=self.training.epochs)
@@ -210,6 +225,7 @@ class Planner:
         Raises:
             DoesNotFitError: Not even one sample fits, or some do not and may not be skipped.
         """
+        self.check()
         request = self.request()
         # A target for the memory of micro-batches needs costs in bytes too.
         if request.searches or request.rules.target < np.inf:

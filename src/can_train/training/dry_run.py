@@ -210,10 +210,10 @@ class _ExploredPhase:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
+        # Its measurements are made now: later, the task may be bound to the outputs of another placement.
+        planner.check()
         self._request = planner.request()
         self._limits = planner.explore(self._request, PROVISIONAL)
-        # Measured now: later, the task may be bound to the outputs of another placement.
-        _ = planner.batch_dependence
         self._share: float | None = None
 
     def plan_for(self, target: UsableMemory, rule: FactorRule) -> RunPlan:

@@ -6,6 +6,7 @@ Shapes: R samples of a call, named by their rows: the samples of `datasets()` on
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -341,6 +342,11 @@ class Task(BatchTask):
             model = self.model()
         if not isinstance(model, nn.Module):
             raise DataError(f"{type(self).__name__}.model did not return an nn.Module", value=type(model).__name__)
+        if next(model.parameters(), None) is None:
+            raise DataError(f"{type(self).__name__}.model returned a model without parameters",
+                            value=type(model).__name__,
+                            remedy="Assign each layer to an attribute (self.layer = nn.Linear(3, 1)), several as an "
+                                   "nn.ModuleList: a list of layers hides their parameters")  # fmt: skip
         return model
 
     @cached_property
@@ -435,8 +441,12 @@ class Task(BatchTask):
         sums = {_LOSS.format(term): (float(total), count) for term, (total, count) in losses.items()} | metrics
         if predictions is None:
             return PartOutcome(sums, None)
+        where = f"{type(self).__name__}.predict"
+        if not (hasattr(predictions, "__len__") and hasattr(predictions, "__iter__")):
+            raise DataError(f"{where} did not return a prediction for each sample", value=type(predictions).__name__,
+                            remedy="Return a tensor or a list, in the order of the batch")  # fmt: skip
         if len(predictions) != len(rows):
-            raise DataError(f"Task.predict returned {len(predictions)} predictions for {len(rows)} samples",
+            raise DataError(f"{where} returned {len(predictions)} predictions for {len(rows)} samples",
                             remedy="Return one for each sample")  # fmt: skip
         return PartOutcome(sums, [one.detach().cpu() if isinstance(one, Tensor) else one for one in predictions])
 
@@ -449,11 +459,23 @@ class Task(BatchTask):
     def _checked_metrics(self, model: nn.Module, collated: Any) -> dict[str, tuple[float, float]]:
         with self.asked("metrics"):
             metrics = self.metrics(model, collated)
-        for name, pair in metrics.items():
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise DataError("Task.metrics did not return {name: (sum, denominator)}", value=f"{name}: {pair!r:.60}",
-                                remedy="Return {'accuracy': (correct.sum(), len(correct))}")  # fmt: skip
-        return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
+        return _metric_numbers(f"{type(self).__name__}.metrics", metrics)
+
+    def check_outputs(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> None:
+        """Checks metrics, predictions and measures of a few samples; raises DataError."""
+        _ = self.set_rows
+        # A copy: a task may note a threshold, say, when it is asked for the first time.
+        task = copy.copy(self)
+        predictions = task.outcome(model, rows, device, dtype).predictions
+        if not predictions:
+            return
+        try:
+            with warnings.catch_warnings(), _seeded(0):
+                warnings.simplefilter("ignore")
+                measured = task.measure(Samples(task, rows), predictions)
+        except Exception:  # noqa: BLE001 - so few samples may have no measure: no positive one, say
+            return
+        _measure_numbers(f"{type(self).__name__}.measure", measured)
 
     def judge(self, score: Any) -> Mapping[str, Any]:
         """Judges the trained model on the validation set and on each test set; baselines on the test sets."""
@@ -482,7 +504,7 @@ class Task(BatchTask):
         if predictions:
             with self.asked("measure"):
                 measured = self.measure(Samples(self, rows), predictions)
-            scores |= {name: float(value) for name, value in measured.items()}
+            scores |= _measure_numbers(f"{type(self).__name__}.measure", measured)
         return {name: value for name, value in scores.items() if np.isfinite(value)}
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
@@ -649,6 +671,40 @@ def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float]]:
                             value=f"{term!r} is {_shown(pair)}")  # fmt: skip
         checked[str(term)] = (pair[0], float(pair[1]))
     return checked
+
+
+def _metric_numbers(where: str, metrics: Any) -> dict[str, tuple[float, float]]:
+    rule = f"{where} did not return {{name: (sum, denominator)}}"
+    remedy = "Return {'accuracy': (correct.sum(), len(correct))}, or {} without metrics"
+    if not isinstance(metrics, Mapping):
+        raise DataError(rule, value=type(metrics).__name__, remedy=remedy)
+    numbers = {}
+    for name, pair in metrics.items():
+        total, count = map(_as_number, pair) if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        if total is None or count is None:
+            raise DataError(rule, value=f"{name!r} is {_shown(pair)}", remedy=remedy)
+        numbers[str(name)] = (total, count)
+    return numbers
+
+
+def _measure_numbers(where: str, measures: Any) -> dict[str, float]:
+    rule, remedy = f"{where} did not return {{name: number}}", "Return {'f1': 0.5}, or {} without measures"
+    if not isinstance(measures, Mapping):
+        raise DataError(rule, value=type(measures).__name__, remedy=remedy)
+    numbers = {}
+    for name, value in measures.items():
+        if (number := _as_number(value)) is None:
+            raise DataError(rule, value=f"{name!r} is {_shown(value)}", remedy=remedy)
+        numbers[str(name)] = number
+    return numbers
+
+
+def _as_number(value: Any) -> float | None:
+    """Converts a number of Python, numpy or torch; None: it is none."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,97 @@
+"""Losses and metrics that would train or judge something else than they should, as a person gets to see them."""
+
+from pathlib import Path
+
+import pytest
+
+from can_train.cli.main import main
+from fakes.own_tasks import CLASSIFIER, write_task
+
+LOSS = 'return {"class": (nn.functional.cross_entropy(model(points), labels, reduction="sum"), len(labels))}'
+METRICS = 'return {"accuracy": ((model(points).argmax(1) == labels).sum(), len(labels))}'
+LAYERS = "return nn.Sequential(nn.Linear(WIDTH, self.settings.hidden), nn.ReLU(), nn.Linear(self.settings.hidden, 2))"
+EACH = 'nn.functional.cross_entropy(model(points), labels, reduction="none")'
+PREDICT = """return {}
+
+    def predict(self, model, batch):
+        return model(batch[0])
+
+    def measure(self, samples, predictions):
+"""
+LISTED = """
+        class Listed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = [nn.Linear(WIDTH, 2)]
+
+            def forward(self, points):
+                return self.layers[0](points)
+
+        return Listed()"""
+# The lines of a task, in the place of which lines, and the error.
+WRONG = {
+    "mean, n": (LOSS, f'return {{"class": ({EACH}.mean(), len(labels))}}',
+                "The sum of 'class' that MyTask.loss returns is a mean"),
+    "mean, 1": (LOSS, f'return {{"class": ({EACH}.mean(), 1)}}', "Give the sum of n items"),
+    "sum, 1": (LOSS, f'return {{"class": ({EACH}.sum(), 1)}}', "denominators of 'class' that MyTask.loss returns"),
+    "detached": (LOSS, f'return {{"class": ({EACH}.sum().detach(), len(labels))}}',
+                 "The loss that MyTask.loss returns has no gradient"),
+    "frozen": (LAYERS, f"{LAYERS}.requires_grad_(False)", "No parameter of the model is trained"),
+    "no parameters": (LAYERS, LISTED, "MyTask.model returned a model without parameters: Listed"),
+    "metrics": (METRICS, 'return {"accuracy": (model(points).argmax(1) == labels, len(labels))}',
+                "'accuracy' is (a tensor of shape (8,), 8)"),
+    "no metrics": (METRICS, "return 0.5", "MyTask.metrics did not return {name: (sum, denominator)}: float"),
+    "predictions": (METRICS, "return {}\n\n    def predict(self, model, batch):\n        return 1.0",
+                    "MyTask.predict did not return a prediction for each sample: float"),
+    "measures": (METRICS, f"{PREDICT}        return {{'f1': 'good'}}",
+                 "MyTask.measure did not return {name: number}: 'f1' is 'good'"),
+}  # fmt: skip
+# The remedies of the errors, as they are typed.
+MENDED = {
+    "mean, n": f'n = len(labels)\n        mean = {EACH}.mean()\n        return {{"class": (mean * n, n)}}',
+    "mean, 1": f'n = len(labels)\n        mean = {EACH}.mean()\n        return {{"class": (mean * n, n)}}',
+    "sum, 1": f'n = len(labels)\n        total = {EACH}.sum()\n        return {{"class": (total, n)}}',
+    "no parameters": LISTED.replace("[nn.Linear(WIDTH, 2)]", "nn.ModuleList([nn.Linear(WIDTH, 2)])"),
+}
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Returns the exit code of a dry run of a task."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(before: str, after: str, *words: str) -> int:
+        assert before in CLASSIFIER
+        write_task(tmp_path, CLASSIFIER.replace(before, after))
+        return main(("--task", "my_file.py:MyTask", "--device", "cpu", *words))
+
+    return run
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("words", [("--dry-run",), ("--epochs", "1")], ids=["plan", "training"])
+def test_what_would_train_or_judge_something_else_is_an_error_before_the_first_step(
+    planned, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], wrong: str
+) -> None:
+    before, after, message = WRONG[wrong]
+    assert planned(before, after, *words) == 2
+    said = capsys.readouterr().err
+    assert message in " ".join(said.split())
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("runs/*/steps*"))
+
+
+@pytest.mark.parametrize("wrong", MENDED)
+def test_the_remedy_of_the_error_works(planned, capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    assert planned(WRONG[wrong][0], MENDED[wrong], "--dry-run") == 0
+    assert "depend on the rest" not in capsys.readouterr().err
+
+
+def test_a_measure_that_a_few_samples_do_not_have_is_no_error_and_leaves_nothing_in_the_task(planned, capsys) -> None:
+    after = (
+        f"{PREDICT}        self.calls = getattr(self, 'calls', 0) + 1\n"
+        "        if len(samples) < 10:\n            raise ValueError('too few')\n"
+        "        return {'calls': self.calls}"
+    )
+    assert planned(METRICS, after, "--epochs", "1") == 0
+    assert "calls" in capsys.readouterr().out
