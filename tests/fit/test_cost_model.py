@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from numpy.typing import ArrayLike
+from scipy.optimize import nnls
 
-from can_train.fit.cost_model import ALLOCATION_QUANTUM, UNSEEN, CostModel, fit_cost_model
+from can_train.fit.cost_model import ALLOCATION_QUANTUM, UNSEEN, CostModel, fit_cost_model, nonnegative_least_squares
 from can_train.task import Feature
 
 MIB = 2**20
@@ -35,6 +37,17 @@ def fitted(base: float, law: tuple[float, ...], noise: ArrayLike = 0.0) -> CostM
 
 def simple(peaks: Sequence[float], totals: Sequence[float]) -> CostModel:
     return fit_cost_model((Feature("tokens"),), np.array(totals)[:, None], np.array(peaks))
+
+
+@given(st.data(), st.integers(1, 12), st.integers(1, 5))
+def test_least_squares_without_negative_values_are_scipys(data: st.DataObject, rows: int, columns: int) -> None:
+    entries = st.integers(-4, 4)
+    matrix = data.draw(arrays(np.float64, (rows, columns), elements=entries))
+    target = data.draw(arrays(np.float64, rows, elements=entries))
+    solution = nonnegative_least_squares(matrix, target)
+    _, distance = nnls(matrix, target)
+    assert solution.min() >= 0
+    assert np.linalg.norm(matrix @ solution - target) == pytest.approx(distance, abs=1e-9)
 
 
 @given(base=st.floats(0.0, 10**9), law=laws.filter(any))

@@ -88,17 +88,14 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
     """Fits base and coefficients to probes, with feature totals [P, F] and peaks [P] in bytes, by least squares with no
     negative solution. Features that the probes cannot tell apart share their coefficient.
     """
-    # Commands that fit nothing do not pay for the import.
-    from scipy.optimize import nnls
-
     scale = np.maximum(totals.max(axis=0), 1.0)
     rows = np.column_stack([np.ones(len(peaks)), totals / scale])
-    # nnls would give all of the weight to one of several equal columns: which one is arbitrary, and a batch whose
+    # The fit would give all of the weight to one of several equal columns: which one is arbitrary, and a batch whose
     # features are mixed otherwise than in the probes would be far off.
     distinct, group = np.unique(rows, axis=1, return_inverse=True)
-    # In units of the largest peak: nnls stops at an absolute tolerance.
+    # In units of the largest peak: the fit stops at an absolute tolerance.
     largest = float(peaks.max())
-    shares, _ = nnls(distinct, peaks / largest)
+    shares = nonnegative_least_squares(distinct, peaks / largest)
     shares[shares < ROUND_OFF] = 0.0
     solution = (largest * shares / np.bincount(group))[group]
     residuals = peaks - rows @ solution
@@ -117,6 +114,34 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
         covariance=tuple(tuple(row) for row in covariance.tolist()),
         relative_residual=float(np.max(np.abs(residuals) / costs)),
     )
+
+
+# As scipy.optimize's `nnls`, whose import takes half a second of each training.
+def nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the solution [N] without negative values that minimises |matrix @ solution − target|.
+
+    Source: the active-set method of Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23.
+    """
+    count = matrix.shape[1]
+    solution, free = np.zeros(count), np.zeros(count, dtype=np.bool_)
+    tolerance = 10 * max(matrix.shape) * np.finfo(np.float64).eps * float(np.abs(matrix).sum(axis=0).max(initial=0.0))
+    for _ in range(3 * count):
+        gradient = np.where(free, -np.inf, matrix.T @ (target - matrix @ solution))
+        if gradient.max(initial=-np.inf) <= tolerance:
+            break
+        free[gradient.argmax()] = True
+        while True:
+            trial = np.zeros(count)
+            trial[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]
+            below = free & (trial <= 0)
+            if not below.any():
+                break
+            # As far towards the trial as no value becomes negative; a value that reaches 0 is held there.
+            distance = np.maximum(solution[below] - trial[below], np.finfo(np.float64).tiny)
+            solution += float((solution[below] / distance).min()) * (trial - solution)
+            free &= solution > np.finfo(np.float64).eps
+        solution = trial
+    return solution
 
 
 @dataclass(frozen=True, kw_only=True)
