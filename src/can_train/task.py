@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
     from can_train.reporter import TextTable
 
 
@@ -262,6 +265,16 @@ class BatchTask(ABC):
             epochs: Epochs of the whole run. The rows of each are among `train_rows`; the last one has all of them.
         """
         return self
+
+    def schedule(self, optimizer: "Optimizer", steps: int) -> "LRScheduler | Callable[[int], float] | None":
+        """Returns the schedule of the learning rate: a scheduler of the optimizer, or a function of the step whose
+        result is the factor of the learning rate. None, the default: the settings decide. Each phase calls it once.
+
+        Args:
+            optimizer: With the learning rates of the run.
+            steps: Optimizer steps of the run, or its epochs with `training.scheduler_interval=epoch`.
+        """
+        return None
 
     def before_step(  # noqa: B027 - optional
         self, model: nn.Module, rows: NDArray[np.int64], progress: float, generator: torch.Generator

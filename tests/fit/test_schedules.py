@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from can_train.config.settings import CHOICES, TrainingSettings
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, DataError, TaskError
 from can_train.fit import optimizer as optimizers
-from can_train.fit.optimizer import Plateau, make_optimization, schedule
+from can_train.fit.optimizer import Optimization, Plateau, make_optimization, schedule
 
 LENGTHS = st.integers(1, 400)
 SHARES = st.floats(0, 1)
@@ -169,3 +169,60 @@ def test_a_restored_plateau_goes_on_as_it_would_have(cut: int) -> None:
 def test_a_setting_of_a_schedule_out_of_its_range_is_refused(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"training.{setting} must be"):
         TrainingSettings(**{setting: value})
+
+
+class Noted(LRScheduler):
+    """Has a state that no checkpoint can hold."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        self.notes = {1, 2}
+        return [0.1]
+
+
+LAYER = nn.Linear(2, 1)
+OF_OTHERS = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("schedule_of", "error", "message"),
+    [
+        (lambda optimizer, steps: 0.1, DataError, "returned neither a scheduler of PyTorch nor a function"),
+        (lambda optimizer, steps: OneCycleLR, DataError, "returned neither a scheduler of PyTorch nor a function"),
+        (lambda optimizer, steps: LinearLR(OF_OTHERS), DataError, "a scheduler of another optimizer"),
+        (lambda optimizer, steps: Noted(optimizer), DataError, "notes has a set in it"),
+        (lambda optimizer, steps: lambda step: "fast", DataError, "no factor of the learning rate: 'fast' at step 0"),
+        (lambda optimizer, steps: lambda step: -1.0, DataError, "no factor of the learning rate: -1.0 at step 0"),
+        (lambda optimizer, steps: steps / 0, TaskError, "failed: ZeroDivisionError"),
+    ],
+)  # fmt: skip
+def test_a_schedule_of_a_task_that_is_none_is_refused(schedule_of: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_optimization(LAYER, TrainingSettings(), lr=0.1, total_steps=20, schedule_of=schedule_of)
+
+
+@pytest.mark.parametrize(
+    "schedule_of",
+    [
+        lambda optimizer, steps: lambda step: 1 - step / steps,
+        lambda optimizer, steps: OneCycleLR(optimizer, 0.1, total_steps=steps + 1),
+        CosineAnnealingLR,
+    ],
+)
+def test_a_run_that_is_longer_by_now_has_the_schedule_of_its_length(schedule_of: Any) -> None:
+    def made(steps: int) -> Optimization:
+        return make_optimization(LAYER, TrainingSettings(), lr=0.1, total_steps=steps, schedule_of=schedule_of)
+
+    short, longer, whole = made(10), made(20), made(20)
+    for _ in range(10):
+        short.optimizer.step()
+        short.move_schedule()
+        whole.optimizer.step()
+        whole.move_schedule()
+    longer.load_state_dict(short.state_dict())
+    longer.follow_schedule()
+    for _ in range(10):
+        assert longer.lr == whole.lr
+        longer.optimizer.step()
+        longer.move_schedule()
+        whole.move_schedule()
+    assert short.lr != whole.lr or short.lr == pytest.approx(0.0, abs=1e-6)

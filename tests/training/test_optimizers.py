@@ -4,8 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
 from can_train.config.settings import CHOICES
 from can_train.fit import optimizer as optimizers
@@ -74,3 +83,48 @@ def test_arguments_and_a_clipped_value_change_the_training(tmp_path: Path) -> No
     clipped = weights(train_line(tmp_path / "clipped", **base, grad_clip_value=1e-3))
     assert not torch.equal(plain, with_momentum)
     assert not torch.equal(plain, clipped)
+
+
+SCHEDULERS: dict[str, Callable[[Any, int], Any]] = {
+    "function": lambda optimizer, steps: lambda step: np.cos(step / steps),
+    "one cycle": lambda optimizer, steps: OneCycleLR(optimizer, 0.5, total_steps=steps + 1),
+    "exponential": lambda optimizer, steps: ExponentialLR(optimizer, 0.9),
+    "in turn": lambda optimizer, steps: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, steps)], [4]
+    ),
+    "plateau": lambda optimizer, steps: ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+}
+
+
+class Scheduled(StoppedTask):
+    """Has a schedule of its own."""
+
+    def __init__(self, name: str, after: int = 10**9) -> None:
+        super().__init__(after=after)
+        self._name = name
+
+    def schedule(self, optimizer: Any, steps: int) -> Any:
+        return SCHEDULERS[self._name](optimizer, steps)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_tasks_own_schedule_goes_on_bit_by_bit(tmp_path: Path, name: str) -> None:
+    settings = {**SETTINGS, "lr": 0.5, "grad_clip_value": 1.0}
+    whole = train_line(tmp_path / "whole", Scheduled(name), **settings)
+    with pytest.raises(SystemExit):
+        train_line(tmp_path / "cut", Scheduled(name, after=7), **settings)
+    cut = train_line(tmp_path / "cut", Scheduled(name), **settings)
+    assert torch.equal(weights(cut), weights(whole))
+    assert cut.engine.optimization.lr == whole.engine.optimization.lr != 0.5
+
+
+def test_a_schedule_whose_state_is_not_saved_goes_on_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers.Optimization, "_restore_own_schedule", lambda self, state, fresh: None)
+    settings = {**SETTINGS, "lr": 0.5, "grad_clip_value": 1.0}
+    whole = train_line(tmp_path / "whole", Scheduled("one cycle"), **settings)
+    with pytest.raises(SystemExit):
+        train_line(tmp_path / "cut", Scheduled("one cycle", after=7), **settings)
+    cut = train_line(tmp_path / "cut", Scheduled("one cycle"), **settings)
+    assert not torch.equal(weights(cut), weights(whole))

@@ -10,8 +10,9 @@ import math
 import random
 import struct
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -22,12 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from can_train.config.settings import CLOSURE_REASON, SPARSE_REASON, is_code
 from can_train.config.task_settings import load_optimizer
 from can_train.errors import (
+    CanTrainError,
     ConfigError,
+    DataError,
     DoesNotFitError,
     OutOfMemoryDetails,
     TaskError,
@@ -233,7 +236,8 @@ class Optimization:
     """Optimizer, schedule and gradient scaler, which step together."""
 
     optimizer: Optimizer
-    scheduler: LambdaLR
+    scheduler: LRScheduler  # That of the settings, or a task's own
+    ticks: int  # Moves of the schedule in the whole run
     scaler: torch.amp.GradScaler  # Scales losses under fp16; otherwise disabled
     clip_norm: float  # Largest gradient norm; 0: gradients are not clipped
     clip_value: float  # Largest absolute value of an entry of the gradient; 0: as above
@@ -282,16 +286,33 @@ class Optimization:
         """The current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def move_schedule(self) -> None:
+        """Moves the schedule by a step, or by an epoch."""
+        # Validations move it.
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+            self._keep_plain()
+
     def validated(self, loss: float) -> None:
-        """Tells the schedule `plateau` a validation loss; does nothing for any other."""
+        """Tells a schedule that follows the validation loss about it; does nothing for any other."""
         if self.plateau is not None:
             self.plateau.validated(loss)
             self.follow_schedule()
+        elif isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+            self._keep_plain()
+
+    def _keep_plain(self) -> None:
+        # A scheduler of somebody's own may compute with numpy, whose numbers no checkpoint is read back with.
+        for group in self.optimizer.param_groups:
+            group["lr"] = as_plain(group["lr"])
 
     def follow_schedule(self) -> None:
         """Sets the learning rate to the schedule's at the current tick: a restored state may have been trained by
         another schedule.
         """
+        if type(self.scheduler) is not LambdaLR:
+            return
         for group, base_lr, share in zip(
             self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
         ):
@@ -299,7 +320,8 @@ class Optimization:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs to continue bit by bit."""
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
+        return {**state, "scheduler": as_plain(state["scheduler"]), "ticks": self.ticks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a state from `state_dict`.
@@ -308,7 +330,11 @@ class Optimization:
             ValueError: It belongs to other parameters, or a part of it is something else.
         """
         own = {name: part.state_dict() for name, part in self._parts.items()}
+        fresh = [{**group, "params": None} for group in self.optimizer.param_groups]
         for name, part in self._parts.items():
+            if part is self.scheduler and type(part) is not LambdaLR:
+                self._restore_own_schedule(state, fresh)
+                continue
             part.load_state_dict(state[name])
             # PyTorch copies most of it unseen, and fails in the next step.
             now = part.state_dict()
@@ -330,6 +356,22 @@ class Optimization:
                 before = saved.get(number, {}).get(name)
                 if isinstance(before, Tensor) and before.dtype != value.dtype:
                     values[name] = before.to(value.device, copy=True)
+
+    def _restore_own_schedule(self, state: dict[str, Any], fresh: Sequence[dict[str, Any]]) -> None:
+        """Restores a task's own scheduler, whose state knows the length of its run. Where the run is longer by now, the
+        new scheduler is moved from the start, where the groups of the optimizer were `fresh`.
+        """
+        saved = state["scheduler"]
+        if state["ticks"] == self.ticks or isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.load_state_dict(saved)
+            return
+        for group, before in zip(self.optimizer.param_groups, fresh, strict=True):
+            group.update({name: value for name, value in before.items() if name != "params"})
+        with warnings.catch_warnings():
+            # The steps of the optimizer were taken in an earlier process.
+            warnings.simplefilter("ignore")
+            for _ in range(saved["last_epoch"]):
+                self.move_schedule()
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -432,33 +474,42 @@ def only_trained(model: nn.Module, phase: Phase) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def make_optimization(
+def by_settings(optimizer: Optimizer, steps: int) -> object:
+    """Stands for a task that has no schedule of its own."""
+
+
+def make_optimization(  # noqa: PLR0913 - the settings of a phase, and a task's own schedule
     model: nn.Module,
     training: TrainingSettings,
     *,
     lr: float,
     total_steps: int,
     phase: Phase = Phase(),  # noqa: B008 - frozen
+    schedule_of: Callable[[Optimizer, int], object] = by_settings,
 ) -> Optimization:
     """Makes optimizer, schedule and scaler for all parameters of a phase, also those that are frozen now and thawed
     later. `lr` is the learning rate at the plan's logical batch, `total_steps` counts optimizer steps, not
-    micro-batches.
+    micro-batches. `schedule_of` is `Task.schedule`.
     """
     named = phase_parameters(model, phase)
     groups, device = parameter_groups(model, named, training, lr), named[0][1].device
     optimizer = make_optimizer(groups, training, lr, device)
     ticks = total_steps if training.scheduler_interval == "step" else training.epochs
-    plateau = None
-    if training.scheduler == "plateau":
-        plateau = Plateau(factor=training.schedule_factor, patience=training.schedule_patience)
+    is_lazy = not optimizer.state
+    scheduler, plateau = _task_schedule(schedule_of, optimizer, ticks), None
+    if scheduler is None:
+        if training.scheduler == "plateau":
+            plateau = Plateau(factor=training.schedule_factor, patience=training.schedule_patience)
+        scheduler = LambdaLR(optimizer, schedule(training, ticks, plateau))
     return Optimization(
         optimizer=optimizer,
-        scheduler=LambdaLR(optimizer, schedule(training, ticks, plateau)),
+        scheduler=scheduler,
+        ticks=ticks,
         scaler=torch.amp.GradScaler(device.type, enabled=training.precision == "fp16"),
         clip_norm=training.grad_clip_norm,
         clip_value=training.grad_clip_value,
         plateau=plateau,
-        is_lazy=not optimizer.state,
+        is_lazy=is_lazy,
         parameters=[parameter for _, parameter in named],
     )
 
@@ -538,6 +589,72 @@ def _optimizer_class(name: str) -> Any:
     if reason:
         raise ConfigError(f"training.optimizer cannot be {name}: {reason}", remedy="Try --optimizer adamw")
     return kind
+
+
+def _task_schedule(compute: Callable[[Optimizer, int], object], optimizer: Optimizer, ticks: int) -> LRScheduler | None:
+    """Returns the scheduler that a task makes for a run of some moves; None where it leaves the settings alone.
+
+    Raises:
+        DataError: It returned something else, or a scheduler that no checkpoint can hold.
+        TaskError: Its code failed.
+    """
+    where = getattr(compute, "__qualname__", "schedule")
+    try:
+        made = compute(optimizer, ticks)
+        if callable(made) and not isinstance(made, LRScheduler | type):
+            made = LambdaLR(optimizer, _factor_of(made, where))
+    except CanTrainError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{where} failed", error) from error
+    if made is None:
+        return None
+    remedy = "Return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, steps), or lambda step: 1 - step / steps"
+    if not isinstance(made, LRScheduler):
+        raise DataError(f"{where} returned neither a scheduler of PyTorch nor a function of the step",
+                        value=f"{made!r:.60}", remedy=remedy)  # fmt: skip
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise DataError(f"{where} returned a scheduler of another optimizer than it was given",
+                        value=type(made).__name__, remedy=remedy)  # fmt: skip
+    for name, value in as_plain(made.state_dict()).items():
+        if (kind := _not_plain(value)) is not None:
+            raise DataError(f"{where} returned a scheduler whose state no checkpoint can hold",
+                            value=f"{name} has a {kind} in it",
+                            remedy=f"Leave {name} out of {type(made).__name__}.state_dict()")  # fmt: skip
+    return made
+
+
+def _factor_of(compute: Callable[[int], Any], where: str) -> Callable[[int], float]:
+    """Returns a task's function of the step, with its results checked."""
+
+    def factor(step: int) -> float:
+        value = compute(step)
+        with suppress(TypeError, ValueError):
+            if 0 <= (number := float(value)) < math.inf:
+                return number
+        raise DataError(f"The function that {where} returned gives no factor of the learning rate",
+                        value=f"{value!r:.60} at step {step}", remedy="Return a number of at least 0")  # fmt: skip
+
+    return factor
+
+
+def as_plain(value: Any) -> Any:
+    """Returns a value with Python's numbers in the place of numpy's."""
+    if isinstance(value, dict):
+        return {name: as_plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(as_plain, value)) if type(value) in (list, tuple) else value
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _not_plain(value: Any) -> str | None:
+    """Returns the type of a value, or of a part of it, that a checkpoint cannot hold; None where there is none."""
+    if isinstance(value, dict):
+        return next(filter(None, (_not_plain(part) for part in value.values())), None)
+    if type(value) in (list, tuple):
+        return next(filter(None, map(_not_plain, value)), None)
+    is_plain = value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str)
+    return None if is_plain else type(value).__name__
 
 
 @dataclass(kw_only=True)

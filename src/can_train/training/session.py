@@ -215,7 +215,7 @@ class Session(Parts):
         training, meter, phase, plan = planner.training, self.meter, planner.phase, run_plan.phase_plan
         optimization = make_optimization(
             self.model, training, lr=training.lr * plan.lr_factor, total_steps=self.total_steps * phase.steps,
-            phase=phase,
+            phase=phase, schedule_of=planner.task.schedule,
         )  # fmt: skip
         rescue = replace(rescue_settings(training), adaptive=training.adaptive_micro_batch, regrow=training.regrow)
         batcher = MicroBatcher(self.model, meter=meter, rules=plan.rules, rescue=rescue, limits=run_plan.limits)

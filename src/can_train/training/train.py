@@ -487,7 +487,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
             session.engine.batcher.stepped()
             # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
             if ends_epoch if session.training.scheduler_interval == "epoch" else moved:
-                optimization.scheduler.step()
+                optimization.move_schedule()
         session.stop_signal = _first_signal(ranks.exchange(session.stops.received))
         ranks.broadcast_buffers(session.model)
     session.engine.record_result(shares[ranks.rank][0], is_counted=counted)
