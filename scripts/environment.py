@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -213,12 +214,18 @@ def _run(root: Path, lock: int, command: list[str], **variables: str) -> None:
     """Runs venv or pip. Shows its errors, and pip's remarks about downloads and installations."""
     environment = {**os.environ, **PIP_SETTINGS, **variables}
     # The command inherits the lock: if only this process is killed, the next one still waits for the command to end.
+    # A session of its own: the command would answer Ctrl-C with a traceback.
     process = subprocess.Popen(
-        command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[lock]
-    )
-    for line in process.stdout or ():
-        if line.lstrip().startswith((b"Downloading", b"Installing")):
-            say(line.decode(errors="replace").strip()[:100])  # one line names all packages
+        command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[lock],
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        for line in process.stdout or ():
+            if line.lstrip().startswith((b"Downloading", b"Installing")):
+                say(line.decode(errors="replace").strip()[:100])  # one line names all packages
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGTERM)
+        raise
     if process.wait() != 0:
         raise SetUpError(
             "the set-up failed for the reason written above. If no package index could be reached:\n"

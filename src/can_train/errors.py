@@ -91,6 +91,16 @@ def command_name() -> str:
     return os.environ.get(COMMAND_VARIABLE) or "can-train"
 
 
+class Stopped(SystemExit):
+    """The end of a process that a signal stopped.
+
+    Attributes:
+        is_told: Whether a notice has said so, and how the run goes on.
+    """
+
+    is_told = False
+
+
 class CanTrainError(Exception):
     """An error that the user can cause and can put right.
 

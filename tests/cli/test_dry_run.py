@@ -53,6 +53,15 @@ def test_the_allocators_settings_hold_for_the_plan_of_a_simulated_gpu(
     assert "ignores these allocator settings: backend:cudaMallocAsync" in " ".join(shown.err.split())
 
 
+def test_each_plan_of_a_sweep_stands_below_its_own_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sweep = ("--set", "training.batch_size=32,64", "--target-gpu", "t4", "--state-dir", str(tmp_path))
+    assert main((*LINE, *sweep)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    headings = [f"Run {number} of 2: {KEY} training.batch_size={size}" for number, size in ((1, 32), (2, 64))]
+    plans = [next(line for line in lines[lines.index(heading) :] if line.startswith("Plan: ")) for heading in headings]
+    assert [plan.split()[1] for plan in plans] == ["32", "64"]
+
+
 def test_several_targets_share_one_look_at_the_data_and_make_a_table(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -74,6 +74,9 @@ def test_a_run_is_followed_to_its_end_and_its_like_is_submitted_with_a_change(li
     assert f"Run {run}: finished" in followed
     assert "Result: " in line("logs", run)
     assert "Result: " in (Path(line.status(run)["path"]) / "log.txt").read_text()
+    over = line("resume", run)
+    assert "The run has finished, and nothing is left to train" in over
+    assert "Result: " in over
     out = line("resubmit", run, "--set", "training.seed=7", "--set", "training.epochs=2")
     again = next(word for word in out.split() if "synthetic_gat" in word)
     assert line.wait(again, lambda status: not status["live"])["epoch"] == 2
@@ -89,9 +92,13 @@ def test_a_run_is_cancelled_saved_and_goes_on_from_there(line: Line) -> None:
     assert (cancelled["state"], cancelled["live"]) == ("cancelled", False)
     assert cancelled["saved_step"] == cancelled["step"]
     assert "has ended already" in line("cancel", run)
-    with line.start("resume", run) as resumed:
-        working = line.wait(run, lambda status: status["state"] == "running" and len(status["attempts"]) == 2)
-        assert working["step"] >= cancelled["step"]
+    # In the background, as before.
+    assert f"Run {run} goes on as process" in line("resume", run)
+    working = line.wait(run, lambda status: status["state"] == "running" and len(status["attempts"]) == 2)
+    assert working["step"] >= cancelled["step"]
+    assert "cancelled" in line("cancel", run)
+    with line.start("resume", run, "--here") as resumed:
+        line.wait(run, lambda status: status["state"] == "running" and len(status["attempts"]) == 3)
         resumed.send_signal(signal.SIGTERM)
         assert resumed.wait() == 128 + signal.SIGTERM
 

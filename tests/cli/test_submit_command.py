@@ -282,6 +282,7 @@ def test_a_dry_run_prints_the_script_where_torch_cannot_be_imported(slurm: Path,
     done = subprocess.run([sys.executable, "-P", "-m", "can_train", *line], env=variables, capture_output=True,
                           text=True, check=False)  # fmt: skip
     assert done.stderr == (
+        "starting: loading PyTorch\n"
         "note: No plan is made here: torch cannot be imported (libcudart.so.12: cannot\n"
         "      open). The job plans on its device\n"
     )
@@ -300,8 +301,9 @@ def test_a_torch_that_cannot_be_imported_is_an_error_without_a_traceback(
     done = subprocess.run([sys.executable, "-P", "-m", "can_train", *line], env=variables, capture_output=True,
                           text=True, check=False, cwd=tmp_path)  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
+    starting = "" if "--quiet" in words else "starting: loading PyTorch\n"
     assert done.stderr == (
-        "error: PyTorch cannot be imported: libcudart.so.12: cannot open.\n"
+        f"{starting}error: PyTorch cannot be imported: libcudart.so.12: cannot open.\n"
         "Install a PyTorch that works here, or name a Python that has one: export CAN_TRAIN_PYTHON=/path/to/python.\n"
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.cli.output import print_text, working
-from can_train.errors import with_command_name
+from can_train.errors import Stopped, with_command_name
 from can_train.report.text import duration
 from can_train.reporter import COLUMNS, SilentReporter, wrapped
 
@@ -60,7 +60,9 @@ def demo() -> None:
     """
     started = time.monotonic()
     print_text(_INTRODUCTION)
+    # Before there is a folder to remove: Ctrl-C ends an import at once.
     from can_train.memory.meters import FOREIGN
+    from can_train.training import train  # noqa: F401
 
     with tempfile.TemporaryDirectory(prefix="can-train-demo-") as name:
         # The file that tells the simulated GPUs the memory of another process; no file: 0 bytes.
@@ -131,7 +133,12 @@ def _train(folder: Path, device: str, values: Mapping[str, Any], taken: Path | N
     folders = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
     request = RunRequest(model="gat", size="student", dataset="synthetic", device=device, sets=(_MODEL,),
                          values={**_SETTINGS, **folders, **values})  # fmt: skip
-    outcome = train_new(resolve(request), _Reporter(taken))
+    try:
+        outcome = train_new(resolve(request), _Reporter(taken))
+    except Stopped as stop:
+        # The notice was about a run whose folder is removed.
+        stop.is_told = False
+        raise
     result, state = outcome.folder.result(), Checkpoints(outcome.folder.checkpoints_path).newest()
     assert result is not None
     assert state is not None

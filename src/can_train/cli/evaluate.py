@@ -51,6 +51,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         raise RunError("The run has not finished", value=str(status.state),
                        remedy=f"Wait for its end: can-train logs {run} -f")  # fmt: skip
     # Hydra and torch: a line that is wrong does not wait for them.
+    output.print_starting(verbosity)
     from can_train.config.resolved import PathSettings
     from can_train.training.evaluate import EvaluationRequest
     from can_train.training.evaluate import evaluate as evaluate_run

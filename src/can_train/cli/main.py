@@ -24,6 +24,7 @@ from can_train.config.task_settings import command_entries, command_usage, load_
 from can_train.errors import (
     CanTrainError,
     ConfigError,
+    Stopped,
     UntrustedCodeError,
     command_name,
     from_import_error,
@@ -86,6 +87,7 @@ _UsageError: Final[Any] = typer.BadParameter.__base__
 _HELP_ALL: Final = "--help-all"
 _SUGGESTIONS: Final = 5
 _LINE: Final = 80  # columns of the list of commands
+_STOPPED: Final = "interrupted"
 _BROKEN_PIPE: Final = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 # Typer's words for a value of the wrong type, and can-train's.
@@ -161,6 +163,8 @@ def _run_command(arguments: Sequence[str]) -> int:
     try:
         _parser(name, words)(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
     except SystemExit as stop:
+        if isinstance(stop, Stopped) and not stop.is_told:
+            print_aside(_STOPPED)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
 

@@ -98,6 +98,12 @@ def print_note(text: str) -> None:
     LineReporter(sys.stderr).notice(text)
 
 
+def print_starting(verbosity: Verbosity = Verbosity.NORMAL) -> None:
+    """Says that PyTorch is loaded next, if it is not there yet: for seconds nothing else is printed."""
+    if verbosity != Verbosity.QUIET and "torch" not in sys.modules:
+        print_aside("starting: loading PyTorch")
+
+
 def clear_screen() -> None:
     """Clears the terminal that standard output is."""
     print(_CLEAR, end="")

@@ -9,9 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from can_train.cli.cancel import check_answer
-from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note, print_text
+from can_train.cli.output import (
+    Quiet,
+    Verbose,
+    Verbosity,
+    make_reporter,
+    print_json,
+    print_note,
+    print_starting,
+    print_text,
+)
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
-from can_train.errors import RunError
+from can_train.errors import RunError, with_command_name
+from can_train.runs.run_folder import RunFolder, name_to_type
 from can_train.runs.run_state import FINISHED, live_row
 from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once, find_launch
@@ -41,7 +51,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """Continue a run from its last checkpoint, where it ran before: one of SLURM is submitted again."""
+    """Continue a run from its last checkpoint, where it ran before: in SLURM, in the background, or here."""
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     launch = find_launch()
     # Rank 0 speaks for all.
@@ -51,41 +61,48 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     _check_state(status, run)
     jobs = status.facts.jobs
     in_slurm = not here and bool(jobs) and jobs[-1].executor == "slurm"
-    if in_slurm:
+    in_job = in_slurm or (not here and bool(jobs) and jobs[-1].executor == "local")
+    if in_job:
         check_started_once("A submission", "To train in the processes of a launcher, add --here")
+    if in_slurm:
         check_answer(status)
     # Before the code of the run is imported, here or in a job.
-    locator.trust(trusts_all=trust_code).config(status.known.folder, has_code=in_slurm)
+    locator.trust(trusts_all=trust_code).config(status.known.folder, has_code=in_job)
     if not status.state.certain and not quiet:
         print_note(str(status.state))
+    print_starting(Verbosity.QUIET if quiet else verbosity)
     from can_train.training.resume import change_run
 
     folder = status.known.folder
-    if device is not None and not in_slurm:
+    if device is not None and not in_job:
         from can_train.memory.meters import resolve_device
 
         resolve_device(device)
     make_changes = partial(change_run, folder, make_reporter(verbosity), epochs=epochs, device=device, dataset=dataset)
-    if in_slurm:
+    if in_job:
         _print_changes(make_changes(), quiet=quiet)
         goes_on = status.facts.result is not None and folder.result() is None
         if goes_on or status.state.state != FINISHED:
             # Of two that resume it at once, the second one finds the first one's job.
             with folder.locked(doing="submitted"):
                 _check_state(locator.status(status.known), run)
-                job = _submit_again(status, locator)
+                job = _submit_again(status, locator) if in_slurm else _start_again(folder, locator)
                 if as_json:
                     from can_train.cli.submit import job_json
 
                     print_json({"submitted": [job_json(job, folder)], "identical": []})
                 else:
-                    print_text(f"Run {job.run_id} goes on as job {job.job_id}.")
+                    print_text(f"Run {job.run_id} goes on as {'job' if in_slurm else 'process'} {job.job_id}.")
+                    print_text(with_command_name(f"Log:   can-train logs {name_to_type(folder)} -f"))
             return
     from can_train.cli.train import continue_run, launched_ranks
 
     with launched_ranks(device or folder.config()["device"], verbosity) as ranks:
-        if not in_slurm:
+        if not in_job:
             _print_changes(ranks.on_rank0(make_changes), quiet=quiet)
+        if not quiet and folder.result() is not None:
+            longer = f"can-train resume {name_to_type(folder)} --epochs {2 * folder.config()['training']['epochs']}"
+            print_note(f"The run has finished, and nothing is left to train. For longer:\n  {longer}")
         continue_run(folder, ranks, verbosity, as_json=as_json)
 
 
@@ -107,11 +124,20 @@ def _check_state(status: "RunStatus", name: str) -> None:
         raise RunError("The run is queued or running already", value=str(status.state), remedy=remedy)
 
 
+def _start_again(folder: RunFolder, locator: RunLocator) -> "JobRecord":
+    """Starts a process for a run in the background, and enters it into the registry."""
+    from can_train.cli.train import continue_in_job
+    from can_train.slurm.submit import start_process
+
+    job = start_process(continue_in_job, RunFolder(folder.path.resolve()))
+    locator.registry.add(job)
+    return job
+
+
 def _submit_again(status: "RunStatus", locator: RunLocator) -> "JobRecord":
     from can_train.cli.submit import submit_again
     from can_train.cli.train import continue_in_job
     from can_train.config.compose import from_plain
-    from can_train.runs.run_folder import RunFolder
     from can_train.runs.status import run_statuses
     from can_train.slurm.script import Submission
     from can_train.slurm.submission_plan import dependency_on

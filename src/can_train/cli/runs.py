@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,6 +153,8 @@ def _meaning(metric: str) -> str:
 def _watch(locator: RunLocator, limit: int) -> None:
     """Redraws a terminal until Ctrl-C; a pipe gets a line for each run whose state has changed."""
     before: dict[str, str] = {}
+    # Here Ctrl-C is the way to go on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         while True:
             statuses, older = _newest(locator, limit)

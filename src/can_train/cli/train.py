@@ -18,7 +18,7 @@ import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
-from can_train.cli.run_locator import Run, RunLocator
+from can_train.cli.run_locator import Run, RunLocator, flag_values
 from can_train.cli.train_options import (
     OPTIONS,
     Flags,
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 def make_train_command(words: Sequence[str]) -> Callable[..., None]:
     """Makes the command, with the options of the task that its words name."""
+    # The class of a task of one's own, which imports torch, tells its options.
+    if ":" in flag_values(words).get("--task", ""):
+        output.print_starting(Verbosity.QUIET if {"-q", "--quiet"} & {*words} else Verbosity.NORMAL)
     return make_command(OPTIONS, _train, words=words)
 
 
@@ -97,6 +100,9 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
     if len(runs) > 1:
         check_started_once(f"A line of {len(runs)} runs", "Each run then trains in one process, or with "
                                                           "--submit --gpus N on N GPUs")  # fmt: skip
+    launch = find_launch()
+    # Rank 0 speaks for all.
+    output.print_starting(verbosity if launch is None or launch.rank == 0 else Verbosity.QUIET)
     from can_train.training.train import train_new
 
     with launched_ranks(runs[0].device, verbosity) as ranks:
@@ -108,7 +114,6 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
 
 
 def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbosity, *, as_json: bool) -> None:
-    from can_train.config.resolved import differences, flat_settings
     from can_train.training.train import train_new
 
     failed = []
@@ -121,11 +126,7 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
 
         for number, run in enumerate(runs, start=1):
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
-                # Beside its key, the settings that differ between the runs of that key.
-                settings = flat_settings(run.config)
-                differing = differences([flat_settings(other.config) for other in runs if other.key == run.key])
-                title = " ".join([run.key, *(f"{name}={settings.get(name)}" for name in differing)])
-                output.print_aside(f"run {number} of {len(runs)}: {title}")
+                output.print_aside(f"run {number} of {len(runs)}: {_title(run, runs)}")
             try:
                 printer.print(partial(attempt, run))
             except CanTrainError as error:
@@ -138,6 +139,15 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
                                remedy="Their errors are above")  # fmt: skip
         some.in_json = as_json
         raise some
+
+
+def _title(run: "ResolvedRun", runs: Sequence["ResolvedRun"]) -> str:
+    """Returns a run's key, and beside it the settings that differ between the runs of that key."""
+    from can_train.config.resolved import differences, flat_settings
+
+    settings = flat_settings(run.config)
+    differing = differences([flat_settings(other.config) for other in runs if other.key == run.key])
+    return " ".join([run.key, *(f"{name}={settings.get(name)}" for name in differing)])
 
 
 def _check_alike(run: "ResolvedRun", ranks: "Ranks") -> None:
@@ -169,13 +179,18 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
 
         jobs = plan_jobs(runs, after, quiet=flags["quiet"])
     reporter, objects, failure = output.make_reporter(verbosity), [], None
-    for run, job in zip(runs, jobs, strict=True):
+    for number, (run, job) in enumerate(zip(runs, jobs, strict=True), start=1):
         script = {} if job is None else {"script": job.script}
+        output.print_starting(verbosity)
         try:
             plans, unknown = _dry_plans(run, job, flags, reporter)
             if flags["json"]:
                 objects.append(_dry_object(run, plans, unknown) | script)
             elif plans:
+                if number > 1:
+                    output.print_text("")
+                if len(runs) > 1:
+                    output.print_wrapped(f"Run {number} of {len(runs)}: {_title(run, runs)}")
                 _print_plans(run, plans, flags, verbosity)
             else:
                 output.print_note(unknown)

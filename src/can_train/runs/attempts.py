@@ -14,7 +14,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from can_train.errors import CanTrainError, DoesNotFitError, EarlierAttemptError, RankGoneError, without_positions
+from can_train.errors import (
+    CanTrainError,
+    DoesNotFitError,
+    EarlierAttemptError,
+    RankGoneError,
+    Stopped,
+    without_positions,
+)
 from can_train.io import records
 from can_train.io.records import AttemptStart, JobId
 from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
@@ -96,7 +103,7 @@ class StopRequests:
 
     def exit(self) -> None:
         """Raises `SystemExit` with 128 + the number of the signal received."""
-        raise SystemExit(128 + (self.received or 0))
+        raise Stopped(128 + (self.received or 0))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         callers = [each.f_code.co_qualname for each, _ in walk_stack(frame)] if frame else []

@@ -24,7 +24,15 @@ from torch import nn
 
 from can_train.config.compose import changed_settings
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
-from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, FailedRunError, OutOfMemoryDetails, StateError
+from can_train.errors import (
+    RUN_FAILED,
+    CanTrainError,
+    DoesNotFitError,
+    FailedRunError,
+    OutOfMemoryDetails,
+    StateError,
+    Stopped,
+)
 from can_train.factors.observations import Observation, Started, next_time, write_record
 from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.factors.observing import (
@@ -178,11 +186,13 @@ def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Itera
         except Exception:
             log.write(traceback.format_exc())
             raise
-        except SystemExit:
+        except SystemExit as stop:
             # In a job it is mostly the scheduler that sends SIGTERM, and the job starts again by itself.
             by_person = (signal.SIGINT,) if job else (signal.SIGINT, signal.SIGTERM)
             if stops.received in by_person:
                 log.notice(resume_hint(folder))
+                if isinstance(stop, Stopped):
+                    stop.is_told = True
             raise
 
 
@@ -578,7 +588,7 @@ def _release_and_report(session: Session, result: BatchResult) -> None:
         session.reporter.notice(f"step {step}: {splits}, with the same gradient")
     rise = session.leak_watch.after_step(meter.allocated_bytes())
     if rise:
-        leak = f"step {step}: the memory in use between steps has risen by {rise / 2**20:.1f} MiB without falling"
+        leak = f"step {step}: the memory in use between steps has risen by {size_text(rise)} without falling"
         session.reporter.notice(f"{leak}: something keeps tensors from step to step (losses never detached, say)")
 
 
