@@ -132,7 +132,7 @@ def fit_by_probes(
         if not readings:
             raise DoesNotFitError(
                 "At least one training sample must fit on the device",
-                value=f"a batch of one sample needs more than the {capacity_bytes / 2**20:.1f} MiB of the device",
+                value=f"a batch of one sample needs more than the {size_text(capacity_bytes)} of the device",
                 remedy=_smaller_model(capacity_bytes),
             )
         model = fit_to_probes(features, readings, bounds.kernel_bytes)
@@ -359,7 +359,7 @@ def seconds_per_sample(work: Workload, model: CostModel, meter: Meter) -> float:
             seconds.append(time.perf_counter() - started)
         return min(seconds[1:]) / len(rows)
     meter.release()
-    raise DoesNotFitError("A sample must fit on the device", value=f"one needs {costs.mean() / 2**20:.1f} MiB")
+    raise DoesNotFitError("A sample must fit on the device", value=f"one needs {size_text(costs.mean())}")
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from can_train.errors import (
     nearest_first,
     unknown_name,
 )
+from can_train.io.units import size_text
 from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
 from can_train.task import Phase
 
@@ -849,7 +850,7 @@ class OptimizerReserve:
                 self._wait(FIRST_WAIT_S * 2 ** (retry - 1))
         raise DoesNotFitError(
             "The optimizer's step must fit beside weights and gradients",
-            value=f"{need / 2**20:.1f} MiB cannot be had",
+            value=f"{size_text(need)} cannot be had",
             remedy=without_others(self._meter.foreign_bytes_at_start + self._meter.foreign_bytes(), self.remedy),
             # Smaller micro-batches leave room for it when the run is resumed.
             details=OutOfMemoryDetails(should_fit=True),

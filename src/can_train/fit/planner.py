@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 _MIB: Final = 2**20
 _NAMED: Final = 5  # Oversize samples that a message names
+_SMALL_SHARE: Final = 0.01  # of the device; of less memory no notice says how well it was predicted
 _PADDED_SHARE: Final = 0.02  # Share of a mean sample's cost below which padded lengths do not matter: noise of a fit
 
 
@@ -463,6 +464,9 @@ def _limits_notices(limits: DeviceLimits) -> Iterator[str]:
     phases = (("training", limits.training), ("evaluation", limits.evaluation))
     for mode, phase in phases:
         names = ", ".join(feature.name for feature in phase.model.features)
+        # Of a hundredth of the device, the allocator's rounding is a large part, and no size depends on it.
+        if phase.peak_bytes(phase.tuned_limit) < _SMALL_SHARE * limits.capacity_bytes:
+            continue
         if not phase.model.explains:
             basis = "sizes rest on trials" if phase.trials else "a run tries the sizes that are only predicted here"
             residual = f"the probes lie up to {phase.model.relative_residual:.0%} off"

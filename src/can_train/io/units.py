@@ -62,13 +62,14 @@ def exact_size(size_bytes: int) -> str:
 def size_text(size_bytes: float) -> str:
     """Writes a size to three digits, or to a hundredth of a GiB.
 
-    >>> size_text(3 * 2**29), size_text(2**28), size_text(2**24)
-    ('1.50 GiB', '256 MiB', '16.0 MiB')
+    >>> size_text(3 * 2**29), size_text(2**28), size_text(2**24), size_text(5000), size_text(0)
+    ('1.50 GiB', '256 MiB', '16.0 MiB', '4.9 KiB', '0 KiB')
     """
     if size_bytes >= _UNIT_BYTES["gib"]:
         return f"{size_bytes / _UNIT_BYTES['gib']:.2f} GiB"
-    size_mib = size_bytes / _UNIT_BYTES["mib"]
-    return f"{size_mib:.0f} MiB" if size_mib >= 100 else f"{size_mib:.1f} MiB"
+    unit, name = ("mib", "MiB") if size_bytes >= _UNIT_BYTES["mib"] else ("kib", "KiB")
+    size = size_bytes / _UNIT_BYTES[unit]
+    return f"{size:.0f} {name}" if size >= 100 or not size else f"{size:.1f} {name}"
 
 
 def parse_time_min(text: str) -> int:
