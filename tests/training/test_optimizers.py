@@ -16,10 +16,11 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from can_train.config.settings import CHOICES
+from can_train.config.settings import CHOICES, TrainingSettings
+from can_train.errors import ConfigError
 from can_train.fit import optimizer as optimizers
 from can_train.training.session import Session
-from fakes.line_fit import StoppedTask, train_line
+from fakes.line_fit import LineTask, StoppedTask, train_line
 
 NAMES = [name for name in CHOICES["optimizer"] if name not in ("adamw", "adam", "sgd")]
 SETTINGS = {"batch_size": 20, "micro_batch_size": 10, "epochs": 4, "precision": "fp64"}
@@ -128,3 +129,54 @@ def test_a_schedule_whose_state_is_not_saved_goes_on_in_another_way(
         train_line(tmp_path / "cut", Scheduled("one cycle", after=7), **settings)
     cut = train_line(tmp_path / "cut", Scheduled("one cycle"), **settings)
     assert not torch.equal(weights(cut), weights(whole))
+
+
+NOISY = {"grad_noise": 0.3, "optimizer": "sgd", "lr": 1e-3, "epochs": 2}
+
+
+def test_the_noise_of_a_gradient_goes_on_bit_by_bit_and_changes_the_training(tmp_path: Path) -> None:
+    whole, cut = whole_and_cut(tmp_path, 5, **NOISY)
+    assert torch.equal(weights(cut), weights(whole))
+    plain = train_line(tmp_path / "plain", **{**SETTINGS, **NOISY, "grad_noise": 0.0})
+    assert not torch.equal(weights(plain), weights(whole))
+
+
+def noise_of_a_split(folder: Path) -> float:
+    """Returns the largest difference of the weights by a split and a rescue, in a training with noise."""
+    settings = {**SETTINGS, **NOISY}
+    whole = train_line(folder / "whole", **{**settings, "micro_batch_size": 20})
+    split = train_line(folder / "split", **{**settings, "micro_batch_size": 7})
+    rescued = train_line(folder / "rescued", LineTask(fail_above=12), **{**settings, "micro_batch_size": 20})
+    return float(max((weights(other) - weights(whole)).abs().max() for other in (split, rescued)))
+
+
+def test_the_noise_of_a_gradient_is_the_same_for_a_batch_that_is_split_or_rescued(tmp_path: Path) -> None:
+    assert noise_of_a_split(tmp_path) < 1e-12
+
+
+def test_noise_of_the_global_generator_after_each_part_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generators = iter(range(10**6))
+    monkeypatch.setattr(optimizers, "step_generator", lambda **key: torch.Generator().manual_seed(next(generators)))
+    assert noise_of_a_split(tmp_path) > 1e-6
+
+
+def test_noise_follows_clipping_with_the_deviation_of_its_step() -> None:
+    layer = torch.nn.Linear(300, 300, bias=False)
+    settings = TrainingSettings(grad_noise=0.2, grad_clip_value=1e-9, optimizer="sgd", optimizer_args={"momentum": 0.0})
+    for number, expected in ((0, 0.2), (99, 0.2 / 100**0.275)):
+        made = optimizers.make_optimization(layer, settings, lr=1.0, total_steps=200)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        before = layer.weight.detach().clone()
+        made.optimizer.param_groups[0]["lr"], made.optimizer.param_groups[0]["weight_decay"] = 1.0, 0.0
+        made.step(number)
+        assert float((layer.weight.detach() - before).std()) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_sparse_gradient_is_refused_noise() -> None:
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    made = optimizers.make_optimization(table, TrainingSettings(grad_noise=0.2), lr=1.0, total_steps=2)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match="one of the model is sparse"):
+        made.step()

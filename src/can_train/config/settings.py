@@ -357,6 +357,10 @@ class TrainingSettings:
     """Largest gradient norm, applied once a step after unscaling; 0 turns it off."""
     grad_clip_value: float = 0.0
     """Largest absolute value of each entry of the gradient, applied once a step, before the norm; 0 turns it off."""
+    grad_noise: float = 0.0
+    """Standard deviation of noise that is added to the gradient once a step, after it is clipped; 0 turns it off."""
+    grad_noise_decay: float = 0.55
+    """The variance of that noise is divided by (1 + steps done) to the power of this number; 0: it stays."""
     scheduler: str = "cosine"
     """Learning-rate schedule after the warm-up: cosine or linear to zero, constant, one-cycle, step, plateau or wsd."""
     scheduler_interval: str = "step"
@@ -408,8 +412,9 @@ class TrainingSettings:
                      "min_micro_batch_size", "schedule_epochs", "schedule_patience", "schedule_start_divisor",
                      "schedule_end_divisor"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=1)
-        for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "grad_clip_value", "patience",
-                     "accumulation_threshold", "oom_retries", "cuda_empty_cache_interval", "thaw_epoch"):  # fmt: skip
+        for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "grad_clip_value",
+                     "grad_noise", "grad_noise_decay", "patience", "accumulation_threshold", "oom_retries",
+                     "cuda_empty_cache_interval", "thaw_epoch"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=0)
         check_range("number of training.betas", len(self.betas), low=2, high=2)
         for beta in self.betas:

@@ -93,12 +93,14 @@ def restore_generators(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def step_generator(*, seed: int, step: int, update: int = 0, before: bool = False) -> torch.Generator:
-    """Returns the generator of a step's randomness that samples share, in one of its optimizer updates, or of the work
-    that a task does `before` the step: pure functions of these numbers, and draws from one generator change nothing in
-    another.
+def step_generator(
+    *, seed: int, step: int, update: int = 0, before: bool = False, noise: bool = False
+) -> torch.Generator:
+    """Returns the generator of a step's randomness that samples share, in one of its optimizer updates, of the work
+    that a task does `before` the step, or of an update's gradient `noise`: pure functions of these numbers, and draws
+    from one generator change nothing in another.
     """
-    key = (1,) if before else (2, update) if update else ()
+    key = (1,) if before else (3, update) if noise else (2, update) if update else ()
     sequence = np.random.SeedSequence([seed, step], spawn_key=key)
     mixed = sequence.generate_state(2, np.uint32)
     return torch.Generator().manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
@@ -232,6 +234,38 @@ class Precision:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientNoise:
+    """Gaussian noise of the gradients: in step t, counted from 0, of standard deviation σ / (1 + t)^(γ / 2).
+
+    Source: Neelakantan et al., Adding Gradient Noise Improves Learning for Very Deep Networks, 2015: variance
+    η / (1 + t)^γ, with γ = 0.55 and η = σ² among 0.01, 0.3 and 1.
+    """
+
+    deviation: float  # σ; 0: no noise
+    decay: float  # γ; 0: the same in all steps
+    seed: int
+
+    def add(self, parameters: Iterable[nn.Parameter], *, step: int, update: int) -> None:
+        """Adds the noise of a step's optimizer update to all gradients.
+
+        Raises:
+            ConfigError: A gradient is sparse.
+        """
+        # On the host: the numbers that a GPU draws depend on its kind, and those of all ranks are the same.
+        generator = step_generator(seed=self.seed, step=step, update=update, noise=True)
+        deviation = self.deviation / (1 + step) ** (self.decay / 2)
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise ConfigError("Gradient noise is added to dense gradients, and one of the model is sparse",
+                                  value=f"of shape {tuple(gradient.shape)}", remedy="Give --grad-noise 0")  # fmt: skip
+            drawn = torch.randn(gradient.shape, dtype=gradient.dtype, generator=generator)
+            gradient.add_(drawn.to(gradient.device), alpha=deviation)
+
+
 @dataclass(kw_only=True)
 class Optimization:
     """Optimizer, schedule and gradient scaler, which step together."""
@@ -242,24 +276,31 @@ class Optimization:
     scaler: torch.amp.GradScaler  # Scales losses under fp16; otherwise disabled
     clip_norm: float  # Largest gradient norm; 0: gradients are not clipped
     clip_value: float  # Largest absolute value of an entry of the gradient; 0: as above
+    noise: GradientNoise
     plateau: Plateau | None  # Of the schedule `plateau`
     is_lazy: bool  # Whether the first step of a parameter makes its state; Adagrad makes it at once, and never again
     # Of the phase. A frozen one has no gradient, so the optimizer passes over it until it is thawed.
     parameters: list[nn.Parameter]
 
-    def step(self) -> bool:
-        """Unscales and clips the gradients, steps, and clears them; the caller moves the schedule.
+    def step(self, number: int = 0, update: int = 0) -> bool:
+        """Unscales and clips the gradients, adds noise, steps, and clears them; the caller moves the schedule.
+
+        Args:
+            number: Steps of the run that are done; the noise of the gradients depends on it.
+            update: Optimizer steps of this step that are done, where it has several.
 
         Returns:
             Whether the weights moved: under fp16 the scaler skips a step whose gradients overflowed.
         """
         scale = self.scaler.get_scale()
-        if self.clip_norm > 0 or self.clip_value > 0:
+        if self.clip_norm > 0 or self.clip_value > 0 or self.noise.deviation > 0:
             self.scaler.unscale_(self.optimizer)
         if self.clip_value > 0:
             torch.nn.utils.clip_grad_value_(self.parameters, self.clip_value)
         if self.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        if self.noise.deviation > 0:
+            self.noise.add(self.parameters, step=number, update=update)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -509,6 +550,7 @@ def make_optimization(  # noqa: PLR0913 - the settings of a phase, and a task's 
         scaler=torch.amp.GradScaler(device.type, enabled=training.precision == "fp16"),
         clip_norm=training.grad_clip_norm,
         clip_value=training.grad_clip_value,
+        noise=GradientNoise(deviation=training.grad_noise, decay=training.grad_noise_decay, seed=training.seed),
         plateau=plateau,
         is_lazy=is_lazy,
         parameters=[parameter for _, parameter in named],

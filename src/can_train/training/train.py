@@ -493,7 +493,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
             raise _no_longer_finite(session, f"step {session.progress.step}", result.means)
         ranks.reduce_gradients(optimization.parameters)
         with ranks.reporting_failure():
-            moved = optimization.step()
+            moved = optimization.step(session.progress.step, session.progress.updates)
             session.engine.batcher.stepped()
             # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
             if ends_epoch if session.training.scheduler_interval == "epoch" else moved:
