@@ -276,6 +276,16 @@ class BatchTask(ABC):
         """
         return None
 
+    def epoch_order(self, rows: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Returns the training samples of an epoch in the order in which they are trained; the default shuffles them.
+
+        Args:
+            rows: [R] samples of the epoch, ascending.
+            seed: The run's.
+            epoch: Counted from 0. Seed and epoch alone decide the order, so that a position in it can be resumed.
+        """
+        return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
+
     def before_step(  # noqa: B027 - optional
         self, model: nn.Module, rows: NDArray[np.int64], progress: float, generator: torch.Generator
     ) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.fit.planner import Epochs
+from fakes.line_fit import LineTask
 
 ROWS = np.arange(100, 200)
 
@@ -13,8 +14,12 @@ ROWS = np.arange(100, 200)
 def epochs(**changed: Any) -> Epochs:
     sizes = changed.pop("main_feature", np.ones(len(ROWS)))
     rows = changed.pop("rows", lambda epoch: ROWS)
-    plain = {"seed": 0, "logical_batch": 30, "preflight_units": np.inf}
-    return Epochs(rows, lambda some: sizes[some - ROWS[0]], **{**plain, **changed})
+    settings = {"seed": 0, "logical_batch": 30, "preflight_units": np.inf, **changed}
+
+    def order(epoch: int) -> Any:
+        return LineTask().epoch_order(rows(epoch), seed=settings["seed"], epoch=epoch)
+
+    return Epochs(order, lambda some: sizes[some - ROWS[0]], **settings)
 
 
 def seen(epochs: Epochs, epoch: int) -> list[int]:
@@ -66,3 +71,29 @@ def test_a_schedule_is_as_long_as_the_steps_of_its_epochs(
         preflight_units=preflight_units,
     )
     assert run.total_steps(count) == sum(len(run.steps(epoch)) for epoch in range(count))
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=300), batch=st.integers(1, 40), epoch=st.integers(0, 5))
+def test_bucketed_batches_hold_each_sample_once_and_pad_no_more(sizes: list[int], batch: int, epoch: int) -> None:
+    rows, feature = np.arange(len(sizes)), np.array(sizes, dtype=float)
+
+    def steps(*, bucketed: bool) -> list[Any]:
+        run = Epochs(lambda epoch: np.random.default_rng(epoch).permutation(rows), lambda some: feature[some], seed=3,
+                     logical_batch=batch, preflight_units=np.inf, bucketed=bucketed)  # fmt: skip
+        return run.steps(epoch)
+
+    shuffled, bucketed = steps(bucketed=False), steps(bucketed=True)
+    assert sorted(np.concatenate(bucketed).tolist()) == rows.tolist()
+    assert [len(step) for step in bucketed] == [len(step) for step in shuffled]
+    # Where the last batch is a short one, it may be better for it to have the smallest samples, or the largest.
+    padded = [sum(len(step) * feature[step].max() for step in cut) for cut in (bucketed, shuffled)]
+    assert padded[0] <= padded[1] or len(sizes) % batch
+    assert [step.tolist() for step in bucketed] == [step.tolist() for step in steps(bucketed=True)]
+
+
+def test_bucketed_batches_come_in_another_order_in_each_epoch() -> None:
+    sizes = np.arange(100.0)
+    run = epochs(main_feature=sizes, bucketed=True, logical_batch=10)
+    largest = [[sizes[step - 100].max() for step in run.steps(epoch)] for epoch in (0, 1)]
+    assert sorted(largest[0]) == sorted(largest[1]) == list(range(9, 100, 10))
+    assert largest[0] != largest[1]

@@ -1,6 +1,6 @@
 """A task that is described by its samples is trained, split, resumed and judged as every other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import WeightedRandomSampler
 
 from can_train import Feature, Phase, Task, predict_peak
 from can_train.errors import DataError, DoesNotFitError, TaskError
@@ -260,3 +261,77 @@ def test_a_single_sample_cannot_train_and_validate() -> None:
 
     with pytest.raises(DataError, match="at least two samples"):
         _ = Single().train_rows
+
+
+class Sampled(Words):
+    """Words with a sampler of choice."""
+
+    def __init__(self, choose: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.choose = choose
+
+    def datasets(self) -> Mapping[str, Sequence[Any]]:
+        sets = super().datasets()
+        return {"test": sets["test"], "train": sets["train"]}
+
+    def sampler(self, epoch: int) -> Any:
+        return self.choose(epoch)
+
+
+def order_of(choose: Callable[[int], Any], epoch: int = 0, seed: int = 5) -> list[int]:
+    """Returns the numbers of an epoch in the set `train`, which begins at row 10."""
+    task = Sampled(choose)
+    return (task.epoch_order(task.train_rows, seed=seed, epoch=epoch) - 10).tolist()
+
+
+def test_a_sampler_decides_which_samples_an_epoch_trains_and_in_which_order() -> None:
+    kept = (Sampled(lambda epoch: None).validation_rows - 10).tolist()
+    assert len(kept) == 4
+    assert order_of(lambda epoch: [3, 1, 3, *kept]) == [number for number in [3, 1, 3] if number not in kept]
+    assert order_of(lambda epoch: torch.arange(40)) == [number for number in range(40) if number not in kept]
+    plain = order_of(lambda epoch: None)
+    assert sorted(plain) == [number for number in range(40) if number not in kept]
+    assert plain != sorted(plain)
+
+
+def test_weights_decide_how_often_a_sample_is_drawn() -> None:
+    weights = torch.zeros(40)
+    weights[5], weights[7] = 1.0, 3.0
+    for choose in (lambda epoch: weights, lambda epoch: WeightedRandomSampler(weights.tolist(), 36)):
+        drawn = [number for epoch in range(20) for number in order_of(choose, epoch)]
+        assert set(drawn) == {5, 7}
+        assert 2 < drawn.count(7) / drawn.count(5) < 4.5
+        assert order_of(choose, 1) == order_of(choose, 1)
+        assert order_of(choose, 1) != order_of(choose, 2)
+        assert order_of(choose, 1) != order_of(choose, 1, seed=6)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "value"),
+    [([0, 40], "numbers from 0 to 40"), ([-1], "numbers from -1 to -1"), (torch.ones(39), "39 numbers from 1 to 1"),
+     (torch.full((40,), -1.0), "40 numbers from -1 to -1"), (["a"], "array(['a'], dtype='<U1')")],
+)  # fmt: skip
+def test_a_sampler_that_chooses_other_samples_is_told(chosen: Any, value: str) -> None:
+    with pytest.raises(DataError) as raised:
+        order_of(lambda epoch: chosen)
+    assert str(raised.value) == (
+        f"Task.sampler did not return the numbers of training samples, nor a weight for each: {value}.\n"
+        "Return numbers from 0 to 39, or 40 weights that are not negative."
+    )
+
+
+def test_a_sampler_that_chooses_nothing_is_told() -> None:
+    with pytest.raises(DataError, match="weight of 0 for each"):
+        order_of(lambda epoch: torch.zeros(40))
+    kept = (Sampled(lambda epoch: None).validation_rows - 10).tolist()
+    with pytest.raises(DataError, match="no training sample that is not kept"):
+        order_of(lambda epoch: kept)
+
+
+def test_epochs_have_as_many_steps_as_their_sampler_asks_for(tmp_path: Path) -> None:
+    task = Sampled(lambda epoch: range(8 + 16 * epoch))
+    session = trained(tmp_path, task, epochs=2, batch_size=8)
+    sizes = [sum(map(len, session.epochs.steps(epoch))) for epoch in (0, 1)]
+    kept = set((task.validation_rows - 10).tolist())
+    assert sizes == [len(set(range(8)) - kept), len(set(range(24)) - kept)]
+    assert session.progress.step == session.total_steps == sum(len(session.epochs.steps(epoch)) for epoch in (0, 1))

@@ -253,6 +253,7 @@ CHOICES: Final = {
     "lr_scale": ("auto", "none", "sqrt", "linear"),
     "optimizer": ("adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam",
                   "rmsprop", "rprop"),
+    "order": ("shuffled", "bucketed"),
     "precision": PRECISIONS,
     "scheduler": ("cosine", "constant", "linear", "one-cycle", "step", "plateau", "wsd"),
     "scheduler_interval": ("step", "epoch"),
@@ -389,6 +390,8 @@ class TrainingSettings:
     """Epochs without a better validation loss before training stops; 0 never stops early."""
     val_interval: int = 1
     """Epochs between validations."""
+    order: str = "shuffled"
+    """Order of training samples: shuffled, or bucketed: batches of samples of about the same size, which pad less."""
     num_workers: str = "auto"
     """Processes that read samples ahead; auto: as many as processors, up to 8, where reading takes time; 0: none."""
     log_splits: bool = False

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from can_train.fit.packing import BatchCosts, SplitRules, cut, largest_typical_batch, optimizer_batches, share_out
 from can_train.io.units import counted
 
 # Optimizer steps per epoch below which schedules, early stopping and averages over an epoch lose their meaning.
 _FEW_STEPS: Final = 5
+_BUCKET_BATCHES: Final = 50  # Batches whose samples are sorted by their size, where they are bucketed
 Mode = Literal["max", "opt", "off"]
 BindingLimit = Literal["requested", "preset", "memory", "dataset", "min_steps"]
 LrScale = Literal["auto", "none", "sqrt", "linear"]
@@ -41,6 +43,7 @@ class PlanRequest:
     preflight_threshold: float = math.inf
     # Samples of each epoch ÷ samples of the last, which has all; a single one where epochs are alike.
     epoch_shares: tuple[float, ...] = (1.0,)
+    bucketed: bool = False  # Whether batches hold samples of about the same size
 
     @property
     def searches(self) -> bool:
@@ -126,6 +129,8 @@ def resolve_plan(
     else:
         rules = replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
     logical, binding = _logical_batch(request, order, rules.safe_limit)
+    if request.bucketed:
+        order, *other_epochs = (epoch.chosen(bucketed(epoch.each(), logical)) for epoch in (order, *other_epochs))
     by_epoch = [_optimizer_steps(epoch, logical, request.preflight_threshold) for epoch in (order, *other_epochs)]
     num_batches, num_steps, ranks = -(-len(order) // logical), len(by_epoch[0]), request.ranks
     of_steps = [step.parts(share_out(step, ranks)) if ranks > 1 else [step] for steps in by_epoch for step in steps]
@@ -156,6 +161,26 @@ def resolve_plan(
             *_divisor_notices(sizes, shares, rules),
         ),
     )
+
+
+def bucketed(sizes: NDArray[np.float64], logical_batch: int, *, seed: int = 0, epoch: int = 0) -> NDArray[np.int64]:
+    """Returns an order of samples, as their positions, whose batches hold samples of about the same size: of each fifty
+    batches the samples are sorted, and all batches are shuffled. Only the last batch may be shorter.
+
+    Args:
+        sizes: [R] sizes of the samples, in the order of the epoch.
+        logical_batch: Samples of a batch.
+        seed: The run's.
+        epoch: Counted from 0.
+    """
+    window = _BUCKET_BATCHES * logical_batch
+    starts = range(0, len(sizes), window)
+    order = np.concatenate([start + np.argsort(sizes[start : start + window], kind="stable") for start in starts])
+    whole = len(order) // logical_batch
+    batches = order[: whole * logical_batch].reshape(whole, logical_batch)
+    shuffled = batches[np.random.default_rng([seed, epoch, 1]).permutation(whole)]
+    positions: NDArray[np.int64] = np.concatenate([shuffled.ravel(), order[whole * logical_batch :]])
+    return positions
 
 
 def _optimizer_steps(order: BatchCosts, logical: int, preflight_threshold: float) -> list[BatchCosts]:

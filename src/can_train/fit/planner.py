@@ -21,7 +21,7 @@ from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
 from can_train.fit.optimizer import capture_generators, phase_parameters, phase_training, restore_generators
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
-from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, spare_room
+from can_train.fit.plan import PhasePlan, PlanRequest, bucketed, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
@@ -139,6 +139,7 @@ def plan_request(training: TrainingSettings, *, ranks: int = 1) -> PlanRequest:
         loader_batch=training.batch_size or training.lr_batch_size,
         batches_per_step=steps,
         min_steps_per_epoch=training.min_steps_per_epoch,
+        bucketed=training.order == "bucketed",
         micro_batch_size=training.micro_batch_size,
         # Both are checked against the same names by the settings.
         lr_scale=training.lr_scale,  # type: ignore[arg-type]
@@ -325,6 +326,10 @@ class Planner:
             other_epochs=other_epochs,
         )
         notices = [*self.task.notices(), *self.meter.notices]
+        if training.order == "bucketed":
+            notices.append(
+                "training.order=bucketed: batches hold samples of about the same size, which changes training"
+            )
         notices += self.batch_dependence.sentences(split=plan.most_parts > 1, ranks=self.ranks)
         if limits is not None:
             if limits.not_recorded_because:
@@ -509,17 +514,18 @@ def rows_by_epoch(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> Ca
     return lambda epoch: rows
 
 
+def order_by_epoch(task: BatchTask, skipped: Sequence[int], training: TrainingSettings) -> Callable[[int], Rows]:
+    """Makes the function that returns the training samples of an epoch in their order, without the skipped ones."""
+    rows = rows_by_epoch(task, skipped, epochs=training.epochs)
+    return lambda epoch: task.epoch_order(rows(epoch), seed=training.seed, epoch=epoch)
+
+
 def epoch_shares(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> tuple[float, ...]:
     """Returns the samples of each epoch ÷ samples of the last; a single one where epochs are alike."""
     if not epochs_differ(task, epochs):
         return (1.0,)
     sizes = [len(kept_rows(task.in_epoch(epoch, epochs), skipped)) for epoch in range(epochs)]
     return tuple(size / max(sizes[-1], 1) for size in sizes)
-
-
-def epoch_order(rows: Rows, *, seed: int, epoch: int) -> Rows:
-    """Shuffles the rows of one epoch: a pure function of seed and epoch, so that a position in it can be resumed."""
-    return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
 
 
 def packed_rows(task: BatchTask, rows: Rows) -> Rows:
@@ -540,28 +546,31 @@ def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs
     if len(rows) == 0:
         raise DoesNotFitError("At least one training sample must fit", value="all samples are oversize")
     if not epochs_differ(task, epochs):
-        return [epoch_order(rows, seed=seed, epoch=0)]
+        return [task.epoch_order(rows, seed=seed, epoch=0)]
     # The rows of the last epoch are the task's own: a dry run repeats a sample of the data to its full length, which
     # `in_epoch` does not know.
     first = kept_rows(task.in_epoch(0, epochs), skipped)
     ends = ((rows, epochs - 1), (first, 0))
-    return [epoch_order(kept, seed=seed, epoch=epoch) for kept, epoch in ends if len(kept)]
+    return [task.epoch_order(kept, seed=seed, epoch=epoch) for kept, epoch in ends if len(kept)]
 
 
 @dataclass(frozen=True)
 class Epochs:
     """The optimizer steps of a run: a pure function of seed and epoch, so that it can continue from any position."""
 
-    rows: Callable[[int], Rows]  # Returns the training samples of an epoch, counted from 0
+    order: Callable[[int], Rows]  # Returns the training samples of an epoch, counted from 0, in their order
     main_feature: Callable[[Rows], NDArray[np.float64]]  # Returns [R] the units of the main feature of R samples
     seed: int
     logical_batch: int
     preflight_units: float  # A batch of more units of the main feature becomes several steps; infinite: never
     packed: Callable[[Rows], Rows] = lambda rows: rows  # Returns the samples of a step in the order of `packing_order`
+    bucketed: bool = False  # Whether batches hold samples of about the same size
 
     def steps(self, epoch: int) -> list[Rows]:
         """Returns the samples of each optimizer step of an epoch, counted from 0."""
-        order = epoch_order(self.rows(epoch), seed=self.seed, epoch=epoch)
+        order = self.order(epoch)
+        if self.bucketed:
+            order = order[bucketed(self.main_feature(order), self.logical_batch, seed=self.seed, epoch=epoch)]
         batches = [order[start : start + self.logical_batch] for start in range(0, len(order), self.logical_batch)]
         if self.preflight_units == np.inf:
             return [self.packed(batch) for batch in batches]
@@ -573,7 +582,6 @@ class Epochs:
 
     def total_steps(self, epochs: int) -> int:
         """Returns the optimizer steps of a whole run, which is the length of its schedule."""
-        # Without preflight there is no need to order the samples.
         if self.preflight_units == np.inf:
-            return sum(-(-len(self.rows(epoch)) // self.logical_batch) for epoch in range(epochs))
+            return sum(-(-len(self.order(epoch)) // self.logical_batch) for epoch in range(epochs))
         return sum(len(self.steps(epoch)) for epoch in range(epochs))

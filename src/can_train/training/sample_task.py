@@ -219,6 +219,17 @@ class Task(BatchTask):
         """
         return samples
 
+    def sampler(self, epoch: int) -> Iterable[int] | Tensor | NDArray[Any] | None:
+        """Chooses the training samples of an epoch, counted from 0: their numbers in the set `train`, in order, where
+        some may be missing and others come several times; a `Sampler` of PyTorch will do. An array or tensor of
+        floating-point numbers is a weight for each sample of the set: as many as the set has are drawn with
+        replacement. None, the default: all samples, shuffled.
+
+        Global random generators are seeded by the run's seed and the epoch. Samples that are kept for validation are
+        left out. A sampler that remembers something must be made anew in each call.
+        """
+        return None
+
     def validation_loss(self, model: nn.Module, batch: Any) -> Losses:
         """Computes the loss terms that choose the best weights, without gradients; the default is `loss`."""
         return self.loss(model, batch)
@@ -388,6 +399,24 @@ class Task(BatchTask):
         """Returns [R, F]: each sample's own count of each feature."""
         features, counts = self._counted
         return np.ones((len(rows), len(features))) if counts is None else counts[rows]
+
+    def epoch_order(self, rows: Rows, *, seed: int, epoch: int) -> Rows:
+        """Returns the samples of an epoch in the order of `sampler`, without those that are not among `rows`."""
+        if type(self).sampler is Task.sampler:
+            return super().epoch_order(rows, seed=seed, epoch=epoch)
+        mixed = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint32)
+        with self.asked("sampler"), _seeded(int(mixed[0])):
+            chosen = self.sampler(epoch)
+            if chosen is None:
+                return super().epoch_order(rows, seed=seed, epoch=epoch)
+            numbers = chosen if isinstance(chosen, Tensor | np.ndarray) else list(chosen)
+        first = self._first_train_row
+        return _sampled(np.asarray(numbers), first, len(self.sets[TRAIN]), rows, seed=int(mixed[0]))
+
+    @property
+    def _first_train_row(self) -> int:
+        before = list(self.sets)[: list(self.sets).index(TRAIN)]
+        return sum(len(self.sets[name]) for name in before)
 
     def in_phase(self, phase: Phase) -> "Task":
         """Returns the task as it is in a phase."""
@@ -593,6 +622,32 @@ class Samples(Sequence[Any]):
         if isinstance(index, slice):
             return Samples(self._task, self._rows[index])
         return self._task.sample(int(self._rows[index]))
+
+
+def _sampled(numbers: NDArray[Any], first: int, size: int, rows: Rows, *, seed: int) -> Rows:
+    """Returns the rows that a sampler has chosen by numbers or weights of the `size` samples from row `first` on."""
+    rule = "Task.sampler did not return the numbers of training samples, nor a weight for each"
+    remedy = f"Return numbers from 0 to {size - 1}, or {size} weights that are not negative"
+    if np.issubdtype(numbers.dtype, np.floating):
+        if numbers.shape != (size,) or not np.isfinite(numbers).all() or (numbers < 0).any():
+            raise DataError(
+                rule, value=f"{numbers.size} numbers from {numbers.min():g} to {numbers.max():g}", remedy=remedy
+            )
+        weights = numbers[rows - first].astype(np.float64)
+        if not weights.sum():
+            raise DataError("Task.sampler returned a weight of 0 for each training sample", remedy=remedy)
+        drawn = np.random.default_rng(seed).choice(len(rows), size=len(rows), p=weights / weights.sum())
+        sampled: Rows = rows[drawn]
+        return sampled
+    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer) or not numbers.size:
+        raise DataError(rule, value=f"{numbers!r:.60}", remedy=remedy)
+    if numbers.min() < 0 or numbers.max() >= size:
+        raise DataError(rule, value=f"numbers from {numbers.min()} to {numbers.max()}", remedy=remedy)
+    ordered: Rows = (first + numbers).astype(np.int64)
+    ordered = ordered[np.isin(ordered, rows)]
+    if not len(ordered):
+        raise DataError("Task.sampler chose no training sample that is not kept for validation", remedy=remedy)
+    return ordered
 
 
 def _sample_seeds(rows: Rows, generator: torch.Generator | None) -> list[int]:

@@ -34,7 +34,7 @@ from can_train.fit.optimizer import (
     state_bytes,
     step_generator,
 )
-from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, packed_rows, rows_by_epoch, still_fits
+from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, order_by_epoch, packed_rows, still_fits
 from can_train.fit.rescue import Backoff
 from can_train.io.records import read_text, write_json_atomic
 from can_train.memory.meters import Meter
@@ -192,12 +192,13 @@ class Session(Parts):
         own = plans[self.ranks.rank]
         self.model = self.planners.first.model
         self.epochs = Epochs(
-            rows_by_epoch(task, own.skipped, epochs=training.epochs),
+            order_by_epoch(task, own.skipped, training),
             lambda rows: task.batch_features(rows)[:, 0],
             seed=training.seed,
             logical_batch=own.phase_plan.logical_batch,
             preflight_units=training.preflight_units,
             packed=lambda rows: packed_rows(task, rows),
+            bucketed=training.order == "bucketed",
         )
         self.total_steps = self.epochs.total_steps(training.epochs)
         self.precision = Precision.named(training.precision)
