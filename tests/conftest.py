@@ -17,6 +17,8 @@ settings.load_profile("can-train")
 def pytest_configure() -> None:
     # Two workers on two cores: threads that wait for each other's cores would make every training many times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Else each of a thousand processes compiles can-train anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Deterministic algorithms need it on a GPU, and cuBLAS reads it once.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # A shell that starts the tests in the background has them ignore Ctrl-C, and so every process that they start.
