@@ -19,7 +19,10 @@ NOT_COMPARED: Final = {"report": "makes pictures with Chromium, which tests/cli/
 
 VARYING: Final = {
     "the id of a run": (r"(\d{8}-\d{6}-\w+-|\d{4}-\d{6}-)[0-9a-f]{4}", "RUN"),
-    "the time of a stage": (r"\b\d+:\d\d:\d\d\b", "TIME"),
+    "the time of a stage": (r" *\b\d+:\d\d(?::\d\d)?\b", " TIME"),
+    "the rate of a training": (r" *[\d,.]+/s\b", " N/s"),
+    "the rate of an epoch": (r"(?m)^( *\d+/\d+ .*\S) +[\d,.]+(?= +[\d.]+ [KMG]iB TIME$)", r"\1 N"),
+    "the bar, for which rate and time leave room": (r"  ━+", ""),
     "the time of a run": (r"(?m)^(time|That took) .*", "TIME"),
     "the memory of this machine": (r"0% of the \d+\.\d+ [GT]iB of cpu-\d+gb", "0% of MEMORY"),
     "the samples that this machine holds": (r"hold about [\d,]+ samples", "hold about N samples"),
