@@ -61,7 +61,8 @@ def shown(folder: Path, *arguments: str) -> list[str]:
 def assert_fits_and_is_whole(lines: Sequence[str]) -> None:
     text = "\n".join(lines)
     assert max(map(len, lines)) <= COLUMNS, text
-    assert len(lines) <= LINES, text
+    # A slow machine also says how far a stage is.
+    assert len([line for line in lines if " left, " not in line]) <= LINES, text
     parts = ("Plan: 256 samples a step (as asked for), 10 steps", "micro-batch", "predicted to peak at",
              "test_01 ", "test_06 ", "2 epochs, 20 steps", "Result: runs/")  # fmt: skip
     assert [part for part in parts if part not in text] == []

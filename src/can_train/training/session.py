@@ -53,7 +53,7 @@ from can_train.training.loading import Checkpoints
 if TYPE_CHECKING:
     from can_train.training.reference_models import ReferenceModels
 
-_COMPARED_SAMPLES: Final = 500  # Training samples whose loss is compared with the validation loss
+_COMPARED_SAMPLES: Final = 1000  # Training samples whose loss is compared with the validation loss
 
 
 @dataclass(kw_only=True)

@@ -48,6 +48,8 @@ class ClassifierBatch:
     weights: Floats  # [R] each window's class weight
     benign_offset: float = field(default=0.0, kw_only=True)  # added to the benign logit
     hidden: Bools | None = field(default=None, kw_only=True)  # [R] see `hide_ids`
+    # In validation: which of the windows whose losses were computed are called attacks, part by part.
+    called: list[Tensor] | None = field(default=None, kw_only=True)
 
     @property
     def denominators(self) -> dict[str, float]:
@@ -63,6 +65,8 @@ class ClassifierBatch:
         return _with_hidden(self.gather(self.rows[start:stop]), self.hidden, start, stop)
 
     def _classification(self, logits: Tensor, batch: GraphBatch, start: int, stop: int) -> Losses:
+        if self.called is not None:
+            self.called.append(logits.argmax(dim=1) > 0)
         weights = torch.from_numpy(self.weights[start:stop]).to(batch.x)
         # Half precision would round the offset.
         precise = torch.promote_types(logits.dtype, torch.float32)

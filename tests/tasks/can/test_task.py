@@ -96,6 +96,22 @@ def test_a_task_gives_its_model_batches_and_scores(
     assert task.batch_features(rows).shape == (7, 3)
 
 
+def test_the_metric_of_an_epoch_is_the_mean_of_the_recalls_of_both_classes(tmp_path: Path, frames: Frames) -> None:
+    task = task_of(tmp_path, frames)
+    network, rows = task.build_model().eval(), task.validation_rows
+    sums = np.zeros(2)
+    # In two parts, as where memory is short.
+    for part in (rows[:3], rows[3:]):
+        batch = task.logical_batch(part, CPU, torch.float32, None)
+        with torch.inference_mode():
+            batch.losses(network, 0, len(part))
+            sums += task.metric_sums(network, batch, len(part))["mean recall"]
+    with torch.inference_mode():
+        called = network(task.gather_to(CPU, torch.float32)(rows)).argmax(dim=1).numpy() > 0
+    attacks = is_attack(frames)[rows]
+    assert sums[0] / sums[1] == pytest.approx((called[attacks].mean() + (~called[~attacks]).mean()) / 2)
+
+
 def test_the_noise_of_a_step_is_that_of_its_generator(tmp_path: Path, frames: Frames) -> None:
     task = task_of(tmp_path, frames, "vgae")
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError
@@ -109,7 +109,9 @@ class DistilledClassifierTask(_Student, ClassifierTask):
         """Prepares a logical batch."""
         gather, temperature = self.gather_to(device, dtype), self._run.mode.temperature
         teacher, hidden = self._teacher_outputs(), self.hidden_ids(rows, generator)
-        return DistilledClassifierBatch(rows, gather, self._weights(rows), teacher, temperature, hidden=hidden)
+        called: list[Tensor] | None = [] if generator is None else None
+        return DistilledClassifierBatch(rows, gather, self._weights(rows), teacher, temperature, hidden=hidden,
+                                        called=called)  # fmt: skip
 
 
 class DistilledAutoencoderTask(_Student, AutoencoderTask):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from can_train.errors import DataError
 from can_train.reporter import TextTable
-from can_train.task import BatchTask, Feature, Predictions
+from can_train.task import BatchTask, Feature, LogicalBatch, Predictions
 from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train_tasks.can.data.layout import TEST, digest_of_logs
@@ -175,13 +175,25 @@ class ClassifierTask(WindowTask):
         # A class without windows, as in a sample, gets a finite weight that no window uses.
         counts = np.array([len(is_attack) - is_attack.sum(), is_attack.sum()])
         self._class_weights: Floats = len(is_attack) / (2.0 * np.maximum(counts, 1))
+        are_attacks = data.flat.label[self.validation_rows] > 0
+        # Windows of both classes count alike in the mean of their recalls, however many there are.
+        self._shares: Floats = 1.0 / np.maximum([len(are_attacks) - are_attacks.sum(), are_attacks.sum()], 1)
 
     def logical_batch(
         self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> ClassifierBatch:
         """Prepares a logical batch."""
         hidden = self.hidden_ids(rows, generator)
-        return ClassifierBatch(rows, self.gather_to(device, dtype), self._weights(rows), hidden=hidden)
+        called: list[Tensor] | None = [] if generator is None else None
+        return ClassifierBatch(rows, self.gather_to(device, dtype), self._weights(rows), hidden=hidden, called=called)
+
+    def metric_sums(self, model: nn.Module, batch: LogicalBatch, size: int) -> Mapping[str, tuple[float, float]]:
+        """Computes the mean of the recalls of attack and of benign windows, at equal odds of both."""
+        assert isinstance(batch, ClassifierBatch)
+        called = torch.cat(batch.called or []).cpu().numpy()
+        is_attack = self._data.flat.label[batch.rows] > 0
+        shares = self._shares[is_attack.astype(np.int64)]
+        return {"mean recall": (float(shares[called == is_attack].sum()), float(shares.sum()))}
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns the scores [R, 1] of `ClassifierBatch.scores`."""
