@@ -138,3 +138,11 @@ def wait_for_a_signal(ranks: Ranks, folder: Path) -> None:
         while not (folder / "ended").exists():
             time.sleep(0.01)
     ranks.gather(lambda: None)
+
+
+def objects(ranks: Ranks, folder: Path) -> None:
+    """Exchanges objects around the length of a message, which one rank alone has."""
+    for length in (0, 1, *range(4000, 4100), 100_000):
+        texts = ["x" * length if rank == 1 else "y" for rank in range(ranks.size)]
+        assert ranks.exchange((ranks.rank, texts[ranks.rank])) == list(enumerate(texts))
+    ranks.close()

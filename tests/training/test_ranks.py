@@ -147,3 +147,7 @@ def test_each_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch, device: str,
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     place = RankPlace(rank=6, size=8, local_rank=2, address="n1", port=1)
     assert rank_device(device, place) == expected
+
+
+def test_objects_of_any_length_reach_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(3, rank_functions.objects, tmp_path) == [0, 0, 0]

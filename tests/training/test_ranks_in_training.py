@@ -59,7 +59,9 @@ def test_three_ranks_train_the_weights_of_one_process(tmp_path: Path) -> None:
     assert relative_error(several[0]["weights"], alone["weights"]) <= 1e-10
     assert all(torch.equal(rank["weights"], several[0]["weights"]) for rank in several)
     assert [bool(rank["best"]) for rank in several] == [True, False, False]
-    assert sum(rank["validated"] for rank in several) == alone["validated"] == EXACT["epochs"] * 10
+    assert sum(rank["validated"] for rank in several) == alone["validated"] == EXACT["epochs"] * 20, (
+        "as many training samples are compared"
+    )
     for one, other in zip(records(tmp_path / "several"), records(tmp_path / "alone"), strict=True):
         assert one.keys() == other.keys()
         assert losses(one) == pytest.approx(losses(other), rel=1e-10)

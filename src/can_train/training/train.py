@@ -432,8 +432,9 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> Mapping[str,
     try:
         generator = step_generator(seed=session.training.seed, step=progress.step, before=True)
         share = progress.step / session.total_steps
-        # On all ranks or on none: an error on one must not leave the others waiting in a later exchange.
-        session.ranks.on_every_rank(lambda: session.task.before_step(session.model, rows, share, generator))
+        if type(session.task).before_step is not BatchTask.before_step:
+            # On all ranks or on none: an error on one must not leave the others waiting in a later exchange.
+            session.ranks.on_every_rank(lambda: session.task.before_step(session.model, rows, share, generator))
         # Before the monitored step: planning runs probes, whose memory is not the step's.
         session.replan_if_thawed()
         # A run that is resumed within a step goes on after the updates that are done.
