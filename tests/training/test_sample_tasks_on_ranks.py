@@ -38,3 +38,14 @@ def test_two_ranks_train_the_weights_of_one_process_though_memory_runs_out_on_on
     assert [rank["ooms"][0] > 0 for rank in several] == [rank == limited_rank for rank in (0, 1)]
     ran_out = "memory ran out" in "\n".join(several[0]["notices"])
     assert ran_out == (limited_rank is not None)
+
+
+@pytest.mark.parametrize("kind", [Words, TwoPhases])
+def test_the_noise_of_gradients_is_added_once_and_alike_on_all_ranks(tmp_path: Path, kind: type[Task]) -> None:
+    (plain,) = fitted(tmp_path / "plain", 1, kind)
+    (alone,) = fitted(tmp_path / "alone", 1, kind, grad_noise=0.3)
+    several = fitted(tmp_path / "several", 2, kind, limited_rank=1, grad_noise=0.3)
+    error = (several[0]["weights"] - alone["weights"]).norm() / alone["weights"].norm()
+    assert float(error) <= 1e-12
+    assert torch.equal(several[0]["weights"], several[1]["weights"])
+    assert float((plain["weights"] - alone["weights"]).norm()) > 1e-6
