@@ -16,7 +16,7 @@ if __name__ == "__main__":
     name = Path(sys.argv[0]).stem
     if not (SCRIPTS / "bench" / f"measure_{name}.py").exists():
         sys.exit(f"{sys.argv[0]}: there is no measure_{name}.py; call this file through a link to it")
-    if name in ("scoring", "chaos"):
+    if name in ("scoring", "startup", "chaos"):
         # torch reads it when it is imported. The command line sets it too.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # A measured process has compiled modules, as an installed package has.
