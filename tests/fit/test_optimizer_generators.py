@@ -230,3 +230,13 @@ def test_the_words_that_are_compared_tell_any_two_states_of_a_generator_apart() 
     assert len(python) == len(numpy) == 9 + 299
     assert all(words for words, _ in python)
     assert all(numpy)
+
+
+def test_modules_and_parameters_come_in_pytorchs_order_each_once() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.Sequential(nn.BatchNorm1d(2), shared, nn.LSTM(2, 2)), nn.Linear(2, 2, bias=False))
+    model.add_module("empty", None)
+    model[2].weight = shared.weight
+    model.register_parameter("none", None)
+    assert optimizer.modules_of(model) == list(model.modules())
+    assert list(map(id, optimizer.parameters_of(model))) == list(map(id, model.parameters()))

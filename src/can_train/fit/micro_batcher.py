@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import DeviceLimits, PeakPrediction
+from can_train.fit.optimizer import parameters_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.rescue import Backoff, Rescue, RescueSettings, Try, Undo, leaves_of
 from can_train.fit.search import SizeSearch
@@ -393,7 +394,7 @@ class MicroBatcher:
         costs = self.costs_of(batch)
         if not len(costs):
             return BatchResult()
-        self._parameters = list(self._model.parameters())
+        self._parameters = parameters_of(self._model)
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             # Activations differ, so limits that were learned before do not hold.

@@ -146,7 +146,7 @@ class Snapshot:
     def __init__(self, model: nn.Module, device: torch.device, *, since: Snapshot | None = None) -> None:
         earlier = None if since is None else since._generators
         self._generators: Generators = Generators(device, since=earlier)
-        self._modules: list[nn.Module] = list(model.modules()) if since is None else since._modules
+        self._modules: list[nn.Module] = modules_of(model) if since is None else since._modules
         # A module may replace a buffer rather than write into it, so module and name are kept beside the tensor. A
         # buffer that is None may be made in the first pass.
         self._buffers = [
@@ -170,6 +170,27 @@ class Snapshot:
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a model in the order of `model.modules()`, which takes ten times as long."""
+    modules: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        if id(module) not in modules:
+            modules[id(module)] = module
+            for child in module._modules.values():
+                if child is not None:
+                    visit(child)
+
+    visit(model)
+    return list(modules.values())
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of a model in the order of `model.parameters()`, as quickly."""
+    parameters = [parameter for module in modules_of(model) for parameter in module._parameters.values()]
+    return list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
 
 
 def _python_words() -> tuple[bytes, float | None]:

@@ -347,9 +347,10 @@ class Undo:
         # A backward that fails half-way has added to some of the gradients: where that stayed, weights were 23 to 95 %
         # off.
         self._snapshot = Snapshot(self._model, self._meter.device, since=self._snapshot)
-        self._aside = []
-        for leaf in [*self._trained, *(leaf for one in self._outside if (leaf := one()) is not None)]:
-            self.protect(leaf)
+        leaves = [*self._trained, *(leaf for one in self._outside if (leaf := one()) is not None)]
+        self._aside = [(leaf, leaf.grad) for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
         try:
             yield
             self.merge()
@@ -382,12 +383,17 @@ def _add_gradients(pairs: list[tuple[Tensor, Tensor]], meter: Meter) -> None:
     """Adds gradients into the earlier sums, the first of each pair, as autograd accumulates: the same bits, and no
     memory beside the two.
     """
-    plain = [pair for pair in pairs if _adds_in_place(*pair)]
-    if plain:
-        torch._foreach_add_([earlier for earlier, _ in plain], [more for _, more in plain])
+    sums, gradients, others = [], [], []
     for earlier, more in pairs:
-        if not _adds_in_place(earlier, more):
-            _add_sparse_gradient(earlier, more, meter)
+        if type(more) is Tensor and earlier.dtype is more.dtype and earlier.layout is more.layout is torch.strided:
+            sums.append(earlier)
+            gradients.append(more)
+        else:
+            others.append((earlier, more))
+    if sums:
+        torch._foreach_add_(sums, gradients)
+    for earlier, more in others:
+        _add_sparse_gradient(earlier, more, meter)
 
 
 def _add_sparse_gradient(earlier: Tensor, more: Tensor, meter: Meter) -> None:
@@ -403,10 +409,6 @@ def _add_sparse_gradient(earlier: Tensor, more: Tensor, meter: Meter) -> None:
         value=f"the device said: {caught.message}",
         remedy="Take the step again, with more memory",
     )
-
-
-def _adds_in_place(into: Tensor, more: Tensor) -> bool:
-    return into.layout == more.layout == torch.strided and into.dtype == more.dtype and type(more) is Tensor
 
 
 def describe_out_of_memory(
