@@ -55,8 +55,9 @@ def test_it_waits_while_python_starts(tmp_path: Path) -> None:
     assert process.returncode == INTERRUPTED
 
 
-def test_it_is_not_lost_in_an_import_that_turns_it_into_another_error(tmp_path: Path) -> None:
-    process = started(tmp_path, *TRAIN, fakes={"torch": INTERRUPTED_IMPORT})
+@pytest.mark.parametrize("module", ["hydra", "torch"])
+def test_it_is_not_lost_in_an_import_that_turns_it_into_another_error(tmp_path: Path, module: str) -> None:
+    process = started(tmp_path, *TRAIN, fakes={module: INTERRUPTED_IMPORT})
     assert process.communicate() == ("", STARTING + ONE_LINE)
     assert process.returncode == INTERRUPTED
 

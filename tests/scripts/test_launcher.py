@@ -153,6 +153,18 @@ def test_a_set_up_that_was_killed_is_repaired_after_its_last_command_has_ended(c
     assert checkout.call()[2] == ""
 
 
+def test_a_set_up_that_is_interrupted_says_so_in_a_line(checkout: Checkout) -> None:
+    interrupted = checkout.start()
+    while not (checkout.venv / "bin").exists():
+        assert interrupted.poll() is None
+        time.sleep(0.01)
+    interrupted.send_signal(signal.SIGINT)
+    _, messages = interrupted.communicate()
+    assert interrupted.returncode == 130
+    assert "interrupted; the next call repairs what is unfinished" in messages
+    assert "Traceback" not in messages
+
+
 def test_of_two_calls_at_once_one_sets_up_and_the_other_waits(checkout: Checkout) -> None:
     both = [checkout.start("a"), checkout.start("b")]
     outputs, messages = zip(*(process.communicate() for process in both), strict=True)

@@ -58,7 +58,16 @@ def make_train_command(words: Sequence[str]) -> Callable[..., None]:
 
 def _train(flags: Flags) -> None:
     after = _check_train_flags(flags)
+    _print_starting(flags)
     start_runs(resolve_runs(flags, after), flags, after)
+
+
+def _print_starting(flags: Flags) -> None:
+    """Says that PyTorch is loaded next, before the second that Hydra takes; a submission needs no PyTorch."""
+    launch = find_launch()
+    # Rank 0 speaks for all.
+    is_shown = (flags["dry_run"] or not flags["submit"]) and (launch is None or launch.rank == 0)
+    output.print_starting(Verbosity.of(quiet=flags["quiet"] or not is_shown, verbose=False))
 
 
 def _check_train_flags(flags: Flags) -> Sequence[str]:
@@ -100,9 +109,6 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
     if len(runs) > 1:
         check_started_once(f"A line of {len(runs)} runs", "Each run then trains in one process, or with "
                                                           "--submit --gpus N on N GPUs")  # fmt: skip
-    launch = find_launch()
-    # Rank 0 speaks for all.
-    output.print_starting(verbosity if launch is None or launch.rank == 0 else Verbosity.QUIET)
     from can_train.training.train import train_new
 
     with launched_ranks(runs[0].device, verbosity) as ranks:
@@ -181,7 +187,6 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
     reporter, objects, failure = output.make_reporter(verbosity), [], None
     for number, (run, job) in enumerate(zip(runs, jobs, strict=True), start=1):
         script = {} if job is None else {"script": job.script}
-        output.print_starting(verbosity)
         try:
             plans, unknown = _dry_plans(run, job, flags, reporter)
             if flags["json"]:
@@ -306,6 +311,7 @@ def _resubmit(flags: Flags) -> None:
     is_new_there = flags["submit"] and not status.facts.jobs
     flags["submit"] = flags["submit"] or bool(status.facts.jobs)
     after = _check_train_flags(flags)
+    _print_starting(flags)
     request = make_request({**flags, "device": flags["device"] or "auto"}, model="", dataset="", mode=None, size=None)
     chosen = {name: flags[name] for name in _CHOICES if flags[name]}
     if is_new_there:
