@@ -21,7 +21,7 @@ from itertools import chain, pairwise
 from multiprocessing import active_children
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -53,10 +53,17 @@ _PARENT_DIES: Final = 1  # PR_SET_PDEATHSIG of Linux's prctl
 SHARED_MEMORY: Final = Path("/dev/shm")
 
 Rows = NDArray[np.int64]
-Read = Callable[[int, int], Any]
-"""Reads a sample by its row and its seed."""
+Failed = Callable[[Exception], Any]
+"""Returns the value that takes the place of a sample that cannot be read."""
 Request = tuple[Sequence[int], Sequence[int]]
 """Rows and seeds of samples."""
+
+
+class Read(Protocol):
+    """Reads samples."""
+
+    def __call__(self, rows: Sequence[int], seeds: Sequence[int], failed: Failed | None = None) -> list[Any]:
+        """Returns the samples of some rows, each read with its seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,7 @@ class SampleReader:
     """Reads the samples of a task: in this process, or ahead in others.
 
     Args:
-        read: Reads one sample.
+        read: Reads samples.
         setting: Value of `training.num_workers`.
         size: Returns the number of samples in all data sets.
         sets: Returns the data sets.
@@ -98,9 +105,11 @@ class SampleReader:
         self._ahead: _ReadAhead | None = None
         self._look: Look | None = None
 
-    def take(self, row: int, seed: int) -> Any:
-        """Returns a sample: one that was read ahead, or else reads it."""
-        return self._read(row, seed) if self._ahead is None else self._ahead.take(row, seed)
+    def take(self, rows: Sequence[int], seeds: Sequence[int]) -> list[Any]:
+        """Returns samples: those that were read ahead, and reads the others."""
+        if self._ahead is None:
+            return self._read(rows, seeds)
+        return [self._ahead.take(row, seed) for row, seed in zip(rows, seeds, strict=True)]
 
     @contextmanager
     def ahead(self, requests: Iterable[Request]) -> Iterator[None]:
@@ -202,7 +211,7 @@ def _look_at(read: Read, rows: Sequence[int]) -> Look:
     """Reads a few samples, and packs them as a worker does."""
     largest, refusal, samples, times = 0, "", list[Any](), [time.perf_counter()]
     for row in rows:
-        samples.append(read(row, row))
+        samples += read([row], [row])
         times.append(time.perf_counter())
     for sample in samples:
         if any(tensor.device.type != "cpu" for tensor in leaves(sample)):
@@ -273,7 +282,7 @@ class _ReadAhead:
         while key not in self._held and self._sent[key] > 0:
             self._receive()
         if key not in self._held:
-            return self._read(row, seed)
+            return self._read([row], [seed])[0]
         batch, sample = self._held[key]
         if batch > self._batch:
             # Samples of an earlier batch are kept until then, since a rescue may compute it once more.
@@ -329,7 +338,7 @@ class _Chunks(Dataset[Any]):
     def __getitem__(self, request: Request) -> "_Packed":
         # A simulated GPU of the process that computes does not count the samples.
         with _disable_current_modes():
-            return _pack([_sample_or_failure(self._read, row, seed) for row, seed in zip(*request, strict=True)])
+            return _pack(self._read(*request, failed=_Failure.of))
 
 
 def _as_it_is(packed: Any) -> Any:
@@ -370,13 +379,6 @@ class _Failure:
         raise error
 
 
-def _sample_or_failure(read: Read, row: int, seed: int) -> Any:
-    try:
-        return read(row, seed)
-    except Exception as error:  # noqa: BLE001 - raised again in the process that computes
-        return _Failure.of(error)
-
-
 # The way from one process to the other
 
 
@@ -399,10 +401,9 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Describes a plain tensor by type and shape; other objects are pickled as usual."""
-        is_plain = type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
-        if not is_plain or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
+        if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
-        numbers = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+        numbers: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(numbers), value.dtype, tuple(value.shape))
 
 
@@ -414,7 +415,7 @@ def _tensor(numbers: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 def _pack(objects: Sequence[Any]) -> _Packed:
     outline, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Packer(outline, protocol=5, buffer_callback=buffers.append).dump(list(objects))
+    _Packer(outline, protocol=5, buffer_callback=buffers.append).dump(_column(objects))
     views, spans, size = [buffer.raw() for buffer in buffers], [], 0
     for view in views:
         spans.append((size, size + view.nbytes))
@@ -431,8 +432,53 @@ def _pack(objects: Sequence[Any]) -> _Packed:
 def _unpack(packed: _Packed) -> list[Any]:
     whole = _view(packed.block)
     # Of a process of this run.
-    objects: list[Any] = pickle.loads(packed.outline, buffers=[whole[start:stop] for start, stop in packed.spans])
-    return objects
+    column: _Column = pickle.loads(packed.outline, buffers=[whole[start:stop] for start, stop in packed.spans])
+    return column.values()
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One part of each sample: tensors or arrays of one shape as one, members of tuples, lists and dicts as columns."""
+
+    kind: str  # stacked, tuple, list, dict or plain
+    content: Any
+    keys: Sequence[Any] = ()  # Of dicts
+
+    def values(self) -> list[Any]:
+        """Returns the part of each sample."""
+        if self.kind in ("stacked", "plain"):
+            return list(self.content)
+        rows = zip(*(column.values() for column in self.content), strict=True)
+        if self.kind == "dict":
+            return [dict(zip(self.keys, row, strict=True)) for row in rows]
+        return list(rows) if self.kind == "tuple" else list(map(list, rows))
+
+
+def _column(values: Sequence[Any]) -> _Column:
+    """Arranges objects that are built alike by their parts: a tensor for each takes several times as long."""
+    kinds, plain = {type(value) for value in values}, _Column("plain", list(values))
+    if len(kinds) != 1:
+        return plain
+    (kind,) = kinds
+    if kind in (Tensor, np.ndarray):
+        is_alike = len({(value.dtype, tuple(value.shape)) for value in values}) == 1 and all(map(_is_plain, values))
+        return _Column("stacked", (torch if kind is Tensor else np).stack(list(values))) if is_alike else plain
+    if kind is dict:
+        keys = list(values[0])
+        if not keys or any(list(value) != keys for value in values):
+            return plain
+        return _Column("dict", [_column([value[key] for value in values]) for key in keys], keys)
+    if kind in (tuple, list) and values[0] and len({len(value) for value in values}) == 1:
+        return _Column(kind.__name__, [_column(part) for part in zip(*values, strict=True)])
+    return plain
+
+
+def _is_plain(value: Any) -> bool:
+    """Tells whether a tensor or an array may be stacked with others."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and not value.dtype.hasobject and value.dtype.isnative
+    is_dense = value.layout is torch.strided and value.device.type == "cpu"
+    return is_dense and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
 
 
 def _view(block: Tensor | bytearray) -> memoryview:

@@ -7,7 +7,7 @@ Shapes: R samples of a call, named by their rows: the samples of `datasets()` on
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +27,7 @@ from can_train.io.records import sketch
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.task import BatchTask, Feature, LogicalBatch, Phase, UpcomingBatch
-from can_train.training.read_ahead import SampleReader
+from can_train.training.read_ahead import Failed, SampleReader
 
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
@@ -143,7 +143,7 @@ class Task(BatchTask):
         self._phase = Phase()
         # Copies of the task for phases share it.
         self._reader = SampleReader(
-            lambda row, seed: self.sample(row, seed=seed), str(self.context.num_workers),
+            self._read, str(self.context.num_workers),
             size=lambda: sum(map(len, self.sets.values())), sets=lambda: list(self.sets.values()),
             notice=self.context.reporter.notice,
         )  # fmt: skip
@@ -313,19 +313,37 @@ class Task(BatchTask):
 
     def sample(self, row: int, *, seed: int = 0) -> Any:
         """Returns one sample; a data set that augments it draws from global generators with this seed."""
-        name, number = self._place(row)
-        samples = self.sets[name]
+        return self._read([row], [seed])[0]
+
+    def _read(self, rows: Sequence[int], seeds: Sequence[int], failed: Failed | None = None) -> list[Any]:
+        """Reads samples, each with its seed. The value of `failed` for an error takes the place of a sample that cannot
+        be read; None: the error is raised.
+        """
         # No code runs when one of a list is read.
-        if isinstance(samples, list | tuple | Tensor):
-            return samples[number]
-        # Sums of large tensors depend on the number of threads, and processes that read have one.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        if all(isinstance(samples, list | tuple | Tensor) for samples in self.sets.values()):
+            return [self.sets[name][number] for name, number in map(self._place, rows)]
+        read = []
+        with _reading():
+            for row, seed in zip(rows, seeds, strict=True):
+                try:
+                    read.append(self._read_seeded(row, seed))
+                except Exception as error:
+                    if failed is None:
+                        raise
+                    read.append(failed(error))
+        return read
+
+    def _read_seeded(self, row: int, seed: int) -> Any:
+        name, number = self._place(row)
+        # Not torch.manual_seed: it seeds the GPU's generators too, which nobody restores, and takes a millisecond.
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
         try:
-            with self.asked(f"sample {number} of the set {name!r}"), _seeded(seed, torch.default_generator.manual_seed):
-                return samples[number]
-        finally:
-            torch.set_num_threads(threads)
+            return self.sets[name][number]
+        except Exception:
+            with self.asked(f"sample {number} of the set {name!r}"):
+                raise
 
     def describe(self, row: int) -> str:
         """Names a sample in a message."""
@@ -378,7 +396,7 @@ class Task(BatchTask):
             self._reader.ahead(requests),
         ):
             for row in range(total):
-                sample = self._reader.take(row, 0)
+                (sample,) = self._reader.take([row], [0])
                 with self.asked(f"features of {self.describe(row)}"):
                     counted.append(dict(self.features(sample) if count else _lengths(sample)))
                 stage.advance(1)
@@ -589,9 +607,10 @@ class SampleBatch:
 
     def samples(self, start: int, stop: int) -> list[Any]:
         """Returns samples `start:stop`, read when they are first needed."""
-        for position in range(start, stop):
-            if position not in self._samples:
-                self._samples[position] = self._task._reader.take(int(self._rows[position]), self._seeds[position])
+        missing = [position for position in range(start, stop) if position not in self._samples]
+        if missing:
+            rows, seeds = [int(self._rows[position]) for position in missing], [self._seeds[each] for each in missing]
+            self._samples.update(zip(missing, self._task._reader.take(rows, seeds), strict=True))
         return [self._samples[position] for position in range(start, stop)]
 
     def _draw(self, generator: torch.Generator | None) -> None:
@@ -659,14 +678,34 @@ def _sample_seeds(rows: Rows, generator: torch.Generator | None) -> list[int]:
 
 
 @contextmanager
-def _seeded(seed: int, seed_torch: Callable[[int], object] = torch.manual_seed) -> Iterator[None]:
-    """Seeds the global generators for the block, and restores those of the host after it: datasets that augment draw
-    from them. `torch.manual_seed` seeds the GPU's too, which takes a millisecond and is not restored.
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the global generators for the block, and restores those of the host after it."""
+    with _restored():
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Opens a span in which samples are read: data sets that augment draw from the global generators, which are
+    restored after it.
     """
+    # Sums of large tensors depend on the number of threads, and processes that read have one.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with _restored():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Restores the generators of the host after the block."""
     before = random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()  # noqa: NPY002
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    seed_torch(seed)
     try:
         yield
     finally:
