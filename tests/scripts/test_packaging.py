@@ -69,7 +69,7 @@ def test_the_wheel_names_the_console_script_tasks_commands_and_the_licence(
     declared = ConfigParser()
     declared.read(information / "entry_points.txt")
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
-    assert dict(declared["console_scripts"]) == {"can-train": "can_train.cli.main:run"}
+    assert dict(declared["console_scripts"]) == {"can-train": "can_train.__main__:main"}
     for group, entries in project["entry-points"].items():
         assert dict(declared[group]) == entries
         assert all((unpacked_wheel / f"{entry.partition(':')[0].replace('.', '/')}.py").exists()
