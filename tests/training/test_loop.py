@@ -108,10 +108,10 @@ def test_the_monitor_has_the_rhythm_that_was_set(tmp_path: Path) -> None:
     due: list[int] = []
     step = session.engine.optimization.step
 
-    def noted() -> bool:
+    def noted(*position: int) -> bool:
         # Within a step the next one's turn is told already.
         due.extend([session.progress.step + 1] * session.monitor.due)
-        return step()
+        return step(*position)
 
     session.engine.optimization.step = noted  # type: ignore[method-assign]
     training_loop.train(session)

@@ -347,7 +347,7 @@ def test_the_last_batch_of_an_epoch_weighs_what_it_is(tmp_path: Path) -> None:
     seen: list[float] = []
     step = session.engine.optimization.step
 
-    def noted() -> bool:
+    def noted(*position: int) -> bool:
         rows = session.epochs.steps(0)[session.progress.step_in_epoch]
         accumulated = torch.cat([p.grad.flatten() for p in session.model.parameters() if p.grad is not None]).clone()
         assert isinstance(session.task, CostlyTask)
@@ -355,7 +355,7 @@ def test_the_last_batch_of_an_epoch_weighs_what_it_is(tmp_path: Path) -> None:
         loss = (session.model(x, 0) - 3 * x[:, :1]).square().mean()
         whole = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(session.model.parameters()))])
         seen.append(float((accumulated - whole).norm() / whole.norm()))
-        return step()
+        return step(*position)
 
     session.engine.optimization.step = noted  # type: ignore[method-assign]
     train(session)
