@@ -41,6 +41,7 @@ _MOST_WORKERS: Final = 8  # That `auto` starts
 _LOOKED: Final = 8  # Samples that `auto` reads to find out how long reading takes
 _FAST_S: Final = 2e-4  # A sample that is read in this time is not worth the way from another process
 _BATCHES_AHEAD: Final = 2  # Logical batches that are read before they are needed
+_SMALLEST_CHUNK: Final = 16  # As far as a batch has so many, and there is room
 _LARGEST_CHUNK: Final = 64  # Samples that a worker reads at a time
 _LEAST_CHUNKS: Final = 2  # Chunks that each worker has to do, so that it never waits for the next
 _HOST_SHARE: Final = 0.25  # Of the available host memory, for samples that are read ahead
@@ -201,7 +202,9 @@ def _shape_for(workers: int, batch: int, sample_bytes: int) -> _Shape:
         workers -= 1
     if not workers:
         return _Shape()
-    chunk = max(min(-(-batch // workers), _LARGEST_CHUNK, most // (workers * least)), 1)
+    # A few samples at a time, since each chunk takes a message in both directions.
+    wished = max(-(-batch // workers), min(batch, _SMALLEST_CHUNK))
+    chunk = max(min(wished, _LARGEST_CHUNK, most // (workers * least)), 1)
     wanted = -(-_BATCHES_AHEAD * batch // (workers * chunk))
     affordable = most // (workers * chunk) - 1
     return _Shape(workers=workers, chunk=chunk, chunks_ahead=max(min(wanted, affordable), _LEAST_CHUNKS))
