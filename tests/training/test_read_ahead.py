@@ -316,3 +316,18 @@ def assert_alike(one: Any, other: Any) -> None:
         assert_alike([*one.items()], [*other.items()])
     else:
         assert one == other
+
+
+def test_samples_that_cannot_be_pickled_are_read_in_line_or_told() -> None:
+    def reader(setting: str) -> SampleReader:
+        def read(row: int, seed: int) -> Any:
+            time.sleep(0.001)
+            return lambda: row
+
+        return SampleReader(each(read), setting, size=lambda: 9, sets=lambda: [OnDisk()])
+
+    assert reader("auto")._shape(4).workers == 0
+    with pytest.raises(ConfigError) as raised:
+        reader("2")._shape(4)
+    assert str(raised.value).startswith("Samples cannot be read by other processes: they cannot be pickled (")
+    assert str(raised.value).endswith("--num-workers 2.\nGive --num-workers 0.")

@@ -118,7 +118,7 @@ class SampleReader:
         one logical batch.
 
         Raises:
-            ConfigError: The shared memory is too small for the workers that were asked for.
+            ConfigError: Workers were asked for, and memory is too small for them, or samples cannot come from them.
             DoesNotFitError: A worker was killed, as it is where host memory ends.
         """
         asked = iter(requests)
@@ -141,6 +141,9 @@ class SampleReader:
         if self._setting == AUTO and not (self._is_slow() and available_cores() > 1):
             return _Shape()
         look = self._looked()
+        if look.refusal:
+            raise ConfigError(f"Samples cannot be read by other processes: {look.refusal}",
+                              value=f"--num-workers {self._setting}", remedy="Give --num-workers 0")  # fmt: skip
         wanted = min(available_cores(), _MOST_WORKERS) if self._setting == AUTO else int(self._setting)
         shape = _shape_for(wanted, batch, look.sample_bytes)
         if shape.workers == wanted:
@@ -156,7 +159,7 @@ class SampleReader:
 
     def _is_slow(self) -> bool:
         """Tells whether reading takes time, and can be left to other processes."""
-        if all(isinstance(samples, list | tuple | Tensor) for samples in self._sets()):
+        if all(map(is_in_memory, self._sets())):
             return False
         look = self._looked()
         return not look.refusal and look.seconds > _FAST_S and all(map(_is_portable, self._sets()))
@@ -176,6 +179,11 @@ class _Shape:
     workers: int = 0
     chunk: int = 1
     chunks_ahead: int = _LEAST_CHUNKS  # Of each worker
+
+
+def is_in_memory(samples: Any) -> bool:
+    """Tells whether no code of a task runs when one of its samples is read."""
+    return isinstance(samples, list | tuple | Tensor)
 
 
 def available_cores() -> int:

@@ -27,7 +27,7 @@ from can_train.io.records import sketch
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.task import BatchTask, Feature, LogicalBatch, Phase, UpcomingBatch
-from can_train.training.read_ahead import Failed, SampleReader
+from can_train.training.read_ahead import Failed, SampleReader, is_in_memory
 
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
@@ -63,7 +63,7 @@ class TaskContext:
         evaluation: An instance of the task's `EvaluationSettings`: the options of `can-train evaluate`.
         state: The value of `Task.state` of the run that is evaluated; empty in training.
         sampling: Whether only a plan is asked for: a sample of the data will do, and nothing is written.
-        num_workers: Processes that read samples ahead: a number, or `auto`; the task itself reads in `0` more.
+        num_workers: Processes that read samples ahead: a number, or `auto`; `0`: the task's own process reads them.
     """
 
     settings: Any
@@ -320,7 +320,7 @@ class Task(BatchTask):
         be read; None: the error is raised.
         """
         # No code runs when one of a list is read.
-        if all(isinstance(samples, list | tuple | Tensor) for samples in self.sets.values()):
+        if all(map(is_in_memory, self.sets.values())):
             return [self.sets[name][number] for name, number in map(self._place, rows)]
         read = []
         with _reading():
