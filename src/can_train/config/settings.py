@@ -247,6 +247,7 @@ DEFAULT_TARGET_MIB = 2048.0  # of a micro-batch, which `accumulation_target_mib=
 
 
 CHOICES: Final = {
+    "compile": ("off", "default", "max-autotune", "cudagraphs"),
     "find_batch_size": ("auto", "max", "opt", "off"),
     "accumulation": ("even", "divisor"),
     "oversize": ("error", "skip"),
@@ -354,6 +355,8 @@ class TrainingSettings:
     """Epochs after which frozen modules are trained too; 0: never."""
     precision: str = "fp32"
     """fp32, bf16 or fp16 (mixed precision), fp64."""
+    compile: str = "off"
+    """torch.compile of the model: off, default, max-autotune or cudagraphs; where it fails, the model runs as it is."""
     grad_clip_norm: float = 0.0
     """Largest gradient norm, applied once a step after unscaling; 0 turns it off."""
     grad_clip_value: float = 0.0

@@ -387,6 +387,6 @@ def memory_fingerprint(run: ResolvedRun) -> dict[str, Any]:
         **({"optimizer_args": dict(training.optimizer_args)} if training.optimizer_args else {}),
         "deterministic": training.deterministic,
         ALLOCATOR: allocator_settings(),
-        # This version compiles nothing; runs of a version that does must not be mixed with its runs.
-        "compiled": False,
+        # As earlier runs have it where nothing is compiled.
+        "compiled": training.compile if training.compile != "off" else False,
     }

@@ -191,6 +191,7 @@ class DeviceLimits:
     earlier_run: str = ""  # Run whose limits are those that are `confirmed`
     recorded: bool = False  # Whether batches that were recorded as CUDA would run them have corrected the prediction
     not_recorded_because: str = ""  # The reason why none could be recorded, as a clause
+    saved_share: float = 0.0  # Largest share of a peak that compiled steps take less, since probes are not compiled
 
     def priced(self, batch: Any) -> BatchCosts:
         """Prices a batch of somebody else's loop, as `counts_of` reads it; raises ArgumentError where it has counts of
@@ -218,6 +219,11 @@ class DeviceLimits:
             training=self.training.predicted_within(room_bytes),
             evaluation=self.evaluation.predicted_within(room_bytes),
         )
+
+    def peak_interval(self, peak_bytes: float, cost: float) -> tuple[float, float]:
+        """Returns the interval around a predicted peak, of steps whose costliest micro-batch has some cost."""
+        width = self.training.half_width(cost)
+        return (1 - self.saved_share) * peak_bytes - width, peak_bytes + width
 
     def step_peak_bytes(self, largest_cost: float, largest_later_cost: float) -> float:
         """Returns the predicted peak of a step from the cost of its costliest micro-batch, and of the costliest that is

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from can_train.errors import CanTrainError, DoesNotFitError, OutOfMemoryDetails, TaskError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
+from can_train.fit.compiled import BATCHES, SAMPLES
 from can_train.fit.cost_model import (
     AGREED,
     CostModel,
@@ -48,6 +49,7 @@ from can_train.task import Phase
 
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
+    from can_train.fit.compiled import CompiledModel
     from can_train.fit.factor_rule import EarlierSearch, RememberedLimit
     from can_train.fit.micro_batcher import Losses
     from can_train.memory.meters import Meter
@@ -514,6 +516,30 @@ class Explorer:
         finally:
             self.model.train()
             snapshot.restore()
+
+    def compile(self, compiled: CompiledModel) -> None:
+        """Compiles the modules that training calls, for training and evaluation.
+
+        The samples are always the same: a compiler may choose other kernels, which round differently, for the batch
+        that a module is first called with, and that depends on limits and on where a run was resumed.
+        """
+        fitting = 0
+        for samples in SAMPLES:
+            with CatchOutOfMemory() as caught, self._trained_alone():
+                self._compile_for(compiled, np.resize(self.rows, samples))
+            self.meter.release()
+            fitting += not caught.message
+            if fitting == BATCHES:
+                break
+
+    def _compile_for(self, compiled: CompiledModel, rows: NDArray[np.int64]) -> None:
+        compiled.compile_called(partial(self._train_step, rows))
+        compiled.attempt(partial(self._train_step, rows))
+        self.model.eval()
+        try:
+            compiled.attempt(partial(self._evaluate, rows))
+        finally:
+            self.model.train()
 
     @contextmanager
     def _trained_alone(self) -> Iterator[list[Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -28,6 +29,7 @@ from can_train.memory.meters import Meter, meter_of, tensors_of
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
+    from can_train.fit.compiled import CompiledModel
     from can_train.task import LogicalBatch
 
 
@@ -258,6 +260,7 @@ class MicroBatcher:
         batch_dependence: Whether samples depend on the rest of their batch, so that no split has the batch's gradient
             (BatchNorm, contrastive losses). Measured, and warned of, when `run` splits a batch for the first time; None
             until then.
+        compiled: The compiler of the model, which a part that it fails for is computed without; None: there is none.
     """
 
     def __init__(
@@ -288,6 +291,7 @@ class MicroBatcher:
         self._outside: list[weakref.ref[Tensor]] = []
         self._looked_through: set[tuple[str, ...]] = set()
         self.batch_dependence: BatchDependence | None = None
+        self.compiled: CompiledModel | None = None
         if isinstance(limits, PeakPrediction):
             capacity_bytes = self._meter.capacity_bytes
             limits = limits.on_device(self._meter.key, capacity_bytes, predicted_room(capacity_bytes))
@@ -406,9 +410,9 @@ class MicroBatcher:
         ooms_before = ooms = rescue.ooms
         with self._meter.active(tensors_of([self._model])):
             for part in rescue.tries(costs, limit):
-                with part, undo.undo_scope(), rescue.record_foreign_memory():
+                with part, self._compiler(part), undo.undo_scope(), rescue.record_foreign_memory():
                     losses = self._add_gradient(batch_loss, part, undo)
-                if not part.message:
+                if part.is_done:
                     totals.add(losses, part, costs.cost(part.start, part.stop), rescued=rescue.ooms > ooms)
                     ooms = rescue.ooms
         self._largest_planned = max(self._largest_planned, min(limit.cost, costs.cost(0, len(costs))))
@@ -425,6 +429,9 @@ class MicroBatcher:
             rule = "A split is the sizes of the micro-batches, 1 or more each, which add up to the batch"
             raise ArgumentError(rule, value=f"{sizes!r:.80} of {len(costs)} samples")
         return replace(limit, planned=sizes)
+
+    def _compiler(self, part: Try) -> AbstractContextManager[None]:
+        return nullcontext() if self.compiled is None else self.compiled.trying(part)
 
     def _add_gradient(self, batch_loss: _BatchLoss, part: Try, undo: Undo) -> Losses:
         """Computes a micro-batch forward and backward; returns its share of each term's mean, with its denominators."""
@@ -469,7 +476,7 @@ class MicroBatcher:
         results: list[T] = []
         with self._meter.active(tensors_of([self._model])):
             for part in rescue.tries(costs, limit):
-                with part, undo.undo_scope(), rescue.record_foreign_memory():
+                with part, self._compiler(part), undo.undo_scope(), rescue.record_foreign_memory():
                     results.append(compute(part.start, part.stop))
         if self._settings.regrow:
             planned = min(limit.cost, costs.cost(0, len(costs)))

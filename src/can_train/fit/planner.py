@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DoesNotFitError, OutOfMemoryDetails
+from can_train.fit.compiled import SAVED_SHARE, compile_notices, compiles_on
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
@@ -298,7 +299,8 @@ class Planner:
                     upper, held_bytes=held_bytes, on_trial=lambda _: stage.advance(1), earlier=earlier
                 )
         restore_generators(generators)
-        return limits
+        is_compiled = self.training.compile != "off" and compiles_on(self.meter) and not self.meter.is_host
+        return replace(limits, saved_share=SAVED_SHARE) if is_compiled else limits
 
     def _same_batch(self, frozen: RunPlan) -> PlanRequest:
         batch = frozen.phase_plan.logical_batch
@@ -326,6 +328,7 @@ class Planner:
             other_epochs=other_epochs,
         )
         notices = [*self.task.notices(), *self.meter.notices]
+        notices += compile_notices(training.compile, self.meter)
         if training.order == "bucketed":
             notices.append(
                 "training.order=bucketed: batches hold samples of about the same size, which changes training"

@@ -112,14 +112,19 @@ class PartDoesNotFitError(DoesNotFitError):
 
 class Try(CatchOutOfMemory):
     """One execution of samples start:stop of a batch, as a block. An out-of-memory error ends the block, and `message`
-    has the device's words afterwards.
+    has the device's words afterwards. A compiler that fails ends it, too, and the same samples are to be run `again`.
 
     Compute in a function that the block calls: the frames of functions that have ended are cleared, and with them the
     failed pass's tensors, but not the frame of the block itself.
     """
 
     def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
+        self.start, self.stop, self.again = start, stop, False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the samples were computed."""
+        return not self.message and not self.again
 
 
 @dataclass
@@ -163,7 +168,9 @@ class Rescue:
         while sizes:
             part = Try(start, start + sizes[0])
             yield part
-            if not part.message:
+            if part.again:
+                continue
+            if part.is_done:
                 start, retries = part.stop, 0
                 sizes = self.cut(batch, start, limit) if self._recheck_contention(limit) else sizes[1:]
                 continue

@@ -77,13 +77,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     # Torch and its libraries raise RuntimeError; a KeyError or ValueError only quotes such a message.
     return any(
         isinstance(link, classes) or (isinstance(link, RuntimeError) and _OUT_OF_MEMORY.search(str(link)))
-        for link in _chain(error)
+        for link in error_chain(error)
     )
 
 
 def is_host_memory(error: BaseException) -> bool:
     """Tells whether an out-of-memory error is about the host's memory."""
-    return any(isinstance(link, MemoryError) or _HOST.search(str(link)) is not None for link in _chain(error))
+    return any(isinstance(link, MemoryError) or _HOST.search(str(link)) is not None for link in error_chain(error))
 
 
 def headline(error: BaseException) -> str:
@@ -97,7 +97,7 @@ def obtainable_bytes(error: BaseException) -> float:
     """Returns the most bytes that this process could have had when memory ran out: its reserved bytes, and the free
     bytes of the device, as the error's text has them with two decimals. Infinite where the text does not have them.
     """
-    match = next((match for link in _chain(error) if (match := _OBTAINABLE.search(str(link)))), None)
+    match = next((match for link in error_chain(error) if (match := _OBTAINABLE.search(str(link)))), None)
     if match is None:
         return math.inf
     numbers, units = match.groups()[::2], match.groups()[1::2]
@@ -124,13 +124,18 @@ class CatchOutOfMemory(AbstractContextManager["CatchOutOfMemory"]):
         self.message = headline(error)
         # Somebody may keep the error (a logger, the autograd engine), and its frames would keep their tensors. A
         # suppressed context (`raise ... from None`) is not printed, but it has frames too.
-        for link in _chain(error, suppressed=True):
-            clear_frames(link.__traceback__)
-            link.__traceback__ = None
+        forget_frames(error)
         return True
 
 
-def _chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
+def forget_frames(error: BaseException) -> None:
+    """Lets go of everything that the frames of an error, of its causes and contexts hold."""
+    for link in error_chain(error, suppressed=True):
+        clear_frames(link.__traceback__)
+        link.__traceback__ = None
+
+
+def error_chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
     """Yields the error and its causes and contexts, as a traceback prints them; each once, as chains may have loops."""
     seen: set[int] = set()
     link: BaseException | None = error

@@ -91,8 +91,9 @@ def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
                 reason = f": {aim.reason}" if aim.reason else ""
                 lines.append(("target", f"a peak of {aim.share:.1%} of what is usable{reason}"))
         share = peak / limits.capacity_bytes
-        width = limits.training.half_width(plan.largest_cost) / limits.capacity_bytes
-        lines.append(("predicted peak", f"{size_text(peak)}, {share:.1%} ± {width:.1%} of what is usable"))
+        least, most = (end / limits.capacity_bytes for end in limits.peak_interval(peak, plan.largest_cost))
+        around = f"± {most - share:.1%}" if not limits.saved_share else f"({least:.1%} to {most:.1%})"
+        lines.append(("predicted peak", f"{size_text(peak)}, {share:.1%} {around} of what is usable"))
     return lines
 
 
@@ -209,7 +210,7 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
     if limits is None or peak is None:
         unknown = ("cost_model", "tuned_limit_bytes", "safe_limit_bytes", "predicted_peak_bytes")
         return {**decision, **dict.fromkeys(unknown)}
-    model, half_width = limits.training.model, limits.training.half_width(plan.largest_cost)
+    model = limits.training.model
     coefficients = zip(model.features, model.coefficients, strict=True)
     return {
         **decision,
@@ -225,7 +226,7 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
         "untried_bytes": round(limits.training.untried) or None,
         "safe_limit_bytes": round(plan.rules.safe_limit) if searched else None,
         "predicted_peak_bytes": round(peak),
-        "predicted_peak_interval_bytes": [round(peak - half_width), round(peak + half_width)],
+        "predicted_peak_interval_bytes": [round(end) for end in limits.peak_interval(peak, plan.largest_cost)],
         "predicted_peak_pct": peak / limits.capacity_bytes,
         "is_recorded": limits.recorded,
         "optimizer_peak_bytes": limits.optimizer_peak_bytes,

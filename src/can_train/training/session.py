@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError, first_sentence
+from can_train.fit.compiled import CompiledModel, compiles_on
 from can_train.fit.engine import Engine
 from can_train.fit.factor_rule import FactorRule, SafetyFactor
 from can_train.fit.micro_batcher import BatchResult, MicroBatcher
@@ -202,8 +203,13 @@ class Session(Parts):
         )
         self.total_steps = self.epochs.total_steps(training.epochs)
         self.precision = Precision.named(training.precision)
-        self.monitor = MemoryMonitor(meter=self.meter, interval=measured.interval, warmup=measured.warmup,
-                                     total_steps=self.total_steps - steps_done)  # fmt: skip
+        self.compiled = self._compiled_model()
+        left: int | None = self.total_steps - steps_done
+        warmup = measured.warmup
+        if self.compiled is not None and not self.meter.counts_always:
+            # A step is measured by a look at its operations, which compiled code does not show.
+            warmup, left = self.total_steps, None
+        self.monitor = MemoryMonitor(meter=self.meter, interval=measured.interval, warmup=warmup, total_steps=left)
         self.engines = [self._phase_engine(*plans_of_phase) for plans_of_phase in
                         zip(self.planners.phases, own.phases, plans[0].phases, strict=True)]  # fmt: skip
         self.engine = self.engines[0]
@@ -221,6 +227,7 @@ class Session(Parts):
         rescue = replace(rescue_settings(training), adaptive=training.adaptive_micro_batch, regrow=training.regrow)
         batcher = MicroBatcher(self.model, meter=meter, rules=plan.rules, rescue=rescue, limits=run_plan.limits)
         batcher.watch(self.record_rescue)
+        batcher.compiled = self.compiled
         reserve = OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries,
                                    held_bytes=state_bytes(optimization.optimizer))  # fmt: skip
         return PhaseEngine(
@@ -228,6 +235,20 @@ class Session(Parts):
             planner=planner, run_plan=run_plan, shared_plan=shared_plan, optimization=optimization,
             planned_for=optimization.trainable,
         )  # fmt: skip
+
+    def _compiled_model(self) -> CompiledModel | None:
+        mode = self.training.compile
+        if mode == "off" or not compiles_on(self.meter):
+            return None
+        return CompiledModel(self.model, mode, self.reporter.notice)
+
+    def compile(self) -> None:
+        """Compiles the modules that each phase calls, for the parameters that are trained now."""
+        if self.compiled is None:
+            return
+        with self.reporter.stage("compiling the model"):
+            for engine in self.engines:
+                engine.planner.explorer.compile(self.compiled)
 
     @property
     def fullest(self) -> PhaseEngine:
@@ -326,6 +347,7 @@ class Session(Parts):
                 engine.planner.explorer.optimizer_memory(), held_bytes=state_bytes(engine.optimization.optimizer)
             )
             engine.reserve.hold()
+        self.compile()
 
     def _use_thawed(self, plans: Sequence[RunPlan]) -> None:
         """Trains by all ranks' plans for the parameters that are trained now, which are not those trained at first."""

@@ -320,6 +320,7 @@ def train(session: Session) -> None:
     """
     progress, ranks = session.progress, session.ranks
     epochs, patience = session.training.epochs, session.training.patience
+    session.compile()
     for engine in session.engines:
         ranks.on_every_rank(engine.reserve.hold)
     # A signal inside the block is only noted: the step ends and is saved before the process does.
@@ -699,6 +700,9 @@ def _result(session: Session) -> dict[str, Any]:
     session.meter.release()
     session.model.load_state_dict(session.best)
     session.model.eval()
+    if session.compiled is not None:
+        # As `evaluate` computes scores: the compiler's round-off would make others.
+        session.compiled.stop()
     with session.reporter.stage("judging", unit="samples") as stage:
         score = _Scores(session, stage.advance)
         judgement = session.task.judge(score)

@@ -1,0 +1,218 @@
+"""Compiles the modules that a loss calls, in place, and computes them as they are where the compiler fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from can_train.errors import CanTrainError
+from can_train.memory.meters import Meter, SimulatedMeter
+from can_train.memory.out_of_memory import error_chain, forget_frames, is_out_of_memory
+
+T = TypeVar("T")
+
+SAVED_SHARE: Final = 0.2
+"""Largest share of its peak that a model took less once it was compiled, of eight on an H100; the least was 2.6 %."""
+
+_MODES: Final = MappingProxyType({
+    "default": None,
+    # PyTorch's own max-autotune captures CUDA graphs too, whose memory a rescue cannot release.
+    "max-autotune": "max-autotune-no-cudagraphs",
+    "cudagraphs": "reduce-overhead",
+})  # fmt: skip
+"""PyTorch's name for each value of `training.compile`."""
+
+# Versions of a module's code before it counts as a loop of compilations. Training, evaluation, a part of one sample and
+# phases that freeze other parameters have one each.
+_MOST_VERSIONS: Final = 16
+# Samples of the batches that are compiled for, the first two that fit. Primes, since sizes that are equal once are
+# taken to be equal always; and on both sides of 16, from where convolutions have other kernels.
+SAMPLES: Final = (19, 11, 5, 2)
+BATCHES: Final = 2
+# Lines that say nothing of the reason, which follows: the compiler's name, and the setting that made it an error.
+_EMPTY: Final = re.compile(r"\s*$|.* raised:$|Hard failure due to ")
+_LONGEST: Final = 160  # Characters of a reason
+
+
+class Repeatable(Protocol):
+    """A block that may have to be run once more."""
+
+    again: bool
+
+
+@dataclass
+class _Call:
+    again: bool = False
+
+
+@dataclass
+class CompiledModel:
+    """A model whose modules may be compiled; `mode` is a value of `training.compile` other than off.
+
+    Only the modules' calls change: parameters, hooks and state dicts stay as they are. `notice` is told why a compiler
+    was given up.
+    """
+
+    model: nn.Module
+    mode: str
+    notice: Callable[[str], object]
+    backend: Any = "inductor"
+    is_given_up: bool = False
+    _calls: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)  # By module, its compiled call
+    _reasons: list[str] = field(default_factory=list)  # Why the compiler was given up, until the notice is out
+
+    def compile_called(self, compute: Callable[[], object]) -> None:
+        """Compiles the modules of the model that `compute` calls from outside of any other."""
+        if self.is_given_up:
+            return
+        with self._as_it_is():
+            called = _outermost_calls(self.model, compute)
+        try:
+            for module in called:
+                if module not in self._calls:
+                    self._calls[module] = _compiled_call(module, _MODES[self.mode], self.backend)
+        except Exception as error:  # noqa: BLE001 - the compiler is imported here, with all that it needs
+            self.stop()
+            self._reasons.append(_reason(error))
+            self._tell()
+        self._install()
+
+    def attempt(self, compute: Callable[[], T]) -> T:
+        """Returns the result of `compute`, which is called once more where the compiler fails."""
+        with self.trying(first := _Call()):
+            result = compute()
+        if not first.again:
+            return result
+        with self.trying(_Call()):
+            return compute()
+
+    @contextmanager
+    def trying(self, part: Repeatable) -> Iterator[None]:
+        """Opens a block that uses the compiled modules. Where the compiler fails, the modules are computed as they are
+        from then on, and the block ends: `part.again` tells that it is to be run once more. A batch that does not fit
+        is the caller's.
+        """
+        # PyTorch would never compile again a module that it has met in a dispatch mode (a span that is measured).
+        is_compiled = bool(self._calls) and not torch._C._len_torch_dispatch_stack()
+        try:
+            with _settings() if is_compiled else self._as_it_is():
+                yield
+        except Exception as error:
+            is_memory = is_out_of_memory(error)
+            if not is_compiled or (is_memory and not _is_compilers(error)):
+                # Any other error than memory is the task's: the compiler had nothing to do with an earlier one.
+                self._tell() if is_memory else self._reasons.clear()
+                raise
+            self.stop()
+            self._reasons.append(_reason(error))
+            part.again = True
+            # The failed pass would hold its tensors while the block runs once more.
+            forget_frames(error)
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        failed = "training.compile: the model is computed as it is from here on, for the compiler failed"
+        while self._reasons:
+            self.notice(f"{failed}: {self._reasons.pop()}")
+
+    def stop(self) -> None:
+        """Computes the modules as they are from now on."""
+        self.is_given_up = True
+        for module in self._calls:
+            module._compiled_call_impl = None
+        self._calls = {}
+
+    def _install(self) -> None:
+        for module, call in self._calls.items():
+            module._compiled_call_impl = call
+
+    @contextmanager
+    def _as_it_is(self) -> Iterator[None]:
+        """Computes the modules as they are in the block."""
+        for module in self._calls:
+            module._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            self._install()
+
+
+def _settings() -> AbstractContextManager[None]:
+    settings: AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=_MOST_VERSIONS, fail_on_recompile_limit_hit=True
+    )
+    return settings
+
+
+def _compiled_call(module: nn.Module, mode: str | None, backend: Any) -> Callable[..., Any]:
+    # `nn.Module.compile` compiles nothing of a module whose class is PyTorch's own (`nn.Sequential`).
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return torch.compile(call, dynamic=True, mode=mode, backend=backend)
+
+
+def _outermost_calls(model: nn.Module, compute: Callable[[], object]) -> list[nn.Module]:
+    """Returns the modules of a model that `compute` calls from outside of any other, in the order of their calls."""
+    inside, called, modules = 0, dict[nn.Module, None](), set(model.modules())
+
+    def before(module: nn.Module, _: Any) -> None:
+        nonlocal inside
+        if module in modules:
+            if not inside:
+                called[module] = None
+            inside += 1
+
+    def after(module: nn.Module, *_: Any) -> None:
+        nonlocal inside
+        inside -= module in modules
+
+    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)
+    try:
+        compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(called)
+
+
+def _is_compilers(error: BaseException) -> bool:
+    """Tells whether an error passed through PyTorch's compiler, and not only through the code that it made."""
+    return any(isinstance(link, torch._dynamo.exc.TorchDynamoException) for link in error_chain(error))
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the first line of an error that says why."""
+    texts = [str(link) or type(link).__name__ for link in error_chain(error) if not isinstance(link, CanTrainError)]
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    return next((line[:_LONGEST] for line in lines if not _EMPTY.match(line)), type(error).__name__)
+
+
+def compiles_on(meter: Meter) -> bool:
+    """Tells whether a model is compiled on a device: a simulated GPU counts no memory of compiled code."""
+    return not isinstance(meter, SimulatedMeter)
+
+
+def compile_notices(mode: str, meter: Meter) -> list[str]:
+    """Says how a value of `training.compile` acts on a device and on the plan, as sentences without a full stop."""
+    setting = f"training.compile={mode}"
+    if mode == "off":
+        return []
+    if not compiles_on(meter):
+        return [f"{setting} has no effect on a simulated GPU, which cannot count the memory of compiled code"]
+    if meter.is_host:
+        told = [f"{setting}: the memory of compiled steps is not measured on a processor, so this run teaches nothing"]
+        return [*told, f"{setting} captures no CUDA graphs on a processor"] if mode == "cudagraphs" else told
+    told = [f"{setting}: memory is predicted for the model as it is; compiled, it takes up to {SAVED_SHARE:.0%} less"]
+    if mode == "cudagraphs":
+        told.append(f"{setting}: the memory that CUDA graphs keep is not predicted")
+    return told

@@ -1,0 +1,178 @@
+"""A compiled model trains as it would without the compiler, and without the compiler where that one fails."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from can_train.fit.compiled import CompiledModel
+from can_train.fit.micro_batcher import MicroBatcher
+from can_train.memory.meters import CpuMeter
+
+# PyTorch's tracer looks at tensors that are no leaves; it is silent elsewhere, and tests turn warnings into errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+class Counting:
+    """A compiler that runs the operations as they are, counts its graphs and their runs, and fails as told."""
+
+    def __init__(self, error: Exception | None = None, *, above: int = 10**9) -> None:
+        self.error, self.above, self.graphs, self.runs = error, above, 0, 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        if self.error is not None:
+            raise self.error
+        self.graphs += 1
+
+        def run(*values: Any) -> Any:
+            self.runs += 1
+            if any(isinstance(value, Tensor) and len(value.shape) and value.shape[0] > self.above for value in values):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+            return graph(*values)
+
+        return run
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+def losses_of(model: Any) -> Callable[[int, int], Any]:
+    return lambda start, stop: {"loss": (model(X[start:stop]).square().sum(), float(stop - start))}
+
+
+def compiled(model: nn.Module, backend: Any, notices: list[str] | None = None) -> CompiledModel:
+    made = CompiledModel(model, "default", [].append if notices is None else notices.append, backend)
+    made.compile_called(lambda: model(X[:7]))
+    return made
+
+
+def gradients(model: nn.Module, backend: Any = None, *, limits: Any = None, notices: Any = None) -> list[Tensor]:
+    """The gradients of a batch, computed by a compiled model, or as it is where there is no compiler."""
+    batcher = MicroBatcher(model, meter="cpu", limits=limits)
+    if backend is not None:
+        batcher.compiled = compiled(model, backend, notices)
+    torch.manual_seed(3)
+    batcher.run(losses_of(model), 40)
+    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_the_modules_that_a_loss_calls_are_compiled_in_place() -> None:
+    model, backend = net(), Counting()
+    names, expected = [*model.state_dict()], gradients(net())
+    assert_same(gradients(model, backend), expected)
+    assert (backend.graphs, backend.runs) == (1, 1)
+    assert [*model.state_dict()] == names
+
+
+def test_of_a_model_that_is_not_called_itself_the_parts_are_compiled() -> None:
+    model = nn.ModuleDict({"critic": net(), "generator": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    made = CompiledModel(model, "default", print, backend := Counting())
+    made.compile_called(lambda: model["critic"](model["generator"](X)))
+    made.attempt(lambda: model["critic"](model["generator"](X)))
+    assert backend.graphs == 2
+    assert model["unused"]._compiled_call_impl is None
+    made.stop()
+    assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no g++ here\nmore"), torch.OutOfMemoryError("no g++ here")], ids=type)
+def test_where_the_compiler_fails_the_model_is_computed_as_it_is_and_the_reason_is_told_once(error: Exception) -> None:
+    model, notices = net(), list[str]()
+    assert_same(gradients(model, Counting(error), notices=notices), gradients(net()))
+    failed = "training.compile: the model is computed as it is from here on, for the compiler failed"
+    assert notices == [f"{failed}: {type(error).__name__}: no g++ here"]
+
+
+def test_a_batch_that_does_not_fit_is_split_and_the_model_stays_compiled() -> None:
+    model, backend, notices = net(), Counting(above=10), list[str]()
+    batcher = MicroBatcher(model, meter="cpu")
+    batcher.compiled = compiled(model, backend, notices)
+    torch.manual_seed(3)
+    result = batcher.run(losses_of(model), 40)
+    assert result.micro_batches == (10,) * 4
+    assert not batcher.compiled.is_given_up
+    assert not notices
+    # Two failed with 40 and 20 samples before the four.
+    assert backend.runs >= 6
+    rescued = [parameter.grad for parameter in model.parameters()]
+    assert_same(rescued, gradients(net(), Counting(), limits=10))  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_model_is_raised_and_not_taken_for_the_compilers() -> None:
+    class Wrong(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training and len(x) == 40:
+                raise ValueError("a mistake in forward")
+            return super().forward(x)
+
+    model, notices = Wrong(4, 1), list[str]()
+    with pytest.raises(ValueError, match="a mistake in forward"):
+        gradients(model, Counting(), notices=notices)
+    assert not notices
+
+
+def test_a_model_that_is_compiled_again_and_again_is_computed_as_it_is() -> None:
+    class Counted(nn.Linear):
+        calls = ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += "."
+            return super().forward(x) * len(self.calls)
+
+    model, notices = Counted(4, 1), list[str]()
+    made = compiled(model, backend := Counting(), notices)
+    for _ in range(40):
+        made.attempt(lambda: model(X))
+    assert 1 < backend.graphs < 20
+    (notice,) = notices
+    assert "recompile limit" in notice
+
+
+def test_a_gradient_of_a_gradient_is_computed_without_the_compiler() -> None:
+    model, notices = net().eval(), list[str]()
+    made = compiled(model, "aot_eager", notices)
+
+    def penalty() -> Tensor:
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        return model[0].weight.grad  # type: ignore[index, union-attr, return-value]
+
+    found = made.attempt(penalty)
+    assert found.abs().sum() > 0
+    (notice,) = notices
+    assert "requires create_graph=" in notice
+
+
+def test_a_step_that_is_measured_does_not_end_the_compilation() -> None:
+    model = net()
+    made = compiled(model, backend := Counting())
+    with CpuMeter().measuring(model.parameters()):
+        made.attempt(lambda: model(X))
+    assert backend.runs == 0
+    made.attempt(lambda: model(X))
+    assert backend.runs == 1
+
+
+def test_batches_of_other_sizes_need_no_other_version() -> None:
+    model = net()
+    made = compiled(model, backend := Counting())
+    for size in (19, 11, 2, 40, 33):
+        made.attempt(lambda size=size: model(X[:size]))  # type: ignore[misc]
+    assert backend.graphs == 1
