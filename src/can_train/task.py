@@ -185,6 +185,7 @@ class BatchTask(ABC):
         memory_features: Counts that the memory of a batch grows with, the main feature first.
         sample_note: Which part of the data this task holds, as a sentence; empty: all of it.
         estimated_train_rows: Training samples of all the data, where this task holds only a part of it.
+        in_order: Whether training samples have to be read in their order: features are counted as they are read.
     """
 
     train_rows: NDArray[np.int64]
@@ -193,6 +194,7 @@ class BatchTask(ABC):
     memory_features: Sequence[Feature] = (Feature("samples"),)
     sample_note: str = ""
     estimated_train_rows: int = 0
+    in_order: bool = False
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -285,6 +287,17 @@ class BatchTask(ABC):
             epoch: Counted from 0. Seed and epoch alone decide the order, so that a position in it can be resumed.
         """
         return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
+
+    def planned_order(self, rows: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Returns the training samples of an epoch for a plan, in their order; has the arguments of `epoch_order`."""
+        return self.epoch_order(rows, seed=seed, epoch=epoch)
+
+    def reading_state(self) -> Mapping[str, Any]:
+        """Returns the place up to which the task has read its data, for a checkpoint; the default needs none."""
+        return {}
+
+    def restore_reading(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional
+        """Goes on from the place in a checkpoint."""
 
     def before_step(  # noqa: B027 - optional
         self, model: nn.Module, rows: NDArray[np.int64], progress: float, generator: torch.Generator

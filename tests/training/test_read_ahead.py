@@ -236,13 +236,13 @@ def test_auto_leaves_reading_to_others_only_where_it_takes_time_and_can_be_left(
     monkeypatch.setattr(read_ahead, "available_cores", lambda: 3)
     with (tmp_path / "file").open("w") as file:
         cases = {"slow": [OnDisk()], "open file": [OnDisk(file)], "in memory": [[1], torch.zeros(3), ()]}
-        workers = {name: reader_of("auto", sets)[0]._shape(32).workers for name, sets in cases.items()}
+        workers = {name: reader_of("auto", sets)[0].shape(32).workers for name, sets in cases.items()}
     assert workers == {"slow": 3, "open file": 0, "in memory": 0}
-    assert reader_of("auto", [OnDisk()], seconds=0.0)[0]._shape(32).workers == 0
-    assert reader_of("0", [OnDisk()])[0]._shape(32).workers == 0
-    assert reader_of("5", [[1]])[0]._shape(32).workers == 5
+    assert reader_of("auto", [OnDisk()], seconds=0.0)[0].shape(32).workers == 0
+    assert reader_of("0", [OnDisk()])[0].shape(32).workers == 0
+    assert reader_of("5", [[1]])[0].shape(32).workers == 5
     monkeypatch.setattr(read_ahead, "available_cores", lambda: 1)
-    assert reader_of("auto", [OnDisk()])[0]._shape(32).workers == 0
+    assert reader_of("auto", [OnDisk()])[0].shape(32).workers == 0
 
 
 def test_memory_that_is_too_small_is_told_before_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_memory_that_is_too_small_is_told_before_the_first_sample(monkeypatch: p
     # Of 4,000 bytes each; 32 are computed, and each worker needs room for 3.
     monkeypatch.setattr(read_ahead, "_room_bytes", lambda: 40 * 4200)
     reader, notices = reader_of("auto", [OnDisk()])
-    assert reader._shape(32).workers == 2
+    assert reader.shape(32).workers == 2
     assert notices == ["Samples are read by 2 processes in place of 4: 164 KiB are free for them"]
     asked, _ = reader_of("4", [OnDisk()])
     with pytest.raises(ConfigError) as raised, asked.ahead([(range(32), range(32))]):
@@ -326,8 +326,8 @@ def test_samples_that_cannot_be_pickled_are_read_in_line_or_told() -> None:
 
         return SampleReader(each(read), setting, size=lambda: 9, sets=lambda: [OnDisk()])
 
-    assert reader("auto")._shape(4).workers == 0
+    assert reader("auto").shape(4).workers == 0
     with pytest.raises(ConfigError) as raised:
-        reader("2")._shape(4)
+        reader("2").shape(4)
     assert str(raised.value).startswith("Samples cannot be read by other processes: they cannot be pickled (")
     assert str(raised.value).endswith("--num-workers 2.\nGive --num-workers 0.")

@@ -315,6 +315,8 @@ class TrainingSettings:
     """Samples that do not fit by themselves: error names them before the first step, skip leaves them out."""
     min_steps_per_epoch: int = 50
     """With max: fewest optimizer steps of an epoch, which bounds the batch."""
+    steps_per_epoch: int = 0
+    """Optimizer steps of an epoch where samples come from a stream; 0: as many as its length makes."""
     micro_batch_size: int = 0
     """Fixed number of samples on the device at once, without a search; 0 searches."""
     min_micro_batch_size: int = 1
@@ -418,9 +420,9 @@ class TrainingSettings:
                      "min_micro_batch_size", "schedule_epochs", "schedule_patience", "schedule_start_divisor",
                      "schedule_end_divisor"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=1)
-        for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "grad_clip_value",
-                     "grad_noise", "grad_noise_decay", "patience", "accumulation_threshold", "oom_retries",
-                     "cuda_empty_cache_interval", "thaw_epoch"):  # fmt: skip
+        for name in ("batch_size", "micro_batch_size", "steps_per_epoch", "weight_decay", "grad_clip_norm",
+                     "grad_clip_value", "grad_noise", "grad_noise_decay", "patience", "accumulation_threshold",
+                     "oom_retries", "cuda_empty_cache_interval", "thaw_epoch"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=0)
         check_range("number of training.betas", len(self.betas), low=2, high=2)
         for beta in self.betas:

@@ -549,12 +549,28 @@ def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs
     if len(rows) == 0:
         raise DoesNotFitError("At least one training sample must fit", value="all samples are oversize")
     if not epochs_differ(task, epochs):
-        return [task.epoch_order(rows, seed=seed, epoch=0)]
+        return [task.planned_order(rows, seed=seed, epoch=0)]
     # The rows of the last epoch are the task's own: a dry run repeats a sample of the data to its full length, which
     # `in_epoch` does not know.
     first = kept_rows(task.in_epoch(0, epochs), skipped)
     ends = ((rows, epochs - 1), (first, 0))
-    return [task.epoch_order(kept, seed=seed, epoch=epoch) for kept, epoch in ends if len(kept)]
+    return [task.planned_order(kept, seed=seed, epoch=epoch) for kept, epoch in ends if len(kept)]
+
+
+@dataclass(frozen=True)
+class Steps(Sequence[Rows]):
+    """The samples of optimizer steps; those of a stream are counted when their step is asked for."""
+
+    batches: Sequence[Rows]
+    packed: Callable[[Rows], Rows]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Steps(self.batches[index], self.packed)
+        return self.packed(self.batches[index])
 
 
 @dataclass(frozen=True)
@@ -569,18 +585,22 @@ class Epochs:
     packed: Callable[[Rows], Rows] = lambda rows: rows  # Returns the samples of a step in the order of `packing_order`
     bucketed: bool = False  # Whether batches hold samples of about the same size
 
-    def steps(self, epoch: int) -> list[Rows]:
-        """Returns the samples of each optimizer step of an epoch, counted from 0."""
+    def steps(self, epoch: int) -> Steps:
+        """Returns the samples of each optimizer step of an epoch, counted from 0, in the order of `packing_order`."""
+        return Steps(self.batches(epoch), self.packed)
+
+    def batches(self, epoch: int) -> Sequence[Rows]:
+        """Returns the samples of each optimizer step of an epoch, before they are put into the order of a step."""
         order = self.order(epoch)
         if self.bucketed:
             order = order[bucketed(self.main_feature(order), self.logical_batch, seed=self.seed, epoch=epoch)]
         batches = [order[start : start + self.logical_batch] for start in range(0, len(order), self.logical_batch)]
         if self.preflight_units == np.inf:
-            return [self.packed(batch) for batch in batches]
+            return batches
         steps: list[Rows] = []
         for batch in batches:
             sizes = optimizer_batches(BatchCosts.of_samples(self.main_feature(batch)), self.preflight_units)
-            steps += [self.packed(step) for step in np.split(batch, np.cumsum(sizes)[:-1])]
+            steps += np.split(batch, np.cumsum(sizes)[:-1])
         return steps
 
     def total_steps(self, epochs: int) -> int:

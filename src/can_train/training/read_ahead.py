@@ -9,8 +9,10 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +23,7 @@ from itertools import chain, pairwise
 from multiprocessing import active_children
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, Self
 
 import numpy as np
 import torch
@@ -125,7 +127,7 @@ class SampleReader:
         if self._ahead is not None or (first := next(asked, None)) is None:
             yield
             return
-        if not (shape := self._shape(len(first[0]))).workers:
+        if not (shape := self.shape(len(first[0]))).workers:
             yield
             return
         with _ReadAhead(self._read, chain([first], asked), shape) as self._ahead:
@@ -134,17 +136,20 @@ class SampleReader:
             finally:
                 self._ahead = None
 
-    def _shape(self, batch: int) -> "_Shape":
-        """Decides how many workers read, and how many samples ahead; `batch` is the size of a logical batch."""
+    def shape(self, batch: int, *, most: int = sys.maxsize) -> "Shape":
+        """Decides how many workers read, of `most` that can, and how many samples ahead; `batch` is the size of a
+        logical batch.
+        """
         if self._setting != AUTO and not int(self._setting):
-            return _Shape()
-        if self._setting == AUTO and not (self._is_slow() and available_cores() > 1):
-            return _Shape()
-        look = self._looked()
+            return Shape()
+        if self._setting == AUTO and not (self.is_slow() and available_cores() > 1):
+            return Shape()
+        look = self.looked()
         if look.refusal:
             raise ConfigError(f"Samples cannot be read by other processes: {look.refusal}",
                               value=f"--num-workers {self._setting}", remedy="Give --num-workers 0")  # fmt: skip
         wanted = min(available_cores(), _MOST_WORKERS) if self._setting == AUTO else int(self._setting)
+        wanted = min(wanted, most)
         shape = _shape_for(wanted, batch, look.sample_bytes)
         if shape.workers == wanted:
             return shape
@@ -157,14 +162,15 @@ class SampleReader:
         self._notice(f"Samples are read by {shape.workers} processes in place of {wanted}: {free} are free for them")
         return shape
 
-    def _is_slow(self) -> bool:
+    def is_slow(self) -> bool:
         """Tells whether reading takes time, and can be left to other processes."""
         if all(map(is_in_memory, self._sets())):
             return False
-        look = self._looked()
-        return not look.refusal and look.seconds > _FAST_S and all(map(_is_portable, self._sets()))
+        look = self.looked()
+        return not look.refusal and look.seconds > _FAST_S and all(map(is_portable, self._sets()))
 
-    def _looked(self) -> Look:
+    def looked(self) -> Look:
+        """Reads a few samples, once."""
         if self._look is None:
             size = self._size()
             rows = np.unique(np.linspace(0, size - 1, min(size, _LOOKED)).astype(np.int64)).tolist()
@@ -173,7 +179,7 @@ class SampleReader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shape:
+class Shape:
     """How samples are read ahead: by how many workers, how many samples at a time, how many times."""
 
     workers: int = 0
@@ -201,7 +207,7 @@ def _room_bytes() -> int:
     return int(min(_SHARED_SHARE * shared, _HOST_SHARE * available_bytes()))
 
 
-def _shape_for(workers: int, batch: int, sample_bytes: int) -> _Shape:
+def _shape_for(workers: int, batch: int, sample_bytes: int) -> Shape:
     """Returns how samples are read ahead, with fewer workers where memory does not suffice."""
     # The batch that is computed holds its samples, too.
     most = _room_bytes() // max(sample_bytes, 1) - batch
@@ -209,21 +215,27 @@ def _shape_for(workers: int, batch: int, sample_bytes: int) -> _Shape:
     while workers and most < workers * least:
         workers -= 1
     if not workers:
-        return _Shape()
+        return Shape()
     # A few samples at a time, since each chunk takes a message in both directions.
     wished = max(-(-batch // workers), min(batch, _SMALLEST_CHUNK))
     chunk = max(min(wished, _LARGEST_CHUNK, most // (workers * least)), 1)
     wanted = -(-_BATCHES_AHEAD * batch // (workers * chunk))
     affordable = most // (workers * chunk) - 1
-    return _Shape(workers=workers, chunk=chunk, chunks_ahead=max(min(wanted, affordable), _LEAST_CHUNKS))
+    return Shape(workers=workers, chunk=chunk, chunks_ahead=max(min(wanted, affordable), _LEAST_CHUNKS))
 
 
 def _look_at(read: Read, rows: Sequence[int]) -> Look:
-    """Reads a few samples, and packs them as a worker does."""
-    largest, refusal, samples, times = 0, "", list[Any](), [time.perf_counter()]
+    """Reads a few samples."""
+    samples, times = list[Any](), [time.perf_counter()]
     for row in rows:
         samples += read([row], [row])
         times.append(time.perf_counter())
+    return look_of(samples, median(stop - start for start, stop in pairwise(times)))
+
+
+def look_of(samples: Sequence[Any], seconds: float) -> Look:
+    """Packs samples as a worker does; each took `seconds` to read."""
+    largest, refusal = 0, ""
     for sample in samples:
         if any(tensor.device.type != "cpu" for tensor in leaves(sample)):
             refusal = "they are on a device"
@@ -234,24 +246,19 @@ def _look_at(read: Read, rows: Sequence[int]) -> Look:
                 refusal = f"they cannot be pickled ({type(error).__name__}: {error})"
             else:
                 largest = max(largest, len(packed.outline) + packed.size)
-    seconds = median(stop - start for start, stop in pairwise(times))
     return Look(seconds=seconds, sample_bytes=largest, refusal=refusal)
 
 
 # The processes
 
 
-class _ReadAhead:
-    """Samples that workers read, as a block."""
+class Readers(ABC):
+    """Workers that read chunks of samples, as a block. Chunk j is read by worker j modulo their number."""
 
-    def __init__(self, read: Read, requests: Iterator[Request], shape: _Shape) -> None:
-        self._read, self._requests, self._shape = read, requests, shape
-        self._sent: Counter[tuple[int, int]] = Counter()  # Samples that workers read or have read
-        self._chunks: list[tuple[int, Sequence[tuple[int, int]]]] = []  # That workers have not given back, in order
-        self._held: dict[tuple[int, int], tuple[int, Any]] = {}  # Batch and sample, or error, by row and seed
-        self._batch = -1  # Number of the batch whose samples were taken last
+    def __init__(self, read: Read, shape: Shape) -> None:
+        self._read, self._shape = read, shape
 
-    def __enter__(self) -> "_ReadAhead":
+    def __enter__(self) -> Self:
         before, handler = set(active_children()), signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings():
             # More workers than processors are right where reading waits for a disk or a network.
@@ -275,43 +282,17 @@ class _ReadAhead:
         for worker in self._workers:
             worker.join(_END_S)
         del self._results
-        self._held.clear()
 
+    @abstractmethod
     def _cut(self) -> Iterator[Request]:
-        """Yields the requests in chunks, as workers are ready for them."""
-        for number, (rows, seeds) in enumerate(self._requests):
-            keys = [(int(row), int(seed)) for row, seed in zip(rows, seeds, strict=True)]
-            for start in range(0, len(keys), self._shape.chunk):
-                chunk = keys[start : start + self._shape.chunk]
-                self._sent.update(chunk)
-                self._chunks.append((number, chunk))
-                yield [row for row, _ in chunk], [seed for _, seed in chunk]
+        """Yields the chunks, as workers are ready for them."""
 
-    def take(self, row: int, seed: int) -> Any:
-        """Returns a sample; reads it here where no worker has been asked for it."""
-        key = (row, seed)
-        while key not in self._held and self._sent[key] > 0:
-            self._receive()
-        if key not in self._held:
-            return self._read([row], [seed])[0]
-        batch, sample = self._held[key]
-        if batch > self._batch:
-            # Samples of an earlier batch are kept until then, since a rescue may compute it once more.
-            self._batch = batch
-            self._held = {key: entry for key, entry in self._held.items() if entry[0] >= batch}
-        if isinstance(sample, _Failure):
-            sample.raise_again()
-        return sample
-
-    def _receive(self) -> None:
+    def _receive(self) -> list[Any]:
+        """Returns the samples of the next chunk, some of them errors."""
         try:
-            packed = next(self._results)
+            return _unpack(next(self._results))
         except RuntimeError as error:
             raise self._gone() from error
-        batch, keys = self._chunks.pop(0)
-        self._sent.subtract(keys)
-        for key, sample in zip(keys, _unpack(packed), strict=True):
-            self._held[key] = (batch, sample)
 
     def _gone(self) -> CanTrainError:
         """Makes the error of a worker that has ended."""
@@ -328,6 +309,50 @@ class _ReadAhead:
         name = signal.Signals(-codes[0]).name if codes[0] < 0 else f"exit status {codes[0]}"
         return FailedRunError("A process that reads samples has crashed", value=name,
                               remedy="Give --num-workers 0 to see the data set's own error")  # fmt: skip
+
+
+class _ReadAhead(Readers):
+    """Samples that workers read, as a block."""
+
+    def __init__(self, read: Read, requests: Iterator[Request], shape: Shape) -> None:
+        super().__init__(read, shape)
+        self._requests = requests
+        self._sent: Counter[tuple[int, int]] = Counter()  # Samples that workers read or have read
+        self._chunks: list[tuple[int, Sequence[tuple[int, int]]]] = []  # That workers have not given back, in order
+        self._held: dict[tuple[int, int], tuple[int, Any]] = {}  # Batch and sample, or error, by row and seed
+        self._batch = -1  # Number of the batch whose samples were taken last
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._held.clear()
+
+    def _cut(self) -> Iterator[Request]:
+        """Yields the requests in chunks, as workers are ready for them."""
+        for number, (rows, seeds) in enumerate(self._requests):
+            keys = [(int(row), int(seed)) for row, seed in zip(rows, seeds, strict=True)]
+            for start in range(0, len(keys), self._shape.chunk):
+                chunk = keys[start : start + self._shape.chunk]
+                self._sent.update(chunk)
+                self._chunks.append((number, chunk))
+                yield [row for row, _ in chunk], [seed for _, seed in chunk]
+
+    def take(self, row: int, seed: int) -> Any:
+        """Returns a sample; reads it here where no worker has been asked for it."""
+        key = (row, seed)
+        while key not in self._held and self._sent[key] > 0:
+            samples = self._receive()
+            number, keys = self._chunks.pop(0)
+            self._sent.subtract(keys)
+            for each, sample in zip(keys, samples, strict=True):
+                self._held[each] = (number, sample)
+        if key not in self._held:
+            return self._read([row], [seed])[0]
+        batch, sample = self._held[key]
+        if batch > self._batch:
+            # Samples of an earlier batch are kept until then, since a rescue may compute it once more.
+            self._batch = batch
+            self._held = {key: entry for key, entry in self._held.items() if entry[0] >= batch}
+        return checked(sample)
 
 
 class _Sent:
@@ -365,6 +390,13 @@ def _begin_worker(parent: int, number: int) -> None:
         CDLL(None).prctl(_PARENT_DIES, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
+
+
+def checked(sample: Any) -> Any:
+    """Returns a sample; raises the error that took its place."""
+    if isinstance(sample, _Failure):
+        sample.raise_again()
+    return sample
 
 
 @dataclass(frozen=True)
@@ -520,7 +552,7 @@ class _Probe(pickle.Pickler):
         return "left out" if is_left_out else None
 
 
-def _is_portable(samples: Any) -> bool:
+def is_portable(samples: Any) -> bool:
     """Tells whether a data set may be used by several processes: an open file, say, has one position for all."""
     if isinstance(samples, Tensor):
         return True

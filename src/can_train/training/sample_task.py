@@ -7,10 +7,11 @@ Shapes: R samples of a call, named by their rows: the samples of `datasets()` on
 import copy
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import tee
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -21,19 +22,25 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
-from can_train.errors import CanTrainError, DataError, TaskError
+from can_train.errors import CanTrainError, ConfigError, DataError, TaskError
 from can_train.fit.collate import leaves, pad_and_stack, to_device
 from can_train.io.records import sketch
+from can_train.io.units import size_text
+from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.task import BatchTask, Feature, LogicalBatch, Phase, UpcomingBatch
 from can_train.training.read_ahead import Failed, SampleReader, is_in_memory
+from can_train.training.streams import LOOKED, End, StreamParts, StreamReader, TrainingStream, is_stream, length_of
 
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
 TEST: Final = "test"
 MODEL: Final = "model"
 _HELD_OUT: Final = 0.1  # Share of the training samples that validate where a task names no such set
+_KEPT_SHARE: Final = 0.25  # Of the available host memory, for the samples of a validation or test stream
+_SAMPLE_BYTES: Final = 200  # That a sample takes beside its tensors
+_SAMPLES: Final = Feature("samples")
 _PORTION: Final = 256  # Samples that are read ahead as if they were a logical batch, where nothing is trained
 _LOOK: Final = 64  # Samples that are looked at to find out whether samples differ in length
 _PADDED: Final = 1  # Row lengths of padded batches grow memory linearly,
@@ -64,6 +71,7 @@ class TaskContext:
         state: The value of `Task.state` of the run that is evaluated; empty in training.
         sampling: Whether only a plan is asked for: a sample of the data will do, and nothing is written.
         num_workers: Processes that read samples ahead: a number, or `auto`; `0`: the task's own process reads them.
+        epoch_samples: Training samples of an epoch where they come from a stream; 0: as many as the stream says.
     """
 
     settings: Any
@@ -80,6 +88,7 @@ class TaskContext:
     reporter: Reporter = field(default_factory=SilentReporter)
     sampling: bool = False
     num_workers: str = "0"
+    epoch_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,19 +153,22 @@ class Task(BatchTask):
         # Copies of the task for phases share it.
         self._reader = SampleReader(
             self._read, str(self.context.num_workers),
-            size=lambda: sum(map(len, self.sets.values())), sets=lambda: list(self.sets.values()),
+            size=lambda: sum(map(len, self._indexed)), sets=lambda: self._indexed,
             notice=self.context.reporter.notice,
         )  # fmt: skip
 
     # Methods that a person writes
 
-    def datasets(self) -> Mapping[str, Sequence[Any]]:
+    def datasets(self) -> Mapping[str, Sequence[Any] | Iterable[Any]]:
         """Returns the samples, by set: `train`, and where there are any `validation` and `test` (or several sets with
         names of their own, which are tested one by one). Global random generators are seeded meanwhile, alike in all
         runs.
 
         A sample is a tensor, a number or text, or a tuple, list, dict or dataclass of them. Without a validation set a
         tenth of the training samples is kept for it.
+
+        A set may be a stream, which can only be iterated: an `IterableDataset`, say. Training samples are read as they
+        are needed; those of the other sets are read once, and stay in memory.
         """
         raise NotImplementedError
 
@@ -252,7 +264,7 @@ class Task(BatchTask):
         """Computes the metrics of simple methods on the samples of a test set, by name of the method."""
         return {}
 
-    def sample_datasets(self) -> Mapping[str, Sequence[Any]]:
+    def sample_datasets(self) -> Mapping[str, Sequence[Any] | Iterable[Any]]:
         """Returns fewer samples than `datasets`, for a plan: read in seconds, and with nothing written. The default
         reads all of them. An override sets `sample_note`, and `estimated_train_rows` where it knows.
         """
@@ -275,9 +287,85 @@ class Task(BatchTask):
         read = self.sample_datasets if self.context.sampling else self.datasets
         # Data that are drawn at random must be the same in every process and every attempt, and for every seed.
         with self.asked(read.__name__), _seeded(0):
-            sets = dict(read())
+            sets: dict[str, Any] = dict(read())
         _check_sets(type(self).__name__, sets)
+        for name in [name for name, samples in sets.items() if is_stream(samples)]:
+            # That of training comes last: the numbers of its samples go on from epoch to epoch.
+            stream = sets.pop(name)
+            sets[name] = stream if name == TRAIN else self._read_once(name, stream)
+        if TRAIN in sets and is_stream(sets[TRAIN]):
+            sets[TRAIN] = self._training_stream(sets.pop(TRAIN), set(sets))
         return sets
+
+    def _training_stream(self, stream: Any, others: Collection[str]) -> TrainingStream:
+        name = f"The stream {TRAIN!r}"
+        if VALIDATION not in others:
+            raise DataError(f"{name} needs a validation set beside it", value=f"{type(self).__name__}.datasets",
+                            remedy="Return one under the name 'validation', which may be a stream")  # fmt: skip
+        if type(self).sampler is not Task.sampler or type(self).in_epoch is not BatchTask.in_epoch:
+            remedy = "Choose samples in the stream's __iter__, or return a data set with an index"
+            raise ConfigError("A stream decides the order of its samples itself", remedy=remedy,
+                              value=f"{type(self).__name__} has a sampler, or epochs that differ")  # fmt: skip
+        samples = self.context.epoch_samples or length_of(stream)
+        if samples is None:
+            raise ConfigError(f"{name} does not say how many samples it has",
+                              value=f"{type(stream).__name__} has no __len__",
+                              remedy="Say how many optimizer steps make an epoch: "
+                                     "--set training.steps_per_epoch=1000")  # fmt: skip
+        if not samples:
+            raise DataError(f"{name} has no samples", value=f"the length of {type(stream).__name__} is 0")
+        return TrainingStream(stream=stream, samples=samples, seed=self.context.seed, described=name,
+                              asked=self._streaming)  # fmt: skip
+
+    @contextmanager
+    def _streaming(self, what: str) -> Iterator[None]:
+        """Opens a block in which a stream is iterated."""
+        with self.asked(what), _reading():
+            yield
+
+    def _read_once(self, name: str, stream: Any) -> list[Any]:
+        """Reads a stream of validation or test samples, of which there must be an end; a plan needs the first ones."""
+        samples, size, parts = list[Any](), 0, StreamParts(stream, 0, divides=False)
+        most, room = LOOKED if self.context.sampling else length_of(stream), _KEPT_SHARE * available_bytes()
+        with (
+            self._streaming(f"the stream {name!r}"),
+            self.context.reporter.stage(f"reading {name}", unit="samples") as stage,
+        ):
+            while len(samples) != most and not isinstance(sample := parts.read(0, 0, len(samples)), End):
+                samples.append(sample)
+                size += sum(tensor.nbytes for tensor in leaves(sample)) + _SAMPLE_BYTES
+                if size > room:
+                    raise DataError(f"The stream {name!r} does not fit into memory, where its samples are kept",
+                                    value=f"{len(samples):,} samples take {size_text(size)}",
+                                    remedy="Return fewer, as itertools.islice(stream, 1000) has them, or a data set "
+                                           "with an index")  # fmt: skip
+                stage.advance(1)
+        if not samples:
+            raise DataError(f"The stream {name!r} has no samples",
+                            remedy="Its __iter__ must begin anew each time that it is called")  # fmt: skip
+        return samples
+
+    @property
+    def stream(self) -> TrainingStream | None:
+        """The training samples, where they come from a stream."""
+        samples = self.sets[TRAIN]
+        return samples if isinstance(samples, TrainingStream) else None
+
+    @property
+    def in_order(self) -> bool:  # type: ignore[override]
+        """Whether training samples have to be read in their order."""
+        return self.stream is not None
+
+    @property
+    def _indexed(self) -> list[Any]:
+        """The sets whose samples are read by their index; their rows come first."""
+        return [samples for samples in self.sets.values() if not isinstance(samples, TrainingStream)]
+
+    @cached_property
+    def _stream_row(self) -> int:
+        """The row of the first sample of the stream; there is none before it where there is no stream."""
+        indexed = sum(map(len, self._indexed))
+        return indexed if self.in_order else int(np.iinfo(np.int64).max)
 
     @cached_property
     def set_rows(self) -> Mapping[str, Rows]:
@@ -297,7 +385,10 @@ class Task(BatchTask):
 
     @cached_property
     def train_rows(self) -> Rows:  # type: ignore[override] # the base declares an attribute, and an instance computes it
-        """Rows of the training samples."""
+        """Rows of the training samples; the first ones of a stream stand for the others in a plan."""
+        if self.stream is not None:
+            looked = np.arange(len(self.stream.looked.samples), dtype=np.int64)
+            return np.resize(self._stream_row + looked, len(self.stream))
         return self.set_rows[TRAIN]
 
     @cached_property
@@ -320,7 +411,7 @@ class Task(BatchTask):
         be read; None: the error is raised.
         """
         # No code runs when one of a list is read.
-        if all(map(is_in_memory, self.sets.values())):
+        if all(map(is_in_memory, self._indexed)) and max(rows, default=0) < self._stream_row:
             return [self.sets[name][number] for name, number in map(self._place, rows)]
         read = []
         with _reading():
@@ -348,10 +439,15 @@ class Task(BatchTask):
     def describe(self, row: int) -> str:
         """Names a sample in a message."""
         name, number = self._place(row)
+        if self.stream is not None and name == TRAIN:
+            epoch, number = divmod(number, len(self.stream))
+            return f"sample {number} of {name} in epoch {epoch + 1}"
         return f"sample {number} of {name}"
 
     def _place(self, row: int) -> tuple[str, int]:
         """Returns the set that has a sample, and its number there."""
+        if row >= self._stream_row:
+            return TRAIN, row - self._stream_row
         for name, samples in self.sets.items():
             if row < len(samples):
                 return name, row
@@ -360,6 +456,8 @@ class Task(BatchTask):
 
     def notices(self) -> Sequence[str]:
         """Returns sentences that are printed with the plan."""
+        if self.stream is not None:
+            return (self.stream.sentence,)
         if VALIDATION in self.sets:
             return ()
         kept, total = len(self.validation_rows), len(self.sets[TRAIN])
@@ -382,31 +480,39 @@ class Task(BatchTask):
     def _counted(self) -> tuple[Sequence[Feature], NDArray[np.float64] | None]:
         """The features of memory, and their [R, F] counts for all samples; None where all count alike."""
         count = type(self).features is not Task.features
-        total = sum(map(len, self.sets.values()))
+        total = sum(map(len, self._indexed)) + (len(self.stream.looked.samples) if self.stream is not None else 0)
         if not count:
             looked = np.unique(np.linspace(0, total - 1, min(total, _LOOK)).astype(np.int64))
             if len({tuple(tensor.shape for tensor in leaves(self.sample(int(row)))) for row in looked}) == 1:
                 return (Feature("samples"),), None
         counted = []
         stage_name = "counting what samples hold"
-        portions = (range(start, min(start + _PORTION, total)) for start in range(0, total, _PORTION))
+        indexed = min(total, self._stream_row)
+        portions = (range(start, min(start + _PORTION, indexed)) for start in range(0, indexed, _PORTION))
         requests = ((rows, [0] * len(rows)) for rows in portions)
         with (
             self.context.reporter.stage(stage_name, total=total, unit="samples") as stage,
             self._reader.ahead(requests),
         ):
             for row in range(total):
-                (sample,) = self._reader.take([row], [0])
-                with self.asked(f"features of {self.describe(row)}"):
-                    counted.append(dict(self.features(sample) if count else _lengths(sample)))
+                (sample,) = self.take([row], [0])
+                counted.append(self._count(row, sample))
                 stage.advance(1)
-        kinds = {_feature(kind): None for counts in counted for kind in counts}
-        by_kind = [{_feature(kind): number for kind, number in counts.items()} for counts in counted]
-        samples = Feature("samples")
-        features = [*kinds, *([samples] if samples not in kinds else [])]
-        table = [[1.0 if kind == samples and kind not in counts else float(counts.get(kind, 0.0)) for kind in features]
-                 for counts in by_kind]  # fmt: skip
-        return tuple(features), np.asarray(table)
+        kinds = {kind: None for counts in counted for kind in counts}
+        features = [*kinds, *([_SAMPLES] if _SAMPLES not in kinds else [])]
+        return tuple(features), _table(counted, features)
+
+    def _count(self, row: int, sample: Any) -> dict[Feature, float]:
+        """Counts the features of a sample."""
+        with self.asked(f"features of {self.describe(row)}"):
+            counts = _lengths(sample) if type(self).features is Task.features else self.features(sample)
+            return {_feature(kind): number for kind, number in counts.items()}
+
+    def take(self, rows: Sequence[int], seeds: Sequence[int]) -> list[Any]:
+        """Returns samples; those of a stream have seeds of their own."""
+        if self.stream is None or min(rows) < self._stream_row:
+            return self._reader.take(rows, seeds)
+        return self.stream.take([row - self._stream_row for row in rows])
 
     @property
     def memory_features(self) -> Sequence[Feature]:  # type: ignore[override]
@@ -416,10 +522,34 @@ class Task(BatchTask):
     def batch_features(self, rows: Rows) -> NDArray[np.float64]:
         """Returns [R, F]: each sample's own count of each feature."""
         features, counts = self._counted
-        return np.ones((len(rows), len(features))) if counts is None else counts[rows]
+        if counts is None or not len(rows):
+            return np.ones((len(rows), len(features)))
+        if rows.max() < len(counts):
+            return counts[rows]
+        return self._late_counts(rows, features, counts)
+
+    def _late_counts(self, rows: Rows, features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Counts the features of samples of a stream, beyond its first ones, as they are read."""
+        assert self.stream is not None
+        self.stream.open((rows - self._stream_row).tolist())
+        samples = self.take(rows.tolist(), [0] * len(rows))
+        counted = [self._count(int(row), sample) for row, sample in zip(rows, samples, strict=True)]
+        for row, kinds in zip(rows.tolist(), counted, strict=True):
+            if late := [kind.name for kind in kinds if kind not in features]:
+                first = f"the first {len(self.stream.looked.samples)} samples"
+                raise DataError(f"Task.features returned a name that none of {first} has",
+                                value=f"{late[0]!r} for {self.describe(row)}",
+                                remedy="Return the same names for each sample, some with a count of 0")  # fmt: skip
+        table = _table(counted, features)
+        # The first ones were counted before; they may be among the rows of the first batch that goes beyond them.
+        early = rows < len(counts)
+        table[early] = counts[rows[early]]
+        return table
 
     def epoch_order(self, rows: Rows, *, seed: int, epoch: int) -> Rows:
         """Returns the samples of an epoch in the order of `sampler`, without those that are not among `rows`."""
+        if self.stream is not None:
+            return self._stream_row + epoch * len(self.stream) + np.arange(len(self.stream), dtype=np.int64)
         if type(self).sampler is Task.sampler:
             return super().epoch_order(rows, seed=seed, epoch=epoch)
         mixed = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint32)
@@ -430,6 +560,19 @@ class Task(BatchTask):
             numbers = chosen if isinstance(chosen, Tensor | np.ndarray) else list(chosen)
         first = self._first_train_row
         return _sampled(np.asarray(numbers), first, len(self.sets[TRAIN]), rows, seed=int(mixed[0]))
+
+    def planned_order(self, rows: Rows, *, seed: int, epoch: int) -> Rows:
+        """Returns the samples of an epoch for a plan; the first ones of a stream stand for the others."""
+        return rows if self.in_order else super().planned_order(rows, seed=seed, epoch=epoch)
+
+    def reading_state(self) -> Mapping[str, Any]:
+        """Returns the place in the stream, at the beginning of the batch that is trained."""
+        return self.stream.place() if self.stream is not None else {}
+
+    def restore_reading(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a place in the stream."""
+        if self.stream is not None and state:
+            self.stream.go_on_from(state)
 
     @property
     def _first_train_row(self) -> int:
@@ -446,18 +589,33 @@ class Task(BatchTask):
 
     def read_ahead(self, batches: Iterable[UpcomingBatch]) -> AbstractContextManager[None]:
         """Reads the samples of batches ahead, by the processes of `training.num_workers`."""
+        if self.stream is not None:
+            return self._stream_ahead(self.stream, batches)
+        return self._reader.ahead(self._requests(batches))
+
+    @contextmanager
+    def _stream_ahead(self, stream: TrainingStream, batches: Iterable[UpcomingBatch]) -> Iterator[None]:
+        """Reads batches of training ahead from the stream, and the others by their index."""
+        from_stream, by_index = tee(batches)
+        spans = ((int(batch.rows[0]) - self._stream_row, int(batch.rows[-1]) + 1 - self._stream_row)
+                 for batch in from_stream if batch.generator is not None)  # fmt: skip
+        reader = StreamReader(stream, str(self.context.num_workers), self.context.reporter.notice)
+        with stream.ahead(reader, spans), ExitStack() as others:
+            if not all(map(is_in_memory, self._indexed)):
+                evaluated = (batch for batch in by_index if batch.rows[0] < self._stream_row)
+                others.enter_context(self._reader.ahead(self._requests(evaluated)))
+            yield
+
+    def _requests(self, batches: Iterable[UpcomingBatch]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        """Yields the rows and seeds of batches, as they are read."""
         # Drawing needs all samples of the batch on each rank.
         whole = type(self).draw is not Task.draw
-
-        def requests() -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-            for batch in batches:
-                share = slice(None) if whole else batch.share
-                rows, seeds = batch.rows.tolist()[share], _sample_seeds(batch.rows, batch.generator)[share]
-                portion = len(rows) if batch.generator is not None else _PORTION
-                for start in range(0, len(rows), max(portion, 1)):
-                    yield rows[start : start + portion], seeds[start : start + portion]
-
-        return self._reader.ahead(requests())
+        for batch in batches:
+            share = slice(None) if whole else batch.share
+            rows, seeds = batch.rows.tolist()[share], _sample_seeds(batch.rows, batch.generator)[share]
+            portion = len(rows) if batch.generator is not None else _PORTION
+            for start in range(0, len(rows), max(portion, 1)):
+                yield rows[start : start + portion], seeds[start : start + portion]
 
     def logical_batch(
         self, rows: Rows, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
@@ -584,6 +742,8 @@ class SampleBatch:
         self._validating = generator is None
         self._seeds = _sample_seeds(rows, generator)
         self._samples: dict[int, Any] = {}
+        if task.stream is not None and len(rows) and rows.min() >= task._stream_row:
+            task.stream.open((rows - task._stream_row).tolist())
         if type(task).draw is not Task.draw:
             self._draw(generator)
 
@@ -610,7 +770,7 @@ class SampleBatch:
         missing = [position for position in range(start, stop) if position not in self._samples]
         if missing:
             rows, seeds = [int(self._rows[position]) for position in missing], [self._seeds[each] for each in missing]
-            self._samples.update(zip(missing, self._task._reader.take(rows, seeds), strict=True))
+            self._samples.update(zip(missing, self._task.take(rows, seeds), strict=True))
         return [self._samples[position] for position in range(start, stop)]
 
     def _draw(self, generator: torch.Generator | None) -> None:
@@ -724,10 +884,13 @@ def make_task(
 ) -> Task:
     """Makes the task of a run, with its data read; `further` fields of its context may be given."""
     kind = load_object(run.task_settings.task_class)
+    training = run.training
+    batch = (training.batch_size or training.lr_batch_size) * training.gradient_accumulation_steps
     further.setdefault("evaluation", load_object(run.task_settings.evaluation)())
     context = TaskContext(settings=run.settings, dataset=run.dataset, model_name=run.model_name, model=run.model,
                           mode=run.mode, seed=run.training.seed, data_root=data_root, cache=cache, finished=finished,
-                          reporter=reporter, num_workers=run.training.num_workers, **further)  # fmt: skip
+                          reporter=reporter, num_workers=run.training.num_workers,
+                          epoch_samples=training.steps_per_epoch * batch, **further)  # fmt: skip
     try:
         task: Task = kind(context)
     except CanTrainError:
@@ -736,7 +899,27 @@ def make_task(
         raise TaskError(f"{kind.__name__} failed when it was made", error) from error
     # Data that cannot be read end the run before it has a folder.
     _ = task.set_rows
+    _check_order(task, run)
     return task
+
+
+def _check_order(task: Task, run: ResolvedRun) -> None:
+    """Refuses settings that data of the task's kind cannot follow."""
+    training = run.training
+    if not task.in_order:
+        if training.steps_per_epoch:
+            raise ConfigError("training.steps_per_epoch is for a stream, and the training samples have an index",
+                              value=f"{training.steps_per_epoch}",
+                              remedy="Leave it out: an epoch has all samples")  # fmt: skip
+        return
+    for option, is_given in (
+        (f"--order {training.order}", training.order != "shuffled"),
+        (f"training.preflight_threshold={training.preflight_threshold}", training.preflight_units != np.inf),
+        (f"--oversize {training.oversize}", training.oversize != "error"),
+    ):
+        if is_given:
+            rule = "A stream decides the order of its samples, which are counted as they are read"
+            raise ConfigError(rule, value=option, remedy="Leave it out, or return a data set with an index")
 
 
 def make_sample_task(*arguments: Any) -> Task:
@@ -744,14 +927,21 @@ def make_sample_task(*arguments: Any) -> Task:
     return make_task(*arguments, sampling=True)
 
 
-def _check_sets(task: str, sets: Mapping[str, Sequence[Any]]) -> None:
-    if not sets.get(TRAIN):
+def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
+    if TRAIN not in sets or not (is_stream(sets[TRAIN]) or sets[TRAIN]):
         raise DataError(f"{task}.datasets returned no samples under the name 'train'", value=f"{list(sets)}",
                         remedy="Return {'train': samples}, and 'validation' and 'test' if there are any")  # fmt: skip
     for name, samples in sets.items():
+        if is_stream(samples):
+            if isinstance(samples, Iterator):
+                raise DataError(f"{task}.datasets returned a {type(samples).__name__} under the name {name!r}, which "
+                                "can be iterated once only",
+                                remedy="Return an object whose __iter__ begins anew each time: a class with __iter__, "
+                                       "or an IterableDataset")  # fmt: skip
+            continue
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             raise DataError(f"{task}.datasets returned a {type(samples).__name__} under the name {name!r}",
-                            remedy="Make a list of it: samples are counted and read by their index")  # fmt: skip
+                            remedy="Make a list of it, or an object with __iter__")  # fmt: skip
 
 
 def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float]]:
@@ -807,6 +997,13 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_shown(part) for part in value)})"
     return f"{value!r:.60}"
+
+
+def _table(counted: Sequence[Mapping[Feature, float]], features: Sequence[Feature]) -> NDArray[np.float64]:
+    """Returns [R, F]: the counts of samples, of which each counts as one."""
+    table = [[1.0 if kind == _SAMPLES and kind not in counts else float(counts.get(kind, 0.0)) for kind in features]
+             for counts in counted]  # fmt: skip
+    return np.asarray(table)
 
 
 def _feature(kind: str | Feature) -> Feature:

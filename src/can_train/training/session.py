@@ -303,11 +303,14 @@ class Session(Parts):
         progress, training = self.progress, self.training
         step, first, updates_done = progress.step, progress.step_in_epoch, progress.updates
         for epoch in range(progress.epoch, training.epochs):
-            for rows in self.epochs.steps(epoch)[first:]:
+            # The samples of a stream are counted, and shared out, once they are read.
+            steps = self.epochs.batches(epoch) if self.task.in_order else self.epochs.steps(epoch)
+            for rows in steps[first:]:
                 updates = [engine for engine in self.engines for _ in range(engine.phase.steps)]
                 for update, engine in list(enumerate(updates))[updates_done:]:
                     generator = step_generator(seed=training.seed, step=step, update=update)
-                    yield UpcomingBatch(rows=rows, share=self.share(engine, rows), generator=generator)
+                    share = slice(None) if self.task.in_order else self.share(engine, rows)
+                    yield UpcomingBatch(rows=rows, share=share, generator=generator)
                 step, updates_done = step + 1, 0
             first = 0
             if training.validates_after(epoch + 1):
@@ -431,6 +434,7 @@ class Session(Parts):
                 "trainable": [list(flags) for flags in self.trainable],
                 "best": self.best,
                 "task": dict(self.task.state()),
+                "reading": dict(self.task.reading_state()),
                 "optimization": [engine.optimization.state_dict() for engine in self.engines],
                 "progress": asdict(self.progress),
                 "metrics_lines": self.metrics.lines,
@@ -462,6 +466,7 @@ class Session(Parts):
             state = load_checkpoint(self, skip=skipped) or state
         if skipped:
             self.ranks.on_rank0(lambda: self.checkpoints.drop(skipped))
+        self.task.restore_reading(state.get("reading", {}))
         of_ranks, rank = [state, *state["other_ranks"]], self.ranks.rank
         if len(of_ranks) == self.ranks.size:
             same_device = state["device"] == self.meter.key

@@ -1,0 +1,192 @@
+"""Samples that can only be iterated are trained on bit by bit alike, whoever reads them."""
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from can_train import Task
+from can_train.errors import CanTrainError
+from can_train.training import streams
+from can_train.training.sample_task import TaskContext
+from can_train.training.session import Session
+from can_train.training.train import make_session, train
+from fakes.line_fit import fixed, line_parts
+from fakes.sample_tasks import TwoPhases, Words
+from fakes.streams import LOADED, Counted, Endless, Refilled, Sharded, Stateful, streamed
+
+KINDS = (Counted, Sharded, Stateful, Refilled)
+
+
+@pytest.fixture(autouse=True)
+def few_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "LOOKED", 20)
+
+
+def session_of(folder: Path, kind: type[Task], workers: int | str, **training: Any) -> Session:
+    context = TaskContext(settings=kind.Settings(), num_workers=str(workers))
+    given = {"precision": "fp64", "batch_size": 16, "find_batch_size": "off", "epochs": 2, **training}
+    return make_session(line_parts(folder, kind(context), **given), fixed(0.5))  # type: ignore[arg-type]
+
+
+def trained(folder: Path, kind: type[Task], workers: int | str, **training: Any) -> Session:
+    session = session_of(folder, kind, workers, **training)
+    train(session)
+    assert active_children() == []
+    return session
+
+
+def weights(session: Session) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()])
+
+
+def stopped_after(kind: type[Task], steps: int) -> type[Task]:
+    """Returns a task whose run receives a signal in a step."""
+
+    class Stopped(kind):  # type: ignore[misc, valid-type]
+        session: Any = None
+        left = steps
+
+        def before_step(self, *arguments: Any) -> None:
+            Stopped.left -= 1
+            if not Stopped.left:
+                self.session.stops.received = signal.SIGTERM
+
+    return Stopped
+
+
+@pytest.mark.parametrize("stream", KINDS)
+@pytest.mark.parametrize(("kind", "micro_batch_size"), [(Words, 3), (TwoPhases, 0)])
+def test_any_number_of_workers_gives_the_same_bits(
+    kind: type[Task], stream: Any, micro_batch_size: int, tmp_path: Path
+) -> None:
+    task = streamed(kind, stream)
+    in_line = trained(tmp_path / "0", task, 0, micro_batch_size=micro_batch_size)
+    for workers in (1, 3):
+        ahead = trained(tmp_path / str(workers), task, workers, micro_batch_size=micro_batch_size)
+        assert torch.equal(weights(ahead), weights(in_line))
+        assert ahead.progress.best_loss == in_line.progress.best_loss
+
+
+@pytest.mark.parametrize("stream", KINDS)
+@pytest.mark.parametrize("workers", [(0, 0), (3, 1)], ids=str)
+@pytest.mark.parametrize("steps", [3, 14])
+def test_a_run_that_is_resumed_within_an_epoch_comes_to_the_same_bits(
+    stream: Any, workers: tuple[int, int], steps: int, tmp_path: Path
+) -> None:
+    task = streamed(Words, stream)
+    whole = trained(tmp_path / "whole", task, 0)
+    kind = stopped_after(task, steps)
+    session = session_of(tmp_path / "parts", kind, workers[0])
+    kind.session = session  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit):
+        train(session)
+    LOADED.clear()
+    resumed = session_of(tmp_path / "parts", kind, workers[1])
+    assert resumed.progress.step == steps
+    train(resumed)
+    assert torch.equal(weights(resumed), weights(whole))
+    # Where a state restores the samples, it is used; its trial goes over the first few.
+    brought = [place for place in LOADED if place > 10]
+    assert bool(brought) == (stream is Stateful and workers == (0, 0))
+
+
+def test_each_sample_of_a_stream_is_trained_once_in_an_epoch(tmp_path: Path) -> None:
+    session = session_of(tmp_path, streamed(Words, Sharded), 0)
+    task: Any = session.task
+    rows = [int(row) for step in session.epochs.steps(1) for row in step]
+    task.stream.open([0])
+    samples = [task.sample(row) for row in sorted(rows)]
+    lengths = sorted(len(sample) for sample in samples)
+    (files,) = [task.stream.stream._files]
+    assert lengths == sorted(len(sample) for file in files for sample in file)
+
+
+def test_a_plan_says_how_a_stream_is_read(tmp_path: Path) -> None:
+    told = {}
+    for stream in KINDS:
+        told[stream] = streamed(Words, stream)().notices()[0].removeprefix("The stream 'train' is ")
+    plan = "; its first 20 samples stand for the rest in this plan"
+    again = "resumed by reading it from the beginning of the epoch (a state_dict"
+    assert told == {
+        Counted: f"read by one process, and {again} is missing){plan}",
+        Sharded: f"read in 8 parts, and {again} is missing){plan}",
+        Stateful: f"read by one process, and resumed by its state_dict{plan}",
+        Refilled: f"read by one process, and {again} does not bring the same samples back){plan}",
+    }
+
+
+def test_steps_per_epoch_is_the_length_of_an_endless_stream(tmp_path: Path) -> None:
+    kind = streamed(Words, Endless)
+    task: Any = kind(TaskContext(settings=kind.Settings(), epoch_samples=5 * 16))
+    parts = line_parts(tmp_path, task, batch_size=16, find_batch_size="off", precision="fp64", epochs=2)
+    session = make_session(parts, fixed(0.5))
+    train(session)
+    assert session.progress.step == 10
+
+
+class Short(Counted):
+    def __len__(self) -> int:
+        return 10 + super().__len__()
+
+
+class Empty(Endless):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (iter, "can be iterated once only"),
+        (lambda samples: (sample for sample in samples), "can be iterated once only"),
+        (Endless, "does not say how many samples it has: Endless has no __len__"),
+        (Empty, "does not say how many"),
+    ],
+)
+def test_a_stream_that_cannot_be_trained_on_is_an_error(make: Callable[[Any], Any], told: str) -> None:
+    with pytest.raises(CanTrainError, match=told) as raised:
+        _ = streamed(Words, make)().train_rows
+    assert raised.value.exit_code == 2
+
+
+def test_a_stream_that_ends_early_is_an_error_with_its_length(tmp_path: Path) -> None:
+    with pytest.raises(CanTrainError, match="ended after 160 of the 170 samples of an epoch"):
+        trained(tmp_path, streamed(Words, Short), 0)
+
+
+def test_a_stream_without_samples_is_an_error() -> None:
+    task = streamed(Words, Empty)
+    with pytest.raises(CanTrainError, match="has no samples") as raised:
+        _ = task(TaskContext(settings=task.Settings(), epoch_samples=10)).train_rows
+    assert raised.value.exit_code == 2
+
+
+def test_a_stream_needs_a_validation_set_and_goes_without_a_sampler() -> None:
+    class Alone(Words):
+        def datasets(self) -> Mapping[str, Any]:
+            return {"train": Counted(list(super().datasets()["train"]))}
+
+    class Sampled(streamed(Words, Counted)):  # type: ignore[misc]
+        def sampler(self, epoch: int) -> Any:
+            return [1, 2]
+
+    with pytest.raises(CanTrainError, match="needs a validation set beside it"):
+        _ = Alone().sets
+    with pytest.raises(CanTrainError, match="decides the order of its samples itself"):
+        _ = Sampled().sets
+
+
+def test_validation_and_test_samples_of_streams_are_read_once() -> None:
+    class Streams(Words):
+        def datasets(self) -> Mapping[str, Any]:
+            return {name: Counted(list(samples)) for name, samples in super().datasets().items()}
+
+    task = Streams()
+    assert [type(samples).__name__ for samples in task.sets.values()] == ["list", "list", "TrainingStream"]
+    assert len(task.validation_rows) == len(task.test_sets["test"]) == 10
