@@ -70,7 +70,7 @@ class LogicalBatch(Protocol):
     def denominators(self) -> Mapping[str, float] | None:
         """Denominator of each loss term over the whole batch; None: only computing the losses tells them."""
 
-    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float | Tensor]]:
         """Computes the sum and the denominator of each loss term over samples `start:stop` of the batch."""
 
 

@@ -224,9 +224,9 @@ def test_means_are_read_from_the_device_when_they_are_looked_at() -> None:
     result = MicroBatcher(model, limits=20_000).run(over(model), SAMPLES)
     with torch.no_grad():
         expected = float(model(X).square().sum() / SAMPLES)
-    assert result.means._tensors  # type: ignore[attr-defined]
+    assert not result.means._read  # type: ignore[attr-defined]
     assert dict(result.means) == pytest.approx({"loss": expected})
-    assert not result.means._tensors  # type: ignore[attr-defined]
+    assert result.means._read  # type: ignore[attr-defined]
     assert result.loss == pytest.approx(expected)
     assert repr(result.means) == repr(dict(result.means))
     assert len(result.means) == 1

@@ -607,7 +607,7 @@ class Explorer:
 
 def weighted_loss(losses: Losses, weights: Mapping[str, float]) -> Tensor:
     """Returns the loss of a whole batch: the weighted sum of its terms, each over its own denominator."""
-    parts = [weights.get(term, 1.0) * total / (own or 1.0) for term, (total, own) in losses.items()]
+    parts = [weights.get(term, 1.0) * total / (float(own) or 1.0) for term, (total, own) in losses.items()]
     total: Tensor = sum(parts[1:], start=parts[0])
     return total
 

@@ -39,8 +39,8 @@ _DENOMINATOR_TOLERANCE: Final = 1e-6
 _LOSSES: Final = "losses_of returns {term: (sum over the samples, denominator)}"
 # Samples of the smaller part of a batch that is measured both whole and split.
 _LEAST_PART: Final = 2
-# Loss terms of a part: the sum over the part, and the part's own denominator.
-Losses = Mapping[str, tuple[Tensor, float]]
+# Loss terms of a part: the sum over the part, and the part's own denominator, a tensor where the device counted it.
+Losses = Mapping[str, tuple[Tensor, float | Tensor]]
 Counts = Sequence[float] | NDArray[Any] | Tensor | Mapping[Any, Any]  # As `counts_of` reads them
 Split = Callable[[int], Sequence[int]]  # Returns the sizes of the micro-batches of a batch of so many samples
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class BatchResult:
     """
 
     means: Mapping[str, float] = field(default_factory=dict)
-    denominators: dict[str, float] = field(default_factory=dict)  # Each term's own
+    denominators: Mapping[str, float] = field(default_factory=dict)  # Each term's own
     micro_batches: tuple[int, ...] = ()  # Sizes in samples, in order, as they were run in the end
     largest_cost: float = 0.0  # Cost of the costliest micro-batch
     cost_after_rescue: float = 0.0  # Cost of the costliest one after the last out-of-memory
@@ -66,27 +66,66 @@ class BatchResult:
         """Sum of the means, unweighted: the loss, where there is one term."""
         return sum(self.means.values())
 
+    def corrected(self, factor: float) -> BatchResult:
+        """Returns the result with its means multiplied by a factor."""
+        if factor == 1.0:
+            return self
+        if isinstance(self.means, LateNumbers):
+            return replace(self, means=self.means.times(factor))
+        return replace(self, means={term: mean * factor for term, mean in self.means.items()})
 
-class _MeansOnDevice(Mapping[str, float]):
-    """Means by term, which stay on the device until one is looked at: reading them makes the host wait for it."""
+    def start_copies(self) -> None:
+        """Begins to bring numbers that are on the device to the host, without waiting for them."""
+        for numbers in (self.means, self.denominators):
+            if isinstance(numbers, LateNumbers):
+                numbers.start_copy()
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._numbers: dict[str, float] = {}
+    def counts(self) -> BatchResult:
+        """Returns the result without means and denominators, which may be on the device yet."""
+        return replace(self, means={}, denominators={})
+
+
+class LateNumbers(Mapping[str, float]):
+    """Numbers by term. Tensors among them stay on the device until one is looked at: reading makes the host wait."""
+
+    def __init__(self, numbers: Mapping[str, float | Tensor], factor: float = 1.0) -> None:
+        self._given, self._factor = dict(numbers), factor
+        self._copy: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._read: dict[str, float] = {}
+
+    def start_copy(self) -> None:
+        """Begins to bring the tensors to the host, in one transfer, without waiting for it: to be called where the
+        device has been given their computation, so that reading them later does not wait for later work.
+        """
+        # Terms may differ in type.
+        tensors = [number.double() for number in self._given.values() if isinstance(number, Tensor)]
+        if self._copy is None and tensors:
+            stacked = torch.stack(tensors)
+            self._copy = stacked.to("cpu", non_blocking=True)
+            if stacked.is_cuda:
+                self._copied = torch.cuda.Event()
+                self._copied.record(torch.cuda.current_stream(stacked.device))
+
+    def times(self, factor: float) -> LateNumbers:
+        """Returns the numbers multiplied by a factor."""
+        return LateNumbers(self._given, self._factor * factor)
 
     def __getitem__(self, term: str) -> float:
-        if self._tensors:
-            # In one transfer. Terms may differ in type.
-            numbers = torch.stack([mean.double() for mean in self._tensors.values()]).tolist()
-            self._numbers = dict(zip(self._tensors, numbers, strict=True))
-            self._tensors = {}
-        return self._numbers[term]
+        if not self._read:
+            self.start_copy()
+            if self._copied is not None:
+                self._copied.synchronize()
+            copied = iter(() if self._copy is None else self._copy.tolist())
+            for name, number in self._given.items():
+                self._read[name] = self._factor * (next(copied) if isinstance(number, Tensor) else number)
+        return self._read[term]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors or self._numbers)
+        return iter(self._given)
 
     def __len__(self) -> int:
-        return len(self._tensors or self._numbers)
+        return len(self._given)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -100,33 +139,39 @@ class _MeansOnDevice(Mapping[str, float]):
 class Denominators:
     """The denominators of a whole logical batch, or estimates of them until the batch is computed."""
 
-    by_term: dict[str, float]
+    by_term: dict[str, float | Tensor]
     size: int = 0  # Samples of the batch, where the denominators of its terms are taken to be that; 0: they are known
+    is_exact: bool = True  # Whether they are the batch's own, and no estimates
 
     @classmethod
     def of(cls, batch: LogicalBatch, size: int) -> Denominators:
         """Asks a batch; one that cannot tell before it is computed is taken to have its number of samples."""
         known = batch.denominators
-        return cls({}, size) if known is None else cls(dict(known))
+        return cls({}, size, is_exact=False) if known is None else cls(dict(known))
 
     def learn(self, losses: Losses, *, is_whole: bool) -> None:
         """Sees the losses of a part, or of the whole batch, which has the denominators that are needed."""
         for term, (_, own) in losses.items() if self.size else ():
             self.by_term.setdefault(term, float(self.size))
             if is_whole:
-                self.by_term[term] = own
+                self.by_term[term], self.is_exact = own, True
 
     def factors(self, result: BatchResult) -> dict[str, float]:
         """Returns, by term, the factor that corrects the gradient of a whole batch, which was computed with these
-        denominators: 1 where they were known before.
+        denominators: 1 where they are the batch's own.
         """
-        if not self.size:
-            # Parts whose denominators do not add up to the batch's would silently train with another gradient.
-            check_denominators(result, self.by_term, size=0)
+        if self.is_exact:
             return {"": 1.0}
         # A term without anything in the batch has no gradient.
-        return {term: self.by_term.get(term, float(self.size)) / own if own else 1.0
+        return {term: float(self.by_term.get(term, self.size)) / own if own else 1.0
                 for term, own in result.denominators.items()} or {"": 1.0}  # fmt: skip
+
+    def check(self, result: BatchResult) -> None:
+        """Checks denominators that were known before the batch was computed: parts whose denominators do not add up to
+        them have trained with another gradient.
+        """
+        if not self.size:
+            check_denominators(result, self.by_term, size=0)
 
 
 @dataclass(frozen=True)
@@ -135,14 +180,18 @@ class _BatchLoss:
 
     losses_of: Callable[[int, int], Losses]
     size: int  # Samples of the batch, or of this rank's share
-    denominators: Mapping[str, float] | None  # Of the whole batch, by term; None: `size`
+    denominators: Mapping[str, float | Tensor] | None  # Of the whole batch, by term; None: `size`
     weights: Mapping[str, float] | None  # By term; None: 1 each
     scale: Callable[[Tensor], Tensor]  # A gradient scaler's
 
-    def denominator(self, term: str) -> float:
-        """Returns the whole batch's denominator of a term."""
+    def mean(self, term: str, total: Tensor) -> Tensor:
+        """Divides a term's sum by the whole batch's denominator."""
+        denominator = float(self.size) if self.denominators is None else self.denominators[term]
         # A term whose denominator is zero has nothing in this batch: its sum is zero too.
-        return float(self.size) if self.denominators is None else self.denominators[term] or 1.0
+        if isinstance(denominator, Tensor):
+            denominator = denominator.to(total.dtype)
+            return total / torch.where(denominator == 0, 1, denominator)
+        return total / (denominator or 1.0)
 
     def weighted(self, means: Mapping[str, Tensor]) -> Tensor:
         """Returns the weighted sum of the terms' means."""
@@ -156,7 +205,7 @@ class _Totals:
     def __init__(self) -> None:
         # They stay on the device: reading a number from it would make the host wait for it after every micro-batch.
         self._means: dict[str, Tensor] = {}
-        self._denominators: dict[str, float] = {}
+        self._denominators: dict[str, float | Tensor] = {}
         self._sizes: list[int] = []
         self.largest_cost = self._cost_after_rescue = 0.0
 
@@ -165,7 +214,8 @@ class _Totals:
         for term, (mean, denominator) in losses.items():
             # In place: nothing undoes an out-of-memory here.
             self._means[term] = self._means[term].add_(mean) if term in self._means else mean
-            self._denominators[term] = self._denominators.get(term, 0.0) + denominator
+            earlier = self._denominators.get(term)
+            self._denominators[term] = denominator if earlier is None else earlier + denominator
         self._sizes.append(part.stop - part.start)
         self._cost_after_rescue = cost if rescued else max(self._cost_after_rescue, cost)
         self.largest_cost = max(self.largest_cost, cost)
@@ -173,8 +223,8 @@ class _Totals:
     def result(self, ooms: int) -> BatchResult:
         """Returns the result of the batch, during which memory ran out `ooms` times."""
         return BatchResult(
-            means=_MeansOnDevice(self._means),
-            denominators=self._denominators,
+            means=LateNumbers(self._means),
+            denominators=LateNumbers(self._denominators),
             micro_batches=tuple(self._sizes),
             largest_cost=self.largest_cost,
             cost_after_rescue=self._cost_after_rescue,
@@ -184,6 +234,8 @@ class _Totals:
 
 def combine_shares(shares: Sequence[BatchResult]) -> BatchResult:
     """Combines the results of a logical batch's shares, given in order."""
+    if len(shares) == 1:
+        return shares[0]
     return BatchResult(
         means=sum_by_term([share.means for share in shares]),
         denominators=sum_by_term([share.denominators for share in shares]),
@@ -214,10 +266,10 @@ def sum_by_term(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return totals
 
 
-def check_denominators(result: BatchResult, denominators: Mapping[str, float] | None, *, size: int) -> None:
+def check_denominators(result: BatchResult, denominators: Mapping[str, float | Tensor] | None, *, size: int) -> None:
     """Checks that the parts' denominators add up to the whole batch's, or to its size where `denominators` is None."""
     for term, own in result.denominators.items():
-        needed = float(size) if denominators is None else denominators[term]
+        needed = float(size if denominators is None else denominators[term])
         if not math.isclose(own, needed, rel_tol=_DENOMINATOR_TOLERANCE, abs_tol=_DENOMINATOR_TOLERANCE):
             raise ArgumentError(
                 f"The parts' denominators of {term!r} must add up to the whole batch's",
@@ -386,7 +438,7 @@ class MicroBatcher:
         losses_of: Callable[[int, int], Losses],
         batch: BatchCosts | Counts | int,
         *,
-        denominators: Mapping[str, float] | None,
+        denominators: Mapping[str, float | Tensor] | None,
         weights: Mapping[str, float] | None = None,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> BatchResult:
@@ -436,7 +488,7 @@ class MicroBatcher:
     def _add_gradient(self, batch_loss: _BatchLoss, part: Try, undo: Undo) -> Losses:
         """Computes a micro-batch forward and backward; returns its share of each term's mean, with its denominators."""
         losses = _check_losses(batch_loss.losses_of(part.start, part.stop), batch_loss.denominators, batch_loss.weights)
-        means = {term: total / batch_loss.denominator(term) for term, (total, _) in losses.items()}
+        means = {term: batch_loss.mean(term, total) for term, (total, _) in losses.items()}
         loss = batch_loss.weighted(means)
         # A micro-batch whose terms are all constant needs no gradient.
         if loss.requires_grad:
@@ -603,7 +655,9 @@ def unsplittable_because(model: nn.Module) -> ArgumentError | None:
     return None
 
 
-def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights: Mapping[str, float] | None) -> Losses:
+def _check_losses(
+    losses: Any, denominators: Mapping[str, float | Tensor] | None, weights: Mapping[str, float] | None
+) -> Losses:
     """Checks the shape of the losses of somebody else's loop."""
     pairs = losses.values() if isinstance(losses, Mapping) else ()
     if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):

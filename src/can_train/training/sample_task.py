@@ -623,7 +623,9 @@ class Task(BatchTask):
         """Prepares a logical batch; without a generator, one of validation."""
         return SampleBatch(self, rows, device, dtype, generator)
 
-    def losses_of(self, model: nn.Module, batch: Any, *, validating: bool) -> Mapping[str, tuple[Tensor, float]]:
+    def losses_of(
+        self, model: nn.Module, batch: Any, *, validating: bool
+    ) -> Mapping[str, tuple[Tensor, float | Tensor]]:
         """Computes the loss terms of collated samples in the current phase, or in validation."""
         of_phase = self._phase.loss or self.loss
         compute = self.validation_loss if validating else of_phase
@@ -643,7 +645,7 @@ class Task(BatchTask):
         metrics = self._checked_metrics(model, collated)
         with self.asked("predict"):
             predictions = self.predict(model, collated)
-        sums = {_LOSS.format(term): (float(total), count) for term, (total, count) in losses.items()} | metrics
+        sums = {_LOSS.format(term): (float(total), float(count)) for term, (total, count) in losses.items()} | metrics
         if predictions is None:
             return PartOutcome(sums, None)
         where = f"{type(self).__name__}.predict"
@@ -755,7 +757,7 @@ class SampleBatch:
         with self._task.asked("denominators"):
             return self._task.denominators(self.samples(0, len(self._rows)))
 
-    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float | Tensor]]:
         """Computes the sum and the denominator of each loss term over samples `start:stop` of the batch."""
         return self._task.losses_of(model, self.collated(start, stop), validating=self._validating)
 
@@ -944,7 +946,7 @@ def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
                             remedy="Make a list of it, or an object with __iter__")  # fmt: skip
 
 
-def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float]]:
+def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float | Tensor]]:
     shape = "{term: (sum, denominator)}, as {'loss': (losses.sum(), len(losses))}"
     if not isinstance(terms, Mapping) or not terms:
         raise DataError(f"{where} did not return {shape}", value=type(terms).__name__)
@@ -953,7 +955,10 @@ def _checked_terms(where: str, terms: Any) -> dict[str, tuple[Tensor, float]]:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Tensor) or pair[0].ndim:
             raise DataError(f"{where} did not return {shape}: a scalar tensor and a number for each term",
                             value=f"{term!r} is {_shown(pair)}")  # fmt: skip
-        checked[str(term)] = (pair[0], float(pair[1]))
+        total, denominator = pair
+        # A number that the device counted stays there: reading it would make the host wait for each micro-batch.
+        stays = isinstance(denominator, Tensor) and denominator.device == total.device and not denominator.ndim
+        checked[str(term)] = (total, denominator.detach() if stays else float(denominator))
     return checked
 
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
-from can_train.errors import CheckpointError, first_sentence
+from can_train.errors import CheckpointError, FailedRunError, first_sentence
 from can_train.fit.compiled import CompiledModel, compiles_on
 from can_train.fit.engine import Engine
 from can_train.fit.factor_rule import FactorRule, SafetyFactor
-from can_train.fit.micro_batcher import BatchResult, MicroBatcher
+from can_train.fit.micro_batcher import BatchResult, Denominators, MicroBatcher, combine_updates
 from can_train.fit.optimizer import (
     Optimization,
     OptimizerReserve,
@@ -97,12 +97,15 @@ class Progress:
     epoch_largest: int = 0
     epoch_ooms: int = 0
 
-    def add_step(self, result: BatchResult, samples: int) -> None:
-        """Counts an optimizer step."""
+    def add_losses(self, result: BatchResult) -> None:
+        """Adds the losses of a step to those of its epoch."""
         for term, mean in result.means.items():
             denominator = result.denominators[term]
             self.epoch_sums[term] = self.epoch_sums.get(term, 0.0) + mean * denominator
             self.epoch_denominators[term] = self.epoch_denominators.get(term, 0.0) + denominator
+
+    def add_step(self, result: BatchResult, samples: int) -> None:
+        """Counts an optimizer step, whose losses `add_losses` adds."""
         self.epoch_samples += samples
         self.epoch_parts += len(result.micro_batches)
         self.epoch_largest = max((self.epoch_largest, *result.micro_batches))
@@ -217,6 +220,8 @@ class Session(Parts):
         self.metrics = MetricsLog(self.folder.metrics_path)
         self.steps = StepLog(steps_path(self.folder.path, self.ranks.rank), self.total_steps)
         self._recorded_plan: RunPlan | None = None
+        # The last step, and the results of its updates, until its losses are read.
+        self._unread: tuple[StepRecord, Sequence[tuple[BatchResult, Denominators]]] | None = None
 
     def _phase_engine(self, planner: Planner, run_plan: RunPlan, shared_plan: RunPlan) -> PhaseEngine:
         training, meter, phase, plan = planner.training, self.meter, planner.phase, run_plan.phase_plan
@@ -378,12 +383,12 @@ class Session(Parts):
         self.metrics.rewind(metrics_lines)
         rewind_steps(self.folder.path, self.progress.step)
 
-    def record_step(self, result: BatchResult, *, loss: float) -> None:
-        """Adds the step that has just been taken to the rank's record for the report, and shows it in the trackers.
+    def record_step(self, counts: BatchResult, updates: Sequence[tuple[BatchResult, Denominators]]) -> None:
+        """Records the step that has just been taken, for the report and the trackers; `read_losses` completes it.
 
         Args:
-            result: Of all ranks.
-            loss: Weighted, of the whole logical batch.
+            counts: Of all ranks and optimizer updates, without means.
+            updates: The results of the optimizer updates, of all ranks, with the denominators they were computed with.
         """
         step, (allocated, reserved) = self.progress.step, self.monitor.last_step
         run_plan = self.fullest.run_plan
@@ -392,20 +397,51 @@ class Session(Parts):
             device, capacity_bytes = self.meter.key, self.meter.capacity_bytes
             limits = memory_limits(run_plan, device=device, capacity_bytes=capacity_bytes, from_step=step)
             self.steps.limit(limits)
-        self.steps.add(
-            StepRecord(
-                step=step,
-                loss=loss,
-                allocated_bytes=allocated or None,
-                reserved_bytes=reserved or None,
-                micro_batches=len(result.micro_batches),
-                micro_batch_size=max(result.micro_batches, default=0),
-                ooms_rescued=result.ooms_rescued,
-            )
+        record = StepRecord(
+            step=step,
+            loss=math.nan,
+            allocated_bytes=allocated or None,
+            reserved_bytes=reserved or None,
+            micro_batches=len(counts.micro_batches),
+            micro_batch_size=max(counts.micro_batches, default=0),
+            ooms_rescued=counts.ooms_rescued,
         )
-        largest = max(result.micro_batches, default=None)
-        self.track({"train/loss": loss, "train/micro_batch_size": largest,
-                    "train/ooms_rescued": result.ooms_rescued or None})  # fmt: skip
+        self._unread = record, updates
+
+    def read_losses(self) -> None:
+        """Reads the losses of the last step that was recorded, if nobody has: the device has computed them meanwhile.
+
+        Raises:
+            FailedRunError: A loss is not finite.
+            ArgumentError: The denominators of the step's parts do not add up.
+        """
+        if self._unread is None:
+            return
+        (record, updates), self._unread = self._unread, None
+        for result, denominators in updates:
+            if not all(math.isfinite(mean) for mean in result.means.values()):
+                raise self.no_longer_finite(f"step {record.step - 1}", result.means)
+            denominators.check(result)
+        result = combine_updates([result for result, _ in updates])
+        loss = self.weighted(result.means)
+        self.progress.add_losses(result)
+        self.steps.add(replace(record, loss=loss))
+        self.track({"train/loss": loss, "train/micro_batch_size": record.micro_batch_size or None,
+                    "train/ooms_rescued": record.ooms_rescued or None})  # fmt: skip
+
+    def weighted(self, means: Mapping[str, float]) -> float:
+        """Returns the weighted sum of loss terms."""
+        return sum(self.task.loss_weights.get(term, 1.0) * mean for term, mean in means.items())
+
+    def no_longer_finite(self, where: str, losses: Mapping[str, float]) -> FailedRunError:
+        """Returns the error of losses that are not finite."""
+        half = " or full precision, --precision fp32" if self.training.precision in ("fp16", "bf16") else ""
+        return FailedRunError(
+            "The loss is no longer finite",
+            value=", ".join([where, *(f"{term} {loss:g}" for term, loss in losses.items())]),
+            remedy=f"Train anew with a lower learning rate, --lr {self.training.lr / 10:g}, or with clipped gradients, "
+            f"--grad-clip-norm 1{',' if half else ''}{half}",
+        )
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on, on every rank.
@@ -415,6 +451,8 @@ class Session(Parts):
         Raises:
             SystemExit: A later attempt trains already; its checkpoints are left as they are.
         """
+        # Weights of a step whose loss is not finite must not be saved.
+        self.read_losses()
         if self.ranks.on_rank0(self.folder.is_taken_over):
             self.reporter.notice("A later attempt trains this run; this process ends, and saves nothing")
             raise SystemExit(TERMINATED)

@@ -84,7 +84,7 @@ def compare_gradients(run: ResolvedRun, reporter: Reporter) -> GradientCompariso
     with NoDropout() as no_dropout:
         denominators = batch.denominators
         if denominators is None:
-            denominators = {term: own for term, (_, own) in batch.losses(model, 0, len(rows)).items()}
+            denominators = {term: float(own) for term, (_, own) in batch.losses(model, 0, len(rows)).items()}
         work = _Batch(model, batch, task.loss_weights, meter, denominators)
         whole = work.accumulate((len(rows),))
         ways = splits(len(rows), training.gradient_accumulation_steps)

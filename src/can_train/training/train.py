@@ -28,7 +28,6 @@ from can_train.errors import (
     RUN_FAILED,
     CanTrainError,
     DoesNotFitError,
-    FailedRunError,
     OutOfMemoryDetails,
     StateError,
     Stopped,
@@ -46,7 +45,7 @@ from can_train.factors.observing import (
 from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint, policy_options, store_of
 from can_train.fit.cost_model import SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
-from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, combine_updates, sum_by_term
+from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, sum_by_term
 from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator
 from can_train.fit.planner import Planner, Planners, RunPlan
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
@@ -368,6 +367,7 @@ def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
         if session.stop_signal or progress.step % training.checkpoint_every == 0:
             session.save()
         _exit_if_stopped(session)
+    session.read_losses()
     seconds, peak = time.perf_counter() - started, session.monitor.peak_share
     per_second = round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None
     session.log(
@@ -391,11 +391,12 @@ def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
 
 
 def _step_figures(session: Session, samples_per_second: float) -> dict[str, float | str]:
-    """Returns the figures beside the progress of a training; the loss is the epoch's mean so far."""
+    """Returns the figures beside the progress of a training; the loss is the epoch's mean, without the last step."""
     progress = session.progress
+    loss = {"step loss": session.weighted(progress.epoch_means)} if progress.epoch_sums else {}
     return {
         "epoch": f"epoch {progress.epoch + 1}/{session.training.epochs}",
-        "step loss": _weighted(progress.epoch_means, session.task.loss_weights),
+        **loss,
         "rate": f"{figure_text('', samples_per_second).strip()}/s",
         "peak": _peak(session),
     }
@@ -418,8 +419,9 @@ def _first_signal(received: Sequence[int | None]) -> int | None:
     return next(filter(None, received), None)
 
 
-def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> Mapping[str, float]:
-    """Takes the optimizer steps of all phases on one logical batch; returns the means of the loss terms.
+def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> None:
+    """Takes the optimizer steps of all phases on one logical batch. Its losses are read after the next step, so that
+    the host does not wait for the device.
 
     Args:
         session: The session.
@@ -455,16 +457,16 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> Mapping[str,
             snapshot.restore()
             session.save()
         raise
-    result = combine_updates(results)
-    progress.add_step(result, len(rows))
-    session.record_step(result, loss=_weighted(result.means, session.task.loss_weights))
-    _release_and_report(session, result)
-    return result.means
+    session.read_losses()
+    counts = combine_shares([result.counts() for result, _ in results])
+    progress.add_step(counts, len(rows))
+    session.record_step(counts, results)
+    _release_and_report(session, counts)
 
 
-def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool) -> BatchResult:
+def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool) -> ShareResult:
     """Takes one optimizer step of the current phase: its gradient, the sum over the ranks, the weights; `snapshot` was
-    taken before it.
+    taken before it. Returns the result of all ranks.
     """
     # The reserves' own lists, not copies: one is emptied within the step, and nobody else may keep its tensors.
     reserved = [engine.reserve.tensors for engine in session.engines]
@@ -474,7 +476,8 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
     with session.monitor.step(session.model, *optimizers, *held) as counted:
         shares = _accumulate(session, rows)
         result = combine_shares([share for share, _ in shares])
-        factors, earlier_ooms = shares[ranks.rank][1].factors(result), 0
+        denominators, earlier_ooms = shares[ranks.rank][1], 0
+        factors = denominators.factors(result)
         if len(set(factors.values())) > 1:
             # Each term needs a factor of its own, and their gradients have been added up: once more, with the
             # denominators that the first pass has found. Memory ran out in the first pass mostly; the second one begins
@@ -482,17 +485,16 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
             optimization.optimizer.zero_grad(set_to_none=True)
             snapshot.restore()
             earlier_ooms, factor = result.ooms_rescued, 1.0
-            shares = _accumulate(session, rows, Denominators(dict(result.denominators)))
+            denominators = Denominators(dict(result.denominators))
+            shares = _accumulate(session, rows, denominators)
             result = combine_shares([share for share, _ in shares])
         else:
             factor = next(iter(factors.values()))
             gradients = [one.grad for one in optimization.parameters if one.grad is not None]
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
-        result = replace(result, means={term: mean * factor for term, mean in result.means.items()},
-                         ooms_rescued=earlier_ooms + result.ooms_rescued)  # fmt: skip
-        if not all(math.isfinite(mean) for mean in result.means.values()):
-            raise _no_longer_finite(session, f"step {session.progress.step}", result.means)
+        result = replace(result.corrected(factor), ooms_rescued=earlier_ooms + result.ooms_rescued)
+        result.start_copies()
         ranks.reduce_gradients(optimization.parameters)
         with ranks.reporting_failure():
             moved = optimization.step(session.progress.step, session.progress.updates)
@@ -505,7 +507,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
     session.engine.record_result(shares[ranks.rank][0], is_counted=counted)
     if session.training.log_splits and len(result.micro_batches) > 1:
         session.reporter.detail(_split_text(session, rows, result))
-    return result
+    return result, denominators
 
 
 def _split_text(session: Session, rows: Rows, result: BatchResult) -> str:
@@ -517,17 +519,6 @@ def _split_text(session: Session, rows: Rows, result: BatchResult) -> str:
     total = f"{units.sum():,.0f} {task.memory_features[0].name}, the largest part {largest:,.0f}"
     peak = f", peak {size_text(allocated)}" if allocated else ""
     return f"step {session.progress.step}{phase}: {len(stops)} micro-batches, {total}{peak}"
-
-
-def _no_longer_finite(session: Session, where: str, losses: Mapping[str, float]) -> FailedRunError:
-    training = session.training
-    half = " or full precision, --precision fp32" if training.precision in ("fp16", "bf16") else ""
-    return FailedRunError(
-        "The loss is no longer finite",
-        value=", ".join([where, *(f"{term} {loss:g}" for term, loss in losses.items())]),
-        remedy=f"Train anew with a lower learning rate, --lr {training.lr / 10:g}, or with clipped gradients, "
-        f"--grad-clip-norm 1{',' if half else ''}{half}",
-    )
 
 
 def _accumulate(session: Session, rows: Rows, known: Denominators | None = None) -> list[ShareResult]:
@@ -601,7 +592,7 @@ def _validate(session: Session, figures: EpochFigures) -> EpochFigures:
     progress = session.progress
     loss, metrics = _evaluated(session, session.task.validation_rows, with_metrics=True)
     if not math.isfinite(loss):
-        raise _no_longer_finite(session, f"epoch {progress.epoch}", {"validation loss": loss})
+        raise session.no_longer_finite(f"epoch {progress.epoch}", {"validation loss": loss})
     # As the validation loss is computed: without dropout, and by the loss that the task validates with. The mean of the
     # epoch's steps has neither.
     training_loss, _ = _evaluated(session, session.compared_rows)
@@ -646,7 +637,7 @@ def _evaluated(session: Session, rows: Rows, *, with_metrics: bool = False) -> t
         return tuple(map(sum_by_term, zip(*parts, strict=True))) or ({}, {}, {}, {})
 
     losses, denominators, metrics, counts = map(sum_by_term, zip(*session.ranks.gather(sums), strict=True))
-    loss = _weighted({term: losses[term] / (denominators[term] or 1.0) for term in losses}, task.loss_weights)
+    loss = session.weighted({term: losses[term] / (denominators[term] or 1.0) for term in losses})
     return loss, {name: total / counts[name] for name, total in metrics.items() if counts[name]}
 
 
@@ -661,10 +652,6 @@ def _inference(session: Session) -> BatchedInference:
         limit=plan.evaluation_limit,
         describe=task.describe,
     )
-
-
-def _weighted(means: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    return sum(weights.get(term, 1.0) * mean for term, mean in means.items())
 
 
 class _Scores:

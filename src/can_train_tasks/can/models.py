@@ -84,8 +84,8 @@ def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Ends [2, E' + N] and features [E' + N, 11] of the edges: E' edges between nodes, then the self-loops.
     """
-    num_nodes, between = len(batch.can_id), batch.edge_index[0] != batch.edge_index[1]
-    ends, edge = batch.edge_index[:, between], edge[between]
+    num_nodes = len(batch.can_id)
+    ends, edge = batch.edge_index.index_select(1, batch.between), edge.index_select(0, batch.between)
     loops = torch.arange(num_nodes, device=ends.device).expand(2, -1)
     mean = scatter(edge, ends[1], num_nodes, "mean")
     return torch.cat([ends, loops], dim=1), torch.cat([edge, mean])

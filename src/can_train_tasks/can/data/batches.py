@@ -32,6 +32,8 @@ class GraphBatch:
         past_windows: [N] float32, number of the ID's earlier windows in the log.
         edge_index: [2, E] int64, source and destination as node positions inside the batch.
         edge_attr: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
+        between: [E'] int64, the edges that are no self-loops, ascending. Known on the host: to find them on the device,
+            the host would wait for it.
         can_id: [N] int64, CAN ID of each node.
         batch: [N] int64, the graph of each node.
         absent_id: [A] int64, CAN IDs that are regular in the log and missing in a graph.
@@ -47,6 +49,7 @@ class GraphBatch:
     past_windows: Tensor
     edge_index: Tensor
     edge_attr: Tensor
+    between: Tensor
     can_id: Tensor
     batch: Tensor
     absent_id: Tensor
@@ -123,6 +126,7 @@ class Gatherer:
             past_windows=torch.from_numpy(flat.past_windows.take(nodes.positions).astype(np.float32)),
             edge_index=torch.from_numpy(edge_index),
             edge_attr=torch.from_numpy(flat.edge_features.take(edges.positions, axis=0)),
+            between=torch.from_numpy(np.flatnonzero(edge_index[0] != edge_index[1])),
             can_id=torch.from_numpy(flat.ids.take(flat.node_code.take(nodes.positions))),
             batch=torch.from_numpy(np.repeat(np.arange(len(rows)), nodes.sizes)),
             absent_id=torch.from_numpy(flat.ids.take(flat.absent_code.take(absences.positions))),
