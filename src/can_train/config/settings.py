@@ -357,6 +357,10 @@ class TrainingSettings:
     """Epochs after which frozen modules are trained too; 0: never."""
     precision: str = "fp32"
     """fp32, bf16 or fp16 (mixed precision), fp64."""
+    tf32: bool = False
+    """Compute matrix products of fp32 in TF32 on NVIDIA GPUs from Ampere on; off: only convolutions, as in PyTorch."""
+    channels_last: bool = False
+    """Lay images and weights of convolutions out with the channels last, which tensor cores compute with."""
     compile: str = "off"
     """torch.compile of the model: off, default, max-autotune or cudagraphs; where it fails, the model runs as it is."""
     grad_clip_norm: float = 0.0

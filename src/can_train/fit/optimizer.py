@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_map_only
 
 from can_train.config.settings import CLOSURE_REASON, SPARSE_REASON, is_code
 from can_train.config.task_settings import load_optimizer
@@ -253,6 +254,53 @@ class Precision:
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
         """Opens the span of a forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+@contextmanager
+def tf32(training: TrainingSettings, device: torch.device) -> Iterator[None]:
+    """Lets products of single precision run in TF32 on a GPU in the block, if `training.tf32` is on.
+
+    Raises:
+        ConfigError: Other code has set the precision of products by PyTorch's newer names for it.
+    """
+    if not training.tf32 or device.type != "cuda":
+        yield
+        return
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    try:
+        before = products.allow_tf32, convolutions.allow_tf32
+    except RuntimeError as error:
+        raise ConfigError("training.tf32 cannot be combined with fp32_precision of torch.backends, which is set",
+                          value=first_sentence(error), remedy="Leave out --tf32") from error  # fmt: skip
+    products.allow_tf32 = convolutions.allow_tf32 = True
+    try:
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before
+
+
+_IMAGE_DIMS: Final = 4  # Samples, channels, height and width; and those of a convolution's weights
+
+
+def use_channels_last(model: nn.Module) -> nn.Module:
+    """Lays the weights of a model's convolutions out with the channels last, and from now on the images that it is
+    called with; returns the model.
+    """
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.register_forward_pre_hook(_with_channels_last, with_kwargs=True, prepend=True)
+    return model
+
+
+def has_images(model: nn.Module) -> bool:
+    """Tells whether `use_channels_last` changes anything of a model's weights."""
+    return any(parameter.dim() == _IMAGE_DIMS for parameter in model.parameters())
+
+
+def _with_channels_last(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    def convert(given: Tensor) -> Tensor:
+        return given.contiguous(memory_format=torch.channels_last) if given.dim() == _IMAGE_DIMS else given
+
+    return tree_map_only(Tensor, convert, (args, kwargs))
 
 
 @dataclass(frozen=True, kw_only=True)

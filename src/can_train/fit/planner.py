@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DoesNotFitError, OutOfMemoryDetails
@@ -20,12 +21,19 @@ from can_train.fit.compiled import SAVED_SHARE, compile_notices, compiles_on
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
-from can_train.fit.optimizer import capture_generators, phase_parameters, phase_training, restore_generators
+from can_train.fit.optimizer import (
+    capture_generators,
+    has_images,
+    phase_parameters,
+    phase_training,
+    restore_generators,
+)
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.plan import PhasePlan, PlanRequest, bucketed, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
-from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
+from can_train.memory.cuda_workspaces import AMPERE, Capability, capability_of
+from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter
 from can_train.task import Phase
 
 if TYPE_CHECKING:
@@ -329,6 +337,7 @@ class Planner:
         )
         notices = [*self.task.notices(), *self.meter.notices]
         notices += compile_notices(training.compile, self.meter)
+        notices += _format_notices(training, self.model, self.meter)
         if training.order == "bucketed":
             notices.append(
                 "training.order=bucketed: batches hold samples of about the same size, which changes training"
@@ -497,6 +506,29 @@ def _limits_notices(limits: DeviceLimits) -> Iterator[str]:
             tried = f"The largest batch of {mode} that was tried takes {size_text(phase.tuned_limit)}"
             more = f"a search keeps to {SEARCH_SHARE:.0%} of an epoch or {SEARCH_SECONDS:g} s"
             yield f"{tried}; one of {size_text(phase.untried)} was not tried for lack of time ({more})"
+
+
+def _format_notices(training: TrainingSettings, model: nn.Module, meter: Meter) -> Iterator[str]:
+    """Says where TF32 or the format of images has no effect, and how TF32 changes products."""
+    if training.channels_last and not has_images(model):
+        yield "training.channels_last has no effect: no weight has four dimensions, as those of convolutions of images"
+    if not training.tf32:
+        return
+    without = "training.tf32 has no effect"
+    if training.precision == "fp64":
+        yield f"{without} in fp64"
+    elif meter.is_host or isinstance(meter, SimulatedMeter):
+        yield f"{without} on a {'processor' if meter.is_host else 'simulated GPU'}"
+    elif _capability(meter) < AMPERE:
+        yield f"{without} on {meter.name}: NVIDIA GPUs have it from Ampere on"
+    else:
+        yield "training.tf32: products of single precision are computed with 10 of their 23 bits after the point"
+
+
+def _capability(meter: Meter) -> Capability:
+    if isinstance(meter, AbsentGpuMeter):
+        return capability_of(meter.target.generation)
+    return torch.cuda.get_device_capability(meter.device)
 
 
 def epochs_differ(task: BatchTask, epochs: int) -> bool:

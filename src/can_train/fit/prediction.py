@@ -43,6 +43,7 @@ from can_train.fit.optimizer import (
     phase_parameters,
     phase_training,
     step_generator,
+    use_channels_last,
 )
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.io.units import parse_size
@@ -334,7 +335,7 @@ class _TaskStep:
 
     @cached_property
     def model(self) -> nn.Module:
-        return self.task.build_model()
+        return _model_of(self.task, self.training)
 
     def on_cpu(self) -> PeakPrediction:
         """Predicts from small batches on the CPU."""
@@ -484,8 +485,13 @@ def _from_the_cpu(found: PeakPrediction, card: Card, error: NoCudaDispatchError,
     )  # fmt: skip
 
 
+def _model_of(task: BatchTask, training: TrainingSettings) -> nn.Module:
+    model = task.build_model()
+    return use_channels_last(model) if training.channels_last else model
+
+
 def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPrediction:
-    model, meter = task.build_model(), CpuMeter(cuda=AMPERE)
+    model, meter = _model_of(task, training), CpuMeter(cuda=AMPERE)
     explorers = [
         Explorer(task=task.in_phase(phase), model=model, training=phase_training(training, phase), meter=meter,
                  rows=task.train_rows, verify=False, phase=phase)

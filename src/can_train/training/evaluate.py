@@ -26,7 +26,7 @@ from can_train.config.resolved import EvaluationData, PathSettings, data_root
 from can_train.config.settings import TrainingSettings
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, StateError
-from can_train.fit.optimizer import Precision
+from can_train.fit.optimizer import Precision, tf32
 from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter, SilentReporter, TextTable
@@ -86,7 +86,8 @@ class Scorer:
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
         """Opens a block that computes on the device, and shows its samples as progress."""
-        with self.device.meter.active(), self.reporter.stage(title, unit="samples") as stage:
+        meter = self.device.meter
+        with meter.active(), tf32(self.training, meter.device), self.reporter.stage(title, unit="samples") as stage:
             self._advance = stage.advance
             yield
 

@@ -20,7 +20,7 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, cache_folder, data_root
 from can_train.config.task_settings import import_from, load_object
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RunError, StateError
-from can_train.fit.optimizer import Precision, freeze, seed_everything
+from can_train.fit.optimizer import Precision, freeze, seed_everything, use_channels_last
 from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_host_memory
@@ -109,7 +109,7 @@ def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter) -> nn.Module:
     try:
         model = task.build_model().to(meter.device, Precision.named(run.training.precision).dtype)
         freeze(model, run.training, epoch=0)
-        return model
+        return use_channels_last(model) if run.training.channels_last else model
     except RuntimeError as error:
         if not is_host_memory(error):
             raise

@@ -46,7 +46,7 @@ from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint
 from can_train.fit.cost_model import SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, sum_by_term
-from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator
+from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator, tf32
 from can_train.fit.planner import Planner, Planners, RunPlan
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.io.records import check_writable, open_to_append, this_host, write_json_atomic
@@ -243,7 +243,7 @@ def _run_attempt(parts: Parts) -> Outcome:
     torch.use_deterministic_algorithms(parts.training.deterministic)
     parts.ranks.on_rank0(lambda: check_inputs_unchanged(folder, parts.task))
     rule = factor_rule(parts.run, parts.meter.key, parts.reporter, run_id=folder.run_id)
-    with parts.meter.active():
+    with parts.meter.active(), tf32(parts.training, parts.meter.device):
         session = make_session(parts, rule)
         # Writes the observation, which later runs learn from, when the block is left.
         with recording_observation(session):
