@@ -384,6 +384,53 @@ def test_a_task_is_predicted_for_a_card(batch: Any, dispatched: None) -> None:
 
 
 @pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_a_compiled_step_is_predicted_as_it_is_with_an_interval_that_reaches_lower(
+    target: str | None, dispatched: None
+) -> None:
+    plain = predict_peak(LineTask(), 30, target=target)
+    training = TrainingSettings(compile="default")
+    found = predict_peak(LineTask(), 30, training=training, target=target)
+    assert found.peak_bytes == plain.peak_bytes
+    # Workspaces and the context stay as they are.
+    tensors = plain.tensors.least_bytes if isinstance(plain, TargetPrediction) else plain.peak_bytes
+    assert found.interval_bytes[0] == pytest.approx(plain.interval_bytes[0] - 0.2 * tensors)
+    assert found.interval_bytes[1] == plain.interval_bytes[1]
+    assert "compiled, it takes up to 20% less" in found.notices[-1]
+
+
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapped", "in place"])
+def test_a_compiled_model_of_a_loop_is_predicted_as_it_is_and_stays_compiled(
+    target: str | None,
+    is_wrapped: bool,
+    dispatched: None,
+) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sin()
+
+    plain, compiled, x = Net(64, 64), Net(64, 64), torch.zeros(128, 64)
+    called: Any = torch.compile(compiled, backend=backend) if is_wrapped else compiled
+    if not is_wrapped:
+        compiled.compile(backend=backend)
+    found, expected = (
+        predict_peak(model, 128, loss_of=lambda rows, model=model: model(x[rows]).sum(), target=target)
+        for model in (called, plain)
+    )
+    assert found.peak_bytes == expected.peak_bytes
+    assert "compiled" in found.notices[-1]
+    assert not graphs
+    called(x)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
 def test_images_have_the_format_that_is_asked_for(target: str | None, dispatched: None) -> None:
     formats = []
 

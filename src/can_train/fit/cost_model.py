@@ -244,6 +244,13 @@ class PeakPrediction:
     base_bytes: float  # Weights, gradients and optimizer state
     explains: bool  # Whether the features explain the memory of the batches that were run; if not, it says little
     limits: DeviceLimits = field(repr=False)  # Of a device that any batch fits, with the cost models
+    notices: tuple[str, ...] = ()  # Sentences without a full stop
+
+    @property
+    def interval_bytes(self) -> tuple[float, float]:
+        """The interval around `peak_bytes`, which reaches lower where the steps are compiled."""
+        least = (1 - self.limits.saved_share) * self.peak_bytes - self.half_width_bytes
+        return least, self.peak_bytes + self.half_width_bytes
 
     def fits(self, capacity_bytes: float) -> bool | None:
         """Tells whether the upper end of the interval fits; None where the features do not explain the memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError
+from can_train.fit.compiled import SAVED_SHARE
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, SearchResult
 from can_train.fit.explore import (
     Explorer,
@@ -234,7 +235,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         loss_of: For a model: computes the loss of the samples at some positions of `batch`.
         optimizer: For a model: makes its optimizer; None: AdamW. It is measured as it runs on a GPU, where most
             optimizers update many parameters at once (`foreach`).
-        training: For a task: precision and optimizer; None: the defaults.
+        training: For a task: precision, optimizer, format of images and `compile`; None: the defaults.
         precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`.
         memory_format: For a model: format of the images that it is called with, `torch.channels_last`.
         target: A card, `rtx3090`, or the memory of another one, `16GiB`. Two steps on the whole batch are recorded as
@@ -252,9 +253,9 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
     """
     if not isinstance(task_or_model, nn.Module):
         chosen = training or TrainingSettings()
-        if target is None:
-            return _of_task(task_or_model, batch, chosen)
-        return _of_target(_TaskStep(task=task_or_model, batch=batch, training=chosen), _card(target))
+        of_task = _TaskStep(task=task_or_model, batch=batch, training=chosen)
+        found = of_task.on_cpu() if target is None else _of_target(of_task, _card(target))
+        return found if chosen.compile == "off" else _of_compiled(found)
     if loss_of is None:
         raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
     name = precision.removeprefix("amp-")
@@ -265,7 +266,26 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
         make=optimizer or torch.optim.AdamW, memory_format=memory_format,
     )  # fmt: skip
-    return _of_model(step) if target is None else _of_target(step, _card(target))
+    is_compiled = any(_is_compiled(module) for module in task_or_model.modules())
+    # PyTorch would never compile again a module that was called in a dispatch mode.
+    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        found = step.on_cpu() if target is None else _of_target(step, _card(target))
+    return _of_compiled(found) if is_compiled else found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+_COMPILED: Final = f"The model is predicted as it is; compiled, it takes up to {SAVED_SHARE:.0%} less"
+
+
+def _of_compiled(found: PeakPrediction | TargetPrediction) -> PeakPrediction | TargetPrediction:
+    """Widens the interval of a step that was predicted as it is, and is compiled."""
+    if isinstance(found, PeakPrediction):
+        return replace(found, limits=replace(found.limits, saved_share=SAVED_SHARE), notices=(_COMPILED,))
+    tensors = replace(found.tensors, least_bytes=(1 - SAVED_SHARE) * found.tensors.least_bytes)
+    return replace(found, tensors=tensors, notices=(*found.notices, _COMPILED))
 
 
 def _card(target: str) -> Card:
