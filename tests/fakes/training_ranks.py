@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from can_train import Task
 from can_train.config.compose import RunRequest, resolve
-from can_train.fit.optimizer import capture_generators, restore_generators
+from can_train.fit.optimizer import Optimization, capture_generators, restore_generators
 from can_train.task import BatchTask
 from can_train.training import train as training_loop
-from can_train.training.distributed import Ranks
-from can_train.training.train import make_session, recording_observation, train_new
+from can_train.training.distributed import ConnectedRanks, Ranks
+from can_train.training.train import make_session, recording_observation, take_step, train_new
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20
@@ -101,6 +101,42 @@ class AllocatingLineBatch(LineBatch):
         return {"error": (total + 0 * held.square().sum(), denominator)}
 
 
+def _fail_in_step(optimization: Optimization, at: int) -> None:
+    """Lets an optimizer fail in its step number `at`, counted from 1."""
+    left = at
+
+    def fail(*_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise ValueError("a bug of the optimizer")
+
+    optimization.optimizer.register_step_pre_hook(fail)
+
+
+def messages_of_steps(ranks: Ranks, folder: Path, *, norm: bool, **training: Any) -> None:
+    """Writes down how many messages each step took."""
+    parts = ranks.on_rank0_first(lambda: line_parts(folder, FaultyLineTask(dropout=0.0, norm=norm, how="", at=0),
+                                                    **training))  # fmt: skip
+    assert isinstance(ranks, ConnectedRanks)
+    session, messages, run = make_session(replace(parts, ranks=ranks), fixed(0.5)), 0, ranks._calls.run
+
+    def counted(call: Any, **options: Any) -> Any:
+        nonlocal messages
+        messages += 1
+        return run(call, **options)
+
+    session.model.train()
+    ranks._calls.run = counted  # type: ignore[method-assign]
+    for rows in session.epochs.steps(0):
+        take_step(session, rows, ends_epoch=False)
+        with (folder / f"messages-{ranks.rank}.txt").open("a") as file:
+            file.write(f"{messages}\n")
+        messages = 0
+    ranks._calls.run = run  # type: ignore[method-assign]
+    ranks.close()
+
+
 def fit_line(
     ranks: Ranks,
     folder: Path,
@@ -136,6 +172,8 @@ def fit_line(
     if capacities_mib:
         parts.meter.capacity_bytes = capacities_mib[ranks.rank] * MIB
     session = make_session(parts, fixed(0.5))
+    if how == "optimizer" and faulty_rank == ranks.rank:
+        _fail_in_step(session.engine.optimization, at)
     planning, generators = task.asked, capture_generators()
     drawn = torch.rand(3)
     restore_generators(generators)

@@ -10,7 +10,7 @@ import torch
 from can_train.factors.observations import read_records
 from can_train.runs.recording import read_steps
 from fakes.several_ranks import error_text, run_ranks
-from fakes.training_ranks import fit_line, train_windows
+from fakes.training_ranks import fit_line, messages_of_steps, train_windows
 
 pytestmark = pytest.mark.slow
 
@@ -245,3 +245,17 @@ def test_a_whole_training_on_two_ranks_ends_as_on_one(tmp_path: Path, model: str
     summary, said = torch.load(tmp_path / "several" / "outcome-1.pt")
     assert (summary, said) == ("rank 1 trained; rank 0 judges", [])
     assert outcomes(tmp_path / "several") == {0: "ok", 1: "ok"}
+
+
+@pytest.mark.parametrize(("norm", "messages"), [(False, 2), (True, 3)])
+def test_a_step_takes_one_message_beside_the_tensors(norm: bool, messages: int, tmp_path: Path) -> None:
+    """One call for the gradients, and with batch norm one for its buffers."""
+    assert run_ranks(2, messages_of_steps, tmp_path, norm=norm, **EXACT) == [0, 0]
+    for rank in range(2):
+        assert (tmp_path / f"messages-{rank}.txt").read_text().split() == [str(messages)] * 3
+
+
+def test_an_optimizer_that_fails_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
+    assert ended(tmp_path, 2, **DROPPING, fault=(1, "optimizer", 4)) == [3, 1]
+    assert "rank 1: a bug of the optimizer" in error_text(tmp_path, 0)
+    assert checkpoint(tmp_path)["progress"]["step"] == 3

@@ -77,6 +77,14 @@ class RankFailedError(CanTrainError):
         self.did_not_fit = any(failure.did_not_fit for failure in failures)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forms:
+    """Checksums that are equal where ranks have tensors of the same form."""
+
+    gradients: int = 0  # Of the parameters that have a gradient
+    buffers: int = 0  # Of the names, shapes and types of buffers
+
+
 class Ranks:
     """The processes that train a run: here this one alone, so that each method just does the work."""
 
@@ -147,20 +155,32 @@ class Ranks:
         """
         return slice(0, samples)
 
-    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+    def forms(self, parameters: Sequence[nn.Parameter], model: nn.Module) -> Forms:
+        """Describes the gradients and the buffers of this rank, for the other ranks to compare with theirs."""
+        return Forms()
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter], *, alike: bool = False) -> None:
         """Adds up each parameter's gradient over the ranks, in place; every rank has the sum afterwards.
 
         A parameter without a gradient on any rank stays without; where only some have one, the others add zeros.
+
+        Args:
+            parameters: The same on all ranks.
+            alike: Whether the same parameters are known to have a gradient on all ranks.
         """
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Overwrites tensors, which are the same in number, shape and type on every rank, with rank 0's."""
 
-    def broadcast_buffers(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module, *, alike: bool = False) -> None:
         """Overwrites a model's buffers with rank 0's.
 
         One that some rank has not made yet, or that has another shape there (a cache that grows with its inputs),
         stays each rank's own.
+
+        Args:
+            model: The model.
+            alike: Whether all ranks are known to have the same buffers, of the same shapes.
         """
 
     def sharing_host(self) -> int:
@@ -210,29 +230,29 @@ class ConnectedRanks(Ranks):
         start = sum(sizes[: self.rank])
         return slice(start, start + sizes[self.rank])
 
-    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: D102
-        self._exchange(lambda: add_gradients(parameters, torch.device("cpu"), self._tensors))
+    def forms(self, parameters: Sequence[nn.Parameter], model: nn.Module) -> Forms:  # noqa: D102
+        present = bytes(parameter.grad is not None for parameter in parameters)
+        return Forms(gradients=zlib.crc32(present), buffers=zlib.crc32(repr(tuple(_buffer_kinds(model))).encode()))
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter], *, alike: bool = False) -> None:  # noqa: D102
+        if alike:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            self._exchange(lambda: _add_up(gradients, self._tensors))
+        else:
+            self._exchange(lambda: add_gradients(parameters, torch.device("cpu"), self._tensors))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:  # noqa: D102
         listed = [tensor.detach() for tensor in tensors]
         self._exchange(lambda: _packed(listed, lambda tensor: dist.broadcast(tensor, 0, group=self._tensors)))
 
-    def broadcast_buffers(self, model: nn.Module) -> None:  # noqa: D102
-        buffers = {(name, buffer.shape, buffer.dtype): buffer for name, buffer in model.named_buffers()}
+    def broadcast_buffers(self, model: nn.Module, *, alike: bool = False) -> None:  # noqa: D102
+        buffers = _buffer_kinds(model)
         shared = list(buffers.values())
-        # Compared by checksum in every step: the largest, and the smallest negated, add up to 0 where all are equal.
-        checksum = zlib.crc32(repr(tuple(buffers)).encode())
-
-        def spread() -> int:
-            extremes = torch.tensor([checksum, -checksum])
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
-            return int(extremes.sum())
-
-        # The names themselves cost more, and are exchanged only where they differ.
-        if self._exchange(spread) != 0:
+        if not alike:
             having = Counter(kind for kinds in self._gather(tuple(buffers)) for kind in kinds)
             shared = [buffers[kind] for kind, ranks in having.items() if ranks == self.size]
-        self.broadcast(shared)
+        if shared:
+            self.broadcast(shared)
 
     def sharing_host(self) -> int:  # noqa: D102
         return self._gather(socket.gethostname()).count(socket.gethostname())
@@ -355,7 +375,15 @@ def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, grou
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
+    _add_up(gradients, group)
+
+
+def _add_up(gradients: Sequence[Tensor], group: ProcessGroup | None) -> None:
     _packed(gradients, lambda tensor: dist.all_reduce(tensor, group=group))
+
+
+def _buffer_kinds(model: nn.Module) -> dict[tuple[str, torch.Size, torch.dtype], Tensor]:
+    return {(name, buffer.shape, buffer.dtype): buffer for name, buffer in model.named_buffers()}
 
 
 def _connect(place: RankPlace, device: torch.device) -> ProcessGroup | None:

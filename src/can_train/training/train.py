@@ -69,17 +69,30 @@ from can_train.runs.recording import write_predictions
 from can_train.runs.run_folder import RunFolder, make_run, resume_hint
 from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
 from can_train.task import BatchTask
-from can_train.training.distributed import RankFailedError, Ranks, rank_device
+from can_train.training.distributed import Forms, RankFailedError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
 
-ShareResult = tuple[BatchResult, Denominators]
-"""The result of a rank's share of a logical batch, with the denominators of the whole batch that it was computed
-with.
-"""
+UpdateResult = tuple[BatchResult, Denominators]
+"""The result of an optimizer update, of all ranks, with the denominators of the batch that it was computed with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareReport:
+    """All that the ranks tell one another about their shares of a logical batch, in one message.
+
+    Attributes:
+        result: The result of the share.
+        forms: Which gradients and buffers the rank has.
+        received: The signal that the rank has received so far; None: none.
+    """
+
+    result: BatchResult
+    forms: Forms
+    received: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,7 +477,7 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> None:
     _release_and_report(session, counts)
 
 
-def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool) -> ShareResult:
+def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool) -> UpdateResult:
     """Takes one optimizer step of the current phase: its gradient, the sum over the ranks, the weights; `snapshot` was
     taken before it. Returns the result of all ranks.
     """
@@ -474,9 +487,8 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
     optimizers = [engine.optimization.optimizer for engine in session.engines]
     ranks, optimization = session.ranks, session.engine.optimization
     with session.monitor.step(session.model, *optimizers, *held) as counted:
-        shares = _accumulate(session, rows)
-        result = combine_shares([share for share, _ in shares])
-        denominators, earlier_ooms = shares[ranks.rank][1], 0
+        shares, denominators = _accumulate(session, rows)
+        result, earlier_ooms = combine_shares([share.result for share in shares]), 0
         factors = denominators.factors(result)
         if len(set(factors.values())) > 1:
             # Each term needs a factor of its own, and their gradients have been added up: once more, with the
@@ -486,8 +498,8 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
             snapshot.restore()
             earlier_ooms, factor = result.ooms_rescued, 1.0
             denominators = Denominators(dict(result.denominators))
-            shares = _accumulate(session, rows, denominators)
-            result = combine_shares([share for share, _ in shares])
+            shares, _ = _accumulate(session, rows, denominators)
+            result = combine_shares([share.result for share in shares])
         else:
             factor = next(iter(factors.values()))
             gradients = [one.grad for one in optimization.parameters if one.grad is not None]
@@ -495,16 +507,19 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
                 torch._foreach_mul_(gradients, factor)
         result = replace(result.corrected(factor), ooms_rescued=earlier_ooms + result.ooms_rescued)
         result.start_copies()
-        ranks.reduce_gradients(optimization.parameters)
+        ranks.reduce_gradients(optimization.parameters, alike=len({share.forms.gradients for share in shares}) == 1)
+        # Before the optimizer steps: where that fails, the other ranks hear of it in their next message.
+        ranks.broadcast_buffers(session.model, alike=len({share.forms.buffers for share in shares}) == 1)
         with ranks.reporting_failure():
             moved = optimization.step(session.progress.step, session.progress.updates)
             session.engine.batcher.stepped()
             # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
             if ends_epoch if session.training.scheduler_interval == "epoch" else moved:
                 optimization.move_schedule()
-        session.stop_signal = _first_signal(ranks.exchange(session.stops.received))
-        ranks.broadcast_buffers(session.model)
-    session.engine.record_result(shares[ranks.rank][0], is_counted=counted)
+        # All ranks stop after the same step.
+        received = [share.received for share in shares] if ranks.size > 1 else [session.stops.received]
+        session.stop_signal = _first_signal(received)
+    session.engine.record_result(shares[ranks.rank].result, is_counted=counted)
     if session.training.log_splits and len(result.micro_batches) > 1:
         session.reporter.detail(_split_text(session, rows, result))
     return result, denominators
@@ -521,7 +536,9 @@ def _split_text(session: Session, rows: Rows, result: BatchResult) -> str:
     return f"step {session.progress.step}{phase}: {len(stops)} micro-batches, {total}{peak}"
 
 
-def _accumulate(session: Session, rows: Rows, known: Denominators | None = None) -> list[ShareResult]:
+def _accumulate(
+    session: Session, rows: Rows, known: Denominators | None = None
+) -> tuple[list[ShareReport], Denominators]:
     """Accumulates the gradient of this rank's share of a logical batch, and makes room for the optimizer.
 
     Args:
@@ -530,8 +547,7 @@ def _accumulate(session: Session, rows: Rows, known: Denominators | None = None)
         known: Denominators of the whole batch, where they are known.
 
     Returns:
-        Of all ranks, the result of the share, and the denominators of the whole logical batch that it was computed
-        with.
+        The reports of all ranks, and the denominators of the whole logical batch that this rank computed with.
     """
     engine, device, progress, ranks = session.engine, session.meter.device, session.progress, session.ranks
     with ranks.reporting_failure():
@@ -565,7 +581,8 @@ def _accumulate(session: Session, rows: Rows, known: Denominators | None = None)
         except DoesNotFitError as error:
             raise with_samples(error, session.task.describe, rows[share]) from None
         engine.reserve.before_step()
-    return ranks.exchange((result, denominators))
+        forms = ranks.forms(engine.optimization.parameters, session.model)
+    return ranks.exchange(ShareReport(result=result, forms=forms, received=session.stops.received)), denominators
 
 
 def _release_and_report(session: Session, result: BatchResult) -> None:
