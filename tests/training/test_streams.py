@@ -1,6 +1,7 @@
 """Samples that can only be iterated are trained on bit by bit alike, whoever reads them."""
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import active_children
 from pathlib import Path
@@ -119,6 +120,15 @@ def test_a_plan_says_how_a_stream_is_read(tmp_path: Path) -> None:
         Stateful: f"read by one process, and resumed by its state_dict{plan}",
         Refilled: f"read by one process, and {again} does not bring the same samples back){plan}",
     }
+
+
+def test_a_plan_says_that_a_stream_cannot_be_repeated() -> None:
+    class Timed(Counted):
+        def __iter__(self) -> Iterator[Tensor]:
+            yield from [sample + time.perf_counter() for sample in self._samples]
+
+    (_, told) = streamed(Words, Timed)().notices()
+    assert told.startswith("The stream 'train' begins with another sample each time, so that no run can be repeated")
 
 
 def test_steps_per_epoch_is_the_length_of_an_endless_stream(tmp_path: Path) -> None:

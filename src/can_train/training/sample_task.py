@@ -457,7 +457,7 @@ class Task(BatchTask):
     def notices(self) -> Sequence[str]:
         """Returns sentences that are printed with the plan."""
         if self.stream is not None:
-            return (self.stream.sentence,)
+            return tuple(self.stream.sentences)
         if VALIDATION in self.sets:
             return ()
         kept, total = len(self.validation_rows), len(self.sets[TRAIN])

@@ -149,6 +149,7 @@ class StreamParts:
         self.stream, self._seed = stream, seed
         if not divides:
             self.count = 1
+        self.first: Any = None  # The sample that the first iteration began with, once the parts are counted
         self._cursors: dict[tuple[int, int], _Cursor] = {}
         self._process = os.getpid()
         self.saved: dict[tuple[int, int], tuple[int, Any]] = {}  # Place and state that a part may go on from
@@ -158,8 +159,8 @@ class StreamParts:
         """Parts that the stream is read in."""
         shards = getattr(self.stream, "num_shards", None)
         parts = min(PARTS, shards) if isinstance(shards, int) else PARTS
-        probed = _Cursor(_copied(self.stream), (0, 0), parts, self._seed)
-        probed.following()
+        probed = _Cursor(self._copied(is_needed=False), (0, 0), parts, self._seed)
+        self.first = probed.following()
         return parts if probed.info.divides else 1
 
     @cached_property
@@ -180,16 +181,28 @@ class StreamParts:
             return False
         expected = [probed.following() for _ in range(_CHECKED)]
         try:
-            again.load(probed.index, state)
+            again.load(_CHECKED, state)
             pairs = [(sample, again.following()) for sample in expected]
         except Exception:  # noqa: BLE001 - the stream's own code decides what is raised
             return False
         return all(_alike(sample, restored) for sample, restored in pairs) and not isinstance(pairs[0][0], End)
 
     def _cursor_at(self, epoch: int, part: int = 0) -> _Cursor:
-        # With several iterations at a time, each needs an epoch and a state of its own.
-        stream = _copied(self.stream) if self.count > 1 or self.has_state else self.stream
+        stream = self._copied(is_needed=self.count > 1 or self.has_state)
         return _Cursor(stream, (epoch, part), self.count, self._seed)
+
+    def _copied(self, *, is_needed: bool) -> Any:
+        """Copies the stream: a generator that it has begins alike each time. Where it is iterated several times at
+        once, each of them needs an epoch and a state, too.
+        """
+        try:
+            return copy.deepcopy(self.stream)
+        except Exception as error:
+            if not is_needed:
+                return self.stream
+            raise DataError("A stream that divides itself among processes, or has a state, cannot be copied",
+                            value=f"{type(self.stream).__name__}: {type(error).__name__} {error}",
+                            remedy="Open files and connections in its __iter__") from error  # fmt: skip
 
     def read(self, epoch: int, part: int, index: int) -> Any:
         """Returns a sample of a part, or `End` behind its last one."""
@@ -216,15 +229,6 @@ class StreamParts:
         if cursor is None or cursor.has_ended or not 0 < cursor.index <= count:
             return None
         return cursor.index, copy.deepcopy(cursor.stream.state_dict())
-
-
-def _copied(stream: Any) -> Any:
-    try:
-        return copy.deepcopy(stream)
-    except Exception as error:
-        raise DataError("A stream that divides itself among processes, or has a state, cannot be copied",
-                        value=f"{type(stream).__name__}: {type(error).__name__} {error}",
-                        remedy="Open files and connections in its __iter__") from error  # fmt: skip
 
 
 def _is_plain(state: Any) -> bool:
@@ -484,8 +488,8 @@ class TrainingStream:
             self.parts.saved = {(saved.epoch, part): state for part, state in enumerate(states) if state}
 
     @property
-    def sentence(self) -> str:
-        """Says how the stream is read, and how a resumed run comes to its place in it."""
+    def sentences(self) -> Iterator[str]:
+        """Says how the stream is read, how a resumed run comes to its place in it, and where that cannot be."""
         divided = f"in {self.part_count} parts" if self.part_count > 1 else "by one process"
         if self.restores:
             resumed = "resumed by its state_dict"
@@ -493,7 +497,10 @@ class TrainingStream:
             why = "does not bring the same samples back" if self.parts.has_state else "is missing"
             resumed = f"resumed by reading it from the beginning of the epoch (a state_dict {why})"
         first = f"its first {len(self.looked.samples):,} samples stand for the rest in this plan"
-        return f"{self.described} is read {divided}, and {resumed}; {first}"
+        yield f"{self.described} is read {divided}, and {resumed}; {first}"
+        if not _alike(self.parts.first, self.looked.samples[0]):
+            seeded = "seed its generators in set_epoch, or draw from the global ones"
+            yield f"{self.described} begins with another sample each time, so that no run can be repeated: {seeded}"
 
 
 class StreamReader(SampleReader):
