@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from can_train.fit.compiled import CompiledModel
 from can_train.fit.micro_batcher import MicroBatcher
@@ -29,7 +31,7 @@ class Counting:
     def __init__(self, error: Exception | None = None, *, above: int = 10**9) -> None:
         self.error, self.above, self.graphs, self.runs = error, above, 0, 0
 
-    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
         if self.error is not None:
             raise self.error
         self.graphs += 1
@@ -112,6 +114,64 @@ def test_a_batch_that_does_not_fit_is_split_and_the_model_stays_compiled() -> No
     assert backend.runs >= 6
     rescued = [parameter.grad for parameter in model.parameters()]
     assert_same(rescued, gradients(net(), Counting(), limits=10))  # type: ignore[arg-type]
+
+
+class Replayed:
+    """A compiler whose gradients lie where the next run writes its own, as those of a CUDA graph do."""
+
+    def __init__(self, above: int = 10**9) -> None:
+        self.above = above
+        self._memory: dict[int, Tensor] = {}
+
+    def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        return aot_autograd(fw_compiler=self._forward, bw_compiler=self._backward)(graph, inputs)
+
+    def _forward(self, graph: Any, inputs: Any) -> Any:
+        def run(*values: Any) -> Any:
+            if any(isinstance(value, Tensor) and value.shape[:1] > (self.above,) for value in values):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+            return graph(*values)
+
+        return make_boxed_func(run)
+
+    def _backward(self, graph: Any, inputs: Any) -> Any:
+        def run(*values: Any) -> Any:
+            results = graph(*values)
+            for place, result in enumerate(results):
+                if isinstance(result, Tensor):
+                    self._memory.setdefault(place, torch.empty_like(result)).copy_(result)
+            # Tensors of their own, which autograd takes over without a copy.
+            return [None if result is None else self._memory[place].detach() for place, result in enumerate(results)]
+
+        return make_boxed_func(run)
+
+
+def graphed(model: nn.Module, backend: Any, notices: list[str]) -> CompiledModel:
+    made = CompiledModel(model, "cudagraphs", notices.append, backend)
+    made.compile_called(lambda: model(X[:7]))
+    return made
+
+
+def test_a_replay_of_cuda_graphs_does_not_overwrite_the_gradients_of_the_part_before() -> None:
+    model, notices = net().eval(), list[str]()
+    batcher = MicroBatcher(model, meter="cpu", limits=10)
+    batcher.compiled = graphed(model, Replayed(), notices)
+    batcher.run_share(losses_of(model), 40, denominators=None)
+    assert not notices
+    torch.testing.assert_close(
+        [parameter.grad for parameter in model.parameters()], gradients(net().eval(), limits=10), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_memory_that_runs_out_in_cuda_graphs_ends_their_use() -> None:
+    model, notices = net().eval(), list[str]()
+    batcher = MicroBatcher(model, meter="cpu")
+    batcher.compiled = graphed(model, Replayed(above=10), notices)
+    result = batcher.run(losses_of(model), 40)
+    assert batcher.compiled.is_given_up
+    assert result.micro_batches == (40,)
+    (notice,) = notices
+    assert "CUDA out of memory" in notice
 
 
 def test_an_error_of_the_model_is_raised_and_not_taken_for_the_compilers() -> None:

@@ -1,20 +1,24 @@
 """A run whose model is compiled: bit by bit the same when it is split, rescued or resumed, and it goes on without."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from can_train.factors.store import memory_fingerprint
 from can_train.memory.meters import SimulatedMeter
+from can_train.training.sample_task import TaskContext
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
 from fakes.line_fit import LineTask, StoppedTask, fixed, line_parts, line_run, train_line
+from fakes.sample_tasks import Words
+from fakes.several_ranks import run_ranks
+from fakes.training_ranks import fit_line
 
 pytestmark = [
     # PyTorch's tracer looks at tensors that are no leaves; it is silent elsewhere, and tests turn warnings into errors.
@@ -25,6 +29,28 @@ pytestmark = [
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a processor")
 SETTINGS: dict[str, Any] = {"batch_size": 40, "micro_batch_size": 40, "epochs": 2, "checkpoint_every": 1}
+
+
+class OnDisk(Words):
+    """Its samples are read one by one, and drawn from."""
+
+    def datasets(self) -> Mapping[str, Sequence[Any]]:
+        return {name: Drawn(samples) for name, samples in super().datasets().items()}
+
+
+class Drawn:
+    """Samples with noise."""
+
+    def __init__(self, samples: Sequence[Tensor]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= len(self):
+            raise IndexError(index)
+        return (self._samples[index] + torch.rand(())).float()
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +90,7 @@ def test_a_compiled_run_that_is_rescued_ends_with_the_weights_of_one_that_is_spl
     assert rescued.compiled is not None
     assert not rescued.compiled.is_given_up
     assert rescued.model._compiled_call_impl is not None
+    assert rescued.monitor.peak_bytes == 0
     assert_same(rescued, planned)
     assert_close(rescued, trained(tmp_path / "eager", compile="off"))
 
@@ -80,6 +107,62 @@ def test_a_run_goes_on_from_a_checkpoint_with_or_without_the_compiler(tmp_path: 
     resumed = trained(tmp_path / "stopped", compile=after)
     assert resumed.progress.step == whole.progress.step == 4
     (assert_same if before == after else assert_close)(resumed, whole)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_processes_that_read_samples_are_forked_beside_the_compiler_and_give_the_same_bits(tmp_path: Path) -> None:
+    sessions = []
+    for workers in ("0", "2"):
+        task: Any = OnDisk(TaskContext(settings=OnDisk.Settings(), num_workers=workers))
+        sessions.append(trained(tmp_path / workers, task, batch_size=16, micro_batch_size=5, regrow=False))
+        assert sessions[-1].compiled is not None
+        assert sessions[-1].compiled.is_in_use
+    assert_same(*sessions)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_ranks_that_compile_train_the_weights_of_one_process_that_does_not(tmp_path: Path) -> None:
+    options = {**SETTINGS, "precision": "fp64", "batch_size": 20, "micro_batch_size": 7}
+    weights_of = {}
+    for ranks, mode in ((1, "off"), (2, "default")):
+        folder = tmp_path / mode
+        folder.mkdir()
+        assert run_ranks(ranks, fit_line, folder, **options, compile=mode) == [0] * ranks
+        weights_of[mode] = [torch.load(folder / f"rank-{rank}.pt")["weights"] for rank in range(ranks)]
+    one, other = weights_of["default"]
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, weights_of["off"][0], rtol=1e-9, atol=1e-12)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["max-autotune", "cudagraphs"])
+def test_the_other_modes_train_on_a_processor_too(tmp_path: Path, mode: str) -> None:
+    session = trained(tmp_path / mode, compile=mode)
+    assert session.compiled is not None
+    assert session.compiled.is_in_use
+    assert_close(session, trained(tmp_path / "off", compile="off"))
+    assert ("captures no CUDA graphs" in told(session)) == (mode == "cudagraphs")
+
+
+def test_a_loss_that_calls_no_module_says_that_nothing_is_compiled(tmp_path: Path) -> None:
+    class Plain(LineTask):
+        def build_model(self) -> nn.Module:
+            return Called()
+
+    assert "no effect: the loss calls no module" in told(trained(tmp_path, Plain()))
+
+
+class Called(nn.Linear):
+    """A linear layer whose call is not PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
 
 
 def test_without_a_compiler_of_c_a_run_trains_as_it_would_without_the_setting(

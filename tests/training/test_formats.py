@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError
 from can_train.fit.optimizer import Precision, make_optimizer, tf32, use_channels_last
-from can_train.fit.planner import Planner
+from can_train.fit.planner import Planner, RunPlan
 from can_train.memory.catalogue import find_card, usable
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter
 from can_train.reporter import SilentReporter
+from can_train.training.report import plan_details
 from can_train.training.session import Session
 from fakes.line_fit import LineBatch, LineTask, StoppedTask, fixed, line_run, train_line
 
@@ -142,6 +143,28 @@ def _flags_restored() -> Iterator[None]:
     yield
     torch.backends.cuda.matmul.fp32_precision = "tf32" if before[0] else "ieee"
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_the_plan_of_a_compiled_run_says_that_it_takes_less_than_predicted(tmp_path: Path) -> None:
+    intervals = []
+    for mode in ("off", "default", "cudagraphs"):
+        run, task = line_run(tmp_path, batch_size=20, compile=mode), LineTask()
+        planner = Planner(run=run, task=task, model=task.build_model(), meter=card("h100-80gb"),
+                          reporter=SilentReporter(), verify=False)  # fmt: skip
+        plan = planner.make(fixed(0.5))
+        assert plan.limits is not None
+        peak, cost = plan.predicted_peak_bytes or 0.0, plan.phase_plan.largest_cost
+        least, most = plan.limits.peak_interval(peak, cost)
+        intervals.append(((peak - least) / peak, (most - peak) / peak))
+        told = "\n".join(plan.all_notices)
+        assert ("compiled, it takes up to 20% less" in told) == (mode != "off")
+        assert ("the memory that CUDA graphs keep is not predicted" in told) == (mode == "cudagraphs")
+        assert RunPlan.from_plain(plan.to_plain()).limits == plan.limits
+        (text,) = [text for name, text in plan_details(plan) if name == "predicted peak"]
+        assert ("±" in text) == (mode == "off")
+    (plain, above), *compiled = intervals
+    assert plain == pytest.approx(above)
+    assert compiled == [(pytest.approx(plain + 0.2), pytest.approx(above))] * 2
 
 
 def flags() -> tuple[bool, bool]:

@@ -69,6 +69,11 @@ class CompiledModel:
     _calls: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)  # By module, its compiled call
     _reasons: list[str] = field(default_factory=list)  # Why the compiler was given up, until the notice is out
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether any module is compiled."""
+        return bool(self._calls)
+
     def compile_called(self, compute: Callable[[], object]) -> None:
         """Compiles the modules of the model that `compute` calls from outside of any other."""
         if self.is_given_up:
@@ -98,16 +103,19 @@ class CompiledModel:
     def trying(self, part: Repeatable) -> Iterator[None]:
         """Opens a block that uses the compiled modules. Where the compiler fails, the modules are computed as they are
         from then on, and the block ends: `part.again` tells that it is to be run once more. A batch that does not fit
-        is the caller's.
+        is the caller's; but one that fails in CUDA graphs, whose memory cannot be released, ends their use.
         """
         # PyTorch would never compile again a module that it has met in a dispatch mode (a span that is measured).
         is_compiled = bool(self._calls) and not torch._C._len_torch_dispatch_stack()
+        has_graphs = is_compiled and self.mode == "cudagraphs"
+        if has_graphs and torch.cuda.is_available():
+            torch.compiler.cudagraph_mark_step_begin()
         try:
             with _settings() if is_compiled else self._as_it_is():
                 yield
         except Exception as error:
             is_memory = is_out_of_memory(error)
-            if not is_compiled or (is_memory and not _is_compilers(error)):
+            if not is_compiled or (is_memory and not has_graphs and not _is_compilers(error)):
                 # Any other error than memory is the task's: the compiler had nothing to do with an earlier one.
                 self._tell() if is_memory else self._reasons.clear()
                 raise
@@ -119,6 +127,13 @@ class CompiledModel:
         else:
             self._tell()
 
+    def keep_gradients(self) -> None:
+        """Copies the gradients of a part, which the next run of CUDA graphs would overwrite."""
+        if self._calls and self.mode == "cudagraphs":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+
     def _tell(self) -> None:
         failed = "training.compile: the model is computed as it is from here on, for the compiler failed"
         while self._reasons:
@@ -129,6 +144,9 @@ class CompiledModel:
         self.is_given_up = True
         for module in self._calls:
             module._compiled_call_impl = None
+        if self._calls and self.mode == "cudagraphs":
+            # Graphs hold memory that no split of a batch would release.
+            torch.compiler.reset()
         self._calls = {}
 
     def _install(self) -> None:

@@ -494,6 +494,8 @@ class MicroBatcher:
         if loss.requires_grad:
             self._look_outside(loss, tuple(means), undo)
             batch_loss.scale(loss).backward()
+            if self.compiled is not None:
+                self.compiled.keep_gradients()
             self._had_gradient = True
         return {term: (mean.detach(), losses[term][1]) for term, mean in means.items()}
 

@@ -254,6 +254,8 @@ class Session(Parts):
         with self.reporter.stage("compiling the model"):
             for engine in self.engines:
                 engine.planner.explorer.compile(self.compiled)
+        if not self.compiled.is_in_use and not self.compiled.is_given_up:
+            self.reporter.notice("training.compile has no effect: the loss calls no module of the model")
 
     @property
     def fullest(self) -> PhaseEngine:
