@@ -37,7 +37,7 @@ def flat(tmp_path: Path) -> FlatGraphs:
     return cached_graphs(tmp_path / "graphs", [random_blocks(WINDOWS)])
 
 
-def encoder(flat: FlatGraphs, **settings: object) -> InputEncoder:
+def encoder(flat: FlatGraphs, **options: object) -> InputEncoder:
     statistics = InputStatistics.fit(flat, np.arange(len(flat)))
     return InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings(**options))  # type: ignore[arg-type]
 
