@@ -112,3 +112,7 @@ def streamed(kind: type[Task] = Words, stream: Any = Sharded, times: int = 4) ->
             }
 
     return Streamed
+
+
+class ShardedWords(streamed(times=1)):  # type: ignore[misc]
+    """The words of `Words` as a stream, for other processes."""

@@ -9,6 +9,7 @@ import torch
 from can_train import Task
 from fakes.sample_tasks import TwoPhases, TwoTerms, Words
 from fakes.several_ranks import run_ranks
+from fakes.streams import ShardedWords
 from fakes.training_ranks import fit_samples
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ def fitted(folder: Path, ranks: int, kind: type[Task], **options: Any) -> list[d
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("kind", [Words, TwoTerms, TwoPhases])
+@pytest.mark.parametrize("kind", [Words, TwoTerms, TwoPhases, ShardedWords])
 @pytest.mark.parametrize("limited_rank", [None, 0, 1])
 def test_two_ranks_train_the_weights_of_one_process_though_memory_runs_out_on_one(
     tmp_path: Path, kind: type[Task], limited_rank: int | None

@@ -1,5 +1,6 @@
 """Samples that can only be iterated are trained on bit by bit alike, whoever reads them."""
 
+import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from can_train import Task
-from can_train.errors import CanTrainError
-from can_train.training import streams
+from can_train.errors import CanTrainError, TaskError
+from can_train.training import sample_task, streams
 from can_train.training.sample_task import TaskContext
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
@@ -195,8 +196,58 @@ def test_a_stream_needs_a_validation_set_and_goes_without_a_sampler() -> None:
 def test_validation_and_test_samples_of_streams_are_read_once() -> None:
     class Streams(Words):
         def datasets(self) -> Mapping[str, Any]:
-            return {name: Counted(list(samples)) for name, samples in super().datasets().items()}
+            sets = {name: Counted(list(samples)) for name, samples in super().datasets().items()}
+            return {**sets, "validation": itertools.islice(sets["test"], 7)}
 
     task = Streams()
     assert [type(samples).__name__ for samples in task.sets.values()] == ["list", "list", "TrainingStream"]
-    assert len(task.validation_rows) == len(task.test_sets["test"]) == 10
+    assert (len(task.validation_rows), len(task.test_sets["test"])) == (7, 10)
+
+
+def test_validation_samples_that_do_not_fit_into_memory_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Streams(Words):
+        def datasets(self) -> Mapping[str, Any]:
+            return {name: Counted(list(samples)) for name, samples in super().datasets().items()}
+
+    monkeypatch.setattr(sample_task, "available_bytes", lambda: 10_000)
+    with pytest.raises(CanTrainError, match=r"'validation' does not fit into memory, .*: 10 samples take 2\.5 KiB"):
+        _ = Streams().sets
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_a_stream_names_its_place_whoever_reads_it(workers: int, tmp_path: Path) -> None:
+    class Broken(Counted):
+        def __iter__(self) -> Iterator[Tensor]:
+            for number, sample in enumerate(super().__iter__()):
+                if number == 70:
+                    raise ValueError("a file is broken")
+                yield sample
+
+    with pytest.raises(TaskError, match=r"The stream 'train', .*a file is broken") as raised:
+        trained(tmp_path, streamed(Words, Broken), workers)
+    assert "epoch 1" in str(raised.value)
+
+
+def test_samples_with_an_index_are_validated_with_beside_a_stream(tmp_path: Path) -> None:
+    class Both(streamed(Words, Sharded)):  # type: ignore[misc]
+        def datasets(self) -> Mapping[str, Any]:
+            sets = super().datasets()
+            return {**sets, "validation": Indexed(sets["validation"])}
+
+    in_line, ahead = trained(tmp_path / "0", Both, 0), trained(tmp_path / "2", Both, 2)
+    assert torch.equal(weights(in_line), weights(ahead))
+    assert ahead.progress.best_loss == in_line.progress.best_loss
+
+
+class Indexed:
+    """A data set that is augmented when it is read."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        sample: Tensor = self._samples[index] + torch.rand(())
+        return sample

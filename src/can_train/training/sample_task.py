@@ -935,7 +935,7 @@ def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
                         remedy="Return {'train': samples}, and 'validation' and 'test' if there are any")  # fmt: skip
     for name, samples in sets.items():
         if is_stream(samples):
-            if isinstance(samples, Iterator):
+            if name == TRAIN and isinstance(samples, Iterator):
                 raise DataError(f"{task}.datasets returned a {type(samples).__name__} under the name {name!r}, which "
                                 "can be iterated once only",
                                 remedy="Return an object whose __iter__ begins anew each time: a class with __iter__, "

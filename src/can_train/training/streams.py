@@ -2,8 +2,8 @@
 resumption treat them as they treat the samples of a list.
 
 An epoch is a pass of the stream. A stream that divides itself among the processes of a `DataLoader` is iterated in a
-fixed number of parts, whichever process reads them, and its samples are taken from each part in turn. The order is thus
-the same for any number of processes. Any other stream is one part.
+fixed number of parts, whichever process reads them, and its samples are taken from each part in turn. Their order does
+not depend on the number of processes. Any other stream is one part.
 
 The sample of a part depends on the run's seed, the epoch and its place there: the generators are seeded for each.
 """
@@ -33,11 +33,11 @@ from can_train.errors import DataError
 from can_train.fit.collate import leaves
 from can_train.training.read_ahead import Failed, Look, Readers, SampleReader, Shape, checked, look_of
 
-LOOKED: Final = 256  # First samples of a stream that plans, the search for a batch and checks look at
-PARTS: Final = 8  # That a stream is read in which divides itself among processes
+LOOKED: Final = 256  # Samples at the beginning of a stream, for plans, the search for a batch and checks
+PARTS: Final = 8  # Parts of a stream that divides itself among processes
 _LOOKED_BYTES: Final = 2**29  # The first samples stay in memory: fewer where they are large
 _MOST_IDLE: Final = 1000  # Answers of a worker without samples
-_PACKED: Final = 8  # Of these samples, whose way from another process is tried
+_PACKED: Final = 8  # Samples whose way from another process is tried
 _CHECKED: Final = 3  # Samples before a state that is tried, and after it
 _LIVE_EPOCHS: Final = 2  # Epochs of a part that are iterated at a time: read ahead, and trained
 
@@ -64,7 +64,7 @@ def length_of(stream: Any) -> int | None:
     """Returns the samples that a stream says it has; None: it does not say."""
     try:
         return len(stream)
-    # PyTorch's IterableDataset raises TypeError, that of other packages also NotImplementedError.
+    # An IterableDataset of PyTorch raises TypeError, and a class of another package perhaps NotImplementedError.
     except (TypeError, NotImplementedError):
         return None
 
@@ -143,10 +143,16 @@ def _as_part(info: _Part | None) -> Iterator[None]:
 
 
 class StreamParts:
-    """The parts of a stream, any of which is read from any place on: quickly in order, else from its beginning."""
+    """The parts of a stream, any of which is read from any place on: quickly in order, else from its beginning.
+
+    Args:
+        stream: The data set.
+        seed: Of the run.
+        divides: Whether it may be read in parts, and several times; otherwise it is read once.
+    """
 
     def __init__(self, stream: Any, seed: int, *, divides: bool = True) -> None:
-        self.stream, self._seed = stream, seed
+        self.stream, self._seed, self._is_copied = stream, seed, divides
         if not divides:
             self.count = 1
         self.first: Any = None  # The sample that the first iteration began with, once the parts are counted
@@ -170,7 +176,7 @@ class StreamParts:
 
     @cached_property
     def restores(self) -> bool:
-        """Whether the stream's state brings the same samples back: that of a shuffle buffer, say, may not."""
+        """Whether the stream's state brings the same samples back: the state of a shuffle buffer, say, may not."""
         if not self.has_state:
             return False
         probed, again = (self._cursor_at(0) for _ in range(2))
@@ -195,6 +201,8 @@ class StreamParts:
         """Copies the stream: a generator that it has begins alike each time. Where it is iterated several times at
         once, each of them needs an epoch and a state, too.
         """
+        if not self._is_copied:
+            return self.stream
         try:
             return copy.deepcopy(self.stream)
         except Exception as error:
@@ -308,7 +316,7 @@ class TrainingStream:
 
     Args:
         stream: The data set.
-        samples: N, those of an epoch.
+        samples: N, the samples of an epoch.
         seed: Of the run.
         described: Name of the set in messages.
         asked: Opens a block in which the stream's code runs.
@@ -522,7 +530,7 @@ class StreamReader(SampleReader):
 
 
 class StreamAhead(Readers):
-    """Workers that read the parts of a stream, each of which is read by one of them, as a block.
+    """Workers that read the parts of a stream, as a block; each part has one worker.
 
     Args:
         stream: The training samples.
@@ -534,13 +542,13 @@ class StreamAhead(Readers):
         super().__init__(stream.read, _in_parts(shape, stream.part_count))
         self._stream, self._batches = stream, batches
         self._begin = stream.merge  # Of the first epoch that is read
-        self._wanted: dict[int, int] = {}  # Samples of each epoch that will be trained on, of those that were asked for
-        self._asked: dict[tuple[int, int], int] = {}  # Place in a part up to which workers read or have read
-        self._taken: dict[tuple[int, int], int] = {}  # Place in a part up to which samples were taken
+        self._wanted: dict[int, int] = {}  # Samples of each epoch, up to the last batch that was asked for
+        self._asked: dict[tuple[int, int], int] = {}  # Samples of a part that workers read or have read
+        self._taken: dict[tuple[int, int], int] = {}  # Samples of a part that were taken
         # Length of a part whose end was reached.
         ends = enumerate(zip(self._begin.counts, self._begin.ended, strict=True))
         self._ends = {(self._begin.epoch, part): length for part, (length, has_ended) in ends if has_ended}
-        self._chunks: list[tuple[int, int, int] | None] = []  # Addresses of those that workers have not given back
+        self._chunks: list[tuple[int, int, int] | None] = []  # Addresses of the chunks that workers still have
         self._held: dict[Address, Any] = {}
         self._states: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         self._idle = 0  # Answers without samples, one after another
@@ -632,7 +640,7 @@ class StreamAhead(Readers):
 
 
 def _in_parts(shape: Shape, parts: int) -> Shape:
-    """Cuts chunks of which each has samples of one part."""
+    """Cuts chunks for the parts: a chunk has samples of one part."""
     chunk = max(shape.chunk * shape.workers // parts, 1)
     ahead = max(shape.chunk * shape.chunks_ahead // chunk, -(-parts // shape.workers) + 1)
     return Shape(workers=shape.workers, chunk=chunk, chunks_ahead=ahead)
