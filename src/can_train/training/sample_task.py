@@ -168,7 +168,7 @@ class Task(BatchTask):
         tenth of the training samples is kept for it.
 
         A set may be a stream, which can only be iterated: an `IterableDataset`, say. Training samples are read as they
-        are needed; those of the other sets are read once, and stay in memory.
+        are needed; samples of the other sets are read once, and stay in memory.
         """
         raise NotImplementedError
 
@@ -290,7 +290,7 @@ class Task(BatchTask):
             sets: dict[str, Any] = dict(read())
         _check_sets(type(self).__name__, sets)
         for name in [name for name, samples in sets.items() if is_stream(samples)]:
-            # That of training comes last: the numbers of its samples go on from epoch to epoch.
+            # The training stream comes last: the numbers of its samples go on from epoch to epoch.
             stream = sets.pop(name)
             sets[name] = stream if name == TRAIN else self._read_once(name, stream)
         if TRAIN in sets and is_stream(sets[TRAIN]):
@@ -319,7 +319,7 @@ class Task(BatchTask):
 
     @contextmanager
     def _streaming(self, what: str) -> Iterator[None]:
-        """Opens a block in which a stream is iterated."""
+        """Opens a block that iterates a stream."""
         with self.asked(what), _reading():
             yield
 
@@ -509,7 +509,7 @@ class Task(BatchTask):
             return {_feature(kind): number for kind, number in counts.items()}
 
     def take(self, rows: Sequence[int], seeds: Sequence[int]) -> list[Any]:
-        """Returns samples; those of a stream have seeds of their own."""
+        """Returns samples; a stream seeds its samples itself."""
         if self.stream is None or min(rows) < self._stream_row:
             return self._reader.take(rows, seeds)
         return self.stream.take([row - self._stream_row for row in rows])
@@ -1005,7 +1005,7 @@ def _shown(value: Any) -> str:
 
 
 def _table(counted: Sequence[Mapping[Feature, float]], features: Sequence[Feature]) -> NDArray[np.float64]:
-    """Returns [R, F]: the counts of samples, of which each counts as one."""
+    """Returns [R, F]: the counts of samples. Each sample counts as one."""
     table = [[1.0 if kind == _SAMPLES and kind not in counts else float(counts.get(kind, 0.0)) for kind in features]
              for counts in counted]  # fmt: skip
     return np.asarray(table)

@@ -46,7 +46,7 @@ Address = tuple[int, int, int]
 Take = Callable[[int, int, int], Any]
 """Returns the sample at an address."""
 Asked = Callable[[str], AbstractContextManager[None]]
-"""Opens a block in which a stream's code runs, which is named in errors."""
+"""Opens a block for the code of a stream, and names it in errors."""
 
 
 class End:
@@ -319,7 +319,7 @@ class TrainingStream:
         samples: N, the samples of an epoch.
         seed: Of the run.
         described: Name of the set in messages.
-        asked: Opens a block in which the stream's code runs.
+        asked: Opens a block for the stream's code.
     """
 
     stream: Any
