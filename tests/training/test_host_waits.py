@@ -1,6 +1,7 @@
 """The host does not wait for the device within a step: it gives the device the next step while one is computed."""
 
 import signal
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,29 @@ def test_a_step_of_a_task_waits_for_the_device_only_to_read_the_losses_before(
     # Means, and in some tasks denominators, of each optimizer update; those of the last step are not read yet.
     assert set(waits) == {LATE_READING}, waits
     assert waits[LATE_READING] % (STEPS - 1) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which counts its own waits")
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_gpu_counts_no_waits_in_a_step(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, take_step, told = 0, training.take_step, list[str]()
+
+    def watched(session: Session, rows: NDArray[np.int64], **options: Any) -> None:
+        nonlocal steps
+        steps += 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn" if steps > 1 else "default")
+            take_step(session, rows, **options)
+            torch.cuda.set_sync_debug_mode("default")
+        told.extend(str(warning.message) for warning in caught)
+        if steps == 1 + STEPS:
+            session.stop_signal = signal.SIGTERM
+
+    monkeypatch.setattr(training, "take_step", watched)
+    places = [f"--{name}={tmp_path / name}" for name in ("runs-dir", "state-dir")]
+    assert main([*line.split(), "--epochs", "9", "--dataset", "synthetic", "--device", "cuda", *places]) == 143
+    assert not [text for text in told if "synchronizing" in text]
 
 
 def test_the_losses_of_a_step_are_read_after_the_next_step(tmp_path: Path) -> None:

@@ -69,10 +69,19 @@ def pad_and_stack(samples: Sequence[Any]) -> Any:
     return list(samples)
 
 
+def send(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copies a tensor to a device, as `dtype`, None: as its own type. On a GPU the host does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and torch.cuda.is_initialized():
+        # From other memory than pinned memory, the host would wait for all that the GPU was given before. PyTorch keeps
+        # the pinned memory until the copy is done, and uses it again.
+        return tensor.to(dtype or tensor.dtype).pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, dtype)
+
+
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Moves the tensors of a batch to a device, floating-point ones in a number format."""
     if isinstance(batch, Tensor):
-        return batch.to(device, dtype) if batch.is_floating_point() else batch.to(device)
+        return send(batch, device, dtype if batch.is_floating_point() else batch.dtype)
     if isinstance(batch, Mapping):
         return {name: to_device(value, device, dtype) for name, value in batch.items()}
     if isinstance(batch, tuple | list):

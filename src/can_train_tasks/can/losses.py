@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from can_train.fit.collate import send
 from can_train.task import Outputs
 from can_train_tasks.can.data.batches import GraphBatch, scatter
 from can_train_tasks.can.data.graphs import Bools, Floats, Ints
@@ -36,7 +37,7 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
 def _with_hidden(batch: GraphBatch, hidden: Bools | None, start: int, stop: int) -> GraphBatch:
     if hidden is None:
         return batch
-    return replace(batch, hidden=torch.from_numpy(hidden[start:stop]).to(batch.x.device))
+    return replace(batch, hidden=send(torch.from_numpy(hidden[start:stop]), batch.x.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class ClassifierBatch:
     def _classification(self, logits: Tensor, batch: GraphBatch, start: int, stop: int) -> Losses:
         if self.called is not None:
             self.called.append(logits.argmax(dim=1) > 0)
-        weights = torch.from_numpy(self.weights[start:stop]).to(batch.x)
+        weights = send(torch.from_numpy(self.weights[start:stop]), batch.x.device, batch.x.dtype)
         # Half precision would round the offset.
         precise = torch.promote_types(logits.dtype, torch.float32)
         offset = torch.tensor([self.benign_offset, 0.0], dtype=precise, device=logits.device)
@@ -161,7 +162,7 @@ class AutoencoderBatch:
 
     def _noise_of(self, batch: GraphBatch, start: int, stop: int) -> Tensor | None:
         nodes = slice(self.node_ptr[start], self.node_ptr[stop])
-        return None if self.noise is None else torch.from_numpy(self.noise[nodes]).to(batch.x)
+        return None if self.noise is None else send(torch.from_numpy(self.noise[nodes]), batch.x.device, batch.x.dtype)
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from can_train.fit.collate import send
 from can_train.fit.packing import members
 from can_train.task import Feature
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
@@ -70,10 +71,12 @@ class GraphBatch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphBatch":
         """Returns the batch on another device, its features as `dtype`; indices keep their type."""
-        dtypes = dict.fromkeys(("x", "behaviour", "past", "past_windows", "absent_silence", "edge_attr"), dtype)
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
-            name: part if part is None else part.to(device, dtypes.get(name)) for name, part in parts.items()
+            name: part
+            if part is None
+            else send(part, torch.device(device), dtype if part.is_floating_point() else None)
+            for name, part in parts.items()
         }
         return GraphBatch(**moved)
 
