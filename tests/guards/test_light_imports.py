@@ -50,7 +50,8 @@ def packages_imported_by(statement: str, *arguments: str, home: Path) -> set[str
     [
         ("import can_train", [], FRAMEWORKS | LIBRARIES | {"typer", "rich"}),
         (COMMAND_LINE, [], FRAMEWORKS | LIBRARIES),
-        (COMMAND_LINE, ["--help"], FRAMEWORKS | LIBRARIES),
+        # `email` comes with importlib.metadata.
+        (COMMAND_LINE, ["--help"], FRAMEWORKS | LIBRARIES | {"yaml", "msgspec", "email"}),
         (COMMAND_LINE, ["factors"], FRAMEWORKS),
         (COMMAND_LINE, ["factors", "--help"], FRAMEWORKS),
         *((COMMAND_LINE, [command, "--help"], FRAMEWORKS | LIBRARIES) for command in ABOUT_RUNS),

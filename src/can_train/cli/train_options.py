@@ -16,7 +16,6 @@ from can_train.config import resolved, settings
 from can_train.config.settings import TrainingSettings, split_list
 from can_train.config.task_settings import TaskSettings, described_tasks, load_task_settings, locate
 from can_train.errors import ConfigError, unknown_name
-from can_train.io.records import expanded
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
@@ -278,6 +277,8 @@ def make_request(
 
 def split_names(text: str) -> Sequence[str]:
     """Splits a comma-separated flag; the path of an existing file is one value, commas and all."""
+    from can_train.io.records import expanded  # brings msgspec, which `can-train --help` does not need
+
     return split_list(text, existing=[text] if expanded(text).exists() else [])
 
 

@@ -19,7 +19,6 @@ from can_train.config.task_settings import (
     task_names,
 )
 from can_train.errors import ConfigError, StateError, unknown_name
-from can_train.io.records import expanded
 
 if TYPE_CHECKING:
     from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
@@ -52,7 +51,9 @@ def config_folder() -> Path:
 
 def default_task() -> str:
     """Returns the task of a command line that names none."""
-    return str(plain_from_yaml((config_folder() / "config.yaml").read_text())["task"])
+    # One line of a file of this package: the import of yaml would take longer than the rest of `can-train --help`.
+    lines = (config_folder() / "config.yaml").read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith("task:")).partition(":")[2].strip()
 
 
 def preset_folders(task: str = "", configs: str = "", config_dir: str = "") -> list[Path]:
@@ -336,7 +337,14 @@ def user_file(environ: Mapping[str, str] = os.environ) -> UserFile:
 
 def _expanded(path: str) -> Path:
     """Replaces `~` and `$NAME`; an unknown name stays, and no such folder exists."""
-    return expanded(os.path.expandvars(path))
+    return _home_expanded(os.path.expandvars(path))
+
+
+def _home_expanded(path: str) -> Path:
+    # Imported here, as msgspec comes with it, a tenth of the time of `can-train --help`.
+    from can_train.io.records import expanded
+
+    return expanded(path)
 
 
 def state_folder(explicit: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:
@@ -396,4 +404,4 @@ def with_absolute_paths(run: ResolvedRun) -> ResolvedRun:
 
 
 def _absolute(path: str) -> str:
-    return str(expanded(path).absolute()) if path else ""
+    return str(_home_expanded(path).absolute()) if path else ""
