@@ -1,4 +1,5 @@
 import doctest
+from dataclasses import replace
 from statistics import fmean, median
 
 import pytest
@@ -54,6 +55,13 @@ def test_at_much_noise_the_target_is_lowered_instead_of_risked() -> None:
     decision = POLICY.decide(scattered, first=0.7)
     assert decision.aim < 0.88
     assert decision.limited_by == "noise"
+
+
+def test_under_hard_laws_at_most_1_run_in_80_runs_out_of_memory() -> None:
+    tails = [replace(law, tails=3) for law in draw_laws(60, noise=0.025, bend=0.15, seed=6)]
+    simulated = simulate_all(POLICY, draw_laws(60, noise=0.08, bend=0.15, seed=5), runs=40, seed=5)
+    simulated += simulate_all(POLICY, tails, runs=40, seed=6)
+    assert fmean(each.ooms for each in simulated) <= 40 / 80
 
 
 def test_where_peaks_do_not_scatter_the_aim_is_the_target() -> None:
