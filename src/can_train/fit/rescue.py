@@ -38,6 +38,7 @@ CLOSE: Final = 0.05
 # Share of the limit that is kept when the allocator is too full (it had to release its cache twice in a row), or when
 # memory runs out at a cost that did fit before.
 RETREAT: Final = 0.9
+_STRIDED: Final = torch.strided  # Here, since looking it up in `torch` takes longer than the comparison
 # Shares of the memory beside other processes that micro-batches use, the next share after each out-of-memory. The
 # allocator reserves more than is in use, and the more so the less room it has.
 ROOM_SHARES: Final = (0.97, 0.85, 0.7, 0.5)
@@ -339,13 +340,23 @@ class Undo:
 
     def merge(self) -> None:
         """Adds the gradients that were set aside to the try's gradients; the try cannot be undone from then on."""
-        pairs = []
+        # In one loop: in a small model, most of the time that a part takes beside its passes is spent here.
+        sums, gradients, apart = [], [], []
         for leaf, earlier in self._aside:
-            if earlier is not None:
-                if leaf.grad is not None:
-                    pairs.append((earlier, leaf.grad))
-                leaf.grad = earlier
-        _add_gradients(pairs, self._meter)
+            if earlier is None:
+                continue
+            if (more := leaf.grad) is not None:
+                if type(more) is Tensor and earlier.dtype is more.dtype and more.layout is earlier.layout is _STRIDED:
+                    sums.append(earlier)
+                    gradients.append(more)
+                else:
+                    apart.append((earlier, more))
+            leaf.grad = earlier
+        # As autograd accumulates: the same bits, and no memory beside the two.
+        if sums:
+            torch._foreach_add_(sums, gradients)
+        for earlier, more in apart:
+            _add_sparse_gradient(earlier, more, self._meter)
         self._aside = []
 
     @contextmanager
@@ -356,8 +367,9 @@ class Undo:
         self._snapshot = Snapshot(self._model, self._meter.device, since=self._snapshot)
         leaves = [*self._trained, *(leaf for one in self._outside if (leaf := one()) is not None)]
         self._aside = [(leaf, leaf.grad) for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
+        for leaf, earlier in self._aside:
+            if earlier is not None:
+                leaf.grad = None
         try:
             yield
             self.merge()
@@ -384,23 +396,6 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
         nodes += [following for following, _ in node.next_functions]
-
-
-def _add_gradients(pairs: list[tuple[Tensor, Tensor]], meter: Meter) -> None:
-    """Adds gradients into the earlier sums, the first of each pair, as autograd accumulates: the same bits, and no
-    memory beside the two.
-    """
-    sums, gradients, others = [], [], []
-    for earlier, more in pairs:
-        if type(more) is Tensor and earlier.dtype is more.dtype and earlier.layout is more.layout is torch.strided:
-            sums.append(earlier)
-            gradients.append(more)
-        else:
-            others.append((earlier, more))
-    if sums:
-        torch._foreach_add_(sums, gradients)
-    for earlier, more in others:
-        _add_sparse_gradient(earlier, more, meter)
 
 
 def _add_sparse_gradient(earlier: Tensor, more: Tensor, meter: Meter) -> None:
