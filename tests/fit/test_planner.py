@@ -132,6 +132,13 @@ def test_oversize_samples_are_named_with_need_and_cards(tmp_path: Path) -> None:
         planned(tmp_path, UnevenMemoryTask(largest=64), 100)
 
 
+def test_of_the_first_samples_that_stand_for_a_stream_those_that_do_not_fit_are_named_once(tmp_path: Path) -> None:
+    task = UnevenMemoryTask(largest=64)
+    task.in_order, task.train_rows = True, np.resize(task.train_rows, 3 * len(task.train_rows))
+    with pytest.raises(DoesNotFitError, match=r"1 of 60 do not: point 7;[^.]*\.\nLeave them out in the str"):
+        planned(tmp_path, task, 100, find_batch_size="max")
+
+
 def test_oversize_samples_are_skipped_where_asked_and_counted(tmp_path: Path) -> None:
     plan, _ = planned(tmp_path, UnevenMemoryTask(largest=64), 100, oversize="skip", batch_size=20)
     assert plan.skipped == (7,)

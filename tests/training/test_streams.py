@@ -8,6 +8,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -62,8 +63,9 @@ def stopped_after(kind: type[Task], steps: int) -> type[Task]:
     return Stopped
 
 
-@pytest.mark.parametrize("stream", KINDS)
-@pytest.mark.parametrize(("kind", "micro_batch_size"), [(Words, 3), (TwoPhases, 0)])
+@pytest.mark.parametrize(
+    ("kind", "stream", "micro_batch_size"), [*((Words, stream, 3) for stream in KINDS), (TwoPhases, Sharded, 0)]
+)
 def test_any_number_of_workers_gives_the_same_bits(
     kind: type[Task], stream: Any, micro_batch_size: int, tmp_path: Path
 ) -> None:
@@ -76,8 +78,7 @@ def test_any_number_of_workers_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("stream", KINDS)
-@pytest.mark.parametrize("workers", [(0, 0), (3, 1)], ids=str)
-@pytest.mark.parametrize("steps", [3, 14])
+@pytest.mark.parametrize(("workers", "steps"), [((0, 0), 3), ((0, 3), 14), ((3, 1), 14)], ids=str)
 def test_a_run_that_is_resumed_within_an_epoch_comes_to_the_same_bits(
     stream: Any, workers: tuple[int, int], steps: int, tmp_path: Path
 ) -> None:
@@ -139,6 +140,28 @@ def test_steps_per_epoch_is_the_length_of_an_endless_stream(tmp_path: Path) -> N
     session = make_session(parts, fixed(0.5))
     train(session)
     assert session.progress.step == 10
+
+
+def test_a_plan_reads_the_first_samples_alone() -> None:
+    kind = streamed(Words, Endless)
+
+    class Both(kind):  # type: ignore[misc, valid-type]
+        def datasets(self) -> Mapping[str, Any]:
+            return {**super().datasets(), "validation": (torch.ones(2, 2) for _ in itertools.count())}
+
+    context = TaskContext(settings=kind.Settings(), epoch_samples=10**6, sampling=True)
+    task = Both(context)
+    assert len(task.validation_rows) == 256
+    assert (len(task.train_rows), len(np.unique(task.train_rows))) == (10**6, 20)
+    assert np.array_equal(task.batch_features(task.train_rows)[:20], task.batch_features(task.train_rows)[20:40])
+
+
+def test_the_largest_batch_is_searched_for_with_the_first_samples(tmp_path: Path) -> None:
+    session = session_of(tmp_path, streamed(), 0, find_batch_size="max", lr_batch_size=2, min_steps_per_epoch=8,
+                         batch_size=0)  # fmt: skip
+    train(session)
+    # 160 samples in at least 8 steps.
+    assert (session.own_plan.phase_plan.logical_batch, session.progress.step) == (20, 16)
 
 
 class Short(Counted):

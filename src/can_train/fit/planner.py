@@ -356,9 +356,15 @@ class Planner:
         return RunPlan(phase_plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
                        notices=tuple(notices), phase=self.phase.name)  # fmt: skip
 
+    @property
+    def _counted_rows(self) -> Rows:
+        """The training samples that are counted: the first ones of a stream stand for the others."""
+        rows = self.task.train_rows
+        return np.unique(rows) if self.task.in_order else rows
+
     def _oversize(self, phase: SearchResult) -> Rows:
         """Returns the rows of the samples that do not fit by themselves, the costliest first."""
-        rows = self.task.train_rows
+        rows = self._counted_rows
         each = _price(self.task, rows, phase).each()
         ranked = np.argsort(-each, kind="stable")
         # A search that ended below the limit was up to a batch with every sample in it.
@@ -370,11 +376,12 @@ class Planner:
         more = f" and {len(oversize) - _NAMED} more" if len(oversize) > _NAMED else ""
         phase = limits.training
         need = phase.peak_bytes(_price(self.task, oversize[:1], phase).total)
-        num_samples = len(self.task.train_rows)
+        num_samples = len(self._counted_rows)
+        leave_out = "Leave them out in the stream" if self.task.in_order else "--oversize skip leaves them out"
         return DoesNotFitError(
             f"Every training sample must fit on the device by itself, and {len(oversize)} of {num_samples} do not",
             value=f"{named}{more}; they need up to {size_text(need)} of {size_text(limits.capacity_bytes)}",
-            remedy=f"--oversize skip leaves them out; cards that would hold them: {cards_that_hold(need)}",
+            remedy=f"{leave_out}; cards that would hold them: {cards_that_hold(need)}",
             details=OutOfMemoryDetails(need_bytes=round(need)),
         )
 
