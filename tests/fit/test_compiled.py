@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
-from can_train.fit.compiled import CompiledModel
+from can_train.errors import DoesNotFitError
+from can_train.fit.compiled import CompiledModel, compiler_limits
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.memory.meters import CpuMeter
 
@@ -187,6 +188,20 @@ def test_an_error_of_the_model_is_raised_and_not_taken_for_the_compilers() -> No
     assert not notices
 
 
+def test_an_error_that_says_what_is_wrong_is_raised_at_once() -> None:
+    model, calls = net(), list[int]()
+    made = compiled(model, Counting())
+
+    def compute() -> None:
+        calls.append(1)
+        raise DoesNotFitError("Gradients are added up wholly or not at all")
+
+    with pytest.raises(DoesNotFitError):
+        made.attempt(compute)
+    assert len(calls) == 1
+    assert not made.is_given_up
+
+
 def test_a_model_that_is_compiled_again_and_again_is_computed_as_it_is() -> None:
     class Counted(nn.Linear):
         calls = ""
@@ -197,8 +212,9 @@ def test_a_model_that_is_compiled_again_and_again_is_computed_as_it_is() -> None
 
     model, notices = Counted(4, 1), list[str]()
     made = compiled(model, backend := Counting(), notices)
-    for _ in range(40):
-        made.attempt(lambda: model(X))
+    with compiler_limits("default"):
+        for _ in range(40):
+            made.attempt(lambda: model(X))
     assert 1 < backend.graphs < 20
     (notice,) = notices
     assert "recompile limit" in notice

@@ -24,7 +24,7 @@ TRIALS = {
     "fit/explore.py seconds_per_sample": "a batch that is timed may be too large",
     "fit/explore.py Explorer.batch_dependence": "whether samples depend on each other is tried with a few of them",
     "fit/explore.py Explorer.check_outputs": "metrics and predictions of a few samples are tried",
-    "fit/explore.py Explorer.compile": "the batches that a model is compiled for may be too large",
+    "fit/explore.py Explorer._compile_for": "the batches that a model is compiled for may be too large",
     "fit/explore.py Explorer._mid_run": "state and gradients of a run are allocated as a trial",
     "fit/micro_batcher.py MicroBatcher.measure_dependence": "whether a split is exact is tried with a few samples",
     "fit/optimizer.py OptimizerReserve._allocate": "the memory of the optimizer's step is allocated before the step",

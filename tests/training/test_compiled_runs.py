@@ -6,16 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.factors.store import memory_fingerprint
 from can_train.memory.meters import SimulatedMeter
+from can_train.task import Feature
 from can_train.training.sample_task import TaskContext
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
-from fakes.line_fit import LineTask, StoppedTask, fixed, line_parts, line_run, train_line
+from fakes.line_fit import LineBatch, LineTask, StoppedTask, fixed, line_parts, line_run, train_line
 from fakes.sample_tasks import Words
 from fakes.several_ranks import run_ranks
 from fakes.training_ranks import fit_line
@@ -93,6 +96,77 @@ def test_a_compiled_run_that_is_rescued_ends_with_the_weights_of_one_that_is_spl
     assert rescued.monitor.peak_bytes == 0
     assert_same(rescued, planned)
     assert_close(rescued, trained(tmp_path / "eager", compile="off"))
+
+
+class ImageBatch(LineBatch):
+    """Points as images. Memory runs out once the model has seen a part that is too large."""
+
+    def __init__(self, x: Tensor, fail_above: int) -> None:
+        super().__init__(x, 10**9)
+        self._x, self._most = x[:, :3, None, None].repeat(1, 1, 6, 7), fail_above
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+        x = self._x[start:stop]
+        error = (model(x) - x[:, :1, 0, 0]).square().sum()
+        if stop - start > self._most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return {"error": (error, float(stop - start))}
+
+
+class ImageTask(LineTask):
+    """Small images, with dropout and convolutions."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.memory_features = (Feature("points"),)
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.ones((len(rows), 1))
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(8, 8, 3), nn.Flatten(),
+            nn.Linear(8 * 2 * 3, 1),
+        )  # fmt: skip
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        # A signal may arrive with it.
+        super().logical_batch(rows, device, dtype, generator)
+        return ImageBatch(self._x[rows].to(device, dtype), self.fail_above)
+
+
+class StoppedImageTask(ImageTask, StoppedTask):
+    """The same, sent a SIGTERM while it prepares some training batch."""
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_kernels_do_not_depend_on_the_batches_that_a_run_has_seen_before(tmp_path: Path) -> None:
+    planned = trained(tmp_path / "planned", ImageTask(fail_above=10), micro_batch_size=10)
+    torch._dynamo.reset()
+    # Of 40 images each convolution is another kernel than of 10.
+    rescued = trained(tmp_path / "rescued", ImageTask(fail_above=10), regrow=False)
+    assert rescued.ooms_rescued > 0
+    assert_same(rescued, planned)
+    torch._dynamo.reset()
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "stopped", StoppedImageTask(after=2), micro_batch_size=10)
+    torch._dynamo.reset()
+    unlimited = trained(tmp_path / "unlimited", ImageTask(), micro_batch_size=10)
+    torch._dynamo.reset()
+    assert_same(trained(tmp_path / "stopped", ImageTask(), micro_batch_size=10), unlimited)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_layer_that_is_thawed_is_compiled_anew(tmp_path: Path) -> None:
+    settings = {"freeze": ["0"], "thaw_epoch": 1, "epochs": 2}
+    thawed = trained(tmp_path / "compiled", **settings)
+    assert thawed.compiled is not None
+    assert thawed.compiled.is_in_use
+    assert_close(thawed, trained(tmp_path / "off", compile="off", **settings))
 
 
 @needs_compiler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from can_train.errors import CanTrainError
+from can_train.errors import CanTrainError, TaskError
 from can_train.memory.meters import Meter, SimulatedMeter
 from can_train.memory.out_of_memory import error_chain, forget_frames, is_out_of_memory
 
@@ -33,10 +33,10 @@ _MODES: Final = MappingProxyType({
 # Versions of a module's code before it counts as a loop of compilations. Training, evaluation, a part of one sample and
 # phases that freeze other parameters have one each.
 _MOST_VERSIONS: Final = 16
-# Samples of the batches that are compiled for, the first two that fit. Primes, since sizes that are equal once are
-# taken to be equal always; and on both sides of 16, from where convolutions have other kernels.
-SAMPLES: Final = (19, 11, 5, 2)
-BATCHES: Final = 2
+# Samples of the batch that modules are compiled for: the first of these that fits. Primes, since sizes that are equal
+# once are taken to be equal always.
+SAMPLES: Final = (67, 31, 19, 11, 5, 2)
+FEW: Final = 11  # Samples of a second batch: convolutions have other kernels below 16
 # Lines that say nothing of the reason, which follows: the compiler's name, and the setting that made it an error.
 _EMPTY: Final = re.compile(r"\s*$|.* raised:$|Hard failure due to ")
 _LONGEST: Final = 160  # Characters of a reason
@@ -111,11 +111,14 @@ class CompiledModel:
         if has_graphs and torch.cuda.is_available():
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            with _settings() if is_compiled else self._as_it_is():
+            with nullcontext() if is_compiled else self._as_it_is():
                 yield
         except Exception as error:
             is_memory = is_out_of_memory(error)
-            if not is_compiled or (is_memory and not has_graphs and not _is_compilers(error)):
+            fits = not is_memory or has_graphs or _is_compilers(error)
+            # A task's own code may have called the compiler, and others cannot: their errors say what is wrong.
+            is_told = isinstance(error, CanTrainError) and not isinstance(error, TaskError)
+            if not is_compiled or is_told or not fits:
                 # Any other error than memory is the task's: the compiler had nothing to do with an earlier one.
                 self._tell() if is_memory else self._reasons.clear()
                 raise
@@ -164,11 +167,15 @@ class CompiledModel:
             self._install()
 
 
-def _settings() -> AbstractContextManager[None]:
-    settings: AbstractContextManager[None] = torch._dynamo.config.patch(
-        recompile_limit=_MOST_VERSIONS, fail_on_recompile_limit_hit=True
-    )
-    return settings
+@contextmanager
+def compiler_limits(mode: str) -> Iterator[None]:
+    """Makes an error of a module that is compiled again and again in the block, if `training.compile` is not off."""
+    if mode == "off":
+        yield
+        return
+    # Once for a run: PyTorch takes a tenth of a millisecond to change its settings.
+    with torch._dynamo.config.patch(recompile_limit=_MOST_VERSIONS, fail_on_recompile_limit_hit=True):
+        yield
 
 
 def _compiled_call(module: nn.Module, mode: str | None, backend: Any) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from can_train.errors import CanTrainError, DoesNotFitError, OutOfMemoryDetails, TaskError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
-from can_train.fit.compiled import BATCHES, SAMPLES
+from can_train.fit.compiled import FEW, SAMPLES
 from can_train.fit.cost_model import (
     AGREED,
     CostModel,
@@ -523,23 +523,25 @@ class Explorer:
         The samples are always the same: a compiler may choose other kernels, which round differently, for the batch
         that a module is first called with, and that depends on limits and on where a run was resumed.
         """
-        fitting = 0
-        for samples in SAMPLES:
-            with CatchOutOfMemory() as caught, self._trained_alone():
-                self._compile_for(compiled, np.resize(self.rows, samples))
-            self.meter.release()
-            fitting += not caught.message
-            if fitting == BATCHES:
-                break
+        largest = next((samples for samples in SAMPLES if self._compile_for(compiled, samples)), 0)
+        if largest > FEW:
+            self._compile_for(compiled, FEW)
 
-    def _compile_for(self, compiled: CompiledModel, rows: NDArray[np.int64]) -> None:
-        compiled.compile_called(partial(self._train_step, rows))
-        compiled.attempt(partial(self._train_step, rows))
-        self.model.eval()
-        try:
-            compiled.attempt(partial(self._evaluate, rows))
-        finally:
-            self.model.train()
+    def _compile_for(self, compiled: CompiledModel, samples: int) -> bool:
+        """Compiles for the first samples; returns whether they fit."""
+        rows = np.resize(self.rows, samples)
+        with CatchOutOfMemory() as caught, self._trained_alone():
+            compiled.compile_called(partial(self._train_step, rows))
+            # PyTorch tells a view of a larger tensor from a whole one, and its beginning from a later part.
+            for start, stop in ((samples // 2, samples), (0, samples // 2), (0, samples)):
+                compiled.attempt(partial(self._train_step, rows, start, stop))
+            self.model.eval()
+            try:
+                compiled.attempt(partial(self._evaluate, rows))
+            finally:
+                self.model.train()
+        self.meter.release()
+        return not caught.message
 
     @contextmanager
     def _trained_alone(self) -> Iterator[list[Tensor]]:
@@ -580,13 +582,14 @@ class Explorer:
             resident=[*self.model.parameters(), *self.model.buffers(), *self.reference_tensors, *resident],
         )
 
-    def _train_step(self, rows: NDArray[np.int64]) -> None:
-        """Runs forward and backward; drops the gradients, also where it fails."""
+    def _train_step(self, rows: NDArray[np.int64], start: int = 0, stop: int | None = None) -> None:
+        """Runs forward and backward of a batch, or of a part of it; drops the gradients, also where it fails."""
         # Each part of a batch holds copies of the buffers, beside the step's.
         held = Snapshot(self.model, self.meter.device)
         try:
             batch = self._batch(rows, coupled=True)
-            weighted_loss(self._losses(batch, 0, len(rows)), self.task.loss_weights).backward()
+            losses = self._losses(batch, start, len(rows) if stop is None else stop)
+            weighted_loss(losses, self.task.loss_weights).backward()
         finally:
             del held
             for parameter in self._parameters:

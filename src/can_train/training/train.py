@@ -43,6 +43,7 @@ from can_train.factors.observing import (
     write_observation,
 )
 from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint, policy_options, store_of
+from can_train.fit.compiled import compiler_limits
 from can_train.fit.cost_model import SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, sum_by_term
@@ -256,7 +257,8 @@ def _run_attempt(parts: Parts) -> Outcome:
     torch.use_deterministic_algorithms(parts.training.deterministic)
     parts.ranks.on_rank0(lambda: check_inputs_unchanged(folder, parts.task))
     rule = factor_rule(parts.run, parts.meter.key, parts.reporter, run_id=folder.run_id)
-    with parts.meter.active(), tf32(parts.training, parts.meter.device):
+    training = parts.training
+    with parts.meter.active(), tf32(training, parts.meter.device), compiler_limits(training.compile):
         session = make_session(parts, rule)
         # Writes the observation, which later runs learn from, when the block is left.
         with recording_observation(session):
