@@ -16,6 +16,7 @@ from torch import Tensor
 from can_train import Task
 from can_train.errors import CanTrainError, TaskError
 from can_train.training import sample_task, streams
+from can_train.training.loading import Checkpoints
 from can_train.training.sample_task import TaskContext
 from can_train.training.session import Session
 from can_train.training.train import make_session, train
@@ -77,6 +78,14 @@ def test_any_number_of_workers_gives_the_same_bits(
         assert ahead.progress.best_loss == in_line.progress.best_loss
 
 
+def saved_reading(folder: Path) -> dict[str, Any]:
+    """Returns the place in the stream of the last checkpoint."""
+    (checkpoints,) = folder.rglob("checkpoints")
+    state = Checkpoints(checkpoints).newest()
+    assert state is not None
+    return dict(state["reading"])
+
+
 @pytest.mark.parametrize("stream", KINDS)
 @pytest.mark.parametrize(("workers", "steps"), [((0, 0), 3), ((0, 3), 14), ((3, 1), 14)], ids=str)
 def test_a_run_that_is_resumed_within_an_epoch_comes_to_the_same_bits(
@@ -89,6 +98,11 @@ def test_a_run_that_is_resumed_within_an_epoch_comes_to_the_same_bits(
     kind.session = session  # type: ignore[attr-defined]
     with pytest.raises(SystemExit):
         train(session)
+    place = saved_reading(tmp_path / "parts")
+    assert sum(place["counts"]) == (steps - 1) % 10 * 16
+    if stream is Stateful:
+        (state,) = place["states"]
+        assert place["counts"][0] - 16 <= state[0] <= place["counts"][0]
     LOADED.clear()
     resumed = session_of(tmp_path / "parts", kind, workers[1])
     assert resumed.progress.step == steps
