@@ -19,6 +19,7 @@ from can_train.training import sample_task, streams
 from can_train.training.loading import Checkpoints
 from can_train.training.sample_task import TaskContext
 from can_train.training.session import Session
+from can_train.training.streams import StreamParts
 from can_train.training.train import make_session, train
 from fakes.line_fit import fixed, line_parts
 from fakes.sample_tasks import TwoPhases, Words
@@ -136,6 +137,16 @@ def test_a_plan_says_how_a_stream_is_read(tmp_path: Path) -> None:
         Stateful: f"read by one process, and resumed by its state_dict{plan}",
         Refilled: f"read by one process, and {again} does not bring the same samples back){plan}",
     }
+
+
+def test_the_parts_of_a_stream_share_its_large_tensors_and_nothing_else() -> None:
+    stream = Sharded([torch.zeros(3, 2), *(torch.zeros(2**12, 2, dtype=torch.float64) for _ in range(20))])
+    parts = StreamParts(stream, 0)
+    assert parts.count == 8
+    first, second = (parts._cursor_at(0, part).stream for part in (0, 1))
+    assert first._files is not second._files
+    assert first._files[2][0] is second._files[2][0] is stream._files[2][0]
+    assert first._files[0][0] is not second._files[0][0]
 
 
 def test_a_plan_says_that_a_stream_cannot_be_repeated() -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count
 from statistics import median
+from types import ModuleType
 from typing import Any, Final
 
 import msgspec
@@ -38,6 +39,7 @@ PARTS: Final = 8  # Parts of a stream that divides itself among processes
 _LOOKED_BYTES: Final = 2**29  # The first samples stay in memory: fewer where they are large
 _MOST_IDLE: Final = 1000  # Answers of a worker without samples
 _PACKED: Final = 8  # Samples whose way from another process is tried
+_LARGE_BYTES: Final = 2**16  # From this size on, a tensor in a stream is data
 _CHECKED: Final = 3  # Samples before a state that is tried, and after it
 _LIVE_EPOCHS: Final = 2  # Epochs of a part that are iterated at a time: read ahead, and trained
 
@@ -204,7 +206,7 @@ class StreamParts:
         if not self._is_copied:
             return self.stream
         try:
-            return copy.deepcopy(self.stream)
+            return copy.deepcopy(self.stream, _large_in(self.stream))
         except Exception as error:
             if not is_needed:
                 return self.stream
@@ -237,6 +239,27 @@ class StreamParts:
         if cursor is None or cursor.has_ended or not 0 < cursor.index <= count:
             return None
         return cursor.index, copy.deepcopy(cursor.stream.state_dict())
+
+
+def _large_in(stream: Any) -> dict[int, Any]:
+    """Returns the large tensors and arrays of a stream, which its copies share."""
+    shared, seen, left = dict[int, Any](), set[int](), [stream]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor | np.ndarray):
+            if value.nbytes < _LARGE_BYTES:
+                # It may well be a counter: `datasets` has the number of its epoch in one.
+                continue
+            shared[id(value)] = value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, dict):
+                left.extend(value.values())
+            elif isinstance(value, list | tuple):
+                left.extend(value)
+            elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
+                left.extend(vars(value).values())
+    return shared
 
 
 def _is_plain(state: Any) -> bool:
