@@ -251,9 +251,10 @@ class Session(Parts):
         """Compiles the modules that each phase calls, for the parameters that are trained now."""
         if self.compiled is None:
             return
-        with self.reporter.stage("compiling the model"):
+        with self.reporter.stage("compiling the model", total=len(self.engines), unit="phases") as stage:
             for engine in self.engines:
                 engine.planner.explorer.compile(self.compiled)
+                stage.advance(1)
         if not self.compiled.is_in_use and not self.compiled.is_given_up:
             self.reporter.notice("training.compile has no effect: the loss calls no module of the model")
 
