@@ -186,7 +186,8 @@ class _LineStage:
 
     def print(self, *, last: bool) -> None:
         self.printed = time.monotonic()
-        parts = [f"{self.title}: {amount_text(self.done, self.total, self.unit)}"]
+        # A stage without a unit counts nothing.
+        parts = [f"{self.title}: {amount_text(self.done, self.total, self.unit)}" if self.unit else self.title]
         seconds_left = self.pace.seconds_left(self.done)
         if last:
             parts.append(f"{self.pace.elapsed_s:.1f} s")
@@ -194,7 +195,7 @@ class _LineStage:
             parts.append(f"{clock(seconds_left)} left")
         # What cannot be had elsewhere comes first; figures that do not fit into the line are left out.
         line = ", ".join(parts)
-        for text in starmap(figure_text, self.figures.items()):
+        for text in filter(None, starmap(figure_text, self.figures.items())):
             if len(line) + len(text) + len(", ") <= COLUMNS:
                 line += f", {text}"
         self.reporter.write(line)

@@ -301,7 +301,7 @@ class _Bar:
     def advance(self, amount: int = 1, **figures: float | str) -> None:
         self.done += amount
         if figures:
-            self._figures = tuple(starmap(figure_text, figures.items()))
+            self._figures = tuple(filter(None, starmap(figure_text, figures.items())))
 
     def parts(self, columns: int) -> list[tuple[str, str]]:
         """Returns the texts of the line with their styles. Title, amount and time are always whole; the figures, the

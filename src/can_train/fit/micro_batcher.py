@@ -89,7 +89,9 @@ class LateNumbers(Mapping[str, float]):
     """Numbers by term. Tensors among them stay on the device until one is looked at: reading makes the host wait."""
 
     def __init__(self, numbers: Mapping[str, float | Tensor], factor: float = 1.0) -> None:
-        self._given, self._factor = dict(numbers), factor
+        # None stands for a tensor that is copied already, whose memory is free again.
+        self._given: dict[str, float | Tensor | None] = dict(numbers)
+        self._factor = factor
         self._copy: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._read: dict[str, float] = {}
@@ -99,17 +101,20 @@ class LateNumbers(Mapping[str, float]):
         device has been given their computation, so that reading them later does not wait for later work.
         """
         # Terms may differ in type.
-        tensors = [number.double() for number in self._given.values() if isinstance(number, Tensor)]
-        if self._copy is None and tensors:
-            stacked = torch.stack(tensors)
+        tensors = {term: number.double() for term, number in self._given.items() if isinstance(number, Tensor)}
+        if tensors:
+            stacked = torch.stack([*tensors.values()])
             self._copy = stacked.to("cpu", non_blocking=True)
+            self._given = self._given | dict.fromkeys(tensors)
             if stacked.is_cuda:
                 self._copied = torch.cuda.Event()
                 self._copied.record(torch.cuda.current_stream(stacked.device))
 
     def times(self, factor: float) -> LateNumbers:
         """Returns the numbers multiplied by a factor."""
-        return LateNumbers(self._given, self._factor * factor)
+        product = LateNumbers({}, self._factor * factor)
+        product._given, product._copy, product._copied = self._given, self._copy, self._copied
+        return product
 
     def __getitem__(self, term: str) -> float:
         if not self._read:
@@ -118,7 +123,7 @@ class LateNumbers(Mapping[str, float]):
                 self._copied.synchronize()
             copied = iter(() if self._copy is None else self._copy.tolist())
             for name, number in self._given.items():
-                self._read[name] = self._factor * (next(copied) if isinstance(number, Tensor) else number)
+                self._read[name] = self._factor * float(next(copied) if number is None else number)
         return self._read[term]
 
     def __iter__(self) -> Iterator[str]:

@@ -46,7 +46,6 @@ _PORTION: Final = 256  # Samples that are read ahead as if they were a logical b
 _LOOK: Final = 64  # Samples that are looked at to find out whether samples differ in length
 _PADDED: Final = 1  # Row lengths of padded batches grow memory linearly,
 _SQUARED: Final = 2  # and attention between their positions with the square
-_LOSS: Final = "{} loss"  # A loss term among the metrics
 _DIGITS: Final = 4  # Significant ones of a figure that is shown
 _MOST_COLUMNS: Final = 4  # Of metrics, beside each other within 80 columns
 
@@ -647,7 +646,7 @@ class Task(BatchTask):
         metrics = self._checked_metrics(model, collated)
         with self.asked("predict"):
             predictions = self.predict(model, collated)
-        sums = {_LOSS.format(term): (float(total), float(count)) for term, (total, count) in losses.items()} | metrics
+        sums = {_loss_name(term): (float(total), float(count)) for term, (total, count) in losses.items()} | metrics
         if predictions is None:
             return PartOutcome(sums, None)
         where = f"{type(self).__name__}.predict"
@@ -1025,9 +1024,16 @@ def _lengths(sample: Any) -> dict[str | Feature, float]:
             for name, length in zip(names, lengths, strict=True)}  # fmt: skip
 
 
+def _loss_name(term: str) -> str:
+    """Names a loss term among the metrics."""
+    return term if term == "loss" else f"{term} loss"
+
+
 def tables(judgement: Mapping[str, Any]) -> Sequence[TextTable]:
     """Writes a judgement as a table: the model on each set, and beside it the baselines that know no model."""
-    scored = [(VALIDATION, MODEL, judgement[VALIDATION])] if judgement.get(VALIDATION) else []
+    # Without a test set, the validation set is judged in its place.
+    is_separate = judgement.get(VALIDATION) and VALIDATION not in judgement.get("test", {})
+    scored = [(VALIDATION, MODEL, judgement[VALIDATION])] if is_separate else []
     for name, judged in judgement.get("test", {}).items():
         rivals = {MODEL: judged[MODEL], **judged.get("baselines", {})}
         scored += [(name, rival, scores) for rival, scores in rivals.items()]

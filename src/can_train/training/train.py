@@ -377,12 +377,13 @@ def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
     while progress.step_in_epoch < len(steps):
         ends_epoch = progress.step_in_epoch + 1 == len(steps)
         take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch)
+        if ends_epoch:
+            session.read_losses()
         rate = (progress.epoch_samples - samples_before) / (time.perf_counter() - started)
         stage.advance(1, **_step_figures(session, rate))
         if session.stop_signal or progress.step % training.checkpoint_every == 0:
             session.save()
         _exit_if_stopped(session)
-    session.read_losses()
     seconds, peak = time.perf_counter() - started, session.monitor.peak_share
     per_second = round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None
     session.log(
@@ -406,7 +407,9 @@ def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
 
 
 def _step_figures(session: Session, samples_per_second: float) -> dict[str, float | str]:
-    """Returns the figures beside the progress of a training; the loss is the epoch's mean, without the last step."""
+    """Returns the figures beside the progress of a training; the loss is the epoch's mean, without the step that
+    is computed now.
+    """
     progress = session.progress
     loss = {"step loss": session.weighted(progress.epoch_means)} if progress.epoch_sums else {}
     return {
