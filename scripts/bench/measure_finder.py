@@ -255,15 +255,20 @@ NOISY_SHARE: Final = 0.93
 """Goal: at least this mean share of the largest batch; with noisy readings, which look as if the peaks scattered, 5 %
 less, since a search leaves that much room.
 """
-TRIALS: Final = 6.0
+TRIALS: Final = 4.5
 OOMS: Final = 0.5
 """Goal, with readings: at most so many trials and out-of-memory errors on average."""
+CLOSE: Final = 0.07
+"""Relative distance at which a search without readings ends."""
 BINARY_TRIALS: Final = 15.2
 BINARY_OOMS: Final = 3.6
 """Goal, without readings: fewer than Lightning's binary search needed when the goal was set, and than it needs now."""
 
 MOSTLY_FAIL: Final = 1 / 24
 """Goal: at most this share of sizes fail in more than half of later runs, as with Lightning's margin of 5 %."""
+KINDS_TRIALS: Final = 7.0
+"""Goal: at most so many trials on average with readings, over the eight kinds of laws: three of the first table, five
+that scatter."""
 MORE_TRIALS: Final = 2
 """Goal: trials that do not scatter cost at most so many more than with `confirm=1`."""
 ALLOWED: Final = (0.5, 0.05)
@@ -287,7 +292,30 @@ def main() -> None:
     measured = measure_own() | peers
     spread = markdown([COLUMNS, *([name, *summary(results)] for name, results in measured.items())])
     BENCHMARK.finish(options, missed_goals(measured), versions=versions, spread=spread, edges=edge_table(measured),
-                     scattering=scattering_table(measured))  # fmt: skip
+                     scattering=scattering_table(measured), kinds_trials=f"{kinds_trials(measured):.1f}",
+                     bits=f"{blind_bits():.1f}")  # fmt: skip
+
+
+def kinds_trials(measured: Mapping[str, Results]) -> float:
+    """Returns the mean number of trials with readings over the kinds of laws, each with equal weight."""
+    kinds = [means(measured[name])[0] for name in (READINGS, BENT_READINGS, NOISY_READINGS)]
+    kinds += [mean(outcome.trials for outcome in outcomes) for outcomes in measured[READINGS].scattering.values()]
+    return mean(kinds)
+
+
+def blind_bits() -> float:
+    """Returns the least mean number of trials that tell only whether a size fits, for the limits of the first table and
+    a size within CLOSE of each: the answers are that many bits. Limits are even on a logarithmic scale, and small ones
+    are told apart one by one.
+    """
+    sizes = [1]
+    while sizes[-1] < LARGEST_LIMIT:
+        sizes.append(max(sizes[-1] + 1, int(sizes[-1] * (1 + CLOSE))))
+    total = math.log(sizes[-1] + 1)
+    shares = [
+        math.log((after or sizes[-1] + 1) / size) / total for size, after in zip(sizes, [*sizes[1:], 0], strict=True)
+    ]
+    return -sum(share * math.log2(share) for share in shares)
 
 
 def measure_own() -> dict[str, Results]:
@@ -437,6 +465,7 @@ def missed_goals(measured: Mapping[str, Results]) -> list[str]:
         goals.append((f"{name}: sizes that mostly fail", seldom))
         more = means(measured[name])[0] - means(measured[name + ONCE])[0]
         goals.append((f"{name}: at most {MORE_TRIALS} more trials than with confirm=1", more <= MORE_TRIALS))
+    goals.append((f"at most {KINDS_TRIALS} trials over the kinds of laws", kinds_trials(measured) <= KINDS_TRIALS))
     trials, ooms = means(measured[NO_READINGS])
     binary = [(BINARY_TRIALS, BINARY_OOMS), *(means(measured[name]) for name in measured if name == BINARY_SEARCH)]
     binary_trials, binary_ooms = map(min, zip(*binary, strict=True))

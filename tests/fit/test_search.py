@@ -297,11 +297,28 @@ def test_where_trials_scatter_the_size_leaves_room(noise: float, reads: bool) ->
     assert share_that_mostly_fails(noise, reads=reads) <= 0.05
 
 
-@pytest.mark.parametrize(("capacity", "more"), [(None, 2), (CAPACITY, 1)], ids=["without readings", "with readings"])
 @pytest.mark.parametrize("limit", [1, 5, 100, 6_000, 2**21])
-def test_a_trial_that_does_not_scatter_costs_a_repetition_or_two(limit: int, capacity: float | None, more: int) -> None:
-    once = find_max_size(device(limit), capacity=capacity, confirm=1)
-    assert find_max_size(device(limit), capacity=capacity) == replace(once, trials=once.trials + more)
+def test_without_readings_a_size_is_tried_twice_more(limit: int) -> None:
+    once = find_max_size(device(limit), confirm=1)
+    assert find_max_size(device(limit)) == replace(once, trials=once.trials + 2)
+
+
+@pytest.mark.parametrize(("limit", "more"), [(1, 1), (5, 0), (100, 0), (6_000, 0), (2**21, 0)])
+def test_a_reading_that_the_others_foretell_is_not_repeated(limit: int, more: int) -> None:
+    once = find_max_size(device(limit), capacity=CAPACITY, confirm=1)
+    assert find_max_size(device(limit), capacity=CAPACITY) == replace(once, trials=once.trials + more)
+
+
+def test_an_affine_law_is_found_in_four_trials() -> None:
+    trials = [find_max_size(device(limit), capacity=CAPACITY).trials for limit in (20, 100, 1_000, 20_000)]
+    assert max(trials) <= 4
+
+
+def test_readings_on_both_sides_of_their_curve_leave_room_before_memory_runs_out() -> None:
+    trials = [Scattering(limit, 0.02) for limit in range(100, 3_000, 100)]
+    searches = [find_max_size(trial, capacity=CAPACITY) for trial in trials]
+    assert mean(search.ooms for search in searches) < 1.2
+    assert mean(search.trials for search in searches) < 9
 
 
 def test_readings_that_scatter_far_below_the_capacity_take_no_room() -> None:

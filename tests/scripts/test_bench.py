@@ -60,7 +60,7 @@ def test_every_section_has_its_line_in_the_summary() -> None:
 
 def test_a_changed_cell_changes_the_summary_and_the_picture() -> None:
     changed = SECTIONS.replace("| can-train, with readings | 1.000 |", "| can-train, with readings | 0.500 |")
-    assert "| 0.500; 5.3; 0 |" in summary(changed)
+    assert "| 0.500; 3.9; 0 |" in summary(changed)
     assert picture(changed) != picture(SECTIONS)
 
 

@@ -39,6 +39,7 @@ _WORTHWHILE: Final = 0.01  # Relative gain that is worth another trial
 _MIN_SIZE_RATIO: Final = (
     1.05  # Smallest ratio of two sizes whose readings give a slope; closer ones give round-off and noise
 )
+_SCATTERED_RATIO: Final = 1.5  # Smallest such ratio where readings scatter
 # Smallest slope that is believed, as a share of the slope from zero, where size 0 is known to read 0.
 _MIN_SLOPE_SHARE: Final = 0.5
 # A search by halves ends at this relative distance below the smallest failure; half of it is lost on average.
@@ -47,11 +48,12 @@ _CLOSE: Final = 0.07
 # a failure does, and of sizes that fail as often as not one repetition would pass half.
 _REPEATED: Final = 2
 _REPEATED_BLIND: Final = 3
-_CONFIRMED: Final = 3  # Trials in a row that a size must fit in where trials scatter
+_CONFIRMED: Final = 2  # Trials in a row that a size must fit in where trials scatter; one more after an out-of-memory
 _STEADY: Final = 0.001  # Largest relative difference of two readings of a size that count as the same
 # Share of the size that is left free where trials scatter; twice as much after each further failure, up to half.
 _ROOM: Final = 0.05
 _MOST_ROOM: Final = 0.5
+_MOST_SHOWN: Final = 0.08  # Most of it that a single reading off the curve asks for
 _Reading = tuple[int, float]  # (size, peak)
 _UNITS: Final = 2**20  # Steps of the search up to the largest cost worth trying: finer than any sample matters
 _MOST_FILLED: Final = 16  # Samples that a packed batch is filled up with at most
@@ -87,11 +89,12 @@ def find_max_size(
 
     Without readings the size doubles until it fails, and the rest is searched by halves. With readings, a line or a
     parabola is fitted to them and the search jumps. The search ends within a few per cent of the largest size, not at
-    it, where another out-of-memory would buy no more than that. In the end the size found is tried again: once with
-    readings, twice without.
+    it, where another out-of-memory would buy no more than that. In the end the size found is tried again: twice without
+    readings; once with them, unless its peak was the one that the earlier readings foretell.
 
-    Where a repeated trial fails, or reads another peak near the capacity, trials scatter: a size that fitted once may
-    fail later. A size at least 5 % smaller is then taken, which has fitted three times in a row.
+    Where a repeated trial fails, or reads another peak near the capacity, or readings lie on both sides of the curve,
+    trials scatter: a size that fitted once may fail later. A size at least 5 % smaller is then taken, which has fitted
+    twice in a row, or three times where memory ran out before.
 
     Args:
         trial: Runs one size; raises an out-of-memory error where it does not fit, and may return its peak in bytes.
@@ -115,7 +118,7 @@ def find_max_size(
     if confirm is not None and (not isinstance(confirm, Integral) or confirm < 1):
         remedy = "Give the trials in a row that a size must fit in: 1 takes the first size found"
         raise ArgumentError("A size is confirmed by at least 1 trial", value=f"confirm {confirm!r}", remedy=remedy)
-    search = _Search(trial, capacity, fails=int(upper) + 1)
+    search = _Search(trial, capacity, fails=int(upper) + 1, sees_scatter=confirm is None)
     search.run(min(int(start), int(upper)))
     return SizeSearch(search.confirmed(confirm), search.trials, search.ooms)
 
@@ -134,6 +137,10 @@ class _Search:
     # Whether size 0 is known to read 0. A slope far below the one from there then shows that readings no longer tell
     # how much is needed: an allocator's cache has filled the device.
     from_zero: bool = False
+    sees_scatter: bool = False  # Whether readings off the curve leave room
+    room: float = 0.0  # Share of the capacity that is left free since readings scatter
+    sides: set[bool] = field(default_factory=set)  # Whether readings lay above the curve, or below
+    follows: bool = False  # Whether the last reading lies on the curve through those before it
     affordable: Callable[[int], int] = lambda size: size  # A size to try in place of another; 0 ends the search
 
     def run(self, start: int) -> None:
@@ -145,6 +152,7 @@ class _Search:
                 self.fits = size
             else:
                 self.fails = size
+            self._compare(size, peak, fitted=fitted)
             if peak is not None:
                 self.readings.append((size, peak))
             size = self._next_size()
@@ -166,8 +174,14 @@ class _Search:
         """Tries the size found again, and smaller ones where that fails, until one has fitted often enough."""
         size, fitted_in_a_row, room = self.fits, 1, _ROOM
         readings = [peak for at, peak in self.readings[-1:] if at == size]
-        needed = confirm or (_REPEATED if readings else _REPEATED_BLIND)
-        scatters = False
+        scatters = bool(self.room)
+        if scatters:
+            needed = _CONFIRMED + bool(self.ooms)
+        elif readings and self.follows:
+            # A reading that was foretold is as good as a second one that is the same.
+            needed = confirm or 1
+        else:
+            needed = confirm or (_REPEATED if readings else _REPEATED_BLIND)
         while size and fitted_in_a_row < needed:
             fitted, peak = self._try(size)
             fitted_in_a_row += 1
@@ -176,7 +190,7 @@ class _Search:
             differ = bool(readings) and max(readings) * (1 - _STEADY) > min(readings)
             # Readings make room once at most: later sizes must fit as often, or make room by failing.
             if confirm is None and not scatters and (not fitted or differ):
-                scatters, needed = True, _CONFIRMED
+                scatters, needed = True, _CONFIRMED + bool(self.ooms)
                 makes_room = not fitted or max(readings) > (1 - _ROOM) * (self.capacity or math.inf)
             if makes_room:
                 size = max(int(size * (1 - room)), int(fitted))
@@ -212,41 +226,80 @@ class _Search:
     def _jump(self, capacity: float) -> int:
         """Returns the size that the readings lead to; the last reading's where nothing is left to gain."""
         size, peak = self.readings[-1]
-        least_slope = _MIN_SLOPE_SHARE * peak / size if self.from_zero else 0.0
-        predicted = _extrapolate(self.readings, capacity, least_slope)
-        if predicted - size < max(1.0, _WORTHWHILE * size):
+        capacity *= 1 - self.room
+        if peak >= capacity:
             return size
-        if predicted > _LONG_JUMP * size:
-            predicted = _extrapolate(self.readings, peak + _LONG_JUMP_SHARE * (capacity - peak), least_slope)
+        curve = self._curve()
+        # One reading leads as far as through the origin.
+        predicted = curve.size_for(capacity) if curve else max(size * capacity / peak, size + 1.0)
+        if predicted - size < max(1.0, (self.room or _WORTHWHILE) * size):
+            return size
+        if curve and predicted > _LONG_JUMP * size and not self.follows:
+            predicted = curve.size_for(peak + _LONG_JUMP_SHARE * (capacity - peak))
         return int(min(predicted, size * _JUMP))
 
+    def _curve(self) -> _Curve | None:
+        if not self.readings:
+            return None
+        size, peak = self.readings[-1]
+        least_slope = _MIN_SLOPE_SHARE * peak / size if self.from_zero else 0.0
+        return _Curve.through(self.readings, _SCATTERED_RATIO if self.room else _MIN_SIZE_RATIO, least_slope)
 
-def _extrapolate(readings: list[_Reading], peak_bytes: float, least_slope: float) -> float:
-    """Returns the size whose peak, on the curve through the last readings, is `peak_bytes`."""
-    size, peak = readings[-1]
-    room = peak_bytes - peak
-    if room <= 0:
-        return size
-    # The last reading and up to two before it, each far enough from the next to give a slope.
-    apart = readings[-1:]
-    for reading in reversed(readings[:-1]):
-        if len(apart) < 3 and reading[0] * _MIN_SIZE_RATIO <= apart[0][0]:
-            apart.insert(0, reading)
-    slopes = [max((b[1] - a[1]) / (b[0] - a[0]), least_slope) for a, b in pairwise(apart)]
-    # Through the origin: the steepest line that has no negative base, so a safe size rather than the largest.
-    safe = max(size * peak_bytes / peak, size + 1.0)
-    if not slopes:
-        return safe
-    if slopes[-1] <= 0:
-        # The optimizer's memory hides the batch's, and nothing tells how much larger a batch must be to show.
-        return max(safe, size * _GROWTH)
-    if len(slopes) == 1 or slopes[1] <= slopes[0]:
-        return size + room / slopes[-1]
-    # Where the readings bend up, the parabola through them (Newton's form), solved for the step beyond the last.
-    (first, _), (second, _), _ = apart
-    bend = (slopes[1] - slopes[0]) / (size - first)
-    slope = slopes[1] + bend * (size - second)
-    return size + 2 * room / (slope + math.sqrt(slope**2 + 4 * bend * room))
+    def _compare(self, size: int, peak: float | None, *, fitted: bool) -> None:
+        """Notes whether a trial's outcome lies on the curve through the readings before it."""
+        curve = self._curve()
+        expected = curve.peak_at(size) if curve else 0.0
+        # An out-of-memory shows only that the peak was above the capacity.
+        shown = peak or (0.0 if fitted else self.capacity or 0.0)
+        self.follows = peak is not None and abs(peak - expected) <= _STEADY * peak
+        if not curve or not shown or self.follows or (peak is None and expected >= shown):
+            return
+        # Peaks may bend up, and those of a full allocator bend down: only readings that are off to both sides scatter.
+        self.sides.add(shown > expected)
+        if self.sees_scatter and len(self.sides) > 1:
+            self.room = max(self.room, _ROOM, min(abs(shown - expected) / shown, _MOST_SHOWN))
+
+
+class _Curve(NamedTuple):
+    """The line or parabola through the last readings, `peak + slope · d + bend · d²` at `d` above the last size."""
+
+    size: int
+    peak: float
+    slope: float
+    bend: float = 0.0
+
+    @classmethod
+    def through(cls, readings: list[_Reading], size_ratio: float, least_slope: float = 0.0) -> _Curve | None:
+        """Returns the curve; None where fewer than two readings are far enough apart to give a slope."""
+        # The last reading and up to two before it, each far enough from the next.
+        apart = readings[-1:]
+        for reading in reversed(readings[:-1]):
+            if len(apart) < 3 and reading[0] * size_ratio <= apart[0][0]:
+                apart.insert(0, reading)
+        slopes = [max((b[1] - a[1]) / (b[0] - a[0]), least_slope) for a, b in pairwise(apart)]
+        if not slopes:
+            return None
+        size, peak = apart[-1]
+        if len(slopes) == 1 or slopes[1] <= slopes[0]:
+            return cls(size, peak, slopes[-1])
+        # Where the readings bend up, the parabola through them (Newton's form).
+        bend = (slopes[1] - slopes[0]) / (size - apart[0][0])
+        return cls(size, peak, slopes[1] + bend * (size - apart[1][0]), bend)
+
+    def peak_at(self, size: int) -> float:
+        """Returns the peak of a size."""
+        beyond = size - self.size
+        return self.peak + self.slope * beyond + self.bend * beyond**2
+
+    def size_for(self, peak_bytes: float) -> float:
+        """Returns the size whose peak, not below the last reading's, is `peak_bytes`."""
+        room = peak_bytes - self.peak
+        # The safe step is through the origin: the steepest line that has no negative base.
+        safe = max(self.size * peak_bytes / self.peak, self.size + 1.0)
+        if self.slope <= 0:
+            # The optimizer's memory hides the batch's, and nothing tells how much larger a batch must be to show.
+            return max(safe, self.size * _GROWTH)
+        return self.size + 2 * room / (self.slope + math.sqrt(self.slope**2 + 4 * self.bend * room))
 
 
 class Peak(NamedTuple):
