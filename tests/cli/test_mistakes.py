@@ -43,8 +43,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("+training.foo=1", "Unknown setting: 'training.foo'. Nearest: training.lr,"),
-        ("++training.foo=1", "Unknown setting: 'training.foo'. Nearest: training.lr,"),
+        ("+training.lrs=1", "Unknown setting: 'training.lrs'. Nearest: training.lr,"),
+        ("++training.lrs=1", "Unknown setting: 'training.lrs'. Nearest: training.lr,"),
         ("+dataset.foo=1", "Unknown setting: 'dataset.foo'. Nearest: dataset.format,"),
         ("lr=0.1", "Unknown setting: 'lr'. Nearest: training.lr,"),
         ("hiden=3", "Unknown setting: 'hiden'. Nearest: model.hidden,"),

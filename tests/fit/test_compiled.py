@@ -212,7 +212,7 @@ def test_a_model_that_is_compiled_again_and_again_is_computed_as_it_is() -> None
 
     model, notices = Counted(4, 1), list[str]()
     made = compiled(model, backend := Counting(), notices)
-    with compiler_limits("default"):
+    with compiler_limits():
         for _ in range(40):
             made.attempt(lambda: model(X))
     assert 1 < backend.graphs < 20

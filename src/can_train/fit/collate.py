@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from can_train.errors import DataError
+from can_train.memory.meters import send
 
 
 def leaves(sample: Any) -> Iterator[Tensor]:
@@ -67,15 +68,6 @@ def pad_and_stack(samples: Sequence[Any]) -> Any:
         return replace(first, **{one.name: pad_and_stack([getattr(sample, one.name) for sample in samples])
                                  for one in fields(first)})  # fmt: skip
     return list(samples)
-
-
-def send(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copies a tensor to a device, as `dtype`, None: as its own type. On a GPU the host does not wait for the copy."""
-    if device.type == "cuda" and tensor.device.type == "cpu" and torch.cuda.is_initialized():
-        # From other memory than pinned memory, the host would wait for all that the GPU was given before. PyTorch keeps
-        # the pinned memory until the copy is done, and uses it again.
-        return tensor.to(dtype or tensor.dtype).pin_memory().to(device, non_blocking=True)
-    return tensor.to(device, dtype)
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -168,11 +168,8 @@ class CompiledModel:
 
 
 @contextmanager
-def compiler_limits(mode: str) -> Iterator[None]:
-    """Makes an error of a module that is compiled again and again in the block, if `training.compile` is not off."""
-    if mode == "off":
-        yield
-        return
+def compiler_limits() -> Iterator[None]:
+    """Makes an error of a module that is compiled again and again in the block."""
     # Once for a run: PyTorch takes a tenth of a millisecond to change its settings.
     with torch._dynamo.config.patch(recompile_limit=_MOST_VERSIONS, fail_on_recompile_limit_hit=True):
         yield
@@ -228,10 +225,10 @@ def compiles_on(meter: Meter) -> bool:
 
 
 def compile_notices(mode: str, meter: Meter) -> list[str]:
-    """Says how a value of `training.compile` acts on a device and on the plan, as sentences without a full stop."""
+    """Says how a value of `training.compile`, other than off, acts on a device and on the plan, as sentences without a
+    full stop.
+    """
     setting = f"training.compile={mode}"
-    if mode == "off":
-        return []
     if not compiles_on(meter):
         return [f"{setting} has no effect on a simulated GPU, which cannot count the memory of compiled code"]
     if meter.is_host:

@@ -336,7 +336,8 @@ class Planner:
             other_epochs=other_epochs,
         )
         notices = [*self.task.notices(), *self.meter.notices]
-        notices += compile_notices(training.compile, self.meter)
+        if training.compile != "off":
+            notices += compile_notices(training.compile, self.meter)
         notices += _format_notices(training, self.model, self.meter)
         if training.order == "bucketed":
             notices.append(

@@ -549,3 +549,12 @@ def tensors_of(resident: Iterable[Resident]) -> Iterator[Tensor]:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
         else:
             yield from holder
+
+
+def send(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copies a tensor to a device, as `dtype`, None: as its own type. On a GPU the host does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and torch.cuda.is_initialized():
+        # From other memory than pinned memory, the host would wait for all that the GPU was given before. PyTorch keeps
+        # the pinned memory until the copy is done, and uses it again.
+        return tensor.to(dtype or tensor.dtype).pin_memory().to(device, non_blocking=True)
+    return tensor.to(device, dtype)

@@ -258,7 +258,8 @@ def _run_attempt(parts: Parts) -> Outcome:
     parts.ranks.on_rank0(lambda: check_inputs_unchanged(folder, parts.task))
     rule = factor_rule(parts.run, parts.meter.key, parts.reporter, run_id=folder.run_id)
     training = parts.training
-    with parts.meter.active(), tf32(training, parts.meter.device), compiler_limits(training.compile):
+    limits = nullcontext() if training.compile == "off" else compiler_limits()
+    with parts.meter.active(), tf32(training, parts.meter.device), limits:
         session = make_session(parts, rule)
         # Writes the observation, which later runs learn from, when the block is left.
         with recording_observation(session):

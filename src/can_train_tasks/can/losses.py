@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.fit.collate import send
+from can_train.memory.meters import send
 from can_train.task import Outputs
 from can_train_tasks.can.data.batches import GraphBatch, scatter
 from can_train_tasks.can.data.graphs import Bools, Floats, Ints

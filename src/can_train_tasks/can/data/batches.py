@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from can_train.fit.collate import send
 from can_train.fit.packing import members
+from can_train.memory.meters import send
 from can_train.task import Feature
 from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
 
