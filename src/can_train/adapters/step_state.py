@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from can_train.fit.collate import leaves
 from can_train.fit.optimizer import Generators
+from can_train.fit.rescue import add_to_earlier
 
 # Parts of a module that are restored by other means than its attributes, or that no step changes.
 _MODULE_PARTS: Final = frozenset(vars(nn.Module())) - {"training"}
@@ -402,14 +403,11 @@ def _kept_of(owner: Any, values: Mapping[str, Any]) -> frozenset[str]:
 
 def add_to_gradients(earlier: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
     """Adds the gradients of parameters to earlier ones, in place, as autograd accumulates."""
-    for parameter, gradient in earlier:
-        if gradient is not None and parameter.grad is not None:
-            if gradient.layout == parameter.grad.layout and gradient.dtype == parameter.grad.dtype:
-                gradient.add_(parameter.grad)
-            else:
-                gradient = gradient + parameter.grad
-        if gradient is not None:
-            parameter.grad = gradient
+    for parameter, gradient, more in add_to_earlier(earlier):
+        if gradient.layout == more.layout and gradient.dtype == more.dtype:
+            gradient.add_(more)
+        else:
+            parameter.grad = gradient + more
 
 
 def _is_number(value: Any) -> bool:

@@ -340,22 +340,7 @@ class Undo:
 
     def merge(self) -> None:
         """Adds the gradients that were set aside to the try's gradients; the try cannot be undone from then on."""
-        # In one loop: in a small model, most of the time that a part takes beside its passes is spent here.
-        sums, gradients, apart = [], [], []
-        for leaf, earlier in self._aside:
-            if earlier is None:
-                continue
-            if (more := leaf.grad) is not None:
-                if type(more) is Tensor and earlier.dtype is more.dtype and more.layout is earlier.layout is _STRIDED:
-                    sums.append(earlier)
-                    gradients.append(more)
-                else:
-                    apart.append((earlier, more))
-            leaf.grad = earlier
-        # As autograd accumulates: the same bits, and no memory beside the two.
-        if sums:
-            torch._foreach_add_(sums, gradients)
-        for earlier, more in apart:
+        for _, earlier, more in add_to_earlier(self._aside):
             _add_sparse_gradient(earlier, more, self._meter)
         self._aside = []
 
@@ -396,6 +381,30 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
         nodes += [following for following, _ in node.next_functions]
+
+
+def add_to_earlier(aside: Sequence[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Adds the gradients of leaves to gradients that were set aside, in place, and gives the leaves these sums back. As
+    autograd accumulates: the same bits, and no memory beside the two.
+
+    Returns:
+        Leaf, earlier gradient and gradient, where the two cannot be added with the others: the caller adds them.
+    """
+    # In one loop: in a small model, most of the time that a part takes beside its passes is spent here.
+    sums, gradients, apart = [], [], []
+    for leaf, earlier in aside:
+        if earlier is None:
+            continue
+        if (more := leaf.grad) is not None:
+            if type(more) is Tensor and earlier.dtype is more.dtype and more.layout is earlier.layout is _STRIDED:
+                sums.append(earlier)
+                gradients.append(more)
+            else:
+                apart.append((leaf, earlier, more))
+        leaf.grad = earlier
+    if sums:
+        torch._foreach_add_(sums, gradients)
+    return apart
 
 
 def _add_sparse_gradient(earlier: Tensor, more: Tensor, meter: Meter) -> None:
