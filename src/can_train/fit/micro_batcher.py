@@ -227,9 +227,11 @@ class _Totals:
 
     def result(self, ooms: int) -> BatchResult:
         """Returns the result of the batch, during which memory ran out `ooms` times."""
+        numbers = {term: own for term, own in self._denominators.items() if not isinstance(own, Tensor)}
+        all_known = len(numbers) == len(self._denominators)
         return BatchResult(
             means=LateNumbers(self._means),
-            denominators=LateNumbers(self._denominators),
+            denominators=numbers if all_known else LateNumbers(self._denominators),
             micro_batches=tuple(self._sizes),
             largest_cost=self.largest_cost,
             cost_after_rescue=self._cost_after_rescue,
