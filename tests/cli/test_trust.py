@@ -38,6 +38,7 @@ LINES = {
     "resume": ["resume RUN DIRS", "resume RUN --epochs 3 DIRS", "resume FOLDER --here STATE"],
     "evaluate": ["evaluate RUN DIRS", "evaluate FOLDER", "evaluate RUN --dataset synthetic DIRS"],
     "detect": ["detect RUN DIRS", "detect FOLDER"],
+    "export": ["export RUN HTML.pt DIRS", "export FOLDER HTML.pt"],
     "resubmit": ["resubmit RUN --seed 1 DIRS", "resubmit RUN --submit --cluster local DIRS"],
     "pipeline": [f"pipeline {SMALL} DIRS"],
     "completion": ["completion bash"],
@@ -46,8 +47,8 @@ LINES = {
 }  # fmt: skip
 """Lines of every command, with each way to name a run that it has."""
 
-ABOUT_RUNS = ("runs", "show", "compare", "report", "resume", "evaluate", "detect", "resubmit")
-NEED_CODE = ("resume", "evaluate", "detect", "resubmit")
+ABOUT_RUNS = ("runs", "show", "compare", "report", "resume", "evaluate", "export", "detect", "resubmit")
+NEED_CODE = ("resume", "evaluate", "export", "detect", "resubmit")
 
 
 @pytest.fixture(scope="module")

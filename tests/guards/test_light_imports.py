@@ -56,7 +56,7 @@ def packages_imported_by(statement: str, *arguments: str, home: Path) -> set[str
         (COMMAND_LINE, ["factors", "--help"], FRAMEWORKS),
         *((COMMAND_LINE, [command, "--help"], FRAMEWORKS | LIBRARIES) for command in ABOUT_RUNS),
         (COMMAND_LINE, ["doctor", "--help"], FRAMEWORKS | LIBRARIES),
-        *((COMMAND_LINE, [command, "--help"], FRAMEWORKS | LIBRARIES) for command in ("evaluate", "detect")),
+        *((COMMAND_LINE, [command, "--help"], FRAMEWORKS | LIBRARIES) for command in ("evaluate", "export", "detect")),
         (COMMAND_LINE, ["runs"], FRAMEWORKS),
         (COMMAND_LINE, ["status", "made-here"], FRAMEWORKS | LIBRARIES),
         (COMMAND_LINE, ["cancel", "made-here"], FRAMEWORKS | LIBRARIES),

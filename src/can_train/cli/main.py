@@ -63,22 +63,24 @@ _COMMANDS: Final = {
     "cancel": "stop a run, which saves itself first",
     "resume": "continue a run, also beyond its end: --epochs N",
     "evaluate": "judge a finished run on its own data or others: --dataset",
+    "export": "write its model as a file: .safetensors or .pt",
     "resubmit": "a new run like it with other settings: --lr 0.01",
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",
 }
 # Files of commands that are not in a file of their name.
 _MODULES: Final = {"status": "runs", "compare": "show", "report": "show", "resubmit": "train", "after-job": "train"}
-_ARGUMENTS: Final = {"factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL"} | dict.fromkeys(
-    ("show", "status", "logs", "cancel", "resume", "evaluate", "resubmit"), "RUN"
-)
+_ARGUMENTS: Final = {
+    "factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL", "export": "RUN FILE",
+    **dict.fromkeys(("show", "status", "logs", "cancel", "resume", "evaluate", "resubmit"), "RUN"),
+}  # fmt: skip
 
 # Commands of scripts, which no help shows: of jobs, and of shells that complete a line.
 _JOB_COMMAND: Final = "after-job"
 _COMPLETE: Final = "complete-line"
 
 # Commands that several processes of a launcher would each do for themselves. Training forms one run of them.
-_OF_ONE_PROCESS: Final = ("demo", "evaluate", "pipeline")
+_OF_ONE_PROCESS: Final = ("demo", "evaluate", "export", "pipeline")
 
 _ON: Final = ("true", "yes", "on", "1")
 _OFF: Final = ("false", "no", "off", "0")
