@@ -221,6 +221,19 @@ class BatchTask(ABC):
         """
         return nullcontext()
 
+    def resident_data(self) -> Mapping[str, NDArray[Any]]:
+        """Returns the arrays of all samples, by name, so that batches can be gathered from a copy of these arrays on
+        the device. The default is none: batches are made on the host.
+        """
+        return {}
+
+    def bind_data(self, data: Mapping[str, "Tensor"]) -> None:  # noqa: B027 - optional
+        """Receives the arrays of `resident_data` as tensors on the device, from which batches are gathered from then
+        on; an empty mapping: batches are made on the host again. A batch has the same bits in both cases.
+
+        Copies of the task for phases share the tensors.
+        """
+
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [R, len(memory_features)]: each sample's own count of each, which a batch sums or pads."""
         return np.ones((len(rows), len(self.memory_features)))

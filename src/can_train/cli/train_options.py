@@ -92,7 +92,7 @@ GROUPS: Final[Groups] = (
      """memory micro_batch_size min_micro_batch_size adaptive_micro_batch backoff_factor oom_retries regrow oversize
      accumulation accumulation_splits accumulation_threshold accumulation_target_mib accumulation_max_splits
      gradient_accumulation_steps preflight_threshold min_steps_per_epoch steps_per_epoch
-     find_batch_size_steps_per_trial tf32 channels_last compile cuda_empty_cache_interval
+     find_batch_size_steps_per_trial data_on_device tf32 channels_last compile cuda_empty_cache_interval
      cuda_empty_cache_threshold_mib use_adaptive_batch_size_factor graph_memory_safety_factor"""),
     ("Plan and output", "dry_run target_gpu quiet verbose",
      "target_memory show_config json tracker runs_dir data_root state_dir"),

@@ -248,6 +248,7 @@ DEFAULT_TARGET_MIB = 2048.0  # of a micro-batch, which `accumulation_target_mib=
 
 CHOICES: Final = {
     "compile": ("off", "default", "max-autotune", "cudagraphs"),
+    "data_on_device": ("auto", "on", "off"),
     "find_batch_size": ("auto", "max", "opt", "off"),
     "accumulation": ("even", "divisor"),
     "oversize": ("error", "skip"),
@@ -401,6 +402,8 @@ class TrainingSettings:
     """Epochs between validations."""
     order: str = "shuffled"
     """Order of training samples: shuffled, or bucketed: batches of samples of about the same size, which pad less."""
+    data_on_device: str = "auto"
+    """Keep small data on the GPU and make batches there: on, off, or auto: where micro-batches stay as they are."""
     num_workers: str = "auto"
     """Processes that read samples ahead; auto: as many as processors, up to 8, where reading takes time; 0: none."""
     log_splits: bool = False

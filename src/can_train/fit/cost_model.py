@@ -16,6 +16,7 @@ import numpy as np
 from can_train.errors import ArgumentError, DoesNotFitError
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of
 from can_train.io.units import size_text
+from can_train.memory.catalogue import predicted_room
 from can_train.task import Feature
 
 if TYPE_CHECKING:
@@ -177,6 +178,18 @@ class SearchResult:
         fits = max(self.cost_within(room_bytes), 0.0)
         return self if fits >= self.tuned_limit else replace(self, tuned_limit=fits, capped=False)
 
+    def beside(self, num_bytes: float, room_bytes: float) -> SearchResult:
+        """Returns the limit beside other tensors of `num_bytes`; negative: without them. A search that memory did not
+        end keeps its limit as far as all fits into `room_bytes`, which are predicted to hold tensors.
+        """
+        below = tuple((cost, peak + num_bytes) for cost, peak in self.model.below)
+        model = replace(self.model, base_bytes=self.model.base_bytes + num_bytes, below=below)
+        beside = replace(self, model=model)
+        fits = self.tuned_limit - num_bytes / self.measured_ratio
+        if self.capped:
+            fits = min(max(fits, beside.cost_within(room_bytes)), self.tuned_limit)
+        return replace(beside, tuned_limit=max(fits, 0.0), capped=self.capped and fits == self.tuned_limit)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
@@ -218,6 +231,18 @@ class DeviceLimits:
             capacity_bytes=capacity_bytes,
             training=self.training.predicted_within(room_bytes),
             evaluation=self.evaluation.predicted_within(room_bytes),
+        )
+
+    def beside(self, num_bytes: int) -> DeviceLimits:
+        """Returns the limits beside other tensors of `num_bytes`, which are on the device all the time; negative:
+        without them.
+        """
+        room_bytes = predicted_room(self.capacity_bytes)
+        return replace(
+            self,
+            training=self.training.beside(num_bytes, room_bytes),
+            evaluation=self.evaluation.beside(num_bytes, room_bytes),
+            optimizer_peak_bytes=self.optimizer_peak_bytes + num_bytes,
         )
 
     def peak_interval(self, peak_bytes: float, cost: float) -> tuple[float, float]:

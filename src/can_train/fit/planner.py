@@ -31,7 +31,7 @@ from can_train.fit.optimizer import (
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.plan import PhasePlan, PlanRequest, bucketed, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
-from can_train.memory.catalogue import cards_that_hold
+from can_train.memory.catalogue import cards_that_hold, predicted_room
 from can_train.memory.cuda_workspaces import AMPERE, Capability, capability_of
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter
 from can_train.task import Phase
@@ -65,6 +65,15 @@ class PredictedLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataPlacement:
+    """Where the data of a run are, which batches can be gathered from."""
+
+    num_bytes: int = 0  # Their size; 0: the task's batches are made on the host
+    on_device: bool = False
+    reason: str = ""  # Why they are there, as a clause
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """The plan of a run with its basis."""
 
@@ -77,6 +86,7 @@ class RunPlan:
     phase: str = ""  # Name of the phase that it is for; empty where there is one only
     later: tuple[RunPlan, ...] = ()  # The plans of the phases after the first
     fixed_size: PredictedLimit | None = None  # Prediction for micro-batches whose size was given
+    data: DataPlacement = DataPlacement()  # Of the run, in the plan of its first phase; the limits include the data
 
     @property
     def phases(self) -> tuple[RunPlan, ...]:
@@ -122,6 +132,15 @@ class RunPlan:
         if self.limits is None:
             return None
         return self.limits.step_peak_bytes(self.phase_plan.largest_cost, self.phase_plan.largest_later_cost)
+
+    def without_data(self, reason: str) -> RunPlan:
+        """Returns the plan with the data back on the host, for a reason."""
+        if not self.data.on_device:
+            return self
+        first, *later = (phase if phase.limits is None
+                         else replace(phase, limits=phase.limits.beside(-self.data.num_bytes))
+                         for phase in self.phases)  # fmt: skip
+        return replace(first, later=tuple(later), data=replace(self.data, on_device=False, reason=reason))
 
     def to_plain(self) -> dict[str, Any]:
         """Returns strict JSON values: an infinite limit is null."""
@@ -285,6 +304,34 @@ class Planner:
             return ours
         return self._again(agreed, ours.limits, factor)
 
+    @cached_property
+    def data_bytes(self) -> int:
+        """Bytes of the data that batches can be gathered from; estimated where the task holds a sample of them."""
+        rows = self.task.train_rows
+        size = sum(array.nbytes for array in self.task.resident_data().values())
+        # A plan repeats the rows of a sample.
+        return round(size * len(rows) / max(len(np.unique(rows)), 1)) if size else 0
+
+    def beside_data(self, plan: RunPlan, factor: FactorRule) -> RunPlan:
+        """Plans the same batch with the data on the device; raises DoesNotFitError."""
+        assert plan.limits is not None, "limits decide how a batch is cut"
+        limits = plan.limits.beside(self.data_bytes)
+        need, least = limits.optimizer_peak_bytes, min(limits.training.tuned_limit, limits.evaluation.tuned_limit)
+        if need > limits.capacity_bytes or least <= 0:
+            raise self._data_error(need, limits.capacity_bytes)
+        oversize = self._oversize(limits.training)
+        if len(oversize[~np.isin(oversize, plan.skipped)]):
+            raise self._data_error(limits.training.peak_bytes(limits.training.tuned_limit), limits.capacity_bytes)
+        return self._again(plan, limits, factor)
+
+    def _data_error(self, need_bytes: float, capacity_bytes: int) -> DoesNotFitError:
+        return DoesNotFitError(
+            "The data must fit on the device beside a training step (training.data_on_device=on)",
+            value=f"they take {size_text(self.data_bytes)} of {size_text(capacity_bytes)}",
+            remedy="Give --data-on-device auto",
+            details=OutOfMemoryDetails(need_bytes=round(need_bytes)),
+        )
+
     def explore(
         self, request: PlanRequest, factor: float, *, held_bytes: int = 0, earlier: EarlierSearch | None = None
     ) -> DeviceLimits:
@@ -412,7 +459,52 @@ class Planners:
 
     def make(self, factor: FactorRule) -> RunPlan:
         """Makes the plan; raises as `Planner.make` does."""
-        return self.joined([planner.make(factor) for planner in self.phases], factor)
+        plan = self.joined([planner.make(factor) for planner in self.phases], factor)
+        return self.place_data(plan, factor)
+
+    def place_data(self, plan: RunPlan, factor: FactorRule) -> RunPlan:
+        """Decides whether the data live on the device, and plans the same batch beside them.
+
+        Raises:
+            DoesNotFitError: `training.data_on_device=on`, and they do not fit.
+        """
+        planner, setting = self.first, self.first.training.data_on_device
+        if not planner.data_bytes:
+            return plan
+        key = planner.meter.key if plan.limits is None else plan.limits.device_key
+        if setting == "off" or key.startswith("cpu-"):
+            why = f"training.data_on_device={setting}" if setting == "off" else "the device is the host"
+            return self._placed(plan, on_device=False, reason=why)
+        if not all(phase.limits and phase.phase_plan.safety_factor is not None for phase in plan.phases):
+            return self._place_unsearched(plan)
+        try:
+            beside = [each.beside_data(phase, factor) for each, phase in zip(self.phases, plan.phases, strict=True)]
+        except DoesNotFitError:
+            if setting == "on":
+                raise
+            return self._placed(plan, on_device=False, reason="they do not fit beside a training step")
+        both, reason = [*zip(plan.phases, beside, strict=True)], "training.data_on_device=on"
+        if setting != "on":
+            if not all(_is_cut_alike(phase, other) for phase, other in both):
+                return self._placed(plan, on_device=False, reason="micro-batches would be smaller beside them")
+            beside, reason = [_within(*phases) for phases in both], "micro-batches are as large as without them"
+        return self._placed(replace(beside[0], later=tuple(beside[1:])), on_device=True, reason=reason)
+
+    def _place_unsearched(self, plan: RunPlan) -> RunPlan:
+        """Decides for micro-batches whose size was given, by the peak that is predicted of them."""
+        planner = self.first
+        if planner.training.data_on_device == "on":
+            return self._placed(plan, on_device=True, reason="training.data_on_device=on")
+        sizes, room_bytes = [phase.fixed_size for phase in plan.phases], predicted_room(planner.meter.capacity_bytes)
+        if not all(sizes):
+            return self._placed(plan, on_device=False, reason="nothing predicts the memory of a step")
+        peak = max(size.base_bytes + size.largest_cost for size in sizes if size is not None)
+        if peak + planner.data_bytes > room_bytes:
+            return self._placed(plan, on_device=False, reason="they do not fit beside a training step")
+        return self._placed(plan, on_device=True, reason="they fit beside micro-batches of the given size")
+
+    def _placed(self, plan: RunPlan, *, on_device: bool, reason: str) -> RunPlan:
+        return replace(plan, data=DataPlacement(num_bytes=self.first.data_bytes, on_device=on_device, reason=reason))
 
     def joined(self, plans: Sequence[RunPlan], factor: FactorRule) -> RunPlan:
         """Joins the plans of all phases: with the smallest of their logical batches, and the samples that all keep."""
@@ -423,13 +515,13 @@ class Planners:
         """Plans anew how a plan's logical batch is cut; `held_bytes` of all optimizers' state are there already."""
         first, *later = (planner.replan_same_batch(phase, factor, held_bytes=held_bytes)
                          for planner, phase in zip(self.phases, frozen.phases, strict=True))  # fmt: skip
-        return replace(first, later=tuple(later))
+        return replace(first, later=tuple(later), data=frozen.data)
 
     def common(self, plans: Sequence[RunPlan], ours: RunPlan, factor: FactorRule) -> RunPlan:
         """Plans the smallest logical batch of all ranks' plans, without the samples that any of them leaves out."""
         first, *later = (planner.common([plan.phases[number] for plan in plans], ours.phases[number], factor)
                          for number, planner in enumerate(self.phases))  # fmt: skip
-        return replace(first, later=tuple(later))
+        return replace(first, later=tuple(later), data=ours.data)
 
 
 def still_fits(plan: RunPlan, meter: Meter) -> bool:
@@ -439,6 +531,20 @@ def still_fits(plan: RunPlan, meter: Meter) -> bool:
         or (phase.limits.device_key == meter.key and (phase.predicted_peak_bytes or 0.0) <= meter.capacity_bytes)
         for phase in plan.phases
     )
+
+
+def _is_cut_alike(plan: RunPlan, beside: RunPlan) -> bool:
+    """Tells whether micro-batches, and parts of an evaluation, are as large beside the data as without them."""
+    before, after = plan.phase_plan, beside.phase_plan
+    sizes = [(after.largest_cost, before.largest_cost), (beside.evaluation_limit.cost, plan.evaluation_limit.cost)]
+    return after.most_parts == before.most_parts and all(new >= old * (1 - ROUNDING) for new, old in sizes)
+
+
+def _within(plan: RunPlan, beside: RunPlan) -> RunPlan:
+    """Returns a plan with the limits of another, within which it is cut alike."""
+    rules, safety_factor = beside.phase_plan.rules, beside.phase_plan.safety_factor
+    phase_plan = replace(plan.phase_plan, rules=rules, safety_factor=safety_factor)
+    return replace(plan, limits=beside.limits, factor=beside.factor, phase_plan=phase_plan)
 
 
 def _price(task: BatchTask, rows: Rows, phase: SearchResult | None) -> BatchCosts:

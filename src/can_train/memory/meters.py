@@ -5,16 +5,19 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from can_train.errors import ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
@@ -24,7 +27,7 @@ from can_train.memory.cuda_workspaces import SUM_BYTES_PER_THREAD, Capability, c
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.simulated.allocator import PLAIN, AllocatorSettings, no_contention
-from can_train.memory.simulated.gpu import LiveStorageTracker, SimulatedGpu
+from can_train.memory.simulated.gpu import LiveStorageTracker, SimulatedGpu, StorageTracker
 
 # Most bytes that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not
 # tell whose memory is whose, so bytes beyond this that are missing at the start count as held by other processes.
@@ -557,4 +560,19 @@ def send(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None)
         # From other memory than pinned memory, the host would wait for all that the GPU was given before. PyTorch keeps
         # the pinned memory until the copy is done, and uses it again.
         return tensor.to(dtype or tensor.dtype).pin_memory().to(device, non_blocking=True)
-    return tensor.to(device, dtype)
+    moved = tensor.to(device, dtype)
+    if device.type == "cpu":
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, StorageTracker):
+                moved = mode.arrive(moved)
+    return moved
+
+
+def send_positions(parts: Sequence[NDArray[np.int64]], device: torch.device) -> Sequence[Tensor]:
+    """Copies arrays of positions to a device in one transfer, with 32 bits each where those suffice. The results are
+    views of one tensor.
+    """
+    joined = np.concatenate(parts)
+    fits = not len(joined) or joined.max() <= np.iinfo(np.int32).max
+    sent = send(torch.from_numpy(joined.astype(np.int32) if fits else joined), device)
+    return [*torch.split(sent, [*map(len, parts)])]

@@ -200,7 +200,8 @@ class _ExploredRun:
         """Resolves the plan for a target, or returns the reason why there is none."""
         rule = factor_rule(self._planners.first.run, target.key, self._planners.first.reporter)
         try:
-            return self._planners.joined([phase.plan_for(target, rule) for phase in self._phases], rule), None
+            plan = self._planners.joined([phase.plan_for(target, rule) for phase in self._phases], rule)
+            return self._planners.place_data(plan, rule), None
         except DoesNotFitError as error:
             return None, error
 

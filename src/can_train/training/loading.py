@@ -6,14 +6,17 @@ import hashlib
 import io
 import json
 import shlex
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.compose import from_plain
@@ -23,7 +26,7 @@ from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutO
 from can_train.fit.optimizer import Precision, freeze, seed_everything, use_channels_last
 from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
 from can_train.memory.meters import Meter
-from can_train.memory.out_of_memory import headline, is_host_memory
+from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
 from can_train.runs.trust import CodeTrust
@@ -116,6 +119,53 @@ def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter) -> nn.Module:
         raise DoesNotFitError("The model must fit into memory", value=headline(error),
                               remedy="Choose a smaller model by its settings (--set)",
                               details=OutOfMemoryDetails(of_host=True)) from error  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class ResidentData:
+    """The data of a task that live on the device, where its plan says so.
+
+    Attributes:
+        tensors: Everything that stays on the device beside the model; the data are added.
+    """
+
+    task: BatchTask
+    meter: Meter
+    tensors: list[Tensor]
+    _data: list[Tensor] = field(default_factory=list, init=False)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the data are on the device."""
+        return bool(self._data)
+
+    def move_to_device(self) -> bool:
+        """Copies the data to the device, for batches that are gathered there; returns whether there was room."""
+        with CatchOutOfMemory():
+            data = {name: _copied(array, self.meter.device) for name, array in self.task.resident_data().items()}
+            self._data = [*data.values()]
+            self.tensors += self._data
+            self.task.bind_data(data)
+        if not self._data:
+            self.meter.release()
+        return self.is_there
+
+    def move_to_host(self) -> None:
+        """Frees the data's memory on the device; batches are gathered on the host again."""
+        self.task.bind_data({})
+        moved = {id(tensor) for tensor in self._data}
+        # In place, since plans and the monitor share the list.
+        self.tensors[:] = [tensor for tensor in self.tensors if id(tensor) not in moved]
+        self._data = []
+        self.meter.release()
+
+
+def _copied(array: NDArray[Any], device: torch.device) -> Tensor:
+    with warnings.catch_warnings():
+        # Prepared data are mapped, and nothing writes into them.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        host = torch.from_numpy(np.ascontiguousarray(array))
+    return torch.empty(host.shape, dtype=host.dtype, device=device).copy_(host)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,9 @@ def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
         least, most = (end / limits.capacity_bytes for end in limits.peak_interval(peak, plan.largest_cost))
         around = f"± {most - share:.1%}" if not limits.saved_share else f"({least:.1%} to {most:.1%})"
         lines.append(("predicted peak", f"{size_text(peak)}, {share:.1%} {around} of what is usable"))
+    if (data := run_plan.data).num_bytes:
+        where = "live on the device" if data.on_device else "stay on the host"
+        lines.append(("data", f"{size_text(data.num_bytes)} {where}: {data.reason}"))
     return lines
 
 
@@ -179,7 +182,7 @@ def dry_json(config: Mapping[str, Any], key: str, plans: Sequence[DryPlan]) -> d
             "reference_models": [asdict(plan) for plan in dry.reference_models],
         })  # fmt: skip
         if dry.plan is not None:
-            objects[-1] |= _plan_json(dry.plan)
+            objects[-1] |= _plan_json(dry.plan) | {"data": asdict(dry.plan.data)}
             if dry.plan.later:
                 objects[-1]["phases"] = [{"phase": phase.phase, **_plan_json(phase)} for phase in dry.plan.phases]
     data = {"num_train_samples": first.num_samples, "is_estimate": bool(first.sample_note), "note": first.sample_note}

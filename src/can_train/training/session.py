@@ -38,6 +38,7 @@ from can_train.fit.optimizer import (
 from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, order_by_epoch, packed_rows, still_fits
 from can_train.fit.rescue import Backoff
 from can_train.io.records import read_text, write_json_atomic
+from can_train.io.units import size_text
 from can_train.memory.meters import Meter
 from can_train.memory.monitor import LeakWatch, MemoryMonitor
 from can_train.memory.out_of_memory import is_out_of_memory
@@ -49,7 +50,7 @@ from can_train.runs.trackers import Tracker
 from can_train.task import BatchTask, Phase, TaskInEpoch, UpcomingBatch
 from can_train.training.distributed import Ranks
 from can_train.training.inference import rescue_settings
-from can_train.training.loading import Checkpoints
+from can_train.training.loading import Checkpoints, ResidentData
 
 if TYPE_CHECKING:
     from can_train.training.reference_models import ReferenceModels
@@ -177,6 +178,7 @@ class Session(Parts):
         best: Weights of the lowest validation loss; on rank 0 alone.
         stop_signal: A signal that some rank has received, known to all of them; None: none.
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
+        data: The task's data on the device.
         is_thawed: Whether other parameters are trained than at first, by other plans than those in the run folder.
     """
 
@@ -184,6 +186,7 @@ class Session(Parts):
     plans: InitVar[Sequence[RunPlan]]
     steps_done: InitVar[int]
     reference_models: ReferenceModels
+    data: ResidentData
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Any] = field(default_factory=dict)
     stop_signal: int | None = None
@@ -330,6 +333,10 @@ class Session(Parts):
         """Records an out-of-memory of any phase: the monitor's peak since then is all phases'."""
         for engine in self.engines:
             engine.record_rescue()
+        if self.data.is_there:
+            size = size_text(self.own_plan.data.num_bytes)
+            self.data.move_to_host()
+            self.reporter.notice(f"Memory ran out: the data leave the device, {size}; batches come from the host")
 
     def replan_if_thawed(self) -> None:
         """Plans anew where other parameters are trained than the plans count; the logical batch stays."""
@@ -620,7 +627,7 @@ def resolve_plans(planners: Planners, ranks: Ranks, factor: FactorRule, first_pa
         if not factor.after_oom or factor.decided is None:
             return plan
         # The attempt before ran out of memory and lowered the factor: the same logical batch is split finer.
-        return _split_finer(plan, factor.decided)
+        return _split_finer(plan.without_data("memory ran out beside them"), factor.decided)
 
     return ranks.gather(finish)
 
@@ -651,7 +658,9 @@ def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan 
         if still_fits(own, planner.meter):
             return own
         planner.reporter.notice("The plan was made for another device: its batch is kept, and cut as this one needs")
-    return planners.make(factor) if first.limits is None else planners.replan_same_batch(first, factor)
+    if first.limits is None:
+        return planners.make(factor)
+    return planners.place_data(planners.replan_same_batch(first, factor), factor)
 
 
 def _read_plan(path: Path) -> RunPlan | None:

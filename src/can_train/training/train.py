@@ -72,7 +72,7 @@ from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores,
 from can_train.task import BatchTask
 from can_train.training.distributed import Forms, RankFailedError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
-from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
+from can_train.training.loading import ResidentData, check_inputs_unchanged, fresh_model, load_task, start_from
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
@@ -305,9 +305,14 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
                                           ranks=ranks.size, reference_tensors=resident))  # fmt: skip
     plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
     _show_plan(parts, plans[ranks.rank], references)
+    # After the plan, whose limits count them; each rank decides for its own device.
+    data = ResidentData(task=task, meter=meter, tensors=resident)
+    if plans[ranks.rank].data.on_device and not data.move_to_device():
+        reporter.notice("The data stay on the host: there is no room for them on the device any more")
     seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
-    session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references)
+    session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references,
+                      data=data)  # fmt: skip
     if checkpoint is not None:
         checkpoint = session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
@@ -828,7 +833,8 @@ def _observation(
 
 def _found_limits(session: Session) -> dict[str, RememberedLimits]:
     """Returns the limits of all phases, for a later plan to confirm; none where any search was cut short."""
-    plans = session.own_plan.phases
+    # A search runs while the data are on the host.
+    plans = session.own_plan.without_data("a later search runs without them").phases
     phases = [phase for plan in plans if plan.limits for phase in (plan.limits.training, plan.limits.evaluation)]
     if session.is_thawed or not all(phase.trials and not phase.untried for phase in phases):
         return {}

@@ -4,22 +4,25 @@ Shapes: B graphs of the batch, N nodes, E directed edges, A absences, R requeste
 of values in C groups.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from can_train.fit.packing import members
-from can_train.memory.meters import send
+from can_train.memory.meters import send, send_positions
 from can_train.task import Feature
-from can_train_tasks.can.data.graphs import FlatGraphs, Floats, Ints
+from can_train_tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 
 GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
 # Graphs whose self-loops are counted at a time, so that the comparison needs little memory besides the mapped edges.
 _COUNTED_GRAPHS: Final = 2**16
+_COMPARED_EDGES: Final = 2**20  # edges whose ends are compared at a time
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,6 +117,7 @@ class Gatherer:
     def __init__(self, flat: FlatGraphs) -> None:
         self._flat = flat
         self._edge_ends = flat.edge_index.T  # [E, 2], with both ends of an edge adjacent, as in the cache
+        self.on_device: Mapping[str, Tensor] = {}  # the `arrays` on a device; empty: they are on the host alone
 
     def __call__(self, rows: Ints | Tensor) -> GraphBatch:
         """Gathers the graphs `rows` [B], in that order."""
@@ -137,6 +141,59 @@ class Gatherer:
             absent_batch=torch.from_numpy(np.repeat(np.arange(len(rows)), absences.sizes)),
             label=torch.from_numpy(flat.label[rows].astype(np.int64)),
         )
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays that batches are gathered from."""
+        flat = self._flat
+        names = ("node_features", "behaviour", "past", "past_windows", "node_code", "edge_features", "absent_code",
+                 "absent_silence", "label", "ids")  # fmt: skip
+        return {name: getattr(flat, name) for name in names} | {"edge_ends": self._edge_ends}
+
+    def to(self, rows: Ints, device: torch.device, dtype: torch.dtype) -> GraphBatch:
+        """Gathers graphs `rows` [B] to a device, their features as `dtype`."""
+        if not self.on_device or self.on_device["label"].device != device:
+            return self(rows).to(device, dtype)
+        return self._gather_on_device(rows, device, dtype)
+
+    def _gather_on_device(self, rows: Ints, device: torch.device, dtype: torch.dtype) -> GraphBatch:
+        flat, data = self._flat, self.on_device
+        nodes, edges, absences = (members(ptr, rows) for ptr in (flat.node_ptr, flat.edge_ptr, flat.absent_ptr))
+        graph = np.arange(len(rows))
+        # Positions are 32-bit numbers: those that the batch keeps become copies, so that the others are freed.
+        row, node, edge, absence, first_node, of_node, of_absence, between = send_positions(
+            (rows, nodes.positions, edges.positions, absences.positions, np.repeat(nodes.starts, edges.sizes),
+             np.repeat(graph, nodes.sizes), np.repeat(graph, absences.sizes),
+             np.flatnonzero(self._is_between.take(edges.positions))), device,
+        )  # fmt: skip
+        edge_index = torch.empty((2, len(edge)), dtype=torch.int64, device=device)
+        torch.add(data["edge_ends"].index_select(0, edge).t(), first_node, out=edge_index)
+
+        def features(name: str, positions: Tensor) -> Tensor:
+            return data[name].index_select(0, positions).to(torch.float32).to(dtype)
+
+        return GraphBatch(
+            x=features("node_features", node),
+            behaviour=features("behaviour", node),
+            past=features("past", node),
+            past_windows=features("past_windows", node),
+            edge_index=edge_index,
+            edge_attr=features("edge_features", edge),
+            between=between.long(),
+            can_id=data["ids"].index_select(0, data["node_code"].index_select(0, node)),
+            batch=of_node.long(),
+            absent_id=data["ids"].index_select(0, data["absent_code"].index_select(0, absence)),
+            absent_silence=features("absent_silence", absence),
+            absent_batch=of_absence.long(),
+            label=data["label"].index_select(0, row).long(),
+        )
+
+    @cached_property
+    def _is_between(self) -> Bools:
+        # [E], in parts: the comparison reads all ends of edges from the disk.
+        ends, size = self._edge_ends, _COMPARED_EDGES
+        parts = [ends[begin : begin + size] for begin in range(0, len(ends), size)]
+        return np.concatenate([np.empty(0, dtype=np.bool_), *(part[:, 0] != part[:, 1] for part in parts)])
 
     def batch_features(self, rows: Ints) -> Floats:
         """Returns `GRAPH_FEATURES` [R, 3]: nodes, edges without self-loops, and 1."""

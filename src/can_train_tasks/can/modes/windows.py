@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DataError
@@ -80,7 +81,15 @@ class WindowTask(BatchTask):
 
     def gather_to(self, device: torch.device, dtype: torch.dtype) -> Gather:
         """Returns a function that makes a batch on a device from the numbers [R] of its windows."""
-        return lambda rows: self._gather(rows).to(device, dtype)
+        return lambda rows: self._gather.to(rows, device, dtype)
+
+    def resident_data(self) -> Mapping[str, NDArray[Any]]:
+        """Returns the arrays that windows are gathered from."""
+        return self._gather.arrays
+
+    def bind_data(self, data: Mapping[str, Tensor]) -> None:
+        """Receives these arrays on the device."""
+        self._gather.on_device = data
 
     def hidden_ids(self, rows: Ints, generator: torch.Generator | None) -> Bools | None:
         """Draws the windows of a logical batch [R] whose IDs are hidden; None: no IDs are hidden.

@@ -1,6 +1,6 @@
 """Batches gathered from flat arrays, and reductions over groups, against torch_geometric's own."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch_geometric import utils
 from torch_geometric.data import Batch, Data
 
-from can_train_tasks.can.data.batches import Gatherer, scatter
+from can_train_tasks.can.data.batches import Gatherer, GraphBatch, scatter
 from can_train_tasks.can.data.graphs import FlatGraphs
 from fakes.random_bus import cached_graphs, random_blocks
 
@@ -45,6 +45,27 @@ def test_a_batch_equals_the_one_of_torch_geometric(rows: list[int], flat: FlatGr
         assert got.dtype == wanted.dtype, name
         assert torch.equal(got, wanted), name
     assert batch.num_graphs == expected.num_graphs
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.integers(0, NUM_GRAPHS - 1), max_size=20), dtype=st.sampled_from([torch.float32, torch.float64])
+)
+def test_a_batch_gathered_on_the_device_has_the_bits_of_one_that_was_gathered_on_the_host(
+    rows: list[int], dtype: torch.dtype, flat: FlatGraphs
+) -> None:
+    gather, wanted_rows = Gatherer(flat), np.array(rows, dtype=np.int64)
+    expected = gather.to(wanted_rows, torch.device("cpu"), dtype)
+    # Copies, so that the arrays on the host could be changed unseen.
+    gather.on_device = {name: torch.from_numpy(array.copy()) for name, array in gather.arrays.items()}
+    batch = gather.to(wanted_rows, torch.device("cpu"), dtype)
+    for field in fields(GraphBatch):
+        got, wanted = getattr(batch, field.name), getattr(expected, field.name)
+        if wanted is None:
+            assert got is None, field.name
+            continue
+        assert (got.dtype, got.is_contiguous()) == (wanted.dtype, wanted.is_contiguous()), field.name
+        assert torch.equal(got.nan_to_num(nan=7.5), wanted.nan_to_num(nan=7.5)), field.name
 
 
 @settings(deadline=None)
