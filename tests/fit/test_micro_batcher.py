@@ -74,6 +74,30 @@ def test_every_term_is_known(given: str, message: str) -> None:
         made.run(lambda start, stop: losses(made, start, stop), 16, **{given: {"other": 16.0}})
 
 
+class CountedParts(SimulatedMeter):
+    """Counts the micro-batches that are about to be made."""
+
+    begun = 0
+
+    def begin_part(self) -> None:
+        self.begun += 1
+
+
+def test_the_meter_hears_of_each_micro_batch_before_its_inputs_are_made() -> None:
+    meter, model, begun = CountedParts(64 * MIB, settings=EXPANDABLE), nn.Linear(2, 1), list[tuple[int, int]]()
+    made = MicroBatcher(model, meter=meter, rules=SplitRules(samples=8))
+
+    def losses_of(start: int, stop: int) -> Losses:
+        begun.append((meter.begun, stop - start))
+        if meter.begun == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return losses(made, start, stop)
+
+    made.run(losses_of, 16)
+    # The second one is tried again in halves. Then the effect of the split is measured, once.
+    assert begun[:4] == [(1, 8), (2, 8), (3, 4), (4, 4)]
+
+
 def test_a_model_has_parameters() -> None:
     with pytest.raises(ArgumentError, match=r"A model to be trained has parameters: ReLU"):
         MicroBatcher(nn.ReLU())

@@ -494,6 +494,10 @@ class MicroBatcher:
 
     def _add_gradient(self, batch_loss: _BatchLoss, part: Try, undo: Undo) -> Losses:
         """Computes a micro-batch forward and backward; returns its share of each term's mean, with its denominators."""
+        # The host makes the inputs of a micro-batch while the device computes the one before: a GPU works through what
+        # it was given by itself. A thread would draw random numbers in another order, and inputs that are made before
+        # the part is known to fit would have to be dropped after a rescue.
+        self._meter.begin_part()
         losses = _check_losses(batch_loss.losses_of(part.start, part.stop), batch_loss.denominators, batch_loss.weights)
         means = {term: batch_loss.mean(term, total) for term, (total, _) in losses.items()}
         loss = batch_loss.weighted(means)
