@@ -48,9 +48,10 @@ class EpochFigures:
         epoch: Counted from 1.
         epochs: Epochs of the whole run.
         training_loss: Over training samples, computed after the epoch as the validation loss is.
-        validation_loss: Over the validation samples.
-        is_best: Whether this is the lowest validation loss so far.
-        metric: Name and value of the task's first metric on the validation samples; None: it has none.
+        validation_loss: Over the validation samples, as the mean of all validation sets.
+        averaged_loss: The validation loss of the averaged weights; None: there are none.
+        is_best: Whether this is the best validation so far.
+        metric: Name and value of a metric on the validation samples; None: there is none.
         samples_per_second: Training samples.
         peak: Most memory in use since the run started or resumed, with its unit; empty: unknown.
         seconds_left: Until the last epoch ends.
@@ -60,6 +61,7 @@ class EpochFigures:
     epochs: int
     training_loss: float | None = None
     validation_loss: float | None = None
+    averaged_loss: float | None = None
     is_best: bool = False
     metric: tuple[str, float] | None = None
     samples_per_second: float | None = None
@@ -252,6 +254,7 @@ def epoch_lines(figures: EpochFigures, columns: int, *, shown: int) -> list[str]
         _Cell("epoch", f"{figures.epoch}/{epochs}", 2 * len(epochs) + 1),
         _Cell("train loss", _short(figures.training_loss)),
         _Cell("val loss", _short(figures.validation_loss)),
+        *([] if figures.averaged_loss is None else [_Cell("avg loss", _short(figures.averaged_loss))]),
         _Cell("", _BEST if figures.is_best else "", len(_BEST)),
         _Cell(printable(name), _short(value), optional=1 if metric else _NEVER),
         _Cell("samples/s", _UNKNOWN if rate is None else figure_text("", rate).strip(), optional=3),

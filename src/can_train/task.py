@@ -335,6 +335,23 @@ class BatchTask(ABC):
         """
         return {}
 
+    @property
+    def validation_sets(self) -> Mapping[str, NDArray[np.int64]]:
+        """Rows of each validation set, by name; the default is one set, `validation_rows`."""
+        return {"validation": self.validation_rows}
+
+    def validation_metrics(
+        self, rows: NDArray[np.int64], score: Callable[..., NDArray[np.float64]]
+    ) -> Mapping[str, float]:
+        """Computes metrics of a validation set, of which `training.best_by` may name one: the higher or the lower its
+        value, the better are the weights. An undefined metric is not-a-number.
+
+        Args:
+            rows: [R] the samples of the set.
+            score: As in `judge`.
+        """
+        return {}
+
     def check_outputs(  # noqa: B027 - optional
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> None:

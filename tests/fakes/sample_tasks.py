@@ -1,5 +1,6 @@
 """Tasks that are described by their samples, for tests of what trains them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,17 @@ class Words(Task):
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
         return {"values": (batch[1].sum(), 1)}
+
+
+class Measured(Words):
+    """Measures predictions of the sums."""
+
+    def predict(self, model: nn.Module, batch: Any) -> Sequence[Any]:
+        return list(model(batch[0])[..., 0].sum(1))
+
+    def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
+        errors = [float((made - sample.sum()).abs()) for made, sample in zip(predictions, samples, strict=True)]
+        return {"mae": sum(errors) / len(errors), "largest": max(errors), "undefined": math.nan}
 
 
 class TwoTerms(Words):

@@ -86,8 +86,8 @@ GROUPS: Final[Groups] = (
      """lr_batch_size lr_scale lr_factors optimizer optimizer_args betas weight_decay no_decay freeze thaw_epoch
      grad_clip_norm grad_clip_value grad_noise grad_noise_decay scheduler scheduler_interval warmup_share
      schedule_epochs schedule_patience schedule_factor schedule_decay_share schedule_rise_share
-     schedule_start_divisor schedule_end_divisor patience val_interval order num_workers log_splits
-     checkpoint_every deterministic"""),
+     schedule_start_divisor schedule_end_divisor patience best_by keep ema ema_start max_time val_interval order
+     num_workers log_splits checkpoint_every deterministic"""),
     ("Device and memory", "device find_batch_size",
      """memory micro_batch_size min_micro_batch_size adaptive_micro_batch backoff_factor oom_retries regrow oversize
      accumulation accumulation_splits accumulation_threshold accumulation_target_mib accumulation_max_splits

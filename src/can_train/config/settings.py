@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from can_train.errors import ConfigError, unknown_name
-from can_train.io.units import parse_memory_mib, parse_time_min
+from can_train.io.units import parse_memory_mib, parse_time_min, parse_time_s
 
 _HOLDS: Final = {"greater than": operator.gt, "at least": operator.ge, "at most": operator.le}
 
@@ -397,7 +397,17 @@ class TrainingSettings:
     deterministic: bool = False
     """Use deterministic algorithms only; an operation that has none is an error."""
     patience: int = 0
-    """Epochs without a better validation loss before training stops; 0 never stops early."""
+    """Epochs without a better validation before training stops; 0 never stops early."""
+    best_by: str = "loss"
+    """Figure of the validation that chooses the best weights and stops early: loss, a metric as accuracy, mae:min."""
+    keep: str = "best"
+    """Weights that a run ends with: best or last; a number: best, and a file of weights every so many epochs."""
+    ema: str = "off"
+    """Averages weights over the steps: decay of an exponential moving average as 0.999, or equal: the mean."""
+    ema_start: float = 0.0
+    """Share of the training after which the average of the weights begins."""
+    max_time: str = ""
+    """Training time, over all attempts, after which training ends, as 90 (minutes) or 12h; empty: no limit."""
     val_interval: int = 1
     """Epochs between validations."""
     order: str = "shuffled"
@@ -437,7 +447,7 @@ class TrainingSettings:
         check_range("training.seed", self.seed, low=0, high=2**32 - 1)
         check_range("training.backoff_factor", self.backoff_factor, above=1.0, high=1e6)
         check_range("training.lr", self.lr, above=0.0)
-        for name in ("warmup_share", "schedule_decay_share", "schedule_rise_share"):
+        for name in ("warmup_share", "schedule_decay_share", "schedule_rise_share", "ema_start"):
             check_range(f"training.{name}", getattr(self, name), low=0.0, high=1.0)
         check_range("training.schedule_factor", self.schedule_factor, above=0.0, high=1.0)
         if given := {"params", "lr", "weight_decay"} & self.optimizer_args.keys():
@@ -450,7 +460,8 @@ class TrainingSettings:
             raise ConfigError("training.num_workers must be a whole number, at least 0, or auto",
                               value=repr(self.num_workers))  # fmt: skip
         # These properties raise if they are not as they should be.
-        _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib, self.lr_factor_of)
+        _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib, self.lr_factor_of,
+             self.criterion, self.keep_every, self.averaging, self.max_seconds)  # fmt: skip
         fixed, least = self.micro_batch_size, self.min_micro_batch_size
         if 0 < fixed < least:
             raise ConfigError("training.micro_batch_size is smaller than training.min_micro_batch_size",
@@ -468,6 +479,49 @@ class TrainingSettings:
     def validates_after(self, epochs: int) -> bool:
         """Tells whether a validation follows the first `epochs` epochs."""
         return epochs % self.val_interval == 0 or epochs == self.epochs
+
+    @property
+    def criterion(self) -> tuple[str, bool]:
+        """The figure of `best_by`, and whether higher values of it are better."""
+        name, _, direction = self.best_by.strip().rpartition(":")
+        if direction in ("min", "max") and name:
+            return name, direction == "max"
+        name = self.best_by.strip()
+        if not name:
+            raise ConfigError("training.best_by must name a figure of the validation", value=repr(self.best_by),
+                              remedy="Write it as loss, or as a metric of the task: accuracy")  # fmt: skip
+        direction = metric_direction(name)
+        if not direction:
+            flag = f"--best-by {name}:max" if ":" not in name else "--best-by NAME:max"
+            raise ConfigError(f"training.best_by must say whether a higher or a lower {name} is better",
+                              value=repr(self.best_by), remedy=f"Write {flag}, or :min in place of :max")  # fmt: skip
+        return name, direction == "max"
+
+    @property
+    def keep_every(self) -> int:
+        """Epochs between files of weights; 0: there are none."""
+        word = str(self.keep).strip()
+        if word in ("best", "last"):
+            return 0
+        if not word.isdecimal() or int(word) < 1:
+            raise ConfigError("training.keep must be best, last, or a number of epochs", value=repr(self.keep))
+        return int(word)
+
+    @property
+    def averaging(self) -> float | None:
+        """The decay of the average of the weights; 1: all steps count alike; None: there is no average."""
+        if str(self.ema).strip().lower() in ("equal", "1"):
+            return 1.0
+        decay = number_or_off("training.ema", str(self.ema))
+        if decay == math.inf:
+            return None
+        check_range("training.ema", decay, above=0.0, high=1.0)
+        return decay
+
+    @property
+    def max_seconds(self) -> float:
+        """`max_time` in seconds; infinite if there is no limit."""
+        return parse_time_s(self.max_time) if self.max_time else math.inf
 
     @property
     def splits(self) -> int:
@@ -507,6 +561,33 @@ class TrainingSettings:
                                   remedy="Write it as [backbone=0.1]") from error  # fmt: skip
             check_range(f"training.lr_factors: {name.strip()}", factors[name.strip()], low=0.0)
         return factors
+
+
+_HIGHER_WORDS: Final = frozenset((
+    "accuracy", "acc", "f1", "auc", "auroc", "roc", "ap", "precision", "recall", "sensitivity", "specificity", "bleu",
+    "rouge", "meteor", "r2", "iou", "dice", "jaccard", "kappa", "mcc", "correlation", "similarity", "ndcg", "psnr",
+    "ssim", "likelihood", "score", "explained", "map", "exact", "match",
+))  # fmt: skip
+_LOWER_WORDS: Final = frozenset((
+    "loss", "error", "errors", "err", "mae", "mse", "rmse", "mape", "perplexity", "ppl", "wer", "cer", "ter",
+    "distance", "divergence", "kl", "nll", "brier", "fid", "false", "wasserstein", "w1", "w2", "emd",
+    "residual", "pixels",
+))  # fmt: skip
+"""Words in the names of metrics that tell whether a higher or a lower value is better."""
+
+
+def metric_direction(metric: str) -> str:
+    """Returns `max` where a higher value of a metric is better, `min` where a lower one is, both by the words of its
+    name; empty: its name does not tell.
+
+    >>> metric_direction("far/mean_recall"), metric_direction("val rmse"), metric_direction("size")
+    ('max', 'min', '')
+    """
+    words = set(re.split(r"[^a-z0-9]+", metric.rpartition("/")[2].lower()))
+    # "False positive rate" and "error at 0.9 precision" are errors.
+    if words & _LOWER_WORDS:
+        return "min"
+    return "max" if words & _HIGHER_WORDS and "negative" not in words else ""
 
 
 ALIASES: Final[Mapping[str, str]] = {

@@ -387,6 +387,8 @@ def memory_fingerprint(run: ResolvedRun) -> dict[str, Any]:
         **({"optimizer_args": dict(training.optimizer_args)} if training.optimizer_args else {}),
         "deterministic": training.deterministic,
         ALLOCATOR: allocator_settings(),
+        # A copy of the weights is in the memory of each step.
+        **({"averaged": True} if training.averaging is not None else {}),
         # As earlier runs have it where nothing is compiled.
         "compiled": training.compile if training.compile != "off" else False,
     }

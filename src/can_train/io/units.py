@@ -73,14 +73,20 @@ def size_text(size_bytes: float) -> str:
 
 
 def parse_time_min(text: str) -> int:
-    """Reads a time limit as whole minutes, rounded up as SLURM does.
+    """Reads a time limit as `parse_time_s` does, as whole minutes, rounded up as SLURM rounds.
+
+    >>> parse_time_min("90"), parse_time_min("1:30:00"), parse_time_min("2-12"), parse_time_min("12h")
+    (90, 90, 3600, 720)
+    """
+    return math.ceil(parse_time_s(text) / 60)
+
+
+def parse_time_s(text: str) -> float:
+    """Reads a time limit in seconds.
 
     Args:
         text: Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
             days-hours:minutes:seconds; beyond SLURM also a number with its unit: 90s, 90min, 12h, 2d.
-
-    >>> parse_time_min("90"), parse_time_min("1:30:00"), parse_time_min("2-12"), parse_time_min("12h")
-    (90, 90, 3600, 720)
 
     Raises:
         ConfigError: It is none of these, or zero.
@@ -99,7 +105,7 @@ def parse_time_min(text: str) -> int:
         remedy = ("A time limit is a number of minutes, or as SLURM writes it. Write it as 90, 1:30:00 or 2-12 "
                   "(days-hours), or with a unit: 90min, 12h, 2d")  # fmt: skip
         raise ConfigError("This is no time limit", value=repr(text), remedy=remedy)
-    return math.ceil(total_s / 60)
+    return total_s
 
 
 def time_text(minutes: int) -> str:

@@ -5,13 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from can_train.config.settings import metric_direction
 from can_train.errors import ConfigError, unknown_name
 
-_HIGHER_IS_BETTER: Final = frozenset(
-    ("f1", "precision", "recall", "mcc", "pr_auc", "roc_auc", "recall_at_fpr_1pct", "accuracy")
-)
-_LOWER_IS_BETTER: Final = frozenset(("best_validation_loss", "false_positive_rate", "false_alarms_per_hour"))
-"""Metrics in neither set (counts, thresholds, shares) rank nothing."""
 _HEADLINE_METRICS: Final = ("mcc", "best_validation_loss")
 """The first of these metrics in a result is its score in a list."""
 
@@ -54,12 +50,12 @@ def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[RankedResult
 
 def higher_is_better(metric: str) -> bool:
     """Returns whether a higher value of a metric is better; `SET.METRIC` counts as its metric."""
-    return metric.rpartition(".")[2] in _HIGHER_IS_BETTER
+    return metric_direction(metric.rpartition(".")[2]) == "max"
 
 
 def is_ranked(metric: str) -> bool:
-    """Returns whether a higher or a lower value of a metric is known to be better."""
-    return metric in _HIGHER_IS_BETTER | _LOWER_IS_BETTER
+    """Returns whether a metric's name tells if a higher or a lower value is better; counts and shares rank nothing."""
+    return bool(metric_direction(metric))
 
 
 def score(result: Mapping[str, Any]) -> tuple[str, float] | None:

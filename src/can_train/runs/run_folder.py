@@ -74,6 +74,7 @@ class RunFolder:
         self.run_id = path.name
         self.metrics_path = path / "metrics.jsonl"
         self.checkpoints_path = path / "checkpoints"
+        self.weights_path = path / "weights"
         self.result_path = path / RESULT
         self.plan_path = path / "plan.json"
         self.log_path = path / "log.txt"

@@ -298,12 +298,23 @@ _UNLAUNCHED: Final = "JobLaunchFailure"
 """SLURM's reason of a job with that exit code."""
 
 
+def best_text(result: Mapping[str, Any]) -> str:
+    """Says, from the content of `result.json`, which weights a run ended with; empty where it does not tell."""
+    loss, epoch, value = (result.get(name) for name in ("best_validation_loss", "best_epoch", "best_value"))
+    if not isinstance(loss, int | float):
+        return ""
+    name = result.get("best_by", "loss")
+    figure = (
+        f"validation loss {loss:.4g}" if name == "loss" or not isinstance(value, int | float) else f"{name} {value:.4g}"
+    )
+    kind = ", averaged weights" if result.get("weights") == "averaged" else ""
+    return f"{'last' if result.get('keep') == 'last' else 'best'} {figure} after epoch {epoch}{kind}"
+
+
 def infer_run_state(facts: RunFacts) -> RunState:
     """Returns the state of a run."""
     if facts.result is not None:
-        loss, epoch = facts.result.get("best_validation_loss"), facts.result.get("best_epoch")
-        best = f"best validation loss {loss:.4g} after epoch {epoch}" if isinstance(loss, int | float) else ""
-        return RunState(FINISHED, best)
+        return RunState(FINISHED, best_text(facts.result))
     row = live_row(facts)
     if row is not None:
         return _state_in_queue(row, facts)

@@ -29,6 +29,7 @@ from can_train.io.units import parse_size, size_text
 from can_train.memory import catalogue, meters
 from can_train.memory.catalogue import UsableMemory
 from can_train.reporter import Reporter, SilentReporter
+from can_train.training.chosen_weights import average_tensors
 from can_train.training.loading import fresh_model, load_task, sample_task
 from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
 
@@ -173,7 +174,7 @@ def plans_of_sample(
             on_largest = replace(
                 planner,
                 meter=meters.AbsentGpuMeter(largest[_kind(target)]),
-                reference_tensors=references.bind_placeholders(here),
+                reference_tensors=[*references.bind_placeholders(here), *average_tensors(model, run.training)],
             )
             explored[kind] = _ExploredRun(Planners.of_phases(on_largest))
         plan, error = explored[kind].plan_for(target)
@@ -268,7 +269,8 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
     task, generators = load_task(run, reporter), capture_generators()
     with meter.active():
         model = fresh_model(run, task, meter)
-        planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter)
+        planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
+                          reference_tensors=average_tensors(model, run.training))  # fmt: skip
         plan = Planners.of_phases(planner).make(rule)
     restore_generators(generators)
     return (plan.fixed_size or plan).factor.value

@@ -298,6 +298,30 @@ class Checkpoints:
         return dict(state)
 
 
+def write_epoch_weights(folder: RunFolder, epoch: int, kind: str, weights: Mapping[str, Any]) -> None:
+    """Writes weights after an epoch as a file of their own, which `torch.load` reads with `weights_only=True`.
+
+    Args:
+        folder: The run's.
+        epoch: Counted from 1.
+        kind: `trained` or `averaged`.
+        weights: State of the model by name.
+
+    Raises:
+        CheckpointError: The file could not be written; the run goes on from its last checkpoint.
+    """
+    path = folder.weights_path / f"epoch-{epoch:04d}{'' if kind == 'trained' else f'-{kind}'}.pt"
+    buffer = io.BytesIO()
+    torch.save(dict(weights), buffer)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomic(path, buffer.getvalue())
+    except OSError as error:
+        remedy = "Make room or mend the folder's permissions, then resume the run"
+        found = f"{path}: {error.strerror}"
+        raise CheckpointError("The weights of an epoch cannot be written", value=found, remedy=remedy) from error
+
+
 def _passes(check: Callable[[Mapping[str, Any]], None], state: Mapping[str, Any]) -> bool:
     try:
         check(state)

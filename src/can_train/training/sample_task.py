@@ -36,6 +36,7 @@ from can_train.training.streams import LOOKED, End, StreamParts, StreamReader, T
 
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
+_VALIDATION_SETS: Final = "validation_sets"
 TEST: Final = "test"
 MODEL: Final = "model"
 _HELD_OUT: Final = 0.1  # Share of the training samples that validate where a task names no such set
@@ -165,7 +166,8 @@ class Task(BatchTask):
         runs.
 
         A sample is a tensor, a number or text, or a tuple, list, dict or dataclass of them. Without a validation set a
-        tenth of the training samples is kept for it.
+        tenth of the training samples is kept for it. Several validation sets are a dict by name under `validation`: the
+        mean of their losses, or the figure that `training.best_by` names, chooses the best weights.
 
         A set may be a stream, which can only be iterated: an `IterableDataset`, say. Training samples are read as they
         are needed; samples of the other sets are read once, and stay in memory.
@@ -287,7 +289,7 @@ class Task(BatchTask):
         read = self.sample_datasets if self.context.sampling else self.datasets
         # Data that are drawn at random must be the same in every process and every attempt, and for every seed.
         with self.asked(read.__name__), _seeded(0):
-            sets: dict[str, Any] = dict(read())
+            sets = _flat_sets(dict(read()))
         _check_sets(type(self).__name__, sets)
         for name in [name for name, samples in sets.items() if is_stream(samples)]:
             # The training stream comes last: the numbers of its samples go on from epoch to epoch.
@@ -299,7 +301,7 @@ class Task(BatchTask):
 
     def _training_stream(self, stream: Any, others: Collection[str]) -> TrainingStream:
         name = f"The stream {TRAIN!r}"
-        if VALIDATION not in others:
+        if not any(map(_validates, others)):
             raise DataError(f"{name} needs a validation set beside it", value=f"{type(self).__name__}.datasets",
                             remedy="Return one under the name 'validation', which may be a stream")  # fmt: skip
         if type(self).sampler is not Task.sampler or type(self).in_epoch is not BatchTask.in_epoch:
@@ -374,7 +376,7 @@ class Task(BatchTask):
         stops = np.cumsum([len(samples) for samples in self.sets.values()])
         rows = {name: np.arange(stop - len(samples), stop, dtype=np.int64)
                 for (name, samples), stop in zip(self.sets.items(), stops, strict=True)}  # fmt: skip
-        if VALIDATION not in rows:
+        if not any(map(_validates, rows)):
             kept = max(1, round(_HELD_OUT * len(rows[TRAIN])))
             if kept == len(rows[TRAIN]):
                 raise DataError(f"The set 'train' has {kept} sample",
@@ -394,13 +396,18 @@ class Task(BatchTask):
 
     @cached_property
     def validation_rows(self) -> Rows:  # type: ignore[override]
-        """Rows of the validation samples."""
-        return self.set_rows[VALIDATION]
+        """Rows of the validation samples of all validation sets."""
+        return np.concatenate([rows for name, rows in self.set_rows.items() if _validates(name)])
+
+    @cached_property
+    def validation_sets(self) -> Mapping[str, Rows]:
+        """Rows of each validation set, by the part of its name behind `validation/`."""
+        return {name.removeprefix(f"{VALIDATION}/"): rows for name, rows in self.set_rows.items() if _validates(name)}
 
     @property
     def test_sets(self) -> Mapping[str, Rows]:
         """Rows of each test set; the validation set where there is none."""
-        tests = {name: rows for name, rows in self.set_rows.items() if name not in (TRAIN, VALIDATION)}
+        tests = {name: rows for name, rows in self.set_rows.items() if name != TRAIN and not _validates(name)}
         return tests or {VALIDATION: self.validation_rows}
 
     def sample(self, row: int, *, seed: int = 0) -> Any:
@@ -459,7 +466,7 @@ class Task(BatchTask):
         """Returns sentences that are printed with the plan."""
         if self.stream is not None:
             return tuple(self.stream.sentences)
-        if VALIDATION in self.sets:
+        if any(map(_validates, self.sets)):
             return ()
         kept, total = len(self.validation_rows), len(self.sets[TRAIN])
         return (f"The task names no validation set: {kept:,} of {total:,} training samples are kept for it",)
@@ -687,11 +694,15 @@ class Task(BatchTask):
 
     def judge(self, score: Any) -> Mapping[str, Any]:
         """Judges the trained model on the validation set and on each test set; baselines on the test sets."""
-        judged = (self.validation_rows, *self.test_sets.values())
-        with self.read_ahead(UpcomingBatch(rows=rows) for rows in judged):
-            validation = self._scores(self.validation_rows, score.parts(self.validation_rows))
+        validated = self.validation_sets
+        with self.read_ahead(UpcomingBatch(rows=rows) for rows in (*validated.values(), *self.test_sets.values())):
+            parts = {name: score.parts(rows) for name, rows in validated.items()}
             tests = {name: self.judge_rows(rows, score.parts(rows)) for name, rows in self.test_sets.items()}
-        return {VALIDATION: validation, TEST: tests}
+        whole = self._scores(self.validation_rows, [part for of_set in parts.values() for part in of_set])
+        if len(validated) == 1:
+            return {VALIDATION: whole, TEST: tests}
+        several = {name: self._scores(rows, parts[name]) for name, rows in validated.items()}
+        return {VALIDATION: whole, _VALIDATION_SETS: several, TEST: tests}
 
     def judge_rows(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, Any]:
         """Judges the model and the baselines on some samples."""
@@ -701,6 +712,10 @@ class Task(BatchTask):
                 "baselines": {name: dict(scores) for name, scores in baselines.items()}}  # fmt: skip
 
     def _scores(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, float]:
+        """Returns the finite figures of a set."""
+        return {name: value for name, value in self._figures(rows, parts).items() if np.isfinite(value)}
+
+    def _figures(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, float]:
         """Returns the figures of a set: sums of its parts ÷ denominators, then the measures of its predictions."""
         totals: dict[str, list[float]] = {}
         for part in parts:
@@ -713,7 +728,11 @@ class Task(BatchTask):
             with self.asked("measure"):
                 measured = self.measure(Samples(self, rows), predictions)
             scores |= _measure_numbers(f"{type(self).__name__}.measure", measured)
-        return {name: value for name, value in scores.items() if np.isfinite(value)}
+        return scores
+
+    def validation_metrics(self, rows: Rows, score: Any) -> Mapping[str, float]:
+        """Computes the metrics and measures of a validation set."""
+        return self._figures(rows, score.parts(rows))
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes a judgement as a table."""
@@ -930,6 +949,20 @@ def make_sample_task(*arguments: Any) -> Task:
     return make_task(*arguments, sampling=True)
 
 
+def _validates(name: str) -> bool:
+    """Tells whether a set is a validation set, by its name."""
+    return name == VALIDATION or name.startswith(f"{VALIDATION}/")
+
+
+def _flat_sets(sets: Mapping[str, Any]) -> dict[str, Any]:
+    """Names each of several validation sets `validation/NAME`."""
+    several = sets.get(VALIDATION)
+    if not isinstance(several, Mapping):
+        return dict(sets)
+    others = {name: samples for name, samples in sets.items() if name != VALIDATION}
+    return others | {f"{VALIDATION}/{name}": samples for name, samples in several.items()}
+
+
 def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
     if TRAIN not in sets or not (is_stream(sets[TRAIN]) or sets[TRAIN]):
         raise DataError(f"{task}.datasets returned no samples under the name 'train'", value=f"{list(sets)}",
@@ -1034,6 +1067,7 @@ def tables(judgement: Mapping[str, Any]) -> Sequence[TextTable]:
     # Without a test set, the validation set is judged in its place.
     is_separate = judgement.get(VALIDATION) and VALIDATION not in judgement.get("test", {})
     scored = [(VALIDATION, MODEL, judgement[VALIDATION])] if is_separate else []
+    scored += [(f"{VALIDATION}/{name}", MODEL, of_set) for name, of_set in judgement.get(_VALIDATION_SETS, {}).items()]
     for name, judged in judgement.get("test", {}).items():
         rivals = {MODEL: judged[MODEL], **judged.get("baselines", {})}
         scored += [(name, rival, scores) for rival, scores in rivals.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field, fields, replace
@@ -48,6 +49,7 @@ from can_train.runs.recording import MetricsLog, StepLog, StepRecord, memory_lim
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.trackers import Tracker
 from can_train.task import BatchTask, Phase, TaskInEpoch, UpcomingBatch
+from can_train.training.chosen_weights import AveragedWeights, BestWeights, Criterion, choose
 from can_train.training.distributed import Ranks
 from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints, ResidentData
@@ -87,7 +89,9 @@ class Progress:
     updates: int = 0  # optimizer steps of the current step that are done, where it has several
     best_loss: float = math.inf
     best_epoch: int = 0
+    best_value: float | None = None  # of the figure that chooses the best weights; higher is better
     epochs_without_gain: int = 0  # in validations
+    seconds: float = 0.0  # of training, where its time is limited
     trained: bool = False
     # Of the current epoch so far: the sum and the denominator of each term, samples, micro-batches, samples of the
     # largest of them.
@@ -114,6 +118,12 @@ class Progress:
         self.step_in_epoch += 1
         self.step += 1
         self.updates = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins an epoch, counted from 0."""
+        self.epoch, self.step_in_epoch = epoch, 0
+        self.epoch_sums, self.epoch_denominators = {}, {}
+        self.epoch_samples = self.epoch_parts = self.epoch_largest = self.epoch_ooms = 0
 
     @property
     def epoch_means(self) -> dict[str, float]:
@@ -175,7 +185,9 @@ class Session(Parts):
         engines: The engine of each phase.
         engine: The engine of the phase that trains now.
         total_steps: Steps of the whole run, unless it stops early.
-        best: Weights of the lowest validation loss; on rank 0 alone.
+        bests: The weights that validation judged best so far, by their kind: trained, averaged.
+        average: The average of the weights; None: there is none.
+        is_time_up: Whether training has taken the time that it may take, known to all ranks.
         stop_signal: A signal that some rank has received, known to all of them; None: none.
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
         data: The task's data on the device.
@@ -188,7 +200,9 @@ class Session(Parts):
     reference_models: ReferenceModels
     data: ResidentData
     progress: Progress = field(default_factory=Progress)
-    best: dict[str, Any] = field(default_factory=dict)
+    average: AveragedWeights | None = None
+    bests: dict[str, BestWeights] = field(default_factory=dict)
+    is_time_up: bool = False
     stop_signal: int | None = None
     ooms_elsewhere: int = 0
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
@@ -223,6 +237,7 @@ class Session(Parts):
         self.metrics = MetricsLog(self.folder.metrics_path)
         self.steps = StepLog(steps_path(self.folder.path, self.ranks.rank), self.total_steps)
         self._recorded_plan: RunPlan | None = None
+        self._started, self._max_seconds = time.perf_counter(), training.max_seconds
         # The last step, and the results of its updates, until its losses are read.
         self._unread: tuple[StepRecord, Sequence[tuple[BatchResult, Denominators]]] | None = None
 
@@ -260,6 +275,30 @@ class Session(Parts):
                 stage.advance(1)
         if not self.compiled.is_in_use and not self.compiled.is_given_up:
             self.reporter.notice("training.compile has no effect: the loss calls no module of the model")
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The weights that the run would end with now; empty before the first validation, and on other ranks."""
+        return self.bests[choose(self.bests)].weights if self.bests else {}
+
+    @cached_property
+    def criterion(self) -> Criterion:
+        """The figure that chooses the best weights."""
+        return Criterion(*self.training.criterion)
+
+    def start_clock(self) -> None:
+        """Begins to count the time of training."""
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, of earlier attempts too."""
+        return self.progress.seconds + (time.perf_counter() - self._started)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether training has taken its time, by this rank's clock."""
+        return self.seconds >= self._max_seconds
 
     @property
     def fullest(self) -> PhaseEngine:
@@ -325,7 +364,9 @@ class Session(Parts):
                 step, updates_done = step + 1, 0
             first = 0
             if training.validates_after(epoch + 1):
-                for evaluated in (self.task.validation_rows, self.compared_rows):
+                validated = list(self.task.validation_sets.values())
+                has_average = self.average is not None and self.average.begins_before(step)
+                for evaluated in [*validated, self.compared_rows, *(validated if has_average else [])]:
                     rows, share = self.evaluation_share(evaluated)
                     yield UpcomingBatch(rows=rows, share=share)
 
@@ -476,11 +517,17 @@ class Session(Parts):
             }
         )
 
+        if self._max_seconds < math.inf:
+            self.progress.seconds = self.seconds
+            self.start_clock()
+
         def write() -> None:
             state = {
                 "model": self.model.state_dict(),
                 "trainable": [list(flags) for flags in self.trainable],
                 "best": self.best,
+                "bests": {kind: vars(best) for kind, best in self.bests.items()},
+                "average": None if self.average is None else self.average.state_dict(),
                 "task": dict(self.task.state()),
                 "reading": dict(self.task.reading_state()),
                 "optimization": [engine.optimization.state_dict() for engine in self.engines],
@@ -537,8 +584,14 @@ class Session(Parts):
         try:
             if state["best"]:
                 self.model.load_state_dict(state["best"])
+            bests = {kind: msgspec.convert(best, BestWeights) for kind, best in state["bests"].items()}
+            for best in bests.values():
+                self.model.load_state_dict(best.weights)
             self.model.load_state_dict(state["model"])
-            self.best = state["best"] if self.ranks.is_first else {}
+            weights_here = self.ranks.is_first
+            self.bests = {kind: best if weights_here else replace(best, weights={}) for kind, best in bests.items()}
+            if self.average is not None:
+                self.average.load_state_dict(state["average"])
             saved = zip(self.engines, state["trainable"], state["optimization"], strict=True)
             for engine, trainable, optimization in saved:
                 engine.optimization.set_trainable(trainable)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -68,14 +69,33 @@ from can_train.reporter import (
 from can_train.runs.attempts import SlurmContext, StopRequests
 from can_train.runs.recording import write_predictions
 from can_train.runs.run_folder import RunFolder, make_run, resume_hint
+from can_train.runs.run_state import best_text
 from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
-from can_train.task import BatchTask
+from can_train.task import BatchTask, Predictions
+from can_train.training.chosen_weights import (
+    AVERAGED,
+    LOSS,
+    TRAINED,
+    BestWeights,
+    Validation,
+    averaged_weights,
+    choose,
+)
 from can_train.training.distributed import Forms, RankFailedError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
-from can_train.training.loading import ResidentData, check_inputs_unchanged, fresh_model, load_task, start_from
+from can_train.training.loading import (
+    ResidentData,
+    check_inputs_unchanged,
+    fresh_model,
+    load_task,
+    start_from,
+    write_epoch_weights,
+)
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
+
+T = TypeVar("T")
 
 UpdateResult = tuple[BatchResult, Denominators]
 """The result of an optimizer update, of all ranks, with the denominators of the batch that it was computed with."""
@@ -89,11 +109,13 @@ class ShareReport:
         result: The result of the share.
         forms: Which gradients and buffers the rank has.
         received: The signal that the rank has received so far; None: none.
+        is_late: Whether the time of training is up by the rank's clock.
     """
 
     result: BatchResult
     forms: Forms
     received: int | None
+    is_late: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +323,9 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
                                  cache=cache_folder(run.paths), ranks=ranks)  # fmt: skip
     resident = references.prepare(model, parts.folder.reference_models_path)
+    # Before the plan, which leaves room for it.
+    average = ranks.on_every_rank(lambda: averaged_weights(model, run.training))
+    resident = [*resident, *([] if average is None else average.tensors)]
     planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
                                           ranks=ranks.size, reference_tensors=resident))  # fmt: skip
     plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
@@ -312,8 +337,13 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references,
-                      data=data)  # fmt: skip
-    if checkpoint is not None:
+                      data=data, average=average)  # fmt: skip
+    if average is not None:
+        average.first_step = int(run.training.ema_start * session.total_steps)
+    if checkpoint is None:
+        # Now rather than after the first epoch.
+        session.criterion.check(lambda: _validated(session))
+    else:
         checkpoint = session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
         if parts.folder.goes_on_for_longer(session.progress.step):
@@ -340,6 +370,7 @@ def train(session: Session) -> None:
     """
     progress, ranks = session.progress, session.ranks
     epochs, patience = session.training.epochs, session.training.patience
+    session.start_clock()
     session.compile()
     for engine in session.engines:
         ranks.on_every_rank(engine.reserve.hold)
@@ -356,18 +387,25 @@ def train(session: Session) -> None:
             # A run that goes on may have come to its new end already.
             if progress.epoch < epochs:
                 figures = _train_epoch(session, stage)
-            if session.training.validates_after(progress.epoch):
+            if session.training.validates_after(figures.epoch) or session.is_time_up:
                 figures = _validate(session, figures)
+            if session.training.keep_every and progress.epoch % session.training.keep_every == 0:
+                _keep_weights(session)
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
-            progress.trained = progress.epoch >= epochs or stopped_early
+            progress.trained = progress.epoch >= epochs or stopped_early or session.is_time_up
             seconds_left = 0.0 if progress.trained else pace.seconds_left(progress.step) or 0.0
             session.reporter.epoch(replace(figures, seconds_left=seconds_left))
             session.save()
             session.stop_signal = _first_signal(ranks.gather(lambda: session.stops.received))
             _exit_if_stopped(session)
             if stopped_early:
-                text = f"No better validation loss in {patience} epochs: stopping after {progress.epoch}"
+                figure = session.criterion.name
+                better = "validation loss" if figure == LOSS else f"{figure} in validation"
+                text = f"No better {better} in {patience} epochs: stopping after {progress.epoch}"
                 session.reporter.notice(text)
+            elif session.is_time_up and progress.epoch < epochs:
+                text = f"The training time of {session.training.max_time} is up: stopping at step {progress.step}"
+                session.reporter.notice(f"{text}, in epoch {figures.epoch} of {epochs}")
     # Judging has a peak of its own, and nothing is learned from it.
     session.monitor.pause()
     session.ooms_elsewhere = sum(ranks.gather(lambda: session.ooms_rescued)) - session.ooms_rescued
@@ -390,6 +428,9 @@ def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
         if session.stop_signal or progress.step % training.checkpoint_every == 0:
             session.save()
         _exit_if_stopped(session)
+        if session.is_time_up and not ends_epoch:
+            session.read_losses()
+            break
     seconds, peak = time.perf_counter() - started, session.monitor.peak_share
     per_second = round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None
     session.log(
@@ -403,13 +444,13 @@ def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
         micro_batches=progress.epoch_parts,
         ooms_rescued=progress.epoch_ooms,
     )
-    # The next epoch begins.
-    progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-    progress.epoch_sums, progress.epoch_denominators = {}, {}
-    progress.epoch_samples = progress.epoch_parts = progress.epoch_largest = progress.epoch_ooms = 0
-    return EpochFigures(
-        epoch=progress.epoch, epochs=training.epochs, samples_per_second=per_second, peak=_peak(session)
+    figures = EpochFigures(
+        epoch=progress.epoch + 1, epochs=training.epochs, samples_per_second=per_second, peak=_peak(session)
     )
+    # An epoch that the time has cut short goes on where the run is resumed for longer.
+    if progress.step_in_epoch == len(steps):
+        progress.begin_epoch(progress.epoch + 1)
+    return figures
 
 
 def _step_figures(session: Session, samples_per_second: float) -> dict[str, float | str]:
@@ -481,6 +522,8 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> None:
             snapshot.restore()
             session.save()
         raise
+    if session.average is not None:
+        session.average.after_step(progress.step + 1)
     session.read_losses()
     counts = combine_shares([result.counts() for result, _ in results])
     progress.add_step(counts, len(rows))
@@ -530,6 +573,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
         # All ranks stop after the same step.
         received = [share.received for share in shares] if ranks.size > 1 else [session.stops.received]
         session.stop_signal = _first_signal(received)
+        session.is_time_up = any(share.is_late for share in shares)
     session.engine.record_result(shares[ranks.rank].result, is_counted=counted)
     if session.training.log_splits and len(result.micro_batches) > 1:
         session.reporter.detail(_split_text(session, rows, result))
@@ -593,7 +637,8 @@ def _accumulate(
             raise with_samples(error, session.task.describe, rows[share]) from None
         engine.reserve.before_step()
         forms = ranks.forms(engine.optimization.parameters, session.model)
-    return ranks.exchange(ShareReport(result=result, forms=forms, received=session.stops.received)), denominators
+    report = ShareReport(result=result, forms=forms, received=session.stops.received, is_late=session.is_late)
+    return ranks.exchange(report), denominators
 
 
 def _release_and_report(session: Session, result: BatchResult) -> None:
@@ -614,36 +659,109 @@ def _release_and_report(session: Session, result: BatchResult) -> None:
 
 
 def _validate(session: Session, figures: EpochFigures) -> EpochFigures:
-    """Computes the validation loss, and keeps the weights if they are the best so far; returns the figures of the epoch
-    with those of the validation.
+    """Validates the weights, and their average if there is one, and keeps the best so far; returns the figures of the
+    epoch with those of the validation.
     """
-    progress = session.progress
-    loss, metrics = _evaluated(session, session.task.validation_rows, with_metrics=True)
-    if not math.isfinite(loss):
-        raise session.no_longer_finite(f"epoch {progress.epoch}", {"validation loss": loss})
+    progress, criterion = session.progress, session.criterion
+    trained = _validated(session)
+    if not math.isfinite(trained.loss):
+        raise session.no_longer_finite(f"epoch {figures.epoch}", {"validation loss": trained.loss})
     # As the validation loss is computed: without dropout, and by the loss that the task validates with. The mean of the
     # epoch's steps has neither.
     training_loss, _ = _evaluated(session, session.compared_rows)
-    session.log(epoch=progress.epoch, validation_loss=loss, training_loss=training_loss)
+    validations = {TRAINED: trained}
+    _keep_best(session, TRAINED, trained, figures.epoch)
+    if session.average is not None and session.average.count:
+        with session.average.in_model():
+            validations[AVERAGED] = _validated(session)
+            _keep_best(session, AVERAGED, validations[AVERAGED], figures.epoch)
     for engine in session.engines:
-        engine.optimization.validated(loss)
-    is_best = loss < progress.best_loss or progress.best_epoch == 0
-    if is_best:
-        progress.best_loss, progress.best_epoch, progress.epochs_without_gain = loss, progress.epoch, 0
-        if session.ranks.is_first:
-            # On the host: a second copy on the device would take room from the batch.
-            with session.meter.host():
-                weights = session.model.state_dict()
-                session.best = {name: value.detach().cpu().clone() for name, value in weights.items()}
-    else:
-        progress.epochs_without_gain += 1
-    metric = next(iter(metrics.items()), None)
-    return replace(figures, training_loss=training_loss, validation_loss=loss, metric=metric, is_best=is_best)
+        engine.optimization.validated(trained.loss)
+    value = max(criterion.value(validation) for validation in validations.values())
+    is_best = progress.best_value is None or value > progress.best_value
+    progress.best_value = value if is_best else progress.best_value
+    progress.epochs_without_gain = 0 if is_best else progress.epochs_without_gain + 1
+    best = session.bests[choose(session.bests)]
+    progress.best_loss, progress.best_epoch = best.loss, best.epoch
+    averaged = validations.get(AVERAGED)
+    session.log(epoch=figures.epoch, validation_loss=trained.loss, training_loss=training_loss, **trained.record(),
+                **({} if averaged is None else averaged.record(AVERAGED)))  # fmt: skip
+    return replace(figures, training_loss=training_loss, validation_loss=trained.loss, is_best=is_best,
+                   averaged_loss=None if averaged is None else averaged.loss,
+                   metric=trained.shown(criterion.name))  # fmt: skip
+
+
+def _keep_best(session: Session, kind: str, validation: Validation, epoch: int) -> None:
+    """Keeps the weights that the model has now, if they are the best of their kind so far, or the last are wanted."""
+    value, best = session.criterion.value(validation), session.bests.setdefault(kind, BestWeights())
+    if best.value is not None and not (value > best.value or session.training.keep == "last"):
+        return
+    session.bests[kind] = BestWeights(value=value, loss=validation.loss, epoch=epoch, weights=_weights_here(session))
+
+
+def _weights_here(session: Session) -> dict[str, Any]:
+    """Copies the weights of the model to the host, on rank 0; none on other ranks."""
+    if not session.ranks.is_first:
+        return {}
+    # On the host: a second copy on the device would take room from the batch.
+    with session.meter.host():
+        weights = session.model.state_dict()
+        return {name: value.detach().cpu().clone() for name, value in weights.items()}
+
+
+def _keep_weights(session: Session) -> None:
+    """Writes the weights of the epoch, and their average if there is one, as files of their own, on rank 0."""
+    average, epoch = session.average, session.progress.epoch
+    write_weights = partial(write_epoch_weights, session.folder, epoch)
+    session.ranks.on_rank0(lambda: write_weights(TRAINED, _weights_here(session)))
+    if average is not None and average.count:
+        with average.in_model():
+            session.ranks.on_rank0(lambda: write_weights(AVERAGED, _weights_here(session)))
 
 
 def validation_loss(session: Session) -> float:
-    """Returns the weighted loss over the validation samples."""
-    return _evaluated(session, session.task.validation_rows)[0]
+    """Returns the weighted loss over the validation samples, as the mean over the validation sets."""
+    return _validated(session).loss
+
+
+def _validated(session: Session) -> Validation:
+    """Validates the weights that the model has now; metrics that do not add up are computed only where one of them
+    chooses the best weights.
+    """
+    sets = session.task.validation_sets
+    evaluated = {name: _evaluated(session, rows, with_metrics=True) for name, rows in sets.items()}
+    losses = {name: loss for name, (loss, _) in evaluated.items()}
+    figures = Validation.of(losses, {name: metrics for name, (_, metrics) in evaluated.items()})
+    if figures.figure(session.criterion.name) is not None:
+        return figures
+    score = _ValidationScores(session)
+    measured = {name: session.task.validation_metrics(rows, score) for name, rows in sets.items()}
+    return Validation.of(losses, {name: {**metrics, **measured[name]} for name, (_, metrics) in evaluated.items()})
+
+
+class _ValidationScores:
+    """Scores validation samples for a task; each rank computes a share, and all of them have the result."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, rows: Rows) -> NDArray[np.float64]:
+        """Returns [R, …] scores of the model."""
+        task = self._session.task
+        return np.concatenate(self._shared(rows, lambda share: [_inference(self._session).scores(task, share)]))
+
+    def parts(self, rows: Rows) -> list[Any]:
+        """Returns the task's results for each part of some samples, in their order."""
+        task: Any = self._session.task
+        return self._shared(rows, lambda share: _inference(self._session).parts(task.outcome, share))
+
+    def _shared(self, rows: Rows, compute: Callable[[Rows], list[T]]) -> list[T]:
+        session = self._session
+        session.model.eval()
+        costs = session.engine.shared_plan.evaluation_costs
+        share = session.ranks.share(len(rows), lambda: costs(session.task, rows))
+        gathered = session.ranks.gather(lambda: compute(rows[share]) if share.stop > share.start else [])
+        return [result for results in gathered for result in results]
 
 
 def _evaluated(session: Session, rows: Rows, *, with_metrics: bool = False) -> tuple[float, dict[str, float]]:
@@ -713,28 +831,30 @@ def _result(session: Session) -> dict[str, Any]:
         engine.optimization.optimizer.state.clear()
         engine.optimization.optimizer.zero_grad(set_to_none=True)
     session.meter.release()
-    session.model.load_state_dict(session.best)
-    session.model.eval()
     if session.compiled is not None:
         # As `evaluate` computes scores: the compiler's round-off would make others.
         session.compiled.stop()
-    with session.reporter.stage("judging", unit="samples") as stage:
-        score = _Scores(session, stage.advance)
-        judgement = session.task.judge(score)
-        predictions = session.task.predictions(judgement, score)
+    chosen = choose(session.bests)
+    judgement, predictions = _judged(session, chosen)
+    beside = {kind: _judged(session, kind)[0] for kind in session.bests if kind != chosen}
+    session.model.load_state_dict(session.best)
     try:
         write_predictions(session.folder.predictions_path, predictions)
     except StateError as error:
         session.reporter.notice(f"The run's report will have no curves. {error}")
-    progress, monitor = session.progress, session.monitor
+    progress, monitor, best = session.progress, session.monitor, session.bests[chosen]
     return {
         "run_id": session.folder.run_id,
         "key": session.run.key,
         "status": "finished",
         "epochs": progress.epoch,
         "steps": progress.step,
-        "best_epoch": progress.best_epoch,
-        "best_validation_loss": progress.best_loss,
+        "best_epoch": best.epoch,
+        "best_validation_loss": best.loss,
+        "best_by": session.criterion.name,
+        "best_value": session.criterion.figure(best),
+        "weights": chosen,
+        "keep": session.training.keep,
         "parameters": sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad),
         "device": session.meter.key,
         "plan": session.own_plan.to_plain(),
@@ -748,7 +868,26 @@ def _result(session: Session) -> dict[str, Any]:
         # As text, since who lists the run later does not import its task.
         "summary_tables": [_plain_table(table) for table in session.task.summary_tables(judgement)],
         "tables": [_plain_table(table) for table in session.task.tables(judgement)],
+        "beside": {
+            kind: {
+                "best_epoch": session.bests[kind].epoch,
+                "best_validation_loss": session.bests[kind].loss,
+                "judgement": judged,
+            }
+            for kind, judged in beside.items()
+        },
     }
+
+
+def _judged(session: Session, kind: str) -> tuple[Mapping[str, Any], Mapping[str, Predictions]]:
+    """Judges the best weights of a kind; returns the judgement and the predictions of single samples."""
+    session.model.load_state_dict(session.bests[kind].weights)
+    session.model.eval()
+    title = "judging" if len(session.bests) == 1 else f"judging the {kind} weights"
+    with session.reporter.stage(title, unit="samples") as stage:
+        score = _Scores(session, stage.advance)
+        judgement = session.task.judge(score)
+        return judgement, session.task.predictions(judgement, score)
 
 
 def _plain_table(table: TextTable) -> dict[str, Any]:
@@ -758,10 +897,12 @@ def _plain_table(table: TextTable) -> dict[str, Any]:
 def _outcome(task: BatchTask, folder: RunFolder, result: Mapping[str, Any]) -> Outcome:
     counts = ((result["epochs"], "epoch"), (result["steps"], "step"), (result["parameters"], "parameter"))
     done = ", ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
-    best = f"best validation loss {result['best_validation_loss']:.4g} after epoch {result['best_epoch']}"
-    judgement = result["judgement"]
-    return Outcome(folder=folder, summary_tables=task.summary_tables(judgement), tables=task.tables(judgement),
-                   summary=f"{done}, {best}")  # fmt: skip
+    judgement, beside = result["judgement"], result["beside"]
+    summary_tables, tables = [*task.summary_tables(judgement)], [*task.tables(judgement)]
+    for kind, other in beside.items():
+        for every, of_kind in ((summary_tables, task.summary_tables), (tables, task.tables)):
+            every += [replace(table, title=f"{table.title}, {kind} weights") for table in of_kind(other["judgement"])]
+    return Outcome(folder=folder, summary_tables=summary_tables, tables=tables, summary=f"{done}, {best_text(result)}")
 
 
 @contextmanager

@@ -8,7 +8,9 @@ Shapes: R rows (windows), S columns of raw scores.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -111,6 +113,16 @@ class WindowTask(BatchTask):
         references = {role: self._final_scores(score, role) for role in self.reference_roles}
         options = JudgingOptions.of(self._run, self._data, supervised=self.supervised)
         return judge(self._data.flat, self._data.split, self._final_scores(score), options, references)
+
+    def validation_metrics(self, rows: Ints, score: Score) -> Mapping[str, float]:
+        """Judges the validation windows of both classes, by the threshold that they choose themselves."""
+        from can_train_tasks.can.evaluation.judging import JudgingOptions, judge
+
+        alone = copy(self)
+        alone._data = replace(self._data, split=replace(self._data.split, test={}))
+        options = replace(JudgingOptions.of(self._run, self._data, supervised=self.supervised), baselines=False)
+        judged = judge(alone._data.flat, alone._data.split, alone._final_scores(score), options, {})["validation"]
+        return {name: math.nan if value is None else float(value) for name, value in judged.items()}  # type: ignore[arg-type]
 
     def predictions(self, judgement: Mapping[str, Any], score: Score) -> Mapping[str, Predictions]:
         """Returns the predictions for each test folder; the times of its logs follow one another (see `elapsed_s`)."""
