@@ -5,6 +5,7 @@ nodes, then the absences), C input columns, P properties (`PROPERTIES`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ from can_train_tasks.can.data.batches import GraphBatch, scatter
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
 from can_train_tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
+from can_train_tasks.can.inputs import with_self_loops
 from can_train_tasks.can.models import MISSING_ID, GatClassifier, Vgae, worst_nodes
 
 # Properties of a CAN ID in a window that a person can look up in the log. Several columns of a network's input may
@@ -51,9 +53,11 @@ def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
     # On the synthetic test folders attention names an injected ID less often: attention weights show which messages a
     # layer reads, and not their effect on the score. Negative products are left out: they do not explain an alarm, and
     # would cancel the positive products that do.
-    node, edge = (part.detach().requires_grad_() for part in model.inputs(batch))
+    prepared = model.inputs.prepared(batch)
+    node, edge = (part.detach().requires_grad_() for part in (model.inputs(prepared), model.inputs.scaled(batch)[1]))
     with torch.enable_grad():
-        logits = model.classify((node, edge), batch)
+        ends, messages = with_self_loops(batch, edge)
+        logits = model.classify(node, replace(prepared, ends=ends, edge=messages))
         by_node, by_edge = torch.autograd.grad((logits[:, 1] - logits[:, 0]).sum(), (node, edge))
     # The last column, `strangeness`, is part of an ID's identity.
     deviations = [*_OF_BEHAVIOUR * 3, IDENTITY] if model.inputs.behaviour else []
@@ -66,9 +70,10 @@ def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
 
 def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[float]) -> Tensor:
     """Returns the terms [I, P] of the anomaly score, which is their sum, with its `units` (see `anomaly_scores`)."""
-    decoded = model.decode(batch, None)
-    node, edge = model.inputs.targets(batch)
-    errors = model.errors(batch, decoded)
+    prepared = model.prepared(batch)
+    decoded = model.decode(prepared, None)
+    node, edge = prepared.features.node, prepared.features.edge
+    errors = model.errors(prepared, decoded)
     weights = dict(zip(ERROR_TERMS, (w / unit for w, unit in zip(ERROR_WEIGHTS, units, strict=True)), strict=True))
     graph_of_edge = batch.batch[batch.edge_index[0]]
     worst = worst_nodes(errors.node, batch.batch)

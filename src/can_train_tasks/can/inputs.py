@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from can_train.fit.packing import members
-from can_train_tasks.can.data.batches import GraphBatch, scatter
+from can_train_tasks.can.data.batches import Batch, GraphBatch, PreparedBatch, Reconstructed, scatter
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import (
     EDGE_FEATURES,
@@ -278,6 +279,7 @@ class InputEncoder(nn.Module):
     past_std: Tensor
     id_silence: Tensor
     target_weights: Tensor
+    of_id: Tensor
 
     def __init__(self, statistics: InputStatistics, *, embedding: int, dataset: CanDatasetSettings) -> None:
         super().__init__()
@@ -293,6 +295,11 @@ class InputEncoder(nn.Module):
         self.num_deviations = 3 * len(BEHAVIOUR) + 1 if self.behaviour else 0
         width = len(NODE_FEATURES) + 2 * len(EDGE_FEATURES) + self.num_deviations
         self.width = width + (embedding if self.identity else 0)
+        # Columns of a node that depend on its ID: payload bytes, deviations from the ID and its past, strangeness.
+        of_id = torch.zeros(width, dtype=torch.bool)
+        of_id[:MAX_PAYLOAD_BYTES] = True
+        of_id[width - self.num_deviations : width - len(BEHAVIOUR) - 1] = of_id[-1] = True
+        self.register_buffer("of_id", of_id, persistent=False)
 
     def id_index(self, batch: GraphBatch) -> Tensor:
         """Returns the index [N] of each node's ID: 1 + position in the vocabulary, or `UNKNOWN_ID`.
@@ -300,20 +307,19 @@ class InputEncoder(nn.Module):
         Without `identity` all IDs are unknown. They are also all unknown on a bus where most IDs are: another vehicle
         uses a number of the vocabulary for another message.
         """
+        return self._identified(batch)[0]
+
+    def _identified(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
+        """Returns the index [N] of each node's ID, and the familiarity [B] of each bus."""
         if not self.identity:
-            return torch.zeros_like(batch.can_id)
+            return torch.zeros_like(batch.can_id), batch.x.new_zeros(batch.num_graphs)
         index = self._look_up(batch.can_id)
-        known = index != UNKNOWN_ID
-        return torch.where(known & (_known_share(batch, known)[batch.batch] > LEAST_KNOWN_SHARE), index, UNKNOWN_ID)
+        share = _known_share(batch, index != UNKNOWN_ID)
+        return torch.where((share > LEAST_KNOWN_SHARE)[batch.batch], index, UNKNOWN_ID), _familiarity(share)
 
     def _look_up(self, can_id: Tensor) -> Tensor:
         position = torch.searchsorted(self.vocabulary, can_id).clamp(max=len(self.vocabulary) - 1)
         return torch.where(self.vocabulary[position] == can_id, position + 1, UNKNOWN_ID)
-
-    def visible_index(self, batch: GraphBatch) -> Tensor:
-        """Returns the index [N] of each node's ID; the IDs of hidden windows are unknown."""
-        index = self.id_index(batch)
-        return index if batch.hidden is None else torch.where(batch.hidden[batch.batch], UNKNOWN_ID, index)
 
     def scaled(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
         """Standardises node features [N, 10] and edge features [E, 11], and compresses large values."""
@@ -323,20 +329,6 @@ class InputEncoder(nn.Module):
         edge = (batch.edge_attr - self.edge_mean) / self.edge_std
         return torch.asinh(node), torch.asinh(edge)
 
-    def targets(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
-        """Computes the features that an autoencoder reconstructs; no ID is hidden.
-
-        Returns:
-            Scaled node features [N, 10] and scaled edge features [E, 11]. With `behaviour`, the node features also have
-            C deviations: a known ID's from its benign training windows, an unknown ID's from its past.
-        """
-        node, edge = self.scaled(batch)
-        if self.behaviour:
-            index, columns = self.id_index(batch), len(BEHAVIOUR)
-            trained, past = self.deviations(batch, index)[:, : 2 * columns].split(columns, dim=1)
-            node = torch.cat([node, torch.where((index != UNKNOWN_ID)[:, None], trained, past).to(node.dtype)], dim=1)
-        return node, edge
-
     def deviations(self, batch: GraphBatch, index: Tensor) -> Tensor:
         """Compares the behaviour of each ID with its usual behaviour; `index` [N] is the ID that the network may see.
 
@@ -344,14 +336,15 @@ class InputEncoder(nn.Module):
             [N, D] with D = 3 C + 1: the deviation from the ID in training (0 for an unknown ID), the deviation from its
             past in this log, the deviation from all IDs in training, and the `strangeness`.
         """
-        known = (index != UNKNOWN_ID)[:, None]
         strange = self.strangeness(batch, index)[:, None]
-        young = YOUNG_WINDOWS / (batch.past_windows + YOUNG_WINDOWS)
-        past = self._difference(batch, batch.past, self.past_std) * (1 - young)[:, None]
-        own = torch.where(known, self._difference(batch, self.id_mean[index], self.id_std[index]), 0.0)
+        own = self._difference(batch, self.id_mean[index], self.id_std[index])
         overall = (batch.behaviour - self.behaviour_mean) / self.behaviour_std
         # On a known bus, an unknown ID is probably an attacker's: its past would make the attack look usual.
-        views = [own, past * (1 - strange), overall.nan_to_num(0.0)]
+        views = [
+            torch.where((index != UNKNOWN_ID)[:, None], own, 0.0),
+            self._from_past(batch) * (1 - strange),
+            overall.nan_to_num(0.0),
+        ]
         return torch.cat([*(torch.asinh(view) for view in views), strange], dim=1)
 
     def strangeness(self, batch: GraphBatch, index: Tensor) -> Tensor:
@@ -363,7 +356,7 @@ class InputEncoder(nn.Module):
         known = index != UNKNOWN_ID
         # Training may have missed an ID whose gaps are longer than the longest training log.
         expected = batch.behaviour[:, _GAP_MEAN] >= self.id_mean[UNKNOWN_ID, _GAP_MEAN]
-        return torch.where(known | expected, 0.0, _familiarity(batch, known)[batch.batch])
+        return torch.where(known | expected, 0.0, _familiarity(_known_share(batch, known))[batch.batch])
 
     def overdue(self, batch: GraphBatch) -> Tensor:
         """Returns the suspicion [A], from 0 to 1, that the absence of each regular ID raises.
@@ -374,8 +367,13 @@ class InputEncoder(nn.Module):
         longer = ((batch.absent_silence - self.id_silence[own] - low) / (high - low)).clamp(0, 1)
         if not self.behaviour:
             return torch.zeros_like(longer)
-        familiarity = _familiarity(batch, self.id_index(batch) != UNKNOWN_ID)[batch.absent_batch]
+        familiarity = self._identified(batch)[1][batch.absent_batch]
         return torch.where(own != UNKNOWN_ID, longer * familiarity, 0.0)
+
+    def _from_past(self, batch: GraphBatch) -> Tensor:
+        """Returns the deviations [N, C] of behaviour from its past, which are smaller where the past is short."""
+        young = YOUNG_WINDOWS / (batch.past_windows + YOUNG_WINDOWS)
+        return self._difference(batch, batch.past, self.past_std) * (1 - young)[:, None]
 
     def _difference(self, batch: GraphBatch, usual: Tensor, std: Tensor) -> Tensor:
         """Returns the differences [N, C] of behaviour and `usual`, in units of `std`; 0 where either is not known."""
@@ -385,23 +383,91 @@ class InputEncoder(nn.Module):
         columns = [difference[:, :_SILENCE], overdue[:, None], difference[:, _SILENCE + 1 :]]
         return torch.cat(columns, dim=1).nan_to_num(0.0)
 
-    def forward(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
-        """Returns node inputs [N, width] and edge inputs [E, 11]; the deviations are the last columns of a node."""
+    def prepared(self, batch: Batch, *, reconstructs: bool = False) -> PreparedBatch:
+        """Computes all that the graphs and the statistics decide; a batch that is prepared already stays as it is.
+
+        With `reconstructs`, the result has the features that an autoencoder reconstructs: scaled node and edge
+        features; with `behaviour`, the node features also have C deviations: a known ID's from its benign training
+        windows, an unknown ID's from its past.
+        """
+        if isinstance(batch, PreparedBatch):
+            return batch
         node, edge = self.scaled(batch)
-        index = self.visible_index(batch)
+        index = self.id_index(batch)
+        deviations = self.deviations(batch, index) if self.behaviour else node[:, :0]
+        ends, messages = with_self_loops(batch, edge)
+        return PreparedBatch(
+            index=index,
+            node=torch.cat(self._columns(batch, (node, edge), index, deviations), dim=1),
+            past=self._past(batch),
+            ends=ends,
+            edge=messages,
+            batch=batch.batch,
+            label=batch.label,
+            reconstructed=self._reconstructed(batch, (node, edge), index, deviations) if reconstructs else None,
+            hidden=batch.hidden,
+        )
+
+    def _columns(
+        self, batch: GraphBatch, scaled: tuple[Tensor, Tensor], index: Tensor, deviations: Tensor
+    ) -> list[Tensor]:
+        """Returns the columns of a node's inputs; `scaled` are node features [N, 10] and edge features [E, 11]."""
+        node, edge = scaled
         # A node's inputs include the means over its entering and its leaving edges: attention layers use edge features
         # to weigh messages, and never as the content of messages.
         leaving, entering = (scatter(edge, end, len(node), "mean") for end in batch.edge_index)
-        parts = [node, entering, leaving]
+        if not self.behaviour:
+            return [node, entering, leaving]
+        # How often IDs follow one another differs between vehicles: the window's mean is subtracted.
+        entering, leaving = (_centred(batch, mean) for mean in (entering, leaving))
+        # The first columns are the means of payload bytes, which have no meaning for an unknown ID.
+        seen = torch.where((index != UNKNOWN_ID)[:, None], node[:, :MAX_PAYLOAD_BYTES], 0.0)
+        return [seen, node[:, MAX_PAYLOAD_BYTES:], entering, leaving, deviations.to(node.dtype)]
+
+    def _past(self, batch: GraphBatch) -> Tensor | None:
+        if batch.hidden is None or not self.behaviour:
+            return None
+        return torch.asinh(self._from_past(batch)).to(batch.x.dtype)
+
+    def _reconstructed(
+        self, batch: GraphBatch, scaled: tuple[Tensor, Tensor], index: Tensor, deviations: Tensor
+    ) -> Reconstructed:
+        node, edge = scaled
         if self.behaviour:
-            # How often IDs follow one another differs between vehicles: the window's mean is subtracted.
-            entering, leaving = (_centred(batch, mean) for mean in (entering, leaving))
-            # The first columns are the means of payload bytes, which have no meaning for an unknown ID.
-            seen = torch.where((index != UNKNOWN_ID)[:, None], node[:, :MAX_PAYLOAD_BYTES], 0.0)
-            parts = [seen, node[:, MAX_PAYLOAD_BYTES:], entering, leaving, self.deviations(batch, index).to(node.dtype)]
-        if self.embedding is not None:
-            parts.insert(0, self.embedding(index).to(node.dtype))
-        return torch.cat(parts, dim=1), edge
+            trained, past = deviations[:, : 2 * len(BEHAVIOUR)].split(len(BEHAVIOUR), dim=1)
+            node = torch.cat([node, torch.where((index != UNKNOWN_ID)[:, None], trained, past).to(node.dtype)], dim=1)
+        return Reconstructed(node=node, edge=edge, ends=batch.edge_index)
+
+    def forward(self, batch: PreparedBatch) -> Tensor:
+        """Returns node inputs [N, width]; the deviations are the last columns."""
+        index, node = batch.index, batch.node
+        if batch.hidden is not None:
+            hidden = batch.hidden.index_select(0, batch.batch)
+            index = torch.where(hidden, UNKNOWN_ID, index)
+            if batch.past is not None:
+                node = self._without_ids(node, batch.past, hidden[:, None])
+        if self.embedding is None:
+            return node
+        return torch.cat([self.embedding(index).to(node.dtype), node], dim=1)
+
+    def _without_ids(self, node: Tensor, past: Tensor, hidden: Tensor) -> Tensor:
+        """Returns the columns of nodes as on an unknown bus where their IDs are `hidden` [N, 1]."""
+        after = len(BEHAVIOUR) + 1  # the deviations from all IDs, and the strangeness
+        past = functional.pad(past, (node.shape[1] - past.shape[1] - after, after))
+        return torch.where(hidden & self.of_id, past, node)
+
+
+def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces self-loops: each node gets one self-loop, with the mean features of its other entering edges.
+
+    Returns:
+        Ends [2, E' + N] and features [E' + N, 11] of the edges: E' edges between nodes, then the self-loops.
+    """
+    num_nodes = len(batch.can_id)
+    ends, edge = batch.edge_index.index_select(1, batch.between), edge.index_select(0, batch.between)
+    loops = torch.arange(num_nodes, device=ends.device).expand(2, -1)
+    mean = scatter(edge, ends[1], num_nodes, "mean")
+    return torch.cat([ends, loops], dim=1), torch.cat([edge, mean])
 
 
 def _known_share(batch: GraphBatch, known: Tensor) -> Tensor:
@@ -412,9 +478,9 @@ def _known_share(batch: GraphBatch, known: Tensor) -> Tensor:
     return old / whole
 
 
-def _familiarity(batch: GraphBatch, known: Tensor) -> Tensor:
-    """Returns the familiarity [B] of a bus with `known` IDs [N]: 0 up to `LEAST_KNOWN_SHARE`, 1 if all are known."""
-    return ((_known_share(batch, known) - LEAST_KNOWN_SHARE) / (1 - LEAST_KNOWN_SHARE)).clamp(min=0)
+def _familiarity(share: Tensor) -> Tensor:
+    """Returns the familiarity [B] of a bus with a `share` [B] of known IDs: 0 up to `LEAST_KNOWN_SHARE`, 1 for 1."""
+    return ((share - LEAST_KNOWN_SHARE) / (1 - LEAST_KNOWN_SHARE)).clamp(min=0)
 
 
 def _centred(batch: GraphBatch, features: Tensor) -> Tensor:

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from can_train.memory.meters import send
 from can_train.task import Outputs
-from can_train_tasks.can.data.batches import GraphBatch, scatter
+from can_train_tasks.can.data.batches import Batch, GraphBatch, scatter
 from can_train_tasks.can.data.graphs import Bools, Floats, Ints
 from can_train_tasks.can.inputs import InputEncoder
 from can_train_tasks.can.models import MISSING_ID, Reconstruction, worst_nodes
 
 # Makes a batch from the numbers of its windows.
-Gather = Callable[[Ints], GraphBatch]
+Gather = Callable[[Ints], Batch]
 
 # Sum and denominator of each term.
 Losses = dict[str, tuple[Tensor, float]]
@@ -34,10 +34,10 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
     return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
-def _with_hidden(batch: GraphBatch, hidden: Bools | None, start: int, stop: int) -> GraphBatch:
+def _with_hidden(batch: Batch, hidden: Bools | None, start: int, stop: int) -> Batch:
     if hidden is None:
         return batch
-    return replace(batch, hidden=send(torch.from_numpy(hidden[start:stop]), batch.x.device))
+    return replace(batch, hidden=send(torch.from_numpy(hidden[start:stop]), batch.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +62,13 @@ class ClassifierBatch:
         batch = self._batch(start, stop)
         return self._classification(model(batch), batch, start, stop)
 
-    def _batch(self, start: int, stop: int) -> GraphBatch:
+    def _batch(self, start: int, stop: int) -> Batch:
         return _with_hidden(self.gather(self.rows[start:stop]), self.hidden, start, stop)
 
-    def _classification(self, logits: Tensor, batch: GraphBatch, start: int, stop: int) -> Losses:
+    def _classification(self, logits: Tensor, batch: Batch, start: int, stop: int) -> Losses:
         if self.called is not None:
             self.called.append(logits.argmax(dim=1) > 0)
-        weights = send(torch.from_numpy(self.weights[start:stop]), batch.x.device, batch.x.dtype)
+        weights = send(torch.from_numpy(self.weights[start:stop]), batch.device, batch.dtype)
         # Half precision would round the offset.
         precise = torch.promote_types(logits.dtype, torch.float32)
         offset = torch.tensor([self.benign_offset, 0.0], dtype=precise, device=logits.device)
@@ -147,7 +147,7 @@ class AutoencoderBatch:
         batch = self._batch(start, stop)
         return self._sums(model(batch, self._noise_of(batch, start, stop)), start, stop)
 
-    def _batch(self, start: int, stop: int) -> GraphBatch:
+    def _batch(self, start: int, stop: int) -> Batch:
         return _with_hidden(self.gather(self.rows[start:stop]), self.hidden, start, stop)
 
     def _sums(self, errors: Reconstruction, start: int, stop: int) -> Losses:
@@ -160,9 +160,9 @@ class AutoencoderBatch:
         """Returns the numbers of nodes and edges of windows `start:stop`."""
         return (float(self.node_ptr[stop] - self.node_ptr[start]), float(self.edge_ptr[stop] - self.edge_ptr[start]))
 
-    def _noise_of(self, batch: GraphBatch, start: int, stop: int) -> Tensor | None:
+    def _noise_of(self, batch: Batch, start: int, stop: int) -> Tensor | None:
         nodes = slice(self.node_ptr[start], self.node_ptr[stop])
-        return None if self.noise is None else send(torch.from_numpy(self.noise[nodes]), batch.x.device, batch.x.dtype)
+        return None if self.noise is None else send(torch.from_numpy(self.noise[nodes]), batch.device, batch.dtype)
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
@@ -196,7 +196,7 @@ class DistilledAutoencoderBatch(AutoencoderBatch):
         """Returns the sum of each term over windows `start:stop`."""
         # The teacher comes first: its activations are freed before the student's are allocated.
         targets = self.teacher(self.rows[start:stop])
-        batch = self._batch(start, stop)
+        batch = model.prepared(self._batch(start, stop))  # type: ignore[operator]
         decoded = model.decode(batch, self._noise_of(batch, start, stop))  # type: ignore[operator]
         errors = model.errors(batch, decoded)  # type: ignore[operator]
         student = {"latent": model.projection(decoded.mean), "node": decoded.node, "edge": decoded.edge}  # type: ignore[operator]

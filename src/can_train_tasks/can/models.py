@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train_tasks.can.data.batches import GraphBatch, scatter
+from can_train_tasks.can.data.batches import Batch, PreparedBatch, scatter
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import EDGE_FEATURES
 from can_train_tasks.can.inputs import InputEncoder
@@ -78,19 +78,6 @@ def softmax_of_groups(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
     return powers / total.index_select(0, group)
 
 
-def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
-    """Replaces self-loops: each node gets one self-loop, with the mean features of its other entering edges.
-
-    Returns:
-        Ends [2, E' + N] and features [E' + N, 11] of the edges: E' edges between nodes, then the self-loops.
-    """
-    num_nodes = len(batch.can_id)
-    ends, edge = batch.edge_index.index_select(1, batch.between), edge.index_select(0, batch.between)
-    loops = torch.arange(num_nodes, device=ends.device).expand(2, -1)
-    mean = scatter(edge, ends[1], num_nodes, "mean")
-    return torch.cat([ends, loops], dim=1), torch.cat([edge, mean])
-
-
 class GatClassifier(nn.Module):
     r"""Graph attention over a window's ID graph; the outputs of all layers are joined, mean-pooled and classified.
 
@@ -129,19 +116,18 @@ class GatClassifier(nn.Module):
                 self.output.weight[:, smallest + BEHAVIOUR.index("gap_min")] = -CLOSE_FRAMES * sides
                 self.output.weight[:, smallest - 1] = STRANGE_ID * sides
 
-    def forward(self, batch: GraphBatch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Returns logits [B, 2]."""
-        return self.classify(self.inputs(batch), batch)
+        prepared = self.inputs.prepared(batch)
+        return self.classify(self.inputs(prepared), prepared)
 
-    def classify(self, inputs: tuple[Tensor, Tensor], batch: GraphBatch) -> Tensor:
-        """Returns logits [B, 2] of node inputs [N, width] and edge inputs [E, 11]."""
-        x, edge = inputs
+    def classify(self, x: Tensor, batch: PreparedBatch) -> Tensor:
+        """Returns logits [B, 2] of node inputs [N, width] and the edges of a batch."""
         deviations = x[:, x.shape[1] - self.inputs.num_deviations :]
         extremes = (sign * scatter(sign * deviations, batch.batch, batch.num_graphs, "max") for sign in (1, -1))
-        ends, edge = with_self_loops(batch, edge)
         outputs = []
         for layer in self.layers:
-            x = F.elu(layer(x, ends, edge))
+            x = F.elu(layer(x, batch.ends, batch.edge))
             x = F.dropout(x, self.dropout, self.training)
             outputs.append(x)
         pooled = self.head(scatter(torch.cat(outputs, dim=1), batch.batch, batch.num_graphs, "mean"))
@@ -157,7 +143,7 @@ class GatClassifier(nn.Module):
 class Reconstruction:
     """Errors of a reconstruction for each node or edge."""
 
-    node: Tensor  # [N] weighted mean squared error of the node's features, see `InputEncoder.targets`
+    node: Tensor  # [N] weighted mean squared error of the node's features, see `InputEncoder.prepared`
     edge: Tensor  # [E] mean squared error of the standardised edge features
     can_id: Tensor | None  # [N] cross-entropy of the node's CAN ID; None where identity is off
     kl: Tensor  # [N] KL divergence of the latent from a standard normal, in nats
@@ -177,7 +163,7 @@ class Decoded:
 
     mean: Tensor  # [N, Z] mean of the latent
     log_std: Tensor  # [N, Z] log standard deviation of the latent
-    node: Tensor  # [N, T] features of the node, see `InputEncoder.targets`
+    node: Tensor  # [N, T] features of the node, see `InputEncoder.prepared`
     edge: Tensor  # [E, 11] standardised edge features
     id_logits: Tensor | None  # [N, V + 1] logits of the node's CAN ID; None where identity is off
 
@@ -216,22 +202,25 @@ class Vgae(nn.Module):
         self.edge_decoder = nn.Sequential(pair, nn.Linear(mirrored[1], len(EDGE_FEATURES)))
         self.projection = nn.Linear(settings.latent, projected) if projected else None
 
-    def encode(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
+    def encode(self, batch: PreparedBatch) -> tuple[Tensor, Tensor]:
         """Returns mean and log standard deviation of the latent, [N, Z] each."""
         # A separate function, so that its intermediate tensors are freed before the decoder begins.
-        x, edge = self.inputs(batch)
-        ends, edge = with_self_loops(batch, edge)
+        x = self.inputs(batch)
         for layer in self.layers:
-            x = F.elu(layer(x, ends, edge))
+            x = F.elu(layer(x, batch.ends, batch.edge))
             x = F.dropout(x, self.dropout, self.training)
         return self.mean(x), self.log_std(x).clamp(-MAX_LOG_STD, MAX_LOG_STD)
 
-    def decode(self, batch: GraphBatch, noise: Tensor | None) -> Decoded:
+    def prepared(self, batch: Batch) -> PreparedBatch:
+        """Computes the inputs of a batch; a batch that has them stays as it is."""
+        return self.inputs.prepared(batch, reconstructs=True)
+
+    def decode(self, batch: PreparedBatch, noise: Tensor | None) -> Decoded:
         """Encodes a batch and reconstructs it."""
         mean, log_std = self.encode(batch)
         latent = mean if noise is None else mean + noise.to(mean.dtype) * log_std.exp()
         hidden = self.decoder(latent)
-        source, destination = batch.edge_index
+        source, destination = batch.features.ends
         return Decoded(
             mean=mean,
             log_std=log_std,
@@ -240,23 +229,23 @@ class Vgae(nn.Module):
             id_logits=None if self.id_head is None else self.id_head(hidden),
         )
 
-    def errors(self, batch: GraphBatch, decoded: Decoded) -> Reconstruction:
+    def errors(self, batch: PreparedBatch, decoded: Decoded) -> Reconstruction:
         """Compares a reconstruction with its batch."""
-        node, edge = self.inputs.targets(batch)
-        mean, log_std = decoded.mean, decoded.log_std
+        features, mean, log_std = batch.features, decoded.mean, decoded.log_std
         can_id = None
         if decoded.id_logits is not None:
-            can_id = F.cross_entropy(decoded.id_logits, self.inputs.id_index(batch), reduction="none")
+            can_id = F.cross_entropy(decoded.id_logits, batch.index, reduction="none")
         return Reconstruction(
-            node=(decoded.node - node).square() @ self.inputs.target_weights.to(node.dtype),
-            edge=(decoded.edge - edge).square().mean(dim=1),
+            node=(decoded.node - features.node).square() @ self.inputs.target_weights.to(features.node.dtype),
+            edge=(decoded.edge - features.edge).square().mean(dim=1),
             can_id=can_id,
             kl=0.5 * (mean.square() + (2 * log_std).exp() - 2 * log_std - 1).sum(dim=1),
         )
 
-    def forward(self, batch: GraphBatch, noise: Tensor | None) -> Reconstruction:
+    def forward(self, batch: Batch, noise: Tensor | None) -> Reconstruction:
         """Reconstructs a batch and returns the errors."""
-        return self.errors(batch, self.decode(batch, noise))
+        prepared = self.prepared(batch)
+        return self.errors(prepared, self.decode(prepared, noise))
 
 
 def _mlp(widths: list[int]) -> nn.Sequential:

@@ -231,7 +231,7 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
         batch = self._gather(rows).to(device, dtype)
         if self.output == "logits":
             return {"logits": model(batch)}
-        decoded = model.decode(batch, None)  # type: ignore[operator]
+        decoded = model.decode(model.prepared(batch), None)  # type: ignore[operator]
         return {"latent": decoded.mean, "node": decoded.node, "edge": decoded.edge}
 
 

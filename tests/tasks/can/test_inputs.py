@@ -60,17 +60,18 @@ def test_what_is_usual_of_an_id_is_its_mean_and_spread_in_benign_windows(flat: F
 
 def test_the_ids_of_hidden_windows_are_unknown_and_no_others(flat: FlatGraphs) -> None:
     inputs, batch = encoder(flat), Gatherer(flat)(np.arange(5))
-    index = inputs.visible_index(hidden(batch, 1, 3))
+    assert inputs.embedding is not None
+    seen, unseen = (inputs(inputs.prepared(each))[:, :4] for each in (batch, hidden(batch, 1, 3)))
     is_hidden = torch.isin(batch.batch, torch.tensor([1, 3]))
-    assert (index[is_hidden] == UNKNOWN_ID).all()
-    assert torch.equal(index[~is_hidden], inputs.id_index(batch)[~is_hidden])
+    assert (unseen[is_hidden] == inputs.embedding.weight[UNKNOWN_ID]).all()
+    assert torch.equal(unseen[~is_hidden], seen[~is_hidden])
+    assert torch.equal(seen, inputs.embedding(inputs.id_index(batch)))
 
 
 def test_an_id_that_is_hidden_is_compared_with_its_own_past_alone(flat: FlatGraphs) -> None:
     inputs, batch = encoder(flat), Gatherer(flat)(np.arange(WINDOWS - 5, WINDOWS))
-    columns = len(BEHAVIOUR)
-    seen = inputs.deviations(batch, inputs.visible_index(batch))
-    unseen = inputs.deviations(batch, inputs.visible_index(hidden(batch, *range(5))))
+    columns, first = len(BEHAVIOUR), inputs.width - inputs.num_deviations
+    seen, unseen = (inputs(inputs.prepared(each))[:, first:] for each in (batch, hidden(batch, *range(5))))
     assert (unseen[:, :columns] == 0).all()
     assert torch.equal(seen[:, columns:], unseen[:, columns:])
     assert (seen[:, :columns] != 0).any()
@@ -108,7 +109,7 @@ def test_made_up_ids_are_strangers_however_many_there_are(flat: FlatGraphs) -> N
 
 def test_an_edge_of_all_of_a_windows_ids_says_nothing_of_one(flat: FlatGraphs) -> None:
     inputs, batch = encoder(flat), Gatherer(flat)(np.arange(5))
-    node, _ = inputs(batch)
+    node = inputs(inputs.prepared(batch))
     entering = node[:, 4 + 10 : 4 + 10 + 11]
     assert torch.stack([entering[batch.batch == row].mean(dim=0) for row in range(5)]).abs().max() < 1e-5
 
@@ -117,17 +118,19 @@ def test_classic_features_see_neither_rhythm_nor_change(flat: FlatGraphs) -> Non
     inputs, batch = encoder(flat, features="classic"), Gatherer(flat)(np.arange(4))
     torch.manual_seed(0)
     other = replace(batch, behaviour=torch.randn_like(batch.behaviour), past=torch.randn_like(batch.past))
-    assert torch.equal(inputs(batch)[0], inputs(other)[0])
-    assert inputs(batch)[0].shape[1] == inputs.width == 4 + 10 + 22
+    node = inputs(inputs.prepared(batch))
+    assert torch.equal(node, inputs(inputs.prepared(other)))
+    assert node.shape[1] == inputs.width == 4 + 10 + 22
     assert inputs.target_weights.tolist() == pytest.approx([0.1] * 10)
 
 
 def test_what_an_autoencoder_reconstructs_does_not_depend_on_what_is_hidden(flat: FlatGraphs) -> None:
     inputs, batch = encoder(flat), Gatherer(flat)(np.arange(4))
-    (node, edge), (other_node, other_edge) = inputs.targets(batch), inputs.targets(hidden(batch, 0, 1, 2, 3))
-    assert node.shape[1] == len(inputs.target_weights) == 10 + len(BEHAVIOUR)
-    assert torch.equal(node, other_node)
-    assert torch.equal(edge, other_edge)
+    all_hidden = hidden(batch, 0, 1, 2, 3)
+    seen, unseen = (inputs.prepared(each, reconstructs=True).features for each in (batch, all_hidden))
+    assert seen.node.shape[1] == len(inputs.target_weights) == 10 + len(BEHAVIOUR)
+    assert torch.equal(seen.node, unseen.node)
+    assert torch.equal(seen.edge, unseen.edge)
 
 
 def test_a_punctual_id_is_overdue_once_it_is_silent_for_longer_than_ever(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def distilled_autoencoder(flat: FlatGraphs) -> tuple[nn.Module, DistilledAutoenc
 
     def answers(rows: NDArray[np.int64]) -> dict[str, Tensor]:
         with torch.no_grad():
-            told = teacher.decode(gather(rows), None)
+            told = teacher.decode(teacher.prepared(gather(rows)), None)
         return {"latent": told.mean, "node": told.node, "edge": told.edge}
 
     _, own = autoencoder(flat)
@@ -157,7 +157,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(flat: FlatGr
     gather = gatherer(flat)
 
     def answers(rows: NDArray[np.int64]) -> dict[str, Tensor]:
-        told = model.decode(gather(rows), None)
+        told = model.decode(model.prepared(gather(rows)), None)
         return {"latent": told.mean, "node": told.node, "edge": told.edge}
 
     terms = DistilledAutoencoderBatch(**vars(replace(own, noise=None)), teacher=answers).losses(model, 0, WINDOWS)

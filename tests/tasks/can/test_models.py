@@ -14,7 +14,7 @@ from can_train_tasks.can.data.batches import Gatherer
 from can_train_tasks.can.data.behaviour import BEHAVIOUR
 from can_train_tasks.can.data.graphs import FlatGraphs
 from can_train_tasks.can.evaluation.metrics import ERROR_TERMS
-from can_train_tasks.can.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
+from can_train_tasks.can.inputs import UNKNOWN_ID, InputEncoder, InputStatistics, with_self_loops
 from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train_tasks.can.models import (
     CLOSE_FRAMES,
@@ -24,7 +24,6 @@ from can_train_tasks.can.models import (
     GatClassifier,
     Vgae,
     softmax_of_groups,
-    with_self_loops,
     worst_nodes,
 )
 from can_train_tasks.can.settings import CanDatasetSettings, GatSettings, VgaeSettings
@@ -85,8 +84,8 @@ def test_known_ids_have_their_own_index_and_unknown_ones_share_one(flat: FlatGra
 def test_without_identity_the_input_does_not_depend_on_ids(flat: FlatGraphs) -> None:
     inputs = encoder(flat, identity=False)
     batch = Gatherer(flat)(np.arange(5))
-    node, _ = inputs(batch)
-    other, _ = inputs(replace(batch, can_id=batch.can_id * 0))
+    node = inputs(inputs.prepared(batch))
+    other = inputs(inputs.prepared(replace(batch, can_id=batch.can_id * 0)))
     assert node.shape[1] == inputs.width
     assert torch.equal(node, other)
 
@@ -123,14 +122,16 @@ def test_a_checkpoint_alone_scores_a_log(flat: FlatGraphs, make: Callable[[Input
 def test_before_any_training_a_classifier_suspects_strangers_and_frames_that_come_too_early(flat: FlatGraphs) -> None:
     torch.manual_seed(0)
     model, batch = GatClassifier(STUDENT, encoder(flat)).eval(), Gatherer(flat)(np.arange(5))
-    usual, edge = torch.zeros(len(batch.can_id), model.inputs.width), torch.zeros(len(batch.edge_attr), 11)
+    prepared = model.inputs.prepared(batch)
+    prepared = replace(prepared, edge=torch.zeros_like(prepared.edge))
+    usual = torch.zeros(len(batch.can_id), model.inputs.width)
     first = model.inputs.width - model.inputs.num_deviations
     early, strange = usual.clone(), usual.clone()
     early[0, first + BEHAVIOUR.index("gap_min")] = -3
     strange[0, -1] = 1
 
     def suspicion(nodes: Tensor) -> float:
-        benign, attack = model.classify((nodes, edge), batch)[0].tolist()
+        benign, attack = model.classify(nodes, prepared)[0].tolist()
         return float(attack - benign)
 
     assert suspicion(early) - suspicion(usual) == pytest.approx(3 * CLOSE_FRAMES, abs=1)

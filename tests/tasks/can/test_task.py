@@ -149,3 +149,21 @@ def test_judging_never_looks_at_training_windows(tmp_path: Path, frames: Frames,
     for name, one in task.predictions(judgement, score).items():
         model, hits = judgement["test"][name]["model"], int((one.flagged & one.positive).sum())
         assert (len(one.score), hits / int(one.positive.sum())) == (model["windows"], model["recall"])
+
+
+def test_a_task_trains_on_the_same_losses_where_memory_is_too_small_to_prepare_inputs(
+    tmp_path: Path, frames: Frames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losses(model: str) -> tuple[str, float]:
+        task = task_of(tmp_path, frames, model)
+        torch.manual_seed(0)
+        network = task.build_model()
+        batch = task.logical_batch(task.train_rows[:20], CPU, torch.float32, torch.Generator().manual_seed(0))
+        kind = type(batch.gather(task.train_rows[:1])).__name__
+        return kind, sum(float(total.detach()) for total, _ in batch.losses(network, 3, 17).values())
+
+    prepared = {model: losses(model) for model in ("gat", "vgae")}
+    monkeypatch.setattr("can_train_tasks.can.modes.windows._PREPARED_SHARE", 0.0)
+    for model, (kind, total) in prepared.items():
+        assert kind == "PreparedBatch"
+        assert losses(model) == ("GraphBatch", total)

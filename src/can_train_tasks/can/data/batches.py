@@ -1,13 +1,14 @@
 """Gathers batches of graphs from the flat arrays, without one object per graph; reduces values over groups of nodes.
 
-Shapes: B graphs of the batch, N nodes, E directed edges, A absences, R requested rows; G graphs of the data set; M rows
-of values in C groups.
+Shapes: B graphs of the batch, N nodes, E directed edges, E' edges without self-loops, A absences, R requested rows;
+G graphs of the data set; M rows of values in C groups. A node has D input columns without the embedding of its ID, and
+T columns that an autoencoder reconstructs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
 # Graphs whose self-loops are counted at a time, so that the comparison needs little memory besides the mapped edges.
 _COUNTED_GRAPHS: Final = 2**16
 _COMPARED_EDGES: Final = 2**20  # edges whose ends are compared at a time
+_Sent = TypeVar("_Sent", "PreparedBatch", "Reconstructed")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +74,16 @@ class GraphBatch:
         """[B] int64, 1 for an attack, 0 for benign."""
         return (self.label > 0).long()
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.x.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the features."""
+        return self.x.dtype
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphBatch":
         """Returns the batch on another device, its features as `dtype`; indices keep their type."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -82,6 +94,92 @@ class GraphBatch:
             for name, part in parts.items()
         }
         return GraphBatch(**moved)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reconstructed:
+    """The features of a batch that an autoencoder reconstructs; no ID is hidden.
+
+    Attributes:
+        node: [N, T].
+        edge: [E, 11] of the edges with the graphs' self-loops.
+        ends: [2, E] int64, source and destination of these edges as node positions inside the batch.
+    """
+
+    node: Tensor
+    edge: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedBatch:
+    """Several graphs with the inputs of a network.
+
+    Attributes:
+        index: [N] int64, the index of each node's ID (see `InputEncoder.id_index`).
+        node: [N, D] inputs of each node, without the embedding of its ID.
+        past: [N, 7] the deviation from its past of an ID that is hidden; None: no ID is hidden, or no such column is.
+        ends: [2, E' + N] int64, source and destination of the attention layers' edges: E' edges, then N self-loops.
+        edge: [E' + N, 11] inputs of these edges.
+        batch: [N] int64, the graph of each node.
+        label: [B] int64, attack kind codes, 0 for benign.
+        reconstructed: The features that an autoencoder reconstructs; None for a classifier.
+        hidden: [B] bool, windows whose IDs a model must not see; None: a model may see all IDs.
+    """
+
+    index: Tensor
+    node: Tensor
+    past: Tensor | None
+    ends: Tensor
+    edge: Tensor
+    batch: Tensor
+    label: Tensor
+    reconstructed: Reconstructed | None = None
+    hidden: Tensor | None = None
+
+    @property
+    def features(self) -> Reconstructed:
+        """The features that an autoencoder reconstructs."""
+        assert self.reconstructed is not None, "the batch was prepared for a classifier"
+        return self.reconstructed
+
+    @property
+    def num_graphs(self) -> int:
+        """B."""
+        return len(self.label)
+
+    @property
+    def y(self) -> Tensor:
+        """[B] int64, 1 for an attack, 0 for benign."""
+        return (self.label > 0).long()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.node.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the inputs."""
+        return self.node.dtype
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "PreparedBatch":
+        """Returns the batch on another device, its inputs as `dtype`; indices keep their type."""
+        return _sent(self, torch.device(device), dtype)
+
+
+def _sent(batch: _Sent, device: torch.device, dtype: torch.dtype | None) -> _Sent:
+    moved: dict[str, Any] = {
+        name: send(part, device, dtype if part.is_floating_point() else None)
+        if isinstance(part, Tensor)
+        else _sent(part, device, dtype)
+        for name, part in vars(batch).items()
+        if part is not None
+    }
+    return replace(batch, **moved)
+
+
+Batch = GraphBatch | PreparedBatch
 
 
 # Like torch_geometric's `scatter`, whose package takes two seconds to import: with it, data sets and optional packages.

@@ -38,7 +38,9 @@ class _Student(WindowTask):
 
     def build_model(self) -> nn.Module:
         """Makes the network."""
-        model = build_network(self._run.model, self._inputs(), projected=self._projected)
+        inputs = self._inputs()
+        self.prepare(inputs)
+        model = build_network(self._run.model, inputs, projected=self._projected)
         named = model.named_parameters()
         self._parameters = sum(weight.numel() for name, weight in named if not name.startswith("projection."))
         return model

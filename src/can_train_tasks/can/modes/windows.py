@@ -9,6 +9,7 @@ Shapes: R rows (windows), S columns of raw scores.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DataError
+from can_train.memory.host import available_bytes
 from can_train.reporter import TextTable
 from can_train.task import BatchTask, Feature, LogicalBatch, Predictions
 from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
@@ -28,6 +30,7 @@ from can_train_tasks.can.data.layout import TEST, digest_of_logs
 from can_train_tasks.can.inputs import InputEncoder, InputStatistics
 from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch, numpy_generator
 from can_train_tasks.can.models import build_network
+from can_train_tasks.can.prepared import PreparedGraphs, prepare_graphs, prepared_bytes
 
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from can_train_tasks.can.evaluation.judging import ModelScores, Score
     from can_train_tasks.can.losses import Gather
 
+_PREPARED_SHARE: Final = 0.25  # Of the available host memory, for inputs that are prepared
 _MAX_NAMED_LOGS: Final = 3  # logs that an error names
 _REMEDY: Final = "Use a log with labelled attacks, or train an autoencoder: --model vgae"
 _LABEL_REMEDY: Final = (
@@ -55,12 +59,14 @@ class WindowTask(BatchTask):
     memory_features: Sequence[Feature] = GRAPH_FEATURES
     supervised = True
     reference_roles: Sequence[str] = ()
+    _prepared: PreparedGraphs | None = None  # inputs of the windows that are trained and validated on
 
     def __init__(self, run: ResolvedRun, data: CanData, train_rows: Ints, validation_rows: Ints) -> None:
         self._run = run
         self._data = data
         self._gather = Gatherer(data.flat)
         self.validation_rows = validation_rows
+        self._windows = np.unique(np.concatenate([train_rows, validation_rows]))
         self.sample_note = "" if data.sample is None else data.sample.note
         self._train_on(train_rows)
 
@@ -70,7 +76,21 @@ class WindowTask(BatchTask):
 
     def build_model(self) -> nn.Module:
         """Makes the network; vocabulary and scale come from the training windows."""
-        return build_network(self._run.model, self._inputs())
+        inputs = self._inputs()
+        self.prepare(inputs)
+        return build_network(self._run.model, inputs)
+
+    def prepare(self, encoder: InputEncoder) -> None:
+        """Prepares the inputs of all windows to train or validate on, where the host has room for them."""
+        dataset, flat, rows = self._run.dataset, self._data.flat, self._windows
+        hides, reconstructs = dataset.identity and dataset.id_dropout > 0, not self.supervised
+        room = _PREPARED_SHARE * available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # In double precision the step computes the inputs, too.
+        if (
+            self._run.training.precision != "fp64"
+            and prepared_bytes(flat, rows, encoder, hides=hides, reconstructs=reconstructs) <= room
+        ):
+            self._prepared = prepare_graphs(flat, rows, encoder, hides=hides, reconstructs=reconstructs)
 
     def describe(self, row: int) -> str:
         """Names a window in a message."""
@@ -82,16 +102,21 @@ class WindowTask(BatchTask):
         return self._gather.batch_features(rows)
 
     def gather_to(self, device: torch.device, dtype: torch.dtype) -> Gather:
-        """Returns a function that makes a batch on a device from the numbers [R] of its windows."""
-        return lambda rows: self._gather.to(rows, device, dtype)
+        """Returns a function that makes a batch on a device from the numbers [R] of windows to train or validate on."""
+        source = self._source if dtype == torch.float32 else self._gather
+        return lambda rows: source.to(rows, device, dtype)
+
+    @property
+    def _source(self) -> Gatherer | PreparedGraphs:
+        return self._gather if self._prepared is None else self._prepared
 
     def resident_data(self) -> Mapping[str, NDArray[Any]]:
         """Returns the arrays that windows are gathered from."""
-        return self._gather.arrays
+        return self._source.arrays
 
     def bind_data(self, data: Mapping[str, Tensor]) -> None:
         """Receives these arrays on the device."""
-        self._gather.on_device = data
+        self._source.on_device = data
 
     def hidden_ids(self, rows: Ints, generator: torch.Generator | None) -> Bools | None:
         """Draws the windows of a logical batch [R] whose IDs are hidden; None: no IDs are hidden.
@@ -218,7 +243,7 @@ class ClassifierTask(WindowTask):
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns the scores [R, 1] of `ClassifierBatch.scores`."""
-        return ClassifierBatch.scores(model, self.gather_to(device, dtype)(rows))
+        return ClassifierBatch.scores(model, self._gather(rows).to(device, dtype))
 
     def _weights(self, rows: Ints) -> Floats:
         return self._class_weights[(self._data.flat.label[rows] > 0).astype(np.int64)]
@@ -276,7 +301,7 @@ class AutoencoderTask(WindowTask):
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns the `ERROR_TERMS` [R, 5]."""
-        return AutoencoderBatch.scores(model, self.gather_to(device, dtype)(rows))
+        return AutoencoderBatch.scores(model, self._gather(rows).to(device, dtype))
 
     def _final_scores(self, score: Score, *role: str) -> ModelScores:
         from can_train_tasks.can.evaluation.judging import ModelScores
