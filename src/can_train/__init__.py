@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from can_train.task import Feature as Feature
     from can_train.task import Phase as Phase
     from can_train.training.dry_run import get_effective_safety_factor as get_effective_safety_factor
+    from can_train.training.predict import LoadedModel as LoadedModel
+    from can_train.training.predict import load as load
     from can_train.training.sample_task import Task as Task
     from can_train.training.sample_task import TaskContext as TaskContext
 
@@ -46,6 +48,7 @@ _HOMES: Final = {
     "memory.meters": ("simulated_gpu",),
     "memory.monitor": ("MemoryMonitor",),
     "memory.out_of_memory": ("is_out_of_memory",),
+    "training.predict": ("LoadedModel", "load"),
     "training.sample_task": ("Task", "TaskContext"),
     "task": ("Feature", "Phase"),
     "training.dry_run": ("get_effective_safety_factor",),

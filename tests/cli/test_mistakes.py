@@ -236,7 +236,7 @@ def test_a_preset_need_not_begin_with_the_defaults(tmp_path: Path) -> None:
 LINES = 400
 MOST_SECONDS = 20.0
 COMMANDS = ("train", "runs", "status", "logs", "cancel", "resume", "resubmit", "show", "compare", "report", "evaluate",
-            "export", "detect", "pipeline", "factors", "completion")  # fmt: skip
+            "export", "predict", "detect", "pipeline", "factors", "completion")  # fmt: skip
 HOSTILE = (
     "", " ", "-1", "0", "1e999", "nan", "x" * 255, "x" * 256, "ü" * 128, "x" * 5000, "a/" * 3000, "../" * 50, "/",
     "/dev/null/x", "\n", "[/x]", "[bold]", "${oc.env:HOME}", "$(touch owned)", "`touch owned`", "a=b", "=",

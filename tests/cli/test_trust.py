@@ -37,6 +37,7 @@ LINES = {
     "cancel": ["cancel RUN DIRS"],
     "resume": ["resume RUN DIRS", "resume RUN --epochs 3 DIRS", "resume FOLDER --here STATE"],
     "evaluate": ["evaluate RUN DIRS", "evaluate FOLDER", "evaluate RUN --dataset synthetic DIRS"],
+    "predict": ["predict RUN DIRS", "predict FOLDER"],
     "detect": ["detect RUN DIRS", "detect FOLDER"],
     "export": ["export RUN HTML.pt DIRS", "export FOLDER HTML.pt"],
     "resubmit": ["resubmit RUN --seed 1 DIRS", "resubmit RUN --submit --cluster local DIRS"],
@@ -47,8 +48,8 @@ LINES = {
 }  # fmt: skip
 """Lines of every command, with each way to name a run that it has."""
 
-ABOUT_RUNS = ("runs", "show", "compare", "report", "resume", "evaluate", "export", "detect", "resubmit")
-NEED_CODE = ("resume", "evaluate", "export", "detect", "resubmit")
+ABOUT_RUNS = ("runs", "show", "compare", "report", "resume", "evaluate", "export", "predict", "detect", "resubmit")
+NEED_CODE = ("resume", "evaluate", "export", "predict", "detect", "resubmit")
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +176,8 @@ def test_the_code_runs_when_it_is_asked_for_with_the_line_that_the_error_names(
         f"{place.run} is not in your list of runs, {place.state}/runs; it names {place.folder}/code/my_file.py.\n"
         f"This line runs it:\n  can-train {' '.join(line)} --trust-code\nRead the code first.\n"
     )
-    # A task of one's own detects nothing live, which its code has to be imported for.
-    assert main([*line, "--trust-code"]) == (2 if command == "detect" else 0)
+    # The task detects nothing live and predicts nothing, which its code has to be imported for.
+    assert main([*line, "--trust-code"]) == (2 if command in ("detect", "predict") else 0)
     assert place.has_run()
 
 

@@ -64,6 +64,7 @@ _COMMANDS: Final = {
     "resume": "continue a run, also beyond its end: --epochs N",
     "evaluate": "judge a finished run on its own data or others: --dataset",
     "export": "write its model as a file: .safetensors or .pt",
+    "predict": "what its model says of data without labels: --dataset",
     "resubmit": "a new run like it with other settings: --lr 0.01",
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",
@@ -72,7 +73,7 @@ _COMMANDS: Final = {
 _MODULES: Final = {"status": "runs", "compare": "show", "report": "show", "resubmit": "train", "after-job": "train"}
 _ARGUMENTS: Final = {
     "factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL", "export": "RUN FILE",
-    **dict.fromkeys(("show", "status", "logs", "cancel", "resume", "evaluate", "resubmit"), "RUN"),
+    **dict.fromkeys(("show", "status", "logs", "cancel", "resume", "evaluate", "predict", "resubmit"), "RUN"),
 }  # fmt: skip
 
 # Commands of scripts, which no help shows: of jobs, and of shells that complete a line.
@@ -80,7 +81,7 @@ _JOB_COMMAND: Final = "after-job"
 _COMPLETE: Final = "complete-line"
 
 # Commands that several processes of a launcher would each do for themselves. Training forms one run of them.
-_OF_ONE_PROCESS: Final = ("demo", "evaluate", "export", "pipeline")
+_OF_ONE_PROCESS: Final = ("demo", "evaluate", "export", "predict", "pipeline")
 
 _ON: Final = ("true", "yes", "on", "1")
 _OFF: Final = ("false", "no", "off", "0")

@@ -76,6 +76,19 @@ def print_text(text: str, *, end: str = "\n") -> None:
     print(printable(text), end=end, flush=True)
 
 
+class DataOutput:
+    """Standard output for data: in a pipe they are UTF-8, whatever the locale says, and control characters stay."""
+
+    def write(self, text: str) -> int:
+        """Writes text."""
+        if sys.stdout.isatty():
+            print_text(text, end="")
+            return len(text)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode())
+        return len(text)
+
+
 def print_log(text: str) -> None:
     """Prints a piece of a log to standard output. Of its control sequences, colours alone reach a terminal, and none a
     pipe: others are printed as text. A carriage return (of a progress bar that redraws itself) ends a line.

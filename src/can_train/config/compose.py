@@ -326,12 +326,27 @@ def evaluation_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str
         if not from_set(text).key.startswith("dataset."):
             raise ConfigError("A finished run keeps all settings but its data's", value=f"--set {text}",
                               remedy="Give --set dataset.KEY=VALUE")  # fmt: skip
+    return _on_data(run, dataset, sets).dataset
+
+
+def prediction_run(run: ResolvedRun, dataset: str | None, sets: Sequence[str]) -> ResolvedRun:
+    """Returns a finished run with the data that it predicts; has the arguments of `evaluation_dataset`, and settings of
+    the task itself in `sets`, too.
+    """
+    for text in sets:
+        if not from_set(text).key.startswith(("dataset.", _SETTINGS)):
+            raise ConfigError("A finished run keeps all settings but its data's and its task's", value=f"--set {text}",
+                              remedy="Give --set dataset.KEY=VALUE, or --set task.KEY=VALUE")  # fmt: skip
+    return _on_data(run, dataset, sets)
+
+
+def _on_data(run: ResolvedRun, dataset: str | None, sets: Sequence[str]) -> ResolvedRun:
     plain = dict(run.config)
     if dataset is not None:
         request = replace(preset_request(plain), dataset=dataset)
         inherited = {name: plain["dataset"][name] for name in run.task_settings.inherited}
         plain["dataset"] = {**resolve(request).config["dataset"], **inherited}
-    return with_changes(plain, sets, {}).dataset
+    return with_changes(plain, sets, {})
 
 
 def expand(requests: Sequence[RunRequest]) -> list[RunRequest]:

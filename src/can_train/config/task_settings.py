@@ -434,6 +434,8 @@ class TaskSettings:
             has `sample_note` (names the sample; empty if it is all of the data) and `estimated_train_rows`.
         evaluator: Import path. Prepares the evaluation of a finished run (`training.evaluate.Evaluation`), on its own
             data or on other data.
+        predictor: Import path. Loads the model of a finished run for predictions (`training.predict.LoadedModel`), from
+            the finished model and `training.predict.LoadOptions`.
         evaluation: Import path. Settings dataclass of an evaluation; its fields become options of `can-train evaluate`,
             and may be annotated as Typer's options are.
         files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
@@ -461,6 +463,7 @@ class TaskSettings:
     factory: Any = "can_train.training.sample_task:make_task"
     sampler: Any = "can_train.training.sample_task:make_sample_task"
     evaluator: Any = "can_train.training.sample_evaluation:evaluator"
+    predictor: Any = "can_train.training.predict:SampleModel"
     evaluation: Any = NoSettings
     files: Any = ""
     digest: Any = ""

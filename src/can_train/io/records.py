@@ -80,6 +80,23 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
     _flush_folder(path.parent)
 
 
+@contextmanager
+def writing_path(path: Path) -> Iterator[Path]:
+    """Names a file beside `path`, which replaces it when the block ends without an error; else nothing changes. For
+    libraries that open a file by its name.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with _temporary(path) as (temporary, _):
+        yield temporary
+        # A library may have written another file of that name.
+        with temporary.open("rb+") as written:
+            _flush(written)
+        temporary.replace(path)
+    _flush_folder(path.parent)
+
+
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Writes a file whole or not at all."""
     with open_atomic(path) as file:

@@ -7,11 +7,11 @@ Shapes: R samples of a call, named by their rows: the samples of `datasets()` on
 import copy
 import random
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import tee
+from itertools import chain, tee
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import ConcatDataset
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import DatasetSettings, ModeSettings, NoSettings, load_object, missing_extra
@@ -135,6 +136,9 @@ class Task(BatchTask):
         EvaluationSettings: Dataclass whose fields are options of `can-train evaluate`; `context.evaluation` has their
             values.
         training: Its own defaults of training settings, by name: `{"lr": 1e-4, "lr_batch_size": 32}`.
+        prediction_formats: Formats of `can-train predict` beside CSV, JSON lines and Parquet: by the ending of a file,
+            a context manager that is given the path and returns a function to append columns.
+        predictions_divided_by: The column of `columns` whose values name the files of `--out FOLDER/`; empty: none.
         settings, dataset, model_settings, mode: Their values in this run.
     """
 
@@ -144,6 +148,8 @@ class Task(BatchTask):
     modes: ClassVar[Mapping[str, type]] = {}
     EvaluationSettings: ClassVar[type] = NoSettings
     training: ClassVar[Mapping[str, Any]] = {}
+    prediction_formats: ClassVar[Mapping[str, Any]] = {}
+    predictions_divided_by: str = ""
 
     def __init__(self, context: TaskContext | None = None) -> None:
         self.context = context or TaskContext(settings=self.Settings(), dataset=self.DatasetSettings(),
@@ -262,6 +268,29 @@ class Task(BatchTask):
         """Computes metrics of all predictions of a set: tensors are on the CPU, in the order of the samples."""
         return {}
 
+    def samples_to_predict(self) -> Sequence[Any] | Iterable[Any]:
+        """Returns the samples of `can-train predict --dataset`, in the order of the data. `self.dataset` has the
+        settings of these data, `self.context.state` the value of `state` in training.
+
+        The samples may lack their targets: `collate` and `predict` alone see them. A stream is read as its samples are
+        needed. The default is the test sets of `datasets()`, all of its sets where there is no test set: write this
+        method where `datasets()` needs targets.
+        """
+        sets = _flat_sets(dict(self.datasets()))
+        tests = {name: samples for name, samples in sets.items() if name != TRAIN and not _validates(name)}
+        return chained([*(tests or sets).values()])
+
+    def as_sample(self, value: Any) -> Any:
+        """Makes a sample of a value that `can_train.load(RUN).predict` is given; the default is the value."""
+        return value
+
+    def columns(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, Sequence[Any]] | None:
+        """Returns the columns of the file of predictions for some samples, by name; a sample may have any number of
+        rows. None, the default: the sample's number, and its prediction in as many columns as it has parts; for shares
+        that add up to 1, the class and its probability, too.
+        """
+        return None
+
     def baselines(self, samples: Sequence[Any]) -> Mapping[str, Mapping[str, float]]:
         """Computes the metrics of simple methods on the samples of a test set, by name of the method."""
         return {}
@@ -288,7 +317,7 @@ class Task(BatchTask):
         """The data, as the task names their sets; read when they are first needed."""
         read = self.sample_datasets if self.context.sampling else self.datasets
         # Data that are drawn at random must be the same in every process and every attempt, and for every seed.
-        with self.asked(read.__name__), _seeded(0):
+        with self.asked(read.__name__), seeded(0):
             sets = _flat_sets(dict(read()))
         _check_sets(type(self).__name__, sets)
         for name in [name for name, samples in sets.items() if is_stream(samples)]:
@@ -421,23 +450,10 @@ class Task(BatchTask):
         # No code runs when one of a list is read.
         if all(map(is_in_memory, self._indexed)) and max(rows, default=0) < self._stream_row:
             return [self.sets[name][number] for name, number in map(self._place, rows)]
-        read = []
-        with _reading():
-            for row, seed in zip(rows, seeds, strict=True):
-                try:
-                    read.append(self._read_seeded(row, seed))
-                except Exception as error:
-                    if failed is None:
-                        raise
-                    read.append(failed(error))
-        return read
+        return read_seeded(rows, seeds, self._get, failed)
 
-    def _read_seeded(self, row: int, seed: int) -> Any:
+    def _get(self, row: int) -> Any:
         name, number = self._place(row)
-        # Not torch.manual_seed: it seeds the GPU's generators too, which nobody restores, and takes a millisecond.
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
         try:
             return self.sets[name][number]
         except Exception:
@@ -561,7 +577,7 @@ class Task(BatchTask):
         if type(self).sampler is Task.sampler:
             return super().epoch_order(rows, seed=seed, epoch=epoch)
         mixed = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint32)
-        with self.asked("sampler"), _seeded(int(mixed[0])):
+        with self.asked("sampler"), seeded(int(mixed[0])):
             chosen = self.sampler(epoch)
             if chosen is None:
                 return super().epoch_order(rows, seed=seed, epoch=epoch)
@@ -651,19 +667,57 @@ class Task(BatchTask):
         losses = batch.losses(model, 0, len(rows))
         collated = batch.collated(0, len(rows))
         metrics = self._checked_metrics(model, collated)
+        sums = {_loss_name(term): (float(total), float(count)) for term, (total, count) in losses.items()} | metrics
+        return PartOutcome(sums, self._checked_predictions(model, collated, len(rows)))
+
+    def predicted(
+        self, model: nn.Module, rows: Rows, samples: Sequence[Any], device: torch.device, dtype: torch.dtype
+    ) -> list[Any]:
+        """Computes the predictions of samples, which may lack their targets, and brings them to the CPU.
+
+        Args:
+            model: In evaluation mode.
+            rows: [R] numbers of the samples: the seeds of `draw`.
+            samples: R samples.
+            device: Where the model is.
+            dtype: Number format of its inputs.
+
+        Raises:
+            ConfigError: The task predicts nothing.
+            DataError: Predictions are not one for each sample.
+        """
+        drawn = self.drawn_alone(samples, rows.tolist())
+        with self.asked("collate"):
+            collated = to_device(self.collate(drawn), device, dtype)
+        predictions = self._checked_predictions(model, collated, len(rows))
+        if predictions is None:
+            raise ConfigError("This task makes no predictions of single samples", value=type(self).__name__,
+                              remedy="Write Task.predict; see docs/tasks.md")  # fmt: skip
+        return predictions
+
+    def drawn_alone(self, samples: Sequence[Any], seeds: Sequence[int]) -> Sequence[Any]:
+        """Returns samples with their random parts, which each draws by itself, as where nothing is trained: how samples
+        are cut depends on the device.
+        """
+        if type(self).draw is Task.draw:
+            return samples
+        with self.asked("draw"):
+            return [self.draw([sample], torch.Generator().manual_seed(seed))[0]
+                    for sample, seed in zip(samples, seeds, strict=True)]  # fmt: skip
+
+    def _checked_predictions(self, model: nn.Module, collated: Any, size: int) -> list[Any] | None:
         with self.asked("predict"):
             predictions = self.predict(model, collated)
-        sums = {_loss_name(term): (float(total), float(count)) for term, (total, count) in losses.items()} | metrics
         if predictions is None:
-            return PartOutcome(sums, None)
+            return None
         where = f"{type(self).__name__}.predict"
         if not (hasattr(predictions, "__len__") and hasattr(predictions, "__iter__")):
             raise DataError(f"{where} did not return a prediction for each sample", value=type(predictions).__name__,
                             remedy="Return a tensor or a list, in the order of the batch")  # fmt: skip
-        if len(predictions) != len(rows):
-            raise DataError(f"{where} returned {len(predictions)} predictions for {len(rows)} samples",
+        if len(predictions) != size:
+            raise DataError(f"{where} returned {len(predictions)} predictions for {size} samples",
                             remedy="Return one for each sample")  # fmt: skip
-        return PartOutcome(sums, [one.detach().cpu() if isinstance(one, Tensor) else one for one in predictions])
+        return [each.detach().cpu() if isinstance(each, Tensor) else each for each in predictions]
 
     def metric_sums(self, model: nn.Module, batch: LogicalBatch, size: int) -> Mapping[str, tuple[float, float]]:
         """Computes the metrics of a batch, for the line of an epoch."""
@@ -685,7 +739,7 @@ class Task(BatchTask):
         if not predictions:
             return
         try:
-            with warnings.catch_warnings(), _seeded(0):
+            with warnings.catch_warnings(), seeded(0):
                 warnings.simplefilter("ignore")
                 measured = task.measure(Samples(task, rows), predictions)
         except Exception:  # noqa: BLE001 - so few samples may have no measure: no positive one, say
@@ -706,7 +760,7 @@ class Task(BatchTask):
 
     def judge_rows(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, Any]:
         """Judges the model and the baselines on some samples."""
-        with self.asked("baselines"), _seeded(0):
+        with self.asked("baselines"), seeded(0):
             baselines = self.baselines(Samples(self, rows))
         return {"samples": len(rows), MODEL: self._scores(rows, parts),
                 "baselines": {name: dict(scores) for name, scores in baselines.items()}}  # fmt: skip
@@ -797,13 +851,11 @@ class SampleBatch:
 
     def _draw(self, generator: torch.Generator | None) -> None:
         samples, task = self.samples(0, len(self._rows)), self._task
-        with task.asked("draw"):
-            if generator is not None:
+        if generator is None:
+            drawn = list(task.drawn_alone(samples, self._seeds))
+        else:
+            with task.asked("draw"):
                 drawn = list(task.draw(samples, generator))
-            else:
-                # Each by itself: how validation is cut depends on the device.
-                drawn = [task.draw([sample], torch.Generator().manual_seed(seed))[0]
-                         for sample, seed in zip(samples, self._seeds, strict=True)]  # fmt: skip
         if len(drawn) != len(samples):
             raise DataError(f"Task.draw returned {len(drawn)} samples for {len(samples)}",
                             remedy="Return a sample for each one, in their order")  # fmt: skip
@@ -823,6 +875,15 @@ class Samples(Sequence[Any]):
         if isinstance(index, slice):
             return Samples(self._task, self._rows[index])
         return self._task.sample(int(self._rows[index]))
+
+
+def chained(sets: Sequence[Sequence[Any] | Iterable[Any]]) -> Sequence[Any] | Iterable[Any]:
+    """Joins sets of samples, one behind the other; a stream among them makes a stream of all."""
+    if len(sets) == 1:
+        return sets[0]
+    if any(map(is_stream, sets)):
+        return chain.from_iterable(sets)
+    return ConcatDataset[Any]([*sets])  # type: ignore[list-item, return-value] # any sequences will do
 
 
 def _sampled(numbers: NDArray[Any], first: int, size: int, rows: Rows, *, seed: int) -> Rows:
@@ -860,13 +921,33 @@ def _sample_seeds(rows: Rows, generator: torch.Generator | None) -> list[int]:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seeds the global generators for the block, and restores those of the host after it."""
     with _restored():
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.manual_seed(seed)
         yield
+
+
+def read_seeded(
+    rows: Sequence[int], seeds: Sequence[int], get: Callable[[int], Any], failed: Failed | None = None
+) -> list[Any]:
+    """Reads samples by their rows, each with its seed in the global generators; see `Task._read`."""
+    read = []
+    with _reading():
+        for row, seed in zip(rows, seeds, strict=True):
+            # Not torch.manual_seed: it seeds the GPU's generators too, which nobody restores, and takes a millisecond.
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            try:
+                read.append(get(row))
+            except Exception as error:
+                if failed is None:
+                    raise
+                read.append(failed(error))
+    return read
 
 
 @contextmanager
@@ -905,23 +986,36 @@ def make_task(
     **further: Any,
 ) -> Task:
     """Makes the task of a run, with its data read; `further` fields of its context may be given."""
+    task = make_unread(run, finished, data_root, cache, reporter, **further)
+    # Data that cannot be read end the run before it has a folder.
+    _ = task.set_rows
+    _check_order(task, run)
+    return task
+
+
+def make_unread(
+    run: ResolvedRun,
+    finished: Mapping[str, FinishedModel],
+    data_root: Path,
+    cache: Path,
+    reporter: Reporter,
+    **further: Any,
+) -> Task:
+    """Makes the task of a run as `make_task` does; its data are read when something needs them."""
     kind = load_object(run.task_settings.task_class)
     training = run.training
     batch = (training.batch_size or training.lr_batch_size) * training.gradient_accumulation_steps
     further.setdefault("evaluation", load_object(run.task_settings.evaluation)())
+    further.setdefault("num_workers", training.num_workers)
     context = TaskContext(settings=run.settings, dataset=run.dataset, model_name=run.model_name, model=run.model,
                           mode=run.mode, seed=run.training.seed, data_root=data_root, cache=cache, finished=finished,
-                          reporter=reporter, num_workers=run.training.num_workers,
-                          epoch_samples=training.steps_per_epoch * batch, **further)  # fmt: skip
+                          reporter=reporter, epoch_samples=training.steps_per_epoch * batch, **further)  # fmt: skip
     try:
         task: Task = kind(context)
     except CanTrainError:
         raise
     except Exception as error:
         raise TaskError(f"{kind.__name__} failed when it was made", error) from error
-    # Data that cannot be read end the run before it has a folder.
-    _ = task.set_rows
-    _check_order(task, run)
     return task
 
 

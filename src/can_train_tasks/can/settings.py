@@ -389,6 +389,7 @@ TASK = TaskSettings(
     factory="can_train_tasks.can.task:make_task",
     sampler="can_train_tasks.can.task:sample_task",
     evaluator="can_train_tasks.can.evaluation.evaluate:make_evaluation",
+    predictor="can_train_tasks.can.evaluation.predict:WindowDetector",
     evaluation="can_train_tasks.can.evaluation.options:EvaluationOptions",
     files="can_train_tasks.can.data.layout:data_files",
     digest="can_train_tasks.can.data.layout:data_digest",

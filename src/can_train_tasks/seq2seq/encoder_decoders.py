@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from can_train_tasks.seq2seq.pair_tables import END, PAD, START
+from can_train_tasks.seq2seq.pair_tables import END, PAD, START, UNKNOWN
 from can_train_tasks.seq2seq.settings import LstmSettings, TransformerSettings
 
 _LONGEST_WAVE: Final = 10_000.0  # wavelength of the slowest position sine, in units of 2π, as in Vaswani et al. 2017
@@ -237,8 +237,15 @@ def positions(length: int, width: int, like: nn.Module) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
-def write(model: Seq2seqModel, source: Tensor, *, width: int, longest: int) -> Tensor:
-    """Writes a target for each source by beam search.
+class Written(NamedTuple):
+    """The hypotheses of each source, the best first."""
+
+    symbols: Tensor  # [N, B, L] each up to `END`, then padding
+    log_likelihood: Tensor  # [N, B] natural logarithm of the probability of a target and its end
+
+
+def write(model: Seq2seqModel, source: Tensor, *, width: int, longest: int, symbols: int | None = None) -> Written:
+    """Writes targets for each source by beam search.
 
     Hypotheses are compared by the logarithm of their probability. At the end it is divided by their length: otherwise
     the shortest hypothesis would win. With one hypothesis the search is greedy.
@@ -248,9 +255,7 @@ def write(model: Seq2seqModel, source: Tensor, *, width: int, longest: int) -> T
         source: [N, S] padded sources.
         width: Hypotheses that are kept for each target.
         longest: Symbols after which a target ends at the latest.
-
-    Returns:
-        [N, L]: the best hypothesis of each source, up to `END`, then padding.
+        symbols: Symbols that can be written are below this number; None: all.
     """
     encoded = model.encode(source)
     count, device = len(source), source.device
@@ -264,27 +269,37 @@ def write(model: Seq2seqModel, source: Tensor, *, width: int, longest: int) -> T
         if bool(ended.all()):
             break
         logits, state = model.step(encoded, state, written[..., -1])
-        scores, beams, symbols = _continued(scores, logits, ended)
+        scores, beams, added = _continued(scores, _gains(logits, scores.dtype, ended, symbols))
         state = model.chosen(state, beams)
         before = written.gather(1, beams[..., None].expand_as(written))
-        written = torch.cat([before, symbols[..., None]], dim=-1)
+        written = torch.cat([before, added[..., None]], dim=-1)
     lengths = ((written != PAD).sum(dim=-1) - 1).clamp(min=1)
-    best = (scores / lengths).argmax(dim=1)
-    return written[torch.arange(count, device=device), best, 1:]
+    places = (scores / lengths).topk(width, dim=1).indices
+    return Written(written.gather(1, places[..., None].expand(-1, -1, written.shape[-1]))[..., 1:],
+                   scores.gather(1, places))  # fmt: skip
 
 
-def _continued(scores: Tensor, logits: Tensor, ended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Chooses the B best continuations of a source's hypotheses.
+def _gains(logits: Tensor, dtype: torch.dtype, ended: Tensor, symbols: int | None) -> Tensor:
+    """Returns [N, B, V]: the logarithm of the probability of each next symbol of hypotheses, of which some have ended
+    [N, B]; -inf for a symbol that is not written.
+    """
+    gains = logits.to(dtype).log_softmax(dim=-1)
+    gains[..., [PAD, START]] = -torch.inf
+    if symbols is not None:
+        # A hypothesis with a symbol that has no text would have the text of another hypothesis.
+        gains[..., UNKNOWN] = gains[..., symbols:] = -torch.inf
+    # A hypothesis that has ended is continued by padding alone, which leaves its score as it is.
+    only_padding = torch.full_like(gains[0, 0], -torch.inf)
+    only_padding[PAD] = 0.0
+    return torch.where(ended[..., None], only_padding, gains)
+
+
+def _continued(scores: Tensor, gains: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Chooses the B best continuations of a source's hypotheses, by their scores [N, B] and the gains [N, B, V].
 
     Returns:
         [N, B] each: the score of a continuation, the hypothesis that it continues, and the symbol that it adds.
     """
-    gains = logits.to(scores.dtype).log_softmax(dim=-1)
-    gains[..., [PAD, START]] = -torch.inf
-    # A hypothesis that has ended is continued by padding alone, which leaves its score as it is.
-    only_padding = torch.full_like(gains[0, 0], -torch.inf)
-    only_padding[PAD] = 0.0
-    gains = torch.where(ended[..., None], only_padding, gains)
     width, size = gains.shape[1:]
-    found, places = (scores[..., None] + gains).flatten(1).topk(width, dim=1)
-    return found, places // size, places % size
+    best, places = (scores[..., None] + gains).flatten(1).topk(width, dim=1)
+    return best, places // size, places % size

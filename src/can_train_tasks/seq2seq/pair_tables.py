@@ -112,20 +112,47 @@ def with_features_column(dataset: Seq2seqDatasetSettings, train: Path) -> Seq2se
     return replace(dataset, features_col=_FEATURES_COLUMN if there else 0)
 
 
-def read_table(path: Path, dataset: Seq2seqDatasetSettings) -> list[Pair]:
+def without_target_column(dataset: Seq2seqDatasetSettings, path: Path, *, has_features: bool) -> Seq2seqDatasetSettings:
+    """Returns where the columns of a table are whose targets may be missing: the column may be empty, or cut off, so
+    that those behind it have moved up.
+
+    Args:
+        dataset: Columns of the training table.
+        path: The table.
+        has_features: Whether the model reads features.
+    """
+    dataset = replace(dataset, features_col=(max(dataset.features_col, 0) or _FEATURES_COLUMN) if has_features else 0)
+    columns = (dataset.source_col, dataset.target_col, dataset.features_col)
+    first = next((line for line in _lines(path) if line), "")
+    if first.count("\t") + 1 >= max(columns):
+        return dataset
+    source, features = (column - (column > dataset.target_col) for column in (dataset.source_col, dataset.features_col))
+    # A column that no line has: there are no targets.
+    return replace(dataset, source_col=source, features_col=features, target_col=max(columns) + 1)
+
+
+def read_table(path: Path, dataset: Seq2seqDatasetSettings, *, with_targets: bool = True) -> list[Pair]:
     """Reads the pairs of a table; empty lines are skipped.
+
+    Args:
+        path: The table.
+        dataset: Where its columns are.
+        with_targets: Whether each line must have a target.
 
     Raises:
         DataError: The table is empty, is not UTF-8 or cannot be read; or a line lacks a column, or its source or
             target is empty. The message names file and line.
     """
-    pairs = []
+    pairs = list[Pair]()
     for number, line in enumerate(_lines(path), start=1):
         if not line:
             continue
-        cells, parts = line.split("\t"), {}
+        cells, parts = line.split("\t"), dict[str, Symbols]()
         for name in ("source", "target", "features"):
             column = getattr(dataset, f"{name}_col")
+            if name == "target" and not with_targets:
+                parts[name] = ()
+                continue
             if column > len(cells):
                 raise DataError(f"Every line has a column {column}, the {name}", remedy=f"Set dataset.{name}_col, and "
                                 "see that columns are separated by tabs", value=f"{path}:{number}: {len(cells)} columns"
@@ -149,6 +176,11 @@ def _lines(path: Path) -> Sequence[str]:
                         remedy=f"Convert it: iconv -f LATIN1 -t UTF-8 {path.name}") from error  # fmt: skip
     except OSError as error:
         raise DataError("A table can be read", value=f"{path}: {error.strerror}") from error
+
+
+def pair_of(source: str, features: str, dataset: Seq2seqDatasetSettings) -> Pair:
+    """Makes a pair without a target of texts as a table has them."""
+    return Pair(source=_split(source, dataset.source_sep), target=(), features=_split(features, dataset.features_sep))
 
 
 def _split(cell: str, separator: str) -> Symbols:
@@ -185,6 +217,16 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return len(self._symbols) + len(self._features)
+
+    @property
+    def writable(self) -> int:
+        """The number behind the last symbol that a target may have: features follow."""
+        return len(self._symbols)
+
+    @property
+    def has_features(self) -> bool:
+        """Whether the training pairs have features."""
+        return bool(self._features)
 
     def source(self, pair: Pair) -> list[int]:
         """Returns the numbers that a model reads: the features, the symbols of the source, and the end."""

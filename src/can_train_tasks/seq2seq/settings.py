@@ -71,11 +71,18 @@ class DecodingSettings:
 
     beam_width: int = 1
     """Hypotheses that are kept for each target while it is written; 1: the likeliest symbol is taken (greedy)."""
+    n_best: int = 1
+    """Targets that `can-train predict` writes for each source, the likeliest first; at most `beam_width`."""
     label_smoothing: float = 0.0
     """Share of the probability that training gives to symbols that are not the target's."""
 
     def __post_init__(self) -> None:
         check_range("task.beam_width", self.beam_width, low=1, high=100)
+        check_range("task.n_best", self.n_best, low=1)
+        if self.n_best > self.beam_width:
+            raise ConfigError("task.n_best is at most task.beam_width",
+                              value=f"n_best {self.n_best}, beam_width {self.beam_width}",
+                              remedy=f"Give --set task.beam_width={self.n_best}")  # fmt: skip
         check_range("task.label_smoothing", self.label_smoothing, low=0.0, high=0.5)
 
 

@@ -4,7 +4,7 @@ Shapes: N pairs in a batch, S symbols of its longest source, T symbols of its lo
 vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +42,7 @@ class Sample:
 
     pair: Pair
     source: Tensor  # [S] features, symbols and end of the source
-    target: Tensor  # [T] symbols and end of the target
+    target: Tensor | None  # [T] symbols and end of the target; None where it is to be predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,25 @@ class Batch:
 
     source: Tensor  # [N, S]
     before: Tensor  # [N, T] the start, then the symbols of the target: the decoder's input
-    target: Tensor  # [N, T] the symbols of the target, then the end: the decoder's true output
+    target: Tensor  # [N, T] the symbols of the target, then the end: the decoder's true output. T is 0 without targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hypothesis:
+    """A target that a model wrote."""
+
+    symbols: Symbols
+    text: str
+    log_likelihood: float  # natural logarithm of its probability, its end included
+
+
+class Hypotheses(tuple[Hypothesis, ...]):
+    """Targets that a model wrote for a source, the best first."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self[0].text
 
 
 class Seq2seq(Task):
@@ -81,8 +99,9 @@ class Seq2seq(Task):
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Pads sources to the longest source, and targets to the longest target."""
-        before = [torch.cat([sample.target.new_tensor([START]), sample.target[:-1]]) for sample in samples]
-        sequences = ([sample.source for sample in samples], before, [sample.target for sample in samples])
+        targets = [sample.source[:0] if sample.target is None else sample.target for sample in samples]
+        before = [torch.cat([target.new_tensor([START])[: len(target)], target[:-1]]) for target in targets]
+        sequences = ([sample.source for sample in samples], before, targets)
         source, shifted, target = (pad_sequence(one, batch_first=True, padding_value=PAD) for one in sequences)
         return Batch(source=source, before=shifted, target=target)
 
@@ -96,26 +115,69 @@ class Seq2seq(Task):
 
     def denominators(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         """Counts the symbols of the targets, their ends included."""
-        return {_TERM: float(sum(len(sample.target) for sample in samples))}
+        return {_TERM: float(sum(map(_target_length, samples)))}
 
     def features(self, sample: Sample) -> Mapping[str | Feature, float]:
         """Counts the symbols, and the pairs of symbols that attention compares."""
-        source, target = float(len(sample.source)), float(len(sample.target))
+        source, target = float(len(sample.source)), float(_target_length(sample))
         counted: dict[str | Feature, float] = {_SOURCE: source, _TARGET: target, _CROSS: source * target}
         if self.context.model_name == "transformer":
             counted |= {_SOURCE_SQUARED: source, _TARGET_SQUARED: target}
         return counted
 
-    def predict(self, model: nn.Module, batch: Batch) -> list[Symbols]:
+    def predict(self, model: nn.Module, batch: Batch) -> list[Hypotheses]:
         """Writes the targets of a batch by beam search."""
         assert isinstance(model, Seq2seqModel)
-        longest = max(len(pair.target) for pair in self._train) + _SPARE
-        numbers = write(model, batch.source, width=self.settings.beam_width, longest=longest)
-        return [self.vocabulary.written(row) for row in numbers.tolist()]
+        written = write(model, batch.source, width=self.settings.beam_width, longest=self._longest + _SPARE,
+                        symbols=self.vocabulary.writable)  # fmt: skip
+        symbols, likelihoods = (values[:, : self.settings.n_best].tolist() for values in written)
+        return [Hypotheses(map(self._hypothesis, *of_source)) for of_source in zip(symbols, likelihoods, strict=True)]
 
-    def measure(self, samples: Sequence[Sample], predictions: Sequence[Symbols]) -> Mapping[str, float]:
+    def _hypothesis(self, numbers: Sequence[int], log_likelihood: float) -> Hypothesis:
+        symbols = self.vocabulary.written(numbers)
+        text = pair_tables.joined(symbols, self.dataset.target_sep)
+        return Hypothesis(symbols=symbols, text=text, log_likelihood=log_likelihood)
+
+    def measure(self, samples: Sequence[Sample], predictions: Sequence[Hypotheses]) -> Mapping[str, float]:
         """Computes the share of targets that are written exactly, and the character error rate."""
-        return score([sample.pair for sample in samples], [tuple(one) for one in predictions])
+        return score([sample.pair for sample in samples], [written[0].symbols for written in predictions])
+
+    def samples_to_predict(self) -> Sequence[Sample]:
+        """Reads a table, or the test table of a folder; its targets are not looked at."""
+        if self.dataset.path and Path(self.dataset.path).is_file():
+            path = Path(self.dataset.path)
+        else:
+            path = [*self._tables.by_name.values()][-1]
+        columns = pair_tables.without_target_column(self.dataset, path, has_features=self.vocabulary.has_features)
+        pairs = pair_tables.read_table(path, columns, with_targets=False)
+        if unknown := self.vocabulary.unknown(pairs):
+            self.context.reporter.notice(_unknown_symbols(path.name, unknown))
+        return [self._unlabelled(pair) for pair in pairs]
+
+    def as_sample(self, value: Any) -> Sample:
+        """Makes a sample of a source, or of a source and its features, each as text."""
+        if isinstance(value, Sample):
+            return value
+        source, features = (value, "") if isinstance(value, str) else value
+        return self._unlabelled(pair_tables.pair_of(source, features, self.dataset))
+
+    def _unlabelled(self, pair: Pair) -> Sample:
+        return Sample(pair=pair, source=torch.tensor(self.vocabulary.source(pair)), target=None)
+
+    def columns(self, samples: Sequence[Sample], predictions: Sequence[Hypotheses]) -> Mapping[str, Sequence[Any]]:
+        """Returns each source and its features, with the targets, their rank and their log-likelihood."""
+        rows = [(sample.pair, rank, hypothesis) for sample, written in zip(samples, predictions, strict=True)
+                for rank, hypothesis in enumerate(written, start=1)]  # fmt: skip
+        columns: dict[str, Sequence[Any]] = {
+            "source": [pair_tables.joined(pair.source, self.dataset.source_sep) for pair, *_ in rows],
+            "prediction": [hypothesis.text for *_, hypothesis in rows],
+            "log_likelihood": [hypothesis.log_likelihood for *_, hypothesis in rows],
+        }
+        if self.vocabulary.has_features:
+            columns["features"] = [pair_tables.joined(pair.features, self.dataset.features_sep) for pair, *_ in rows]
+        if self.settings.n_best > 1:
+            columns["rank"] = [rank for _, rank, _ in rows]
+        return columns
 
     def baselines(self, samples: Sequence[Sample]) -> Mapping[str, Mapping[str, float]]:
         """Scores copies of the sources, and the most frequent suffix rule for the same features."""
@@ -128,8 +190,7 @@ class Seq2seq(Task):
     def notices(self) -> Sequence[str]:
         """Names the symbols that the training data lack, and tells how the sets were made."""
         unknown = {name: self.vocabulary.unknown(pairs) for name, pairs in self._pairs.items()}
-        told = [f"{len(symbols)} symbols of {name} are not in the training data: {' '.join(sorted(symbols)[:10])}"
-                for name, symbols in unknown.items() if symbols]  # fmt: skip
+        told = [_unknown_symbols(name, symbols) for name, symbols in unknown.items() if symbols]
         return (*super().notices(), *told)
 
     def data_digest(self) -> str:
@@ -153,8 +214,14 @@ class Seq2seq(Task):
         return Vocabulary(known["symbols"], known["features"]) if known else Vocabulary.of(self._train)
 
     def state(self) -> Mapping[str, Any]:
-        """Returns the vocabulary."""
-        return self.vocabulary.to_plain()
+        """Returns the vocabulary, and the length of the longest training target."""
+        return {**self.vocabulary.to_plain(), "longest": self._longest}
+
+    @cached_property
+    def _longest(self) -> int:
+        """Symbols of the longest target of the training pairs."""
+        longest = self.context.state.get("longest")
+        return int(max(len(pair.target) for pair in self._train) if longest is None else longest)
 
     @property
     def _train(self) -> list[Pair]:
@@ -177,3 +244,11 @@ class Seq2seq(Task):
         total = cross_entropy(logits.flatten(0, 1), batch.target.flatten(), ignore_index=PAD, reduction="sum",
                               label_smoothing=smoothing)  # fmt: skip
         return total, (batch.target != PAD).sum()
+
+
+def _target_length(sample: Sample) -> int:
+    return 0 if sample.target is None else len(sample.target)
+
+
+def _unknown_symbols(name: str, symbols: Collection[str]) -> str:
+    return f"{len(symbols)} symbols of {name} are not in the training data: {' '.join(sorted(symbols)[:10])}"

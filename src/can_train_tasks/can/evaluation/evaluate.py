@@ -17,20 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.config.resolved import EvaluationData, FinishedModel
-from can_train.errors import CanTrainError, CheckpointError, ConfigError
-from can_train.io.records import expanded
+from can_train.errors import CanTrainError, CheckpointError
 from can_train.reporter import SilentReporter, TextTable
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
 from can_train_tasks.can.data.dataset import (
     CanData,
     find_prepared,
     leave_out_known,
-    load_data,
     prepare,
-    simulate_if_synthetic,
 )
 from can_train_tasks.can.data.graphs import Floats, Ints, Split, counted, id_text
-from can_train_tasks.can.data.layout import TEST, find_evaluation_logs, find_logs
+from can_train_tasks.can.data.layout import TEST, find_logs
 from can_train_tasks.can.data.reading import LogReader, decide_bases
 from can_train_tasks.can.evaluation import judging
 from can_train_tasks.can.evaluation.alarms import (
@@ -47,10 +44,11 @@ from can_train_tasks.can.evaluation.bursts import USUAL_HOLD
 from can_train_tasks.can.evaluation.calibration import BenignScores, Calibration, calibrate_logs, calibration_notes
 from can_train_tasks.can.evaluation.metrics import Threshold
 from can_train_tasks.can.evaluation.options import AlarmRule, EvaluationOptions, Hold
+from can_train_tasks.can.evaluation.scored_windows import log_ranks, window_columns, windows_of
 from can_train_tasks.can.fusion.agent import FinishedFusion
 from can_train_tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
 from can_train_tasks.can.fusion.mixing import WEIGHT, WindowScores
-from can_train_tasks.can.inputs import new_id_gaps, new_id_notes, read_as_trained
+from can_train_tasks.can.inputs import new_id_gaps, new_id_notes
 from can_train_tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train_tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
 from can_train_tasks.can.synthetic.writing import synthetic_folder_name
@@ -62,10 +60,6 @@ LoadModel = Callable[[str], FinishedModel]
 # Compute a model's raw scores [R, S] of windows, and the contributions to the scores, in batches that fit into memory.
 Score = Callable[[WindowModel, Ints], Floats]
 Contribute = Callable[[WindowModel, Ints], Floats]
-
-# Dataset settings that the weights of a model depend on, and dataset settings that decide which windows are tested.
-_MODEL_SETTINGS: Final = ("window", "features", "identity")
-_SPLIT_SETTINGS: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
 
 _MAX_NAMED_LOGS: Final = 3  # logs that a notice names; an ellipsis stands for the rest
 _MAX_NAMED_IDS: Final = 5
@@ -104,24 +98,8 @@ def _judged_data(finished: FinishedModel, request: EvaluationData) -> tuple[CanD
     `own` becomes True if the windows are the run's, split as for training; otherwise `dataset` gets the number bases.
     """
     trained: CanDatasetSettings = finished.run.dataset
-    dataset: CanDatasetSettings = request.dataset
-    if trained.path and dataset.path:
-        same = expanded(trained.path).resolve() == expanded(dataset.path).resolve()
-    else:
-        same = (trained.path, trained.name, trained.synthetic) == (dataset.path, dataset.name, dataset.synthetic)
-    own_split = request.own or same
-    for name in (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own_split else ())):
-        before, now = getattr(trained, name), getattr(dataset, name)
-        if before != now:
-            why = "the model is bound to it" if name in _MODEL_SETTINGS else "it tells what the run was trained on"
-            raise ConfigError(f"dataset.{name} cannot be changed, since {why}", value=f"{now}; the run has {before}",
-                              remedy="Leave it out; --dataset names other data")  # fmt: skip
-    if own_split:
-        return load_data(dataset, request.data_root, request.cache, request.reporter), replace(request, own=True)
-    dataset = read_as_trained(dataset, finished.result["judgement"])
-    logs = find_evaluation_logs(simulate_if_synthetic(dataset, request.cache, request.reporter), request.data_root)
-    data = prepare(dataset, logs, request.cache, request.reporter)
-    return _without_training_windows(trained, request, data), replace(request, dataset=dataset, own=False)
+    data, request = windows_of(finished, request)
+    return data if request.own else _without_training_windows(trained, request, data), request
 
 
 def _without_training_windows(trained: CanDatasetSettings, request: EvaluationData, data: CanData) -> CanData:
@@ -467,27 +445,15 @@ class WindowEvaluation(Evaluation):
         flat, rows = self._data.flat, np.concatenate([*split.test.values()])
         score = np.concatenate([*scores.values()])
         folder = np.repeat(np.arange(len(scores)), [len(each) for each in scores.values()])
-        paths, folders = [source.path for source in flat.sources], list(scores)
-        # The second argsort turns the order of the paths into the rank of each.
-        by_path = np.argsort(np.argsort(np.array(paths), kind="stable"))
-        order = np.lexsort((folder, flat.first_frame[rows], by_path[flat.source[rows]]))
+        folders = list(scores)
+        order = np.lexsort((folder, flat.first_frame[rows], log_ranks(flat)[flat.source[rows]]))
         rows, score, folder = rows[order], score[order], folder[order]
-        source = flat.source[rows]
-        columns = {
-            "log": [paths[index] for index in source],
-            "folder": [folders[index] for index in folder],
-            "window": rows - np.searchsorted(flat.source, source),
-            "first_frame": flat.first_frame[rows],
-            "start_time": flat.start_time[rows],
-            "end_time": flat.end_time[rows],
-            "score": score,
-            "flagged": score > threshold,
-            "label": [
-                flat.kinds[label] if flat.sources[index].labelled else None
-                for label, index in zip(flat.label[rows], source, strict=True)
-            ],
-        }
-        return columns, rows
+        labels = [
+            flat.kinds[label] if flat.sources[index].labelled else None
+            for label, index in zip(flat.label[rows], flat.source[rows], strict=True)
+        ]
+        columns = window_columns(flat, rows, [folders[index] for index in folder], score, threshold)
+        return {**columns, "label": labels}, rows
 
 
 def _notes(threshold: Threshold, absent: Mapping[str, str]) -> list[str]:

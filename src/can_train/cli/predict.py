@@ -1,0 +1,143 @@
+"""`can-train predict RUN`: writes the predictions of a finished run's model for data without labels."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from can_train.cli import output
+from can_train.cli.output import Verbosity
+from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
+from can_train.errors import ConfigError, RunError, Stopped
+from can_train.io.records import expanded
+
+if TYPE_CHECKING:
+    from can_train.reporter import Reporter
+    from can_train.training.predict import LoadedModel
+
+_STANDARD: Final = "-"
+
+
+def predict(  # noqa: PLR0913 - Typer makes an option of each argument
+    run: Run,
+    *,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="A file, a folder or a known data set; -: standard input. [the run's own test part]"),
+    ] = None,
+    out: Annotated[
+        str, typer.Option(help="File, a folder for a file a recording, or -: standard output.", metavar="FILE")
+    ] = _STANDARD,
+    format_: Annotated[
+        str, typer.Option("--format", help="csv, jsonl or parquet. [by the file's ending]", metavar="FORMAT")
+    ] = "",
+    batch_size: Annotated[
+        int, typer.Option(help="Samples computed at a time; fewer where memory runs out.", min=1)
+    ] = 256,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, or a simulated GPU: sim:2GiB.")] = "auto",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="How data are read and predicted: dataset.NAME=VALUE, task.NAME=VALUE. Repeatable.",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
+    trust_code: TrustCode = False,
+    quiet: output.Quiet = False,
+    verbose: output.Verbose = False,
+    data_root: Annotated[
+        str | None, typer.Option(help="Folder of the published data sets. [the run's]", metavar="FOLDER")
+    ] = None,
+    runs_dir: RunsDir = "runs",
+    state_dir: StateDir = None,
+) -> None:  # fmt: skip
+    """Write what a finished run's model says of data, which need no labels."""
+    verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
+    locator = RunLocator(runs_dir, state_dir)
+    record = locator.find(run)
+    if record.folder.result() is None and (status := locator.status(record)).state.live:
+        raise RunError("The run has not finished", value=str(status.state),
+                       remedy=f"Wait for its end: can-train logs {run} -f")  # fmt: skip
+    # Hydra and torch: a line that is wrong does not wait for them.
+    output.print_starting(verbosity)
+    from can_train.config.resolved import PathSettings
+    from can_train.training.predict import LoadOptions, load_model
+
+    reporter = output.make_reporter(verbosity)
+    options = LoadOptions(
+        device=device,
+        batch_size=batch_size,
+        num_workers="",
+        paths=PathSettings(data_root=data_root or "", state_dir=state_dir or ""),
+        trust=locator.trust(trusts_all=trust_code),
+        reporter=reporter,
+    )
+    model = load_model(record.folder.path, options)
+    with _standard_input(dataset) as place:
+        began = time.perf_counter()
+        samples = model.read(place, tuple(set_ or ()))
+        reading_s = time.perf_counter() - began
+        done = _write(model, samples, out if out == _STANDARD else str(expanded(out)) + "/" * out.endswith("/"),
+                      format_, reporter)  # fmt: skip
+    if verbosity != Verbosity.QUIET:
+        shown = "" if out == _STANDARD else f"; predictions: {out}"
+        output.print_aside(f"Run {model.run_id} on {dataset or 'its own test part'}: {done:,} {model.counted}; reading "
+                           f"took {reading_s:.1f} s{shown}")  # fmt: skip
+
+
+def _write(model: LoadedModel, samples: object, out: str, format_: str, reporter: Reporter) -> int:
+    """Predicts samples and writes their predictions; returns the number of samples."""
+    from can_train.training.prediction_files import format_of, open_predictions, stream_predictions
+
+    chosen, done = format_of(format_, out, model.formats), 0
+    opened = (nullcontext(stream_predictions(output.DataOutput(), chosen)) if out == _STANDARD else
+              open_predictions(out, chosen, model.formats, model.divided_by))  # fmt: skip
+    with (
+        _cleaning_up(),
+        opened as write,
+        reporter.stage("predicting", total=getattr(samples, "total", None), unit=model.counted) as stage,
+    ):
+        for count, columns in model.tables(samples):
+            write(columns)
+            stage.advance(count)
+            done += count
+    return done
+
+
+@contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """Turns SIGTERM into an exception, so that files that are half written are deleted."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _standard_input(dataset: str | None) -> Iterator[str | None]:
+    """Copies standard input, where it is the data set, to a file: readers go back in theirs, and ask for its name."""
+    if dataset != _STANDARD:
+        yield dataset
+        return
+    if sys.stdin.isatty():
+        raise ConfigError("--dataset - reads a pipe, and standard input is a terminal",
+                          remedy="Send a file through it: cat FILE | can-train predict RUN --dataset -")  # fmt: skip
+    with TemporaryDirectory(prefix="can-train-") as folder:
+        path = Path(folder) / "standard_input"
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield str(path)

@@ -1,0 +1,371 @@
+"""Predicts samples, which need no targets, with a finished run's model: `can_train.load`, and `can-train predict`.
+
+Shapes: R samples of a portion, which are read, predicted and written before the next ones are read.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from can_train.config.compose import prediction_run
+from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, data_root, state_folder
+from can_train.config.task_settings import load_object
+from can_train.errors import CheckpointError, ConfigError, DataError, TaskError
+from can_train.fit.optimizer import Precision, tf32
+from can_train.fit.packing import MicroBatchLimit
+from can_train.memory.meters import open_meter
+from can_train.reporter import Reporter, SilentReporter
+from can_train.runs.registry import Registry
+from can_train.runs.status import find_run, known_runs
+from can_train.runs.trust import CodeTrust
+from can_train.task import UpcomingBatch
+from can_train.training.inference import PART_SAMPLES, BatchedInference, InferenceDevice, Rows
+from can_train.training.loading import finished_model, load_finished, with_cache
+from can_train.training.prediction_files import Columns, DefaultColumns, Format
+from can_train.training.read_ahead import SampleReader, is_in_memory
+from can_train.training.sample_task import Task, make_task, make_unread, read_seeded, seeded
+from can_train.training.streams import is_stream, length_of
+
+_IN_LINE: Final = "0"  # value of `training.num_workers`: no other process reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a finished run is loaded.
+
+    Attributes:
+        device: Where it computes: auto, cpu, cuda[:i], sim:SIZE.
+        batch_size: SamplesToPredict that are computed at a time; fewer where memory runs out.
+        num_workers: Processes that read samples ahead, as `training.num_workers`; empty: the run's.
+        paths: Folders; empty ones are the run's, if they are on this machine.
+        trust: Decides whether the run's code may run.
+    """
+
+    device: str = "auto"
+    batch_size: int = PART_SAMPLES
+    num_workers: str = _IN_LINE
+    paths: PathSettings = field(default_factory=PathSettings)
+    trust: CodeTrust = field(default_factory=CodeTrust)
+    reporter: Reporter = field(default_factory=SilentReporter)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError("A batch has at least one sample", value=f"--batch-size {self.batch_size}")
+
+
+class LoadedModel(ABC):
+    """A finished run's model, ready to predict.
+
+    Attributes:
+        run_id: Id of the run.
+        task: Its task. Its data are read only if the model depends on more than `Task.state`.
+        module: The network with the weights that validation chose, on the device and in evaluation mode.
+        formats: Formats of files of predictions, beside those of every task.
+        divided_by: Column of the file of predictions that names the file of a row in a folder; empty: there is none.
+        counted: Word for samples, in the plural.
+    """
+
+    run_id: str
+    task: Any
+    module: nn.Module
+    formats: Mapping[str, Format] = {}
+    divided_by: str = ""
+    counted: str = "samples"
+
+    @abstractmethod
+    def read(self, dataset: str | None = None, sets: Sequence[str] = ()) -> Any:
+        """Returns the samples of a data set, which may lack their targets.
+
+        Args:
+            dataset: Name of a preset, or a path; None: the run's own test samples.
+            sets: `dataset.key=value` and `task.key=value`.
+        """
+
+    @abstractmethod
+    def predict(self, samples: Any) -> list[Any]:
+        """Returns the predictions of some samples, in their order.
+
+        Args:
+            samples: Values as the task's `collate` or `as_sample` takes them; or the value of `read`.
+        """
+
+    @abstractmethod
+    def tables(self, samples: Any) -> Iterator[tuple[int, Columns]]:
+        """Yields, portion by portion of the value of `read`, the number of samples that are predicted and the columns
+        of their predictions.
+        """
+
+
+def load(  # noqa: PLR0913 - a person gives few of them
+    run: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    trust_code: bool = False,
+    runs_dir: str | os.PathLike[str] = "runs",
+    state_dir: str | os.PathLike[str] | None = None,
+    data_root: str | os.PathLike[str] | None = None,
+) -> LoadedModel:
+    """Loads the model that a finished run has trained: `load("last").predict(samples)`.
+
+    Nothing is written, but for data that a task prepares in the state folder. Generators of random numbers, threads and
+    other settings of the process stay as they are.
+
+    Args:
+        run: Its folder, its id, any part of it that no other run has, or `last`.
+        device: Where it computes: auto, cpu, cuda[:i].
+        trust_code: Whether the code that the run names may run, although it is not known to be the user's.
+        runs_dir: Folder of run folders.
+        state_dir: State folder; None: the user's.
+        data_root: Folder of published data sets; None: the run's.
+
+    Raises:
+        RunError: There is no such run.
+        UntrustedCodeError: Another user may have chosen the run's code.
+        CheckpointError: The run has not finished.
+        DoesNotFitError: There is no room for the model on the device.
+    """
+    state = state_folder(None if state_dir is None else Path(state_dir))
+    # A folder needs no list of runs.
+    runs = [] if Path(run).is_dir() else known_runs(Registry(state), Path(runs_dir))
+    paths = PathSettings(data_root=str(data_root or ""), state_dir=str(state_dir or ""))
+    options = LoadOptions(device=device, paths=paths, trust=CodeTrust(state=state, trusts_all=trust_code))
+    return load_model(find_run(runs, os.fspath(run)).folder.path, options)
+
+
+def load_model(path: Path, options: LoadOptions) -> LoadedModel:
+    """Loads the model that the run in a folder has trained; raises as `load` does."""
+    finished = load_finished(path, options.trust.config)
+    model: LoadedModel = load_object(finished.run.task_settings.predictor)(finished, options)
+    return model
+
+
+def usable_paths(given: PathSettings, run: ResolvedRun) -> PathSettings:
+    """Returns the folders that are given; in place of empty ones the run's, if they are on this machine."""
+    run_folders = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
+    return replace(given, **{name: path for name, path in run_folders.items()
+                             if not getattr(given, name) and Path(path).is_dir()})  # fmt: skip
+
+
+class SamplesToPredict(ABC):
+    """SamplesToPredict of a task that are predicted, by their numbers.
+
+    Attributes:
+        task: Knows them.
+        total: Their number; None: unknown.
+    """
+
+    task: Task
+    total: int | None
+
+    @abstractmethod
+    def portions(self, size: int) -> Iterator[tuple[Rows, list[Any]]]:
+        """Yields the numbers and samples of portions of some size, in order."""
+
+    @abstractmethod
+    def describe(self, row: int) -> str:
+        """Names a sample in a message."""
+
+
+class _OwnSamples(SamplesToPredict):
+    """SamplesToPredict of the task's own sets: rows, set by set."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self._sets = task, list(task.test_sets.values())
+        self.total = sum(map(len, self._sets))
+
+    def portions(self, size: int) -> Iterator[tuple[Rows, list[Any]]]:
+        portions = [rows[start : start + size] for rows in self._sets for start in range(0, len(rows), size)]
+        with self.task.read_ahead(UpcomingBatch(rows=rows) for rows in portions):
+            for rows in portions:
+                yield rows, self.task.take(rows.tolist(), rows.tolist())
+
+    def describe(self, row: int) -> str:
+        return self.task.describe(row)
+
+
+class _NamedSamples(SamplesToPredict):
+    """SamplesToPredict by their index in a data set."""
+
+    def __init__(self, task: Task, name: str, samples: Sequence[Any]) -> None:
+        self.task, self._name, self._samples, self.total = task, name, samples, len(samples)
+        context = task.context
+        self._reader = SampleReader(self._read, str(context.num_workers), size=lambda: len(samples),
+                                    sets=lambda: [samples], notice=context.reporter.notice)  # fmt: skip
+
+    def portions(self, size: int) -> Iterator[tuple[Rows, list[Any]]]:
+        starts = range(0, self.total or 0, size)
+        numbers = (range(start, min(start + size, starts.stop)) for start in starts)
+        with self._reader.ahead((part, part) for part in numbers):
+            for start in starts:
+                rows = np.arange(start, min(start + size, starts.stop), dtype=np.int64)
+                yield rows, self._reader.take(rows.tolist(), rows.tolist())
+
+    def _read(self, rows: Sequence[int], seeds: Sequence[int], failed: Any = None) -> list[Any]:
+        if is_in_memory(self._samples):
+            return [self._samples[row] for row in rows]
+        return read_seeded(rows, seeds, self._get, failed)
+
+    def _get(self, row: int) -> Any:
+        with self.task.asked(self.describe(row)):
+            return self._samples[row]
+
+    def describe(self, row: int) -> str:
+        return f"sample {row} of {self._name}"
+
+
+class _StreamedSamples(SamplesToPredict):
+    """SamplesToPredict of a stream, which is read as far as they are predicted."""
+
+    def __init__(self, task: Task, name: str, stream: Any) -> None:
+        self.task, self._name, self._stream, self.total = task, name, stream, length_of(stream)
+
+    def portions(self, size: int) -> Iterator[tuple[Rows, list[Any]]]:
+        number = 0
+        with self.task.asked(f"the samples of {self._name}"):
+            samples = iter(self._stream)
+        while True:
+            with self.task.asked(f"the samples of {self._name} from number {number} on"), seeded(number):
+                portion = list(islice(samples, size))
+            if not portion:
+                return
+            yield np.arange(number, number + len(portion), dtype=np.int64), portion
+            number += len(portion)
+
+    def describe(self, row: int) -> str:
+        return f"sample {row} of {self._name}"
+
+
+class SampleModel(LoadedModel):
+    """A finished model of a `Task`."""
+
+    def __init__(self, finished: FinishedModel, options: LoadOptions) -> None:
+        self._finished, self._options = finished, options
+        run = self._run = finished.run
+        self.run_id = finished.run_id
+        roles = [needed.role for needed in run.prerequisites if getattr(run.mode, needed.role)]
+        self._models = {role: finished_model(run, role) for role in roles}
+        self.task = self._with_cache(lambda cache: self._unread(run, cache))
+        with seeded(run.training.seed):
+            model = self.task.build_model()
+        try:
+            model.load_state_dict(finished.weights)
+        except RuntimeError as error:
+            raise CheckpointError("The weights of the run do not fit its model", value=f"{error}".partition("\n")[0],
+                                  remedy="Use the code that trained it, or train anew") from error  # fmt: skip
+        self._inference = open_inference(model, run, options)
+        self.module = self._inference.model
+        self.formats, self.divided_by = self.task.prediction_formats, self.task.predictions_divided_by
+
+    def read(self, dataset: str | None = None, sets: Sequence[str] = ()) -> SamplesToPredict:
+        """Returns the samples of a data set, which may lack their targets; without one, the run's test samples."""
+        run = prediction_run(self._run, dataset, sets)
+        if dataset is None:
+            return _OwnSamples(self._with_cache(lambda cache: self._task(make_task, run, cache)))
+
+        def of_data(cache: Path) -> SamplesToPredict:
+            task = self._unread(run, cache)
+            name = Path(dataset).name if dataset else ""
+            with seeded(0), _naming_method(type(task)), task.asked("samples_to_predict"):
+                samples = task.samples_to_predict()
+            if is_stream(samples) or not isinstance(samples, Sized):
+                return _StreamedSamples(task, name, samples)
+            if not len(samples):
+                raise DataError("There is nothing to predict", value=f"{dataset} has no samples")
+            return _NamedSamples(task, name, samples)  # type: ignore[arg-type] # has an index
+
+        samples: SamplesToPredict = self._with_cache(of_data)
+        return samples
+
+    def predict(self, samples: Any) -> list[Any]:
+        """Returns the predictions of some samples, in their order."""
+        if not isinstance(samples, SamplesToPredict):
+            values = [samples] if isinstance(samples, str) else samples
+            with self.task.asked("as_sample"):
+                made = [self.task.as_sample(value) for value in values]
+            if not made:
+                return []
+            samples = _NamedSamples(self.task, "the call", made)
+        return [prediction for _, _, portion in self._predicted(samples) for prediction in portion]
+
+    def tables(self, samples: SamplesToPredict) -> Iterator[tuple[int, Columns]]:
+        """Yields, portion by portion, the number of samples that are predicted and the columns of their predictions."""
+        default, number = DefaultColumns(), 0
+        for _, portion, predictions in self._predicted(samples):
+            with samples.task.asked("columns"):
+                columns = samples.task.columns(portion, predictions)
+            yield len(portion), default(number, predictions) if columns is None else columns
+            number += len(portion)
+
+    def _predicted(self, samples: SamplesToPredict) -> Iterator[tuple[Rows, list[Any], list[Any]]]:
+        """Yields numbers, samples and predictions of each portion."""
+        task = samples.task
+        inference = replace(self._inference, describe=samples.describe)
+        for rows, portion in samples.portions(self._options.batch_size):
+            first = int(rows[0])
+
+            def compute(model: nn.Module, part: Rows, device: torch.device, dtype: torch.dtype) -> list[Any]:
+                # Rows of a set need not be successive numbers.
+                places = np.searchsorted(rows, part)  # noqa: B023 - called before the next portion
+                return task.predicted(model, part, [portion[place] for place in places], device, dtype)  # noqa: B023
+
+            # Nothing stays changed while the caller has the predictions.
+            with seeded(first), computing(self._run, inference.device):
+                parts = inference.parts(compute, rows)
+            yield rows, portion, [prediction for part in parts for prediction in part]
+
+    def _unread(self, run: ResolvedRun, cache: Path) -> Task:
+        return self._task(make_unread, run, cache)
+
+    def _task(self, make: Callable[..., Task], run: ResolvedRun, cache: Path) -> Task:
+        options = self._options
+        workers = options.num_workers or run.training.num_workers
+        return make(run, self._models, data_root(usable_paths(options.paths, run)), cache, options.reporter,
+                    state=self._finished.state, num_workers=workers)  # fmt: skip
+
+    def _with_cache(self, make: Callable[[Path], Any]) -> Any:
+        return with_cache(usable_paths(self._options.paths, self._run), self._options.reporter, make)
+
+
+def open_inference(model: nn.Module, run: ResolvedRun, options: LoadOptions) -> BatchedInference:
+    """Copies a model to the device, where parts of `options.batch_size` are computed."""
+    device = InferenceDevice(meter=open_meter(options.device), precision=Precision.named(run.training.precision))
+    with device.meter.active():
+        copied = BatchedInference.of_copy(model.eval(), device, run.training)
+    return replace(copied, limit=MicroBatchLimit(samples=options.batch_size))
+
+
+@contextmanager
+def computing(run: ResolvedRun, device: InferenceDevice) -> Iterator[None]:
+    """Opens a block that computes as the run did, so that the same samples have the same predictions, bit by bit; other
+    code of the process computes as before.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(run.training.deterministic)
+    try:
+        with device.meter.active(), tf32(run.training, device.meter.device):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
+def _naming_method(kind: type[Task]) -> Iterator[None]:
+    """Adds to errors of a task's own reading that a method may read data without targets."""
+    try:
+        yield
+    except TaskError as error:
+        if kind.samples_to_predict is Task.samples_to_predict:
+            error.remedy = (f"{kind.__name__}.datasets may need targets, which these data need not have: write "
+                            f"{kind.__name__}.samples_to_predict; see docs/tasks.md")  # fmt: skip
+        raise

@@ -1,0 +1,361 @@
+"""Files of predictions: their columns, and CSV, JSON lines and Parquet that are written as predictions come, whole or
+not at all.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, Protocol, Self
+
+import numpy as np
+from torch import Tensor
+
+from can_train.errors import ConfigError, DataError, StateError
+from can_train.io.records import writing_path
+
+Columns = Mapping[str, Any]
+"""Columns by name: sequences, arrays or tensors, with a cell for each row."""
+Write = Callable[[Columns], object]
+"""Appends rows, given as columns."""
+
+SAMPLE: Final = "sample"
+PREDICTION: Final = "prediction"
+STDOUT: Final = "-"
+_MOST_PARTS: Final = 1000  # columns of one prediction; longer ones are a list in one cell
+_MOST_CLASSES: Final = 100  # classes whose probabilities have a column each
+_SUM_ERROR: Final = 1e-2  # by which shares may miss a sum of 1: half precision has three digits
+_PIECE_ROWS: Final = 1 << 16  # rows of a row group of Parquet
+_OWN_COLUMNS: Final = "Write Task.columns; see docs/tasks.md"
+
+
+class Writable(Protocol):
+    """A file of text."""
+
+    def write(self, text: str, /) -> int:
+        """Appends text."""
+
+
+class Format(Protocol):
+    """Opens a file of predictions for writing."""
+
+    def __call__(self, path: Path) -> AbstractContextManager[Write]:
+        """Opens a file that does not exist yet; it is complete when the block ends."""
+
+
+class DefaultColumns:
+    """Columns of predictions that a task does not name. The first predictions decide which columns there are."""
+
+    def __init__(self) -> None:
+        self._parts: Division | None = None
+
+    def __call__(self, first: int, predictions: Sequence[Any]) -> Columns:
+        """Returns the columns of predictions of the samples from number `first` on.
+
+        Raises:
+            DataError: The predictions have another form than the first ones.
+        """
+        values = [_plain(each) for each in predictions]
+        self._parts = self._parts or _division(values)
+        try:
+            columns = self._parts(values)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise DataError("Predictions differ in their form", value=f"{values[0]!r:.60}",
+                            remedy=_OWN_COLUMNS) from error  # fmt: skip
+        return {SAMPLE: range(first, first + len(values)), **columns}
+
+
+Division = Callable[[list[Any]], dict[str, list[Any]]]
+"""Divides predictions into columns, by name."""
+
+
+def _plain(value: Any) -> Any:
+    """Returns a prediction as numbers, text, lists and dicts."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _division(values: list[Any]) -> Division:
+    """Decides by the first predictions how a prediction is divided into columns."""
+    first = values[0]
+    if isinstance(first, dict):
+        return partial(_by_name, [*first])
+    if not isinstance(first, list) or not 0 < len(first) <= _MOST_PARTS:
+        return _undivided
+    parts = len(first)
+    if not all(isinstance(value, list) and len(value) == parts and all(map(_is_single, value)) for value in values):
+        return _undivided
+    return partial(_classes if parts > 1 and all(map(_are_shares, values)) else _by_number, parts)
+
+
+def _by_name(names: list[str], values: list[Any]) -> dict[str, list[Any]]:
+    return {name: [value[name] for value in values] for name in names}
+
+
+def _by_number(parts: int, values: list[Any]) -> dict[str, list[Any]]:
+    return {f"{PREDICTION}_{number}": column for number, column in enumerate(_transposed(parts, values))}
+
+
+def _undivided(values: list[Any]) -> dict[str, list[Any]]:
+    return {PREDICTION: values}
+
+
+def _is_single(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _are_shares(values: list[Any]) -> bool:
+    numbers = all(isinstance(value, float) and 0.0 <= value <= 1.0 for value in values)
+    return numbers and abs(sum(values) - 1.0) <= _SUM_ERROR
+
+
+def _classes(parts: int, values: list[Any]) -> dict[str, list[Any]]:
+    best = [max(range(parts), key=shares.__getitem__) for shares in values]
+    columns = {"class": best, "probability": [shares[number] for shares, number in zip(values, best, strict=True)]}
+    if parts > _MOST_CLASSES:
+        return columns
+    each = enumerate(_transposed(parts, values))
+    return columns | {f"probability_{number}": column for number, column in each}
+
+
+def _transposed(parts: int, values: list[list[Any]]) -> list[list[Any]]:
+    if any(len(value) != parts for value in values):
+        raise ValueError("the number of parts differs")
+    return [list(column) for column in zip(*values, strict=True)]
+
+
+@contextmanager
+def open_csv(path: Path) -> Iterator[Write]:
+    """Opens a CSV file for predictions."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        yield CsvLines(file)
+
+
+@dataclass
+class CsvLines:
+    """Rows of CSV below a line of the columns' names; lists are JSON, and None is an empty cell."""
+
+    file: Writable
+    _names: tuple[str, ...] = ()
+
+    def __call__(self, columns: Columns) -> None:
+        """Appends rows."""
+        lines = csv.writer(self.file, lineterminator="\n")
+        if not self._names:
+            self._names = tuple(columns)
+            lines.writerow(self._names)
+        cells = [_cells(columns[name]) for name in self._names]
+        lines.writerows(zip(*cells, strict=True))
+
+
+def _cells(values: Sequence[Any]) -> Sequence[Any]:
+    return [_cell(value) for value in _items(values)]
+
+
+def _items(values: Sequence[Any]) -> Sequence[Any]:
+    listed: Sequence[Any] = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
+    return listed
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool | np.bool_):
+        return str(value).lower()
+    return json.dumps(_finite(value), ensure_ascii=False) if isinstance(value, list | tuple | dict) else value
+
+
+@contextmanager
+def open_json_lines(path: Path) -> Iterator[Write]:
+    """Opens a file for predictions with an object of JSON on each line."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        yield JsonLines(file)
+
+
+@dataclass
+class JsonLines:
+    """Rows as objects of JSON, one on each line; a number that is not finite is null."""
+
+    file: Writable
+
+    def __call__(self, columns: Columns) -> None:
+        """Appends rows."""
+        names = list(columns)
+        for cells in zip(*map(_items, columns.values()), strict=True):
+            row = dict(zip(names, map(_finite, cells), strict=True))
+            self.file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Write]:
+    """Opens a Parquet file for predictions. Polars writes only whole files: pieces of it are joined at the end."""
+    import polars as pl
+
+    try:
+        with TemporaryDirectory(prefix=".", suffix=".tmp", dir=path.parent) as folder:
+            pieces = _ParquetPieces(Path(folder))
+            yield pieces
+            pieces.write()
+            pl.scan_parquet(pieces.paths).sink_parquet(path)
+    except pl.exceptions.PolarsError as error:
+        # Polars raises errors of its own where the system refuses a write.
+        raise OSError(str(error)) from error
+
+
+@dataclass
+class _ParquetPieces:
+    folder: Path
+    paths: list[Path] = field(default_factory=list)
+    _frames: list[Any] = field(default_factory=list)
+    _schema: Any = None
+
+    def __call__(self, columns: Columns) -> None:
+        import polars as pl
+
+        listed = {name: values if isinstance(values, np.ndarray) else list(_items(values))
+                  for name, values in columns.items()}  # fmt: skip
+        try:
+            self._frames.append(pl.DataFrame(listed, schema=self._schema, strict=False))
+        except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
+            raise DataError("Predictions differ in their form", value=f"{error}".partition("\n")[0],
+                            remedy=f"{_OWN_COLUMNS}; or give --format jsonl") from error  # fmt: skip
+        # Columns that are empty at first become text: a type is known when the first piece is written.
+        if sum(map(len, self._frames)) >= _PIECE_ROWS:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the rows so far as a file of their own."""
+        import polars as pl
+
+        if not self._frames:
+            return
+        frame = pl.concat(self._frames, how="vertical_relaxed")
+        if self._schema is None:
+            frame = frame.with_columns(pl.col(pl.Null).cast(pl.String))
+            self._schema = frame.schema
+        self.paths.append(self.folder / f"{len(self.paths):06d}.parquet")
+        frame.cast(self._schema).write_parquet(self.paths[-1])
+        self._frames = []
+
+
+FORMATS: Final[Mapping[str, Format]] = {"csv": open_csv, "jsonl": open_json_lines, "parquet": open_parquet}
+"""Formats of every task, by name: the ending of a file."""
+
+
+def format_of(name: str, out: str, further: Mapping[str, Format]) -> str:
+    """Chooses the format of predictions, before anything is predicted.
+
+    Args:
+        name: Its name; empty: the file's ending decides.
+        out: The file, or `-` for standard output.
+        further: Formats that the task has beside those of every task.
+
+    Raises:
+        ConfigError: There is no such format, or it needs a package or a file.
+    """
+    formats = (*FORMATS, *further)
+    ending = Path(out).suffix.lower().removeprefix(".")
+    chosen = name or ("csv" if out == STDOUT or out.endswith("/") or Path(out).is_dir() else ending)
+    if chosen not in formats:
+        listed = ", ".join(formats)
+        if name:
+            raise ConfigError("There is no such format of predictions", value=f"--format {name}",
+                              remedy=f"Give one of {listed}")  # fmt: skip
+        raise ConfigError("The ending of the file names no format of predictions", value=f"--out {out}",
+                          remedy=f"Name a file that ends in .csv, .jsonl or .parquet, or give --format ({listed})"
+                          )  # fmt: skip
+    if out == STDOUT and chosen not in ("csv", "jsonl"):
+        raise ConfigError(f"Predictions as {chosen} need a file: standard output takes csv and jsonl",
+                          remedy=f"Give --out predictions.{chosen}")  # fmt: skip
+    if chosen == "parquet" and find_spec("polars") is None:
+        raise ConfigError("polars is not installed, which writes Parquet files", value=out,
+                          remedy="Give --format csv, or: pip install polars")  # fmt: skip
+    return chosen
+
+
+def stream_predictions(stream: Writable, chosen: str) -> Write:
+    """Returns the function that appends rows to a stream of text."""
+    return CsvLines(stream) if chosen == "csv" else JsonLines(stream)
+
+
+@contextmanager
+def open_predictions(out: str, chosen: str, further: Mapping[str, Format], divided_by: str = "") -> Iterator[Write]:
+    """Opens a file or a folder of predictions; each file replaces an earlier one when it is complete.
+
+    Args:
+        out: The file, or a folder.
+        chosen: The format.
+        further: Formats that the task has beside those of every task.
+        divided_by: Column whose values name the files of a folder; empty: the task has none.
+
+    Raises:
+        ConfigError: A folder is named, and the task has no parts.
+        StateError: A file cannot be written.
+    """
+    path, opens = Path(out), {**FORMATS, **further}[chosen]
+    try:
+        if path.is_dir() or out.endswith("/"):
+            if not divided_by:
+                raise ConfigError("The predictions of this task are one file", value=f"--out {out}",
+                                  remedy=f"Name a file: --out {path / f'predictions.{chosen}'}")  # fmt: skip
+            path.mkdir(exist_ok=True)
+            with _Folder(path, chosen, opens, divided_by) as write:
+                yield write
+        else:
+            with writing_path(path) as temporary, opens(temporary) as write:
+                yield write
+    except OSError as error:
+        raise StateError("The predictions cannot be written", value=f"{path}: {error.strerror or error}",
+                         remedy="Make room there, or name another file with --out") from error  # fmt: skip
+
+
+class _Folder:
+    """A file for each part of the data: recordings, clips. The rows of a part are in succession."""
+
+    def __init__(self, folder: Path, chosen: str, opens: Format, column: str) -> None:
+        self._folder, self._chosen, self._opens, self._column = folder, chosen, opens, column
+        self._part: str | None = None
+        self._write: Write | None = None
+        self._file = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def __call__(self, columns: Columns) -> None:
+        """Appends rows to the files of their parts."""
+        parts = [str(part) for part in _items(columns[self._column])]
+        rest = {name: _items(values) for name, values in columns.items() if name != self._column}
+        starts = [row for row, part in enumerate(parts) if row == 0 or part != parts[row - 1]]
+        for start, stop in zip(starts, [*starts[1:], len(parts)], strict=True):
+            self._open(parts[start])
+            assert self._write is not None
+            self._write({name: values[start:stop] for name, values in rest.items()})
+
+    def _open(self, part: str) -> None:
+        if part == self._part:
+            return
+        # The file of the part before is complete.
+        self._file.close()
+        self._part = part
+        path = self._folder / f"{part.replace('/', '-')}.{self._chosen}"
+        self._write = self._file.enter_context(self._opens(self._file.enter_context(writing_path(path))))
