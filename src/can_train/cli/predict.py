@@ -100,7 +100,7 @@ def _write(model: LoadedModel, samples: object, out: str, format_: str, reporter
 
     chosen, done = format_of(format_, out, model.formats), 0
     opened = (nullcontext(stream_predictions(output.DataOutput(), chosen)) if out == _STANDARD else
-              open_predictions(out, chosen, model.formats, model.divided_by))  # fmt: skip
+              open_predictions(out, chosen, model.formats, model.parts))  # fmt: skip
     with (
         _cleaning_up(),
         opened as write,

@@ -32,7 +32,7 @@ from can_train.runs.trust import CodeTrust
 from can_train.task import UpcomingBatch
 from can_train.training.inference import PART_SAMPLES, BatchedInference, InferenceDevice, Rows
 from can_train.training.loading import finished_model, load_finished, with_cache
-from can_train.training.prediction_files import Columns, DefaultColumns, Format
+from can_train.training.prediction_files import Columns, DefaultColumns, Format, Parts
 from can_train.training.read_ahead import SampleReader, is_in_memory
 from can_train.training.sample_task import Task, make_task, make_unread, read_seeded, seeded
 from can_train.training.streams import is_stream, length_of
@@ -72,7 +72,7 @@ class LoadedModel(ABC):
         task: Its task. Its data are read only if the model depends on more than `Task.state`.
         module: The network with the weights that validation chose, on the device and in evaluation mode.
         formats: Formats of files of predictions, beside those of every task.
-        divided_by: Column of the file of predictions that names the file of a row in a folder; empty: there is none.
+        parts: The files of a folder of predictions; None: predictions are one file.
         counted: Word for samples, in the plural.
     """
 
@@ -80,7 +80,7 @@ class LoadedModel(ABC):
     task: Any
     module: nn.Module
     formats: Mapping[str, Format] = {}
-    divided_by: str = ""
+    parts: Parts | None = None
     counted: str = "samples"
 
     @abstractmethod
@@ -265,7 +265,10 @@ class SampleModel(LoadedModel):
                                   remedy="Use the code that trained it, or train anew") from error  # fmt: skip
         self._inference = open_inference(model, run, options)
         self.module = self._inference.model
-        self.formats, self.divided_by = self.task.prediction_formats, self.task.predictions_divided_by
+        self.formats = self.task.prediction_formats
+        if self.task.prediction_parts:
+            column, file = self.task.prediction_parts
+            self.parts = Parts(column=column, file=file)
 
     def read(self, dataset: str | None = None, sets: Sequence[str] = ()) -> SamplesToPredict:
         """Returns the samples of a data set, which may lack their targets; without one, the run's test samples."""

@@ -49,6 +49,21 @@ class Format(Protocol):
         """Opens a file that does not exist yet; it is complete when the block ends."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The files of a folder of predictions: one for each recording, or clip.
+
+    Attributes:
+        column: Column that names the part of a row; a file lacks it.
+        file: Pattern of the name of a part's file, without the ending.
+        only: Name of the part where the predictions have no such column.
+    """
+
+    column: str
+    file: str = "{}"
+    only: str = "predictions"
+
+
 class DefaultColumns:
     """Columns of predictions that a task does not name. The first predictions decide which columns there are."""
 
@@ -296,14 +311,16 @@ def stream_predictions(stream: Writable, chosen: str) -> Write:
 
 
 @contextmanager
-def open_predictions(out: str, chosen: str, further: Mapping[str, Format], divided_by: str = "") -> Iterator[Write]:
+def open_predictions(
+    out: str, chosen: str, further: Mapping[str, Format], parts: Parts | None = None
+) -> Iterator[Write]:
     """Opens a file or a folder of predictions; each file replaces an earlier one when it is complete.
 
     Args:
         out: The file, or a folder.
         chosen: The format.
         further: Formats that the task has beside those of every task.
-        divided_by: Column whose values name the files of a folder; empty: the task has none.
+        parts: The files of a folder; None: the predictions of the task are one file.
 
     Raises:
         ConfigError: A folder is named, and the task has no parts.
@@ -312,11 +329,11 @@ def open_predictions(out: str, chosen: str, further: Mapping[str, Format], divid
     path, opens = Path(out), {**FORMATS, **further}[chosen]
     try:
         if path.is_dir() or out.endswith("/"):
-            if not divided_by:
+            if parts is None:
                 raise ConfigError("The predictions of this task are one file", value=f"--out {out}",
                                   remedy=f"Name a file: --out {path / f'predictions.{chosen}'}")  # fmt: skip
             path.mkdir(exist_ok=True)
-            with _Folder(path, chosen, opens, divided_by) as write:
+            with _Folder(path, chosen, opens, parts) as write:
                 yield write
         else:
             with writing_path(path) as temporary, opens(temporary) as write:
@@ -329,8 +346,8 @@ def open_predictions(out: str, chosen: str, further: Mapping[str, Format], divid
 class _Folder:
     """A file for each part of the data: recordings, clips. The rows of a part are in succession."""
 
-    def __init__(self, folder: Path, chosen: str, opens: Format, column: str) -> None:
-        self._folder, self._chosen, self._opens, self._column = folder, chosen, opens, column
+    def __init__(self, folder: Path, chosen: str, opens: Format, names: Parts) -> None:
+        self._folder, self._chosen, self._opens, self._names = folder, chosen, opens, names
         self._part: str | None = None
         self._write: Write | None = None
         self._file = ExitStack()
@@ -343,8 +360,10 @@ class _Folder:
 
     def __call__(self, columns: Columns) -> None:
         """Appends rows to the files of their parts."""
-        parts = [str(part) for part in _items(columns[self._column])]
-        rest = {name: _items(values) for name, values in columns.items() if name != self._column}
+        rest = {name: _items(values) for name, values in columns.items()}
+        of_rows, (size, *_) = rest.pop(self._names.column, None), map(len, rest.values())
+        # Data of a single part need no column that names it.
+        parts = [self._names.only] * size if of_rows is None else [str(part) for part in of_rows]
         starts = [row for row, part in enumerate(parts) if row == 0 or part != parts[row - 1]]
         for start, stop in zip(starts, [*starts[1:], len(parts)], strict=True):
             self._open(parts[start])
@@ -357,5 +376,6 @@ class _Folder:
         # The file of the part before is complete.
         self._file.close()
         self._part = part
-        path = self._folder / f"{part.replace('/', '-')}.{self._chosen}"
+        name = self._names.file.format(part.replace("/", "-"))
+        path = self._folder / f"{name}.{self._chosen}"
         self._write = self._file.enter_context(self._opens(self._file.enter_context(writing_path(path))))

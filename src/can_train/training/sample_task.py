@@ -138,7 +138,8 @@ class Task(BatchTask):
         training: Its own defaults of training settings, by name: `{"lr": 1e-4, "lr_batch_size": 32}`.
         prediction_formats: Formats of `can-train predict` beside CSV, JSON lines and Parquet: by the ending of a file,
             a context manager that is given the path and returns a function to append columns.
-        predictions_divided_by: The column of `columns` whose values name the files of `--out FOLDER/`; empty: none.
+        prediction_parts: The files of `can-train predict --out FOLDER/`: the column of `columns` that names the part of
+            a row, and a pattern for the names of files, `{}_ball`. Empty: predictions are one file.
         settings, dataset, model_settings, mode: Their values in this run.
     """
 
@@ -149,7 +150,7 @@ class Task(BatchTask):
     EvaluationSettings: ClassVar[type] = NoSettings
     training: ClassVar[Mapping[str, Any]] = {}
     prediction_formats: ClassVar[Mapping[str, Any]] = {}
-    predictions_divided_by: str = ""
+    prediction_parts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, context: TaskContext | None = None) -> None:
         self.context = context or TaskContext(settings=self.Settings(), dataset=self.DatasetSettings(),

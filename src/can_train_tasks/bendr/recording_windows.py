@@ -44,6 +44,18 @@ def window_starts(start: int, stop: int, length: int, stride: int) -> NDArray[np
     return np.arange(start, stop - length + 1, stride, dtype=np.int64)
 
 
+class Window(dict[str, Any]):
+    """A window's `signal` and `label`, which are collated; `columns` of a file of predictions also need its place.
+
+    Attributes:
+        recording: Its recording.
+        start: Its first sample.
+    """
+
+    recording: Recording
+    start: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows(Sequence[Mapping[str, Any]]):
     """Windows of one set, read from disk one by one.
@@ -69,13 +81,15 @@ class Windows(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, position: int) -> dict[str, Any]:  # type: ignore[override]  # no slices
+    def __getitem__(self, position: int) -> Window:  # type: ignore[override]  # no slices
         if not 0 <= position < len(self):
             raise IndexError(position)
         of, start = int(self.of[position]), int(self.starts[position])
         window = centred(self.recordings[of], start, self.length) / self.scales[of]
         signal = np.clip(window, -self.clip, self.clip).astype(np.float32)
-        return {"signal": torch.from_numpy(np.ascontiguousarray(signal.T)), "label": int(self.labels[position])}
+        window_of = Window(signal=torch.from_numpy(np.ascontiguousarray(signal.T)), label=int(self.labels[position]))
+        window_of.recording, window_of.start = self.recordings[of], start
+        return window_of
 
 
 def centred(recording: Recording, start: int, length: int) -> NDArray[np.float64]:
@@ -85,14 +99,25 @@ def centred(recording: Recording, start: int, length: int) -> NDArray[np.float64
     return window - centre
 
 
-def cut(recordings: Sequence[Recording], dataset: RecordingSettings) -> dict[str, Windows]:
+def cut(recordings: Sequence[Recording], dataset: RecordingSettings, trained: Sequence[int] = ()) -> dict[str, Windows]:
     """Cuts recordings into the windows of each set.
 
+    Args:
+        recordings: The recordings.
+        dataset: How they are cut.
+        trained: Classes of the model that is evaluated; empty: those of the recordings.
+
     Raises:
-        DataError: A set would have no windows.
+        DataError: A set would have no windows, or a class is not among those of the model.
     """
     length, stride = dataset.samples(dataset.window_s), max(1, dataset.samples(dataset.stride_s))
-    classes = sorted({label for one in recordings for label in one.classes})
+    classes = sorted({label for each in recordings for label in each.classes})
+    if trained:
+        if new := [label for label in classes if label not in trained]:
+            raise DataError("The model knows the classes of its training recordings",
+                            value=f"class {new[0]}; it knows {', '.join(map(str, trained))}",
+                            remedy="Leave recordings with other classes out, or train on them, too")  # fmt: skip
+        classes = [*trained]
     found: dict[str, list[tuple[int, NDArray[np.int64]]]] = {name: [] for name in SETS}
     for index, recording in enumerate(recordings):
         for name, start, stop in stretches(len(recording.signal), dataset):
@@ -112,6 +137,32 @@ def cut(recordings: Sequence[Recording], dataset: RecordingSettings) -> dict[str
                           labels=np.concatenate([_majority(recordings[index], starts, length, classes)
                                                  for index, starts in parts]))
             for name, parts in found.items()}  # fmt: skip
+
+
+def every_window(recordings: Sequence[Recording], dataset: RecordingSettings) -> Windows:
+    """Cuts recordings into windows from their beginnings on, whose labels are not looked at.
+
+    A recording's scale is computed from the windows of its training stretches, as it is where the recording is
+    evaluated; from all of its windows where it is too short for stretches.
+
+    Raises:
+        DataError: A recording is shorter than a window.
+    """
+    length, stride = dataset.samples(dataset.window_s), max(1, dataset.samples(dataset.stride_s))
+    starts, scales = [], []
+    for recording in recordings:
+        samples = len(recording.signal)
+        starts.append(window_starts(0, samples, length, stride))
+        if not len(starts[-1]):
+            raise DataError("A recording is as long as a window at least",
+                            value=f"{recording.path} has {samples / dataset.sampling_hz:.1f} s, a window "
+                            f"{dataset.window_s:g} s", remedy="Leave the recording out")  # fmt: skip
+        parts = [window_starts(start, stop, length, stride) for name, start, stop in stretches(samples, dataset)
+                 if name == SETS[0]]  # fmt: skip
+        scales.append(_scale(recording, parts if any(map(len, parts)) else [starts[-1]], length))
+    of = [np.full(len(each), index, np.int32) for index, each in enumerate(starts)]
+    return Windows(recordings=recordings, scales=scales, length=length, clip=dataset.clip, of=np.concatenate(of),
+                   starts=np.concatenate(starts), labels=np.full(sum(map(len, starts)), UNLABELLED))  # fmt: skip
 
 
 def _scale(recording: Recording, parts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ Shapes: n windows, C channels, L samples, S steps of the encoded sequence, K neg
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ from can_train.errors import ConfigError, DataError
 from can_train.training.sample_task import Losses, Task
 from can_train_tasks.bendr import class_metrics
 from can_train_tasks.bendr.network import BendrNetwork
-from can_train_tasks.bendr.recording_windows import Windows, cut
+from can_train_tasks.bendr.recording_windows import Window, Windows, cut, every_window
 from can_train_tasks.bendr.recordings import digest_of, find_recordings, open_recordings, read_beginnings
 from can_train_tasks.bendr.settings import CLASSIFY, PRETRAIN, PRETRAINED, RecordingSettings
 from can_train_tasks.bendr.simulated_eeg import synthetic_folder, write_recording
@@ -31,13 +32,15 @@ _SAMPLED_WINDOWS: Final = 64  # least number of windows that a plan reads from a
 class Bendr(Task):
     """Learns to recognise masked steps of recordings (pretraining), or the class of a window (classification)."""
 
+    prediction_parts = ("recording", "{}")
+
     def datasets(self) -> Mapping[str, Windows]:
         """Reads the recordings into the cache, and returns the windows of each set."""
         files = find_recordings(self.dataset, self.context.data_root)
         if self.dataset.is_synthetic:
             files = sorted(synthetic_folder(self.context.cache, self.dataset).glob("*.csv"))
         recordings = open_recordings(self.dataset, files, self.context.cache, self.context.reporter)
-        return self._checked(cut(recordings, self.dataset))
+        return self._checked(cut(recordings, self.dataset, self.context.state.get("classes", ())))
 
     def sample_datasets(self) -> Mapping[str, Windows]:
         """Reads the beginnings of a few recordings into memory, and returns their windows."""
@@ -77,10 +80,52 @@ class Bendr(Task):
                               remedy=f"Give --set dataset.window_s={4 * self.dataset.window_s:g}")  # fmt: skip
         return sets
 
+    def samples_to_predict(self) -> Windows:
+        """Reads recordings, which need no labels; windows follow each other from the beginning of each recording."""
+        if self.mode.name == PRETRAIN:
+            raise ConfigError("A pretrained run has no classes to predict",
+                              remedy="Train a classifier from it: --mode classify --pretrained RUN")  # fmt: skip
+        # The channels of the training recordings, by their names, and no labels.
+        dataset = replace(self.dataset, channels=list(self._channels), label="")
+        files = find_recordings(dataset, self.context.data_root)
+        return every_window(open_recordings(dataset, files, self.context.cache, self.context.reporter), dataset)
+
+    def columns(self, samples: Sequence[Window], predictions: Sequence[Any]) -> Mapping[str, Sequence[Any]]:
+        """Returns the place of each window in its recording, in seconds, its class, and the probability of each
+        class.
+        """
+        hz, shares = self.dataset.sampling_hz, np.stack([np.asarray(prediction) for prediction in predictions])
+        starts, best = np.array([window.start for window in samples]), shares.argmax(axis=1)
+        return {
+            "recording": [self._named(window.recording.path) for window in samples],
+            "start_s": starts / hz,
+            "end_s": (starts + self.dataset.samples(self.dataset.window_s)) / hz,
+            "class": [self._classes[position] for position in best],
+            "probability": shares[np.arange(len(best)), best],
+            **{f"probability_{label}": shares[:, position] for position, label in enumerate(self._classes)},
+        }
+
+    def _named(self, path: Path) -> str:
+        """Names a recording by its file, in a folder of them by the way to it."""
+        place = Path(self.dataset.path)
+        inside = self.dataset.path and path.is_relative_to(place) and path != place
+        return (path.relative_to(place).with_suffix("").as_posix()) if inside else path.stem
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the channels and the classes of the training recordings."""
+        return {"channels": [*self._channels], "classes": [*self._classes]}
+
     @cached_property
-    def _classes(self) -> int:
-        recordings = self._train.recordings
-        return len({label for recording in recordings for label in recording.classes})
+    def _channels(self) -> Sequence[str]:
+        channels: Sequence[str] = self.context.state.get("channels") or self._train.recordings[0].channels
+        return channels
+
+    @cached_property
+    def _classes(self) -> Sequence[int]:
+        """The classes, ascending: a prediction has a probability for each."""
+        if "classes" in self.context.state:
+            return [*self.context.state["classes"]]
+        return sorted({label for recording in self._train.recordings for label in recording.classes})
 
     @property
     def _train(self) -> Windows:
@@ -90,10 +135,10 @@ class Bendr(Task):
 
     def model(self) -> nn.Module:
         """Makes the model; a classifier takes all weights but the head's from the pretrained run, if there is one."""
-        channels = len(self._train.recordings[0].channels)
+        channels = len(self._channels)
         if self.mode.name == PRETRAIN:
             return BendrNetwork(self.model_settings, channels)
-        network = BendrNetwork(self.model_settings, channels, self._classes)
+        network = BendrNetwork(self.model_settings, channels, len(self._classes))
         if pretrained := self.context.finished.get(PRETRAINED):
             _take_over(network, pretrained)
         return network
@@ -152,13 +197,13 @@ class Bendr(Task):
         """Returns the accuracy of chance in pretraining, the metrics of two simple classifiers in classification."""
         if self.mode.name == PRETRAIN:
             return {"chance": {"contrastive_accuracy": 1 / (1 + self.mode.negatives)}}
-        return class_metrics.baselines(self._train, samples, self._classes, self.dataset.sampling_hz)
+        return class_metrics.baselines(self._train, samples, len(self._classes), self.dataset.sampling_hz)
 
     def notices(self) -> Sequence[str]:
         """Returns, in classification, the number of windows of each class in each set."""
         if self.mode.name == PRETRAIN:
             return ()
-        counts = [f"{name} {np.bincount(windows.labels, minlength=self._classes).tolist()}"
+        counts = [f"{name} {np.bincount(windows.labels, minlength=len(self._classes)).tolist()}"
                   for name, windows in self.sets.items() if isinstance(windows, Windows)]  # fmt: skip
         return (f"Windows of each class: {', '.join(counts)}",)
 

@@ -9,6 +9,7 @@ import csv
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -70,6 +71,7 @@ class Clip:
         x, y: [T] position of the ball in pixels, 0 where the ball has no position.
         starts: [T] first picture of the unbroken sequence that a picture belongs to.
         pictures: The T pictures.
+        numbers: [T] number of each picture in its video.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Clip:
     y: Floats
     starts: NDArray[np.int64]
     pictures: Pictures
+    numbers: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.visibility)
@@ -102,7 +105,7 @@ class Labels:
         starts = np.zeros(len(self.numbers), np.int64)
         starts[breaks] = breaks
         return Clip(name=name, group=group, size=size, visibility=self.visibility, x=self.x, y=self.y,
-                    starts=np.maximum.accumulate(starts), pictures=pictures)  # fmt: skip
+                    starts=np.maximum.accumulate(starts), pictures=pictures, numbers=self.numbers)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,8 +262,7 @@ def read_clips(
             size = size if all(size) else RENDERED_SIZE
             pictures: Pictures = render(name, labels, size)
         else:
-            files = {int(file.stem): file for file in sorted(folder.iterdir())
-                     if file.suffix.lower() in _SUFFIXES and re.fullmatch(r"\d{1,9}", file.stem, re.ASCII)}  # fmt: skip
+            files = picture_files(folder)
             for row in np.flatnonzero(~np.isin(labels.numbers, [*files]))[:1]:
                 raise MissingDataError(
                     "Every row of a label file has its picture",
@@ -277,6 +279,37 @@ def read_clips(
                              remedy="Correct the row, or say to which size coordinates belong: --set"
                              " dataset.label_width=1280 --set dataset.label_height=720")  # fmt: skip
         clips.append(labels.clip(name=name, group=group, size=size, pictures=pictures))
+    return clips
+
+
+def picture_files(folder: Path) -> dict[int, Path]:
+    """Lists the pictures of a folder by their numbers, which are their names."""
+    return {int(file.stem): file for file in sorted(folder.iterdir())
+            if file.suffix.lower() in _SUFFIXES and re.fullmatch(r"\d{1,9}", file.stem, re.ASCII)}  # fmt: skip
+
+
+def unlabelled_clips(dataset: TrackNetDatasetSettings) -> list[Clip]:
+    """Finds clips without labels: a folder with numbered pictures, or such folders below a folder.
+
+    Raises:
+        MissingDataError: There are no pictures.
+        DataError: A file is not a picture.
+    """
+    place, clips = Path(dataset.frames or dataset.path), []
+    folders = [place, *sorted(folder for folder in place.rglob("*") if folder.is_dir())] if place.is_dir() else []
+    clip_files = {folder: files for folder in folders if (files := dict(sorted(picture_files(folder).items())))}
+    names = Counter(folder.name for folder in clip_files)
+    for folder, files in clip_files.items():
+        pictures, nothing = FilePictures([*files.values()]), np.zeros(len(files))
+        size = (dataset.label_width, dataset.label_height)
+        labels = Labels(numbers=np.array([*files]), visibility=np.full(len(files), ABSENT), x=nothing, y=nothing,
+                        lines=np.zeros(len(files), np.int64))  # fmt: skip
+        name = folder.relative_to(place).as_posix() if names[folder.name] > 1 else folder.resolve().name
+        clips.append(labels.clip(name=name, group="", size=size if all(size) else pictures.size(), pictures=pictures))
+    if not clips:
+        raise MissingDataError("There are no pictures to predict", value=f"{place} holds no 0.png, 1.png or 0.jpg, …",
+                               remedy="Extract them from the video, and give their folder: --dataset FOLDER"
+                               )  # fmt: skip
     return clips
 
 

@@ -63,6 +63,13 @@ class Moment:
         (width, height), (of_width, of_height) = self.size, self.clip.size
         return (x + 0.5) * width / of_width - 0.5, (y + 0.5) * height / of_height - 0.5
 
+    def in_picture(self, x: float, y: float) -> tuple[float, float]:
+        """Returns a position in pixels of the heatmap as one in pixels of the picture, and inside it."""
+        scaled = [((value + 0.5) * length / of_length - 0.5, length) for value, of_length, length in
+                  zip((x, y), self.size, self.clip.size, strict=True)]  # fmt: skip
+        across, down = (float(min(max(value, 0.0), length - 1.0)) for value, length in scaled)
+        return across, down
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
@@ -77,9 +84,11 @@ class TrackNetTask(Task):
 
     Settings = TrackNetSettings
     DatasetSettings = TrackNetDatasetSettings
+    prediction_parts = ("Clip", "{}_ball")
     settings: TrackNetSettings
     dataset: TrackNetDatasetSettings
     model_settings: UNetSettings
+    _is_one_clip = False
 
     def datasets(self) -> Mapping[str, Sequence[Moment]]:
         """Reads the labels, and prepares the pictures in the cache."""
@@ -188,6 +197,30 @@ class TrackNetTask(Task):
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns [B, 3]: x, y and height of the highest peak of each heatmap."""
         return peaks(torch.sigmoid(self.heatmaps(model, batch)))
+
+    def samples_to_predict(self) -> Sequence[Moment]:
+        """Finds pictures without labels, which are decoded as they are predicted."""
+        size = (self.dataset.width, self.dataset.height)
+        clips = reading.unlabelled_clips(self.dataset)
+        self._is_one_clip = len(clips) == 1
+        return [Moment(clip=clip, position=position, size=size) for clip in clips for position in range(len(clip))]
+
+    def columns(self, samples: Sequence[Moment], predictions: Sequence[Any]) -> Mapping[str, Sequence[Any]]:
+        """Returns rows as those of published label files, in pixels of the picture; with several clips their names,
+        too.
+        """
+        values = np.stack([np.asarray(prediction, dtype=np.float64) for prediction in predictions])
+        reported = values[:, 2] >= self.settings.threshold
+        places = [moment.in_picture(x, y) if seen else (0, 0)
+                  for moment, (x, y), seen in zip(samples, values[:, :2], reported, strict=True)]  # fmt: skip
+        clips = {} if self._is_one_clip else {"Clip": [moment.clip.name for moment in samples]}
+        return {
+            **clips,
+            "Frame": [int(moment.clip.numbers[moment.position]) for moment in samples],
+            "Visibility": reported.astype(np.int64).tolist(),
+            "X": [x for x, _ in places],
+            "Y": [y for _, y in places],
+        }
 
     def measure(self, samples: Sequence[Moment], predictions: Sequence[Any]) -> Mapping[str, float]:
         """Computes the metrics of predictions; writes previews if `task.preview_dir` names a folder."""
