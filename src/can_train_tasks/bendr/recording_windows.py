@@ -44,7 +44,7 @@ def window_starts(start: int, stop: int, length: int, stride: int) -> NDArray[np
     return np.arange(start, stop - length + 1, stride, dtype=np.int64)
 
 
-class Window(dict[str, Any]):
+class PlacedWindow(dict[str, Any]):
     """A window's `signal` and `label`, which are collated; `columns` of a file of predictions also need its place.
 
     Attributes:
@@ -81,13 +81,15 @@ class Windows(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, position: int) -> Window:  # type: ignore[override]  # no slices
+    def __getitem__(self, position: int) -> PlacedWindow:  # type: ignore[override]  # no slices
         if not 0 <= position < len(self):
             raise IndexError(position)
         of, start = int(self.of[position]), int(self.starts[position])
         window = centred(self.recordings[of], start, self.length) / self.scales[of]
         signal = np.clip(window, -self.clip, self.clip).astype(np.float32)
-        window_of = Window(signal=torch.from_numpy(np.ascontiguousarray(signal.T)), label=int(self.labels[position]))
+        window_of = PlacedWindow(
+            signal=torch.from_numpy(np.ascontiguousarray(signal.T)), label=int(self.labels[position])
+        )
         window_of.recording, window_of.start = self.recordings[of], start
         return window_of
 

@@ -19,7 +19,7 @@ from can_train.errors import ConfigError, DataError
 from can_train.training.sample_task import Losses, Task
 from can_train_tasks.bendr import class_metrics
 from can_train_tasks.bendr.network import BendrNetwork
-from can_train_tasks.bendr.recording_windows import Window, Windows, cut, every_window
+from can_train_tasks.bendr.recording_windows import PlacedWindow, Windows, cut, every_window
 from can_train_tasks.bendr.recordings import digest_of, find_recordings, open_recordings, read_beginnings
 from can_train_tasks.bendr.settings import CLASSIFY, PRETRAIN, PRETRAINED, RecordingSettings
 from can_train_tasks.bendr.simulated_eeg import synthetic_folder, write_recording
@@ -90,7 +90,7 @@ class Bendr(Task):
         files = find_recordings(dataset, self.context.data_root)
         return every_window(open_recordings(dataset, files, self.context.cache, self.context.reporter), dataset)
 
-    def columns(self, samples: Sequence[Window], predictions: Sequence[Any]) -> Mapping[str, Sequence[Any]]:
+    def columns(self, samples: Sequence[PlacedWindow], predictions: Sequence[Any]) -> Mapping[str, Sequence[Any]]:
         """Returns the place of each window in its recording, in seconds, its class, and the probability of each
         class.
         """
