@@ -227,6 +227,10 @@ class BatchTask(ABC):
         """
         return {}
 
+    def resident_bytes(self) -> int:
+        """Returns the bytes of `resident_data`; an override need not make the arrays."""
+        return sum(array.nbytes for array in self.resident_data().values())
+
     def bind_data(self, data: Mapping[str, "Tensor"]) -> None:  # noqa: B027 - optional
         """Receives the arrays of `resident_data` as tensors on the device, from which batches are gathered from then
         on; an empty mapping: batches are made on the host again. A batch has the same bits in both cases.

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from can_train import Task
+from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
 from can_train.errors import DoesNotFitError
@@ -224,3 +226,110 @@ def bus_run(model: str, log: Path, place: Path, kind: str, micro_batch: int) -> 
     data = RunFolder(path).result()["plan"]["data"]  # type: ignore[index]
     assert data["on_device"] is (kind == "on")
     return path
+
+
+class Images(Task):
+    """Small images with labels, collated as by default."""
+
+    def datasets(self) -> Mapping[str, Any]:
+        drawn = torch.Generator().manual_seed(0)
+        samples = [{"image": torch.rand(3, 4, generator=drawn), "label": number % 3} for number in range(40)]
+        return {"train": samples[:32], "validation": samples[32:]}
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(12, 3))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        total = nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="sum")
+        return {"loss": (total, len(batch["label"]))}
+
+
+class Lists(Images):
+    """Tensors of different lengths in tuples, padded as by default."""
+
+    def datasets(self) -> Mapping[str, Any]:
+        drawn = torch.Generator().manual_seed(0)
+        samples = [
+            (torch.rand(1 + number * 7 % 5, 2, generator=drawn), torch.tensor(number % 3)) for number in range(40)
+        ]
+        return {"train": samples[:32], "validation": samples[32:]}
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 3)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        total = nn.functional.cross_entropy(model(batch[0]).sum(1), batch[1], reduction="sum")
+        return {"loss": (total, len(batch[1]))}
+
+
+def task_run(place: Path, kind: str, words: str) -> Path:
+    """A run of a task on a simulated GPU."""
+    line = f"{words} --epochs 2 --seed 3 --device sim:256MiB --data-on-device {kind} --quiet"
+    assert main([*line.split(), "--runs-dir", str(place / "runs"), "--state-dir", str(place / "state")]) == 0
+    (path,) = (place / "runs").iterdir()
+    data = RunFolder(path).result()["plan"]["data"]  # type: ignore[index]
+    assert data["on_device"] is (kind == "on")
+    assert data["num_bytes"] > 0
+    return path
+
+
+BENDR = "--task bendr --dataset synthetic --batch-size 8 --set model.hidden=16 --set model.layers=1"
+TASKS = {
+    "images": f"--task {__file__}:Images --batch-size 8",
+    "images in parts": f"--task {__file__}:Images --batch-size 8 --micro-batch-size 3",
+    "lists": f"--task {__file__}:Lists --batch-size 8 --accumulation-splits 2",
+    "muon": "--task muon --dataset synthetic --set dataset.synthetic.muons_per_pev=5 "
+    "--set dataset.synthetic.showers=60 "
+    "--batch-size 16 --accumulation-splits 2 --set model.hidden=8",
+    "bendr": f"{BENDR} --num-workers 2",
+    "bendr classify": f"{BENDR} --mode classify",
+}
+
+
+@pytest.mark.parametrize("words", TASKS.values(), ids=TASKS)
+def test_a_task_of_samples_comes_to_the_same_bits_with_its_samples_on_the_device(words: str, tmp_path: Path) -> None:
+    apart = task_run(tmp_path / "off", "off", words.replace("--num-workers 2", "--num-workers 0"))
+    together = task_run(tmp_path / "on", "on", words)
+    assert_ends_like(together, apart)
+    assert RunFolder(together).result()["judgement"] == RunFolder(apart).result()["judgement"]  # type: ignore[index]
+
+
+class Noisy(Images):
+    """Draws noise onto the images, which must stay on the host."""
+
+    def draw(self, samples: Any, generator: torch.Generator) -> Any:
+        return [{**sample, "image": sample["image"] + torch.rand(4, generator=generator)} for sample in samples]
+
+
+class Mixed(Images):
+    """Its samples differ in their number of columns."""
+
+    def datasets(self) -> Mapping[str, Any]:
+        return {"train": [{"image": torch.rand(3, 4 + number % 2), "label": 0} for number in range(8)]}
+
+    def collate(self, samples: Any) -> Any:
+        return super().collate([{**sample, "image": sample["image"][:, :4]} for sample in samples])
+
+    def may_live_on_device(self) -> bool:
+        return True
+
+
+def test_samples_that_are_drawn_or_not_built_alike_stay_on_the_host() -> None:
+    assert Images().resident_bytes() == 40 * 3 * 4 * 4
+    assert Noisy().resident_bytes() == Mixed().resident_bytes() == 0
+    assert Lists().resident_bytes() == sum(row.nbytes + label.nbytes for rows in Lists().datasets().values()
+                                           for row, label in rows)  # fmt: skip
+
+
+def test_a_batch_whose_data_leave_the_device_is_read_on_the_host() -> None:
+    task = Lists()
+    expected = task.collate([task.sample(row) for row in (3, 1, 4)])
+    task.bind_data({name: torch.from_numpy(array) for name, array in task.resident_data().items()})
+    samples = task.take([3, 1, 4], [0, 0, 0])
+    assert not isinstance(samples[0][0], Tensor)
+    gathered = task.collate(samples)
+    task.bind_data({})
+    for one, other, wanted in zip(gathered, task.collate(samples), expected, strict=True):
+        assert torch.equal(one, wanted)
+        assert torch.equal(other, wanted)
+    assert isinstance(task.take([3], [0])[0][0], Tensor)

@@ -1,6 +1,6 @@
 """Makes batches of samples, moves them to a device, and takes samples out of them again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from can_train.errors import DataError
-from can_train.memory.meters import send
+from can_train.fit.packing import members
+from can_train.memory.meters import send, send_positions
 
 
 def leaves(sample: Any) -> Iterator[Tensor]:
@@ -31,6 +32,99 @@ def leaves(sample: Any) -> Iterator[Tensor]:
             yield from leaves(getattr(sample, one.name))
 
 
+def replace_leaves(sample: Any, others: Iterator[Any]) -> Any:
+    """Returns a sample with other objects in place of its tensors and arrays, in their order."""
+    if isinstance(sample, Tensor | np.ndarray):
+        return next(others)
+    if isinstance(sample, Mapping):
+        return {name: replace_leaves(value, others) for name, value in sample.items()}
+    if isinstance(sample, tuple | list):
+        members = [replace_leaves(value, others) for value in sample]
+        return type(sample)(*members) if hasattr(sample, "_fields") else type(sample)(members)
+    if is_dataclass(sample) and not isinstance(sample, type):
+        return replace(sample, **{one.name: replace_leaves(getattr(sample, one.name), others)
+                                  for one in fields(sample)})  # fmt: skip
+    return sample
+
+
+class Column:
+    """One tensor of each sample of a task, on the device.
+
+    Args:
+        read: Reads the tensor of a sample on the host, by the sample's row.
+
+    Attributes:
+        data: [R, …] where all tensors have one shape; else the lines of all tensors, [L, …], and a line of zeros. None:
+            they have left the device, and each tensor is read.
+    """
+
+    def __init__(self, read: Callable[[int], Tensor]) -> None:
+        self._read = read
+        self._ptr: NDArray[np.int64] | None = None  # [R + 1] bounds of the tensors' lines; None: they have one shape
+        self._length = 0  # of a tensor, where all have one shape
+        self.data: Tensor | None = None
+
+    def joined_on_host(self, tensors: Sequence[Tensor]) -> NDArray[Any]:
+        """Joins the tensors of all samples into an array, a copy of which is `data`."""
+        first = tensors[0]
+        if len({tensor.shape for tensor in tensors}) == 1:
+            self._length = len(first) if first.ndim else 0
+            return torch.stack([*tensors]).numpy()
+        self._ptr = np.cumsum([0, *map(len, tensors)])
+        return torch.cat([*tensors, first.new_zeros(1, *first.shape[1:])]).numpy()
+
+    def length(self, row: int) -> int:
+        """Returns the number of lines of a sample's tensor."""
+        return self._length if self._ptr is None else int(self._ptr[row + 1] - self._ptr[row])
+
+    def stacked(self, rows: Sequence[int]) -> Tensor:
+        """Returns the tensors of some samples as `pad_and_stack` does."""
+        if self.data is None:
+            stacked: Tensor = pad_and_stack([self._read(row) for row in rows])
+            return stacked
+        if self._ptr is None:
+            return self._lines(np.asarray(rows))
+        lines = members(self._ptr, np.asarray(rows))
+        there = np.arange(lines.sizes.max()) < lines.sizes[:, None]
+        # What is beyond a sample's end is the line of zeros.
+        positions = np.full(there.shape, len(self.data) - 1)
+        positions[there] = lines.positions
+        return self._lines(positions.ravel()).reshape(*there.shape, *self.data.shape[1:])
+
+    def joined(self, rows: Sequence[int]) -> Tensor:
+        """Returns the lines of some samples' tensors in succession, as `torch.cat` does."""
+        if self.data is None:
+            return torch.cat([self._read(row) for row in rows])
+        if self._ptr is None:
+            return self._lines(np.asarray(rows)).flatten(0, 1)
+        return self._lines(members(self._ptr, np.asarray(rows)).positions)
+
+    def _lines(self, positions: NDArray[np.int64]) -> Tensor:
+        assert self.data is not None, "only lines on the device are gathered"
+        (sent,) = send_positions((positions,), self.data.device)
+        return self.data.index_select(0, sent)
+
+
+class ColumnRow:
+    """Stands for the tensor of one sample, which is a part of a column; `len` is the tensor's."""
+
+    __slots__ = ("column", "row")
+
+    def __init__(self, column: Column, row: int) -> None:
+        self.column, self.row = column, row
+
+    def __len__(self) -> int:
+        return self.column.length(self.row)
+
+
+def join(tensors: Sequence[Any]) -> Tensor:
+    """Concatenates the tensors of samples along their first dimension, on the device where they live there."""
+    first = tensors[0]
+    return (
+        first.column.joined([each.row for each in tensors]) if isinstance(first, ColumnRow) else torch.cat([*tensors])
+    )
+
+
 def pad_and_stack(samples: Sequence[Any]) -> Any:
     """Makes a batch of samples that are built alike.
 
@@ -46,6 +140,8 @@ def pad_and_stack(samples: Sequence[Any]) -> Any:
         DataError: Tensors differ in more than their length.
     """
     first = samples[0]
+    if isinstance(first, ColumnRow):
+        return first.column.stacked([sample.row for sample in samples])
     if isinstance(first, np.ndarray):
         return pad_and_stack([torch.from_numpy(sample) for sample in samples])
     if isinstance(first, Tensor):

@@ -307,8 +307,7 @@ class Planner:
     @cached_property
     def data_bytes(self) -> int:
         """Bytes of the data that batches can be gathered from; estimated where the task holds a sample of them."""
-        rows = self.task.train_rows
-        size = sum(array.nbytes for array in self.task.resident_data().values())
+        rows, size = self.task.train_rows, self.task.resident_bytes()
         # A plan repeats the rows of a sample.
         return round(size * len(rows) / max(len(np.unique(rows)), 1)) if size else 0
 

@@ -444,7 +444,7 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Describes a plain tensor by type and shape; other objects are pickled as usual."""
-        if type(value) is not Tensor or not _is_plain(value):
+        if type(value) is not Tensor or not is_plain(value):
             return NotImplemented
         numbers: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(numbers), value.dtype, tuple(value.shape))
@@ -504,7 +504,7 @@ def _column(values: Sequence[Any]) -> _Column:
         return plain
     (kind,) = kinds
     if kind in (Tensor, np.ndarray):
-        is_alike = len({(value.dtype, tuple(value.shape)) for value in values}) == 1 and all(map(_is_plain, values))
+        is_alike = len({(value.dtype, tuple(value.shape)) for value in values}) == 1 and all(map(is_plain, values))
         return _Column("stacked", (torch if kind is Tensor else np).stack(list(values))) if is_alike else plain
     if kind is dict:
         keys = list(values[0])
@@ -516,7 +516,7 @@ def _column(values: Sequence[Any]) -> _Column:
     return plain
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Tells whether a tensor or an array may be stacked with others."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and not value.dtype.hasobject and value.dtype.isnative

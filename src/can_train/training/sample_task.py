@@ -8,7 +8,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, tee
@@ -33,6 +33,7 @@ from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter, TextTable
 from can_train.task import BatchTask, Feature, LogicalBatch, Phase, UpcomingBatch
 from can_train.training.read_ahead import Failed, SampleReader, is_in_memory
+from can_train.training.resident_samples import ResidentSamples, size_of
 from can_train.training.streams import LOOKED, End, StreamParts, StreamReader, TrainingStream, is_stream, length_of
 
 TRAIN: Final = "train"
@@ -158,7 +159,8 @@ class Task(BatchTask):
         self.settings, self.dataset = self.context.settings, self.context.dataset
         self.model_settings, self.mode = self.context.model, self.context.mode
         self._phase = Phase()
-        # Copies of the task for phases share it.
+        # Copies of the task for phases share both.
+        self._resident = ResidentSamples(self)
         self._reader = SampleReader(
             self._read, str(self.context.num_workers),
             size=lambda: sum(map(len, self._indexed)), sets=lambda: self._indexed,
@@ -250,6 +252,18 @@ class Task(BatchTask):
         left out. A sampler that remembers something must be made anew in each call.
         """
         return None
+
+    def may_live_on_device(self) -> bool:
+        """Tells whether the tensors of samples may live on the device. They may by default where samples are in lists
+        or tensors, and `collate`, `draw` and `denominators` are not written.
+
+        With an override that returns True, samples must be the same whenever they are read. `draw` and `denominators`
+        leave the tensors of `datasets` alone, and `collate` asks for their lengths, and joins them by
+        `can_train.fit.collate.pad_and_stack` or `join`.
+        """
+        written = (type(self).collate is not Task.collate, type(self).draw is not Task.draw,
+                   type(self).denominators is not Task.denominators)  # fmt: skip
+        return not any(written) and all(map(is_in_memory, self._indexed))
 
     def validation_loss(self, model: nn.Module, batch: Any) -> Losses:
         """Computes the loss terms that choose the best weights, without gradients; the default is `loss`."""
@@ -535,6 +549,8 @@ class Task(BatchTask):
 
     def take(self, rows: Sequence[int], seeds: Sequence[int]) -> list[Any]:
         """Returns samples; a stream seeds its samples itself."""
+        if self._resident.is_there:
+            return self._resident.take(rows)
         if self.stream is None or min(rows) < self._stream_row:
             return self._reader.take(rows, seeds)
         return self.stream.take([row - self._stream_row for row in rows])
@@ -599,6 +615,36 @@ class Task(BatchTask):
         if self.stream is not None and state:
             self.stream.go_on_from(state)
 
+    def resident_bytes(self) -> int:
+        """Returns the bytes of the tensors of all samples, where they may live on the device."""
+        if self.in_order or not self.may_live_on_device():
+            return 0
+        in_memory = all(map(is_in_memory, self._indexed))
+        return size_of(self, sum(map(len, self._indexed)), in_memory=in_memory)
+
+    def resident_data(self) -> Mapping[str, NDArray[Any]]:
+        """Returns the tensors of all samples, an array for each tensor of a sample."""
+        if not self.resident_bytes():
+            return {}
+        total = sum(map(len, self._indexed))
+        if all(map(is_in_memory, self._indexed)):
+            with _disable_current_modes():
+                return self._resident.arrays(map(self.sample, range(total)))
+        stage_name = "reading data for the device"
+        with self.context.reporter.stage(stage_name, total=total, unit="samples") as stage, _disable_current_modes():
+            portions = (range(start, min(start + _PORTION, total)) for start in range(0, total, _PORTION))
+            with self._reader.ahead((rows, [0] * len(rows)) for rows in portions):
+
+                def read(row: int) -> Any:
+                    stage.advance(1)
+                    return self._reader.take([row], [0])[0]
+
+                return self._resident.arrays(map(read, range(total)))
+
+    def bind_data(self, data: Mapping[str, Tensor]) -> None:
+        """Receives these arrays on the device; without them, samples are read on the host again."""
+        self._resident.bind(data)
+
     @property
     def _first_train_row(self) -> int:
         before = list(self.sets)[: list(self.sets).index(TRAIN)]
@@ -616,6 +662,8 @@ class Task(BatchTask):
         """Reads the samples of batches ahead, by the processes of `training.num_workers`."""
         if self.stream is not None:
             return self._stream_ahead(self.stream, batches)
+        if self._resident.is_there:
+            return nullcontext()
         return self._reader.ahead(self._requests(batches))
 
     @contextmanager

@@ -333,7 +333,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     # After the plan, whose limits count them; each rank decides for its own device.
     data = ResidentData(task=task, meter=meter, tensors=resident)
     if plans[ranks.rank].data.on_device and not data.move_to_device():
-        reporter.notice("The data stay on the host: there is no room for them on the device any more")
+        reporter.notice("The data stay on the host: they could not be moved to the device")
     seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references,

@@ -152,6 +152,10 @@ class Bendr(Task):
                  "negatives": draw_negatives(steps, self.mode.negatives, generator)}
                 for sample in samples]  # fmt: skip
 
+    def may_live_on_device(self) -> bool:
+        """Returns True: a window is the same each time, and masks and negatives are drawn beside it."""
+        return True
+
     def denominators(self, samples: Sequence[Any]) -> Mapping[str, float]:
         """Counts the masked steps in pretraining, and the windows in classification."""
         if self.mode.name == PRETRAIN:

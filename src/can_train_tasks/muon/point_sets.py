@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from can_train.fit.collate import join, pad_and_stack
 from can_train_tasks.muon.settings import MuonGanSettings
 
 CONDITIONS: Final = 4
@@ -103,9 +104,9 @@ def collate_events(events: Sequence[MuonEvent]) -> MuonBatch:
     real_event, real_slot = _numbered(counts)
     noise_event, slot = _numbered(bounds)
     return MuonBatch(
-        conditions=torch.stack([event.conditions for event in events]),
+        conditions=pad_and_stack([event.conditions for event in events]),
         counts=counts, bounds=bounds,
-        real=torch.cat([event.muons for event in events]), real_event=real_event,
+        real=join([event.muons for event in events]), real_event=real_event,
         noise=torch.cat([one.noise for one in drawn]), noise_event=noise_event, slot=slot,
         shower_noise=torch.stack([one.shower_noise for one in drawn]),
         multiplicity_noise=torch.tensor([one.multiplicity_noise for one in drawn]),

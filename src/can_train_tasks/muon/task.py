@@ -186,6 +186,10 @@ class MuonTask(Task):
                                             multiplicity_noise=float(shared[0])))
                 for sample, own, shared, alpha in zip(samples, noise, of_events, alphas, strict=True)]  # fmt: skip
 
+    def may_live_on_device(self) -> bool:
+        """Returns True: random numbers are drawn beside the muons of an event."""
+        return True
+
     def collate(self, samples: Sequence[MuonEvent]) -> MuonBatch:
         """Joins events into a batch without padding."""
         return collate_events(samples)
