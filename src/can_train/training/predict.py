@@ -32,7 +32,7 @@ from can_train.runs.trust import CodeTrust
 from can_train.task import UpcomingBatch
 from can_train.training.inference import PART_SAMPLES, BatchedInference, InferenceDevice, Rows
 from can_train.training.loading import finished_model, load_finished, with_cache
-from can_train.training.prediction_files import Columns, DefaultColumns, Format, Parts
+from can_train.training.prediction_files import Columns, DefaultColumns, FolderFiles, Format
 from can_train.training.read_ahead import SampleReader, is_in_memory
 from can_train.training.sample_task import Task, make_task, make_unread, read_seeded, seeded
 from can_train.training.streams import is_stream, length_of
@@ -80,7 +80,7 @@ class LoadedModel(ABC):
     task: Any
     module: nn.Module
     formats: Mapping[str, Format] = {}
-    parts: Parts | None = None
+    parts: FolderFiles | None = None
     counted: str = "samples"
 
     @abstractmethod
@@ -268,7 +268,7 @@ class SampleModel(LoadedModel):
         self.formats = self.task.prediction_formats
         if self.task.prediction_parts:
             column, file = self.task.prediction_parts
-            self.parts = Parts(column=column, file=file)
+            self.parts = FolderFiles(column=column, file=file)
 
     def read(self, dataset: str | None = None, sets: Sequence[str] = ()) -> SamplesToPredict:
         """Returns the samples of a data set, which may lack their targets; without one, the run's test samples."""

@@ -50,7 +50,7 @@ class Format(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class FolderFiles:
     """The files of a folder of predictions: one for each recording, or clip.
 
     Attributes:
@@ -312,7 +312,7 @@ def stream_predictions(stream: Writable, chosen: str) -> Write:
 
 @contextmanager
 def open_predictions(
-    out: str, chosen: str, further: Mapping[str, Format], parts: Parts | None = None
+    out: str, chosen: str, further: Mapping[str, Format], parts: FolderFiles | None = None
 ) -> Iterator[Write]:
     """Opens a file or a folder of predictions; each file replaces an earlier one when it is complete.
 
@@ -346,7 +346,7 @@ def open_predictions(
 class _Folder:
     """A file for each part of the data: recordings, clips. The rows of a part are in succession."""
 
-    def __init__(self, folder: Path, chosen: str, opens: Format, names: Parts) -> None:
+    def __init__(self, folder: Path, chosen: str, opens: Format, names: FolderFiles) -> None:
         self._folder, self._chosen, self._opens, self._names = folder, chosen, opens, names
         self._part: str | None = None
         self._write: Write | None = None

@@ -53,12 +53,17 @@ class MuonEvent:
         muons: [n, V] normalised real muons.
         bound: Most muons that the generator may give the event.
         drawn: Random numbers of this step; None before they are drawn.
+        primary: Number of the shower, then energy in GeV, zenith angle in rad, CORSIKA's number of the particle and
+            depth in g/cm².
+        seed: Of its random numbers, where its shower is to be drawn; None: the step decides.
     """
 
     conditions: Tensor
     muons: Tensor
     bound: int
     drawn: Drawn | None = None
+    primary: tuple[float, ...] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -117,10 +117,13 @@ class MuonSettings:
     """Steps of the critic for each step of the generator."""
     gradient_penalty: float = 10.0
     """Weight λ of the gradient penalty."""
+    draw_seed: int = 0
+    """Seed of the showers that `can-train predict` draws; 0: the random numbers of `evaluate`."""
 
     def __post_init__(self) -> None:
         check_range("task.critic_steps", self.critic_steps, low=1, high=1000)
         check_range("task.gradient_penalty", self.gradient_penalty, low=0.0)
+        check_range("task.draw_seed", self.draw_seed, low=0)
 
 
 TASK = TaskSettings(

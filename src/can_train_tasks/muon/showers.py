@@ -236,7 +236,7 @@ def _showers_of(table: _Table, dataset: ShowerDatasetSettings) -> Showers:
         starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
         muons["time"] = muons["time"] - np.repeat(np.minimum.reduceat(muons["time"], starts), counts)
     return Showers(
-        energy_gev=columns[ENERGY][first], zenith_rad=columns[ZENITH][first], mass=_mass(columns[PRIMARY][first]),
+        energy_gev=columns[ENERGY][first], zenith_rad=columns[ZENITH][first], mass=mass_of(columns[PRIMARY][first]),
         depth_g_cm2=columns[DEPTH][first], counts=counts, muons=muons,
     )  # fmt: skip
 
@@ -268,14 +268,14 @@ def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
         table.check(np.isfinite(columns[name]), name, "must be finite")
     table.check(columns[ENERGY] > 0, ENERGY, "must be greater than 0")
     table.check((columns[ZENITH] >= 0) & (columns[ZENITH] < np.pi / 2), ZENITH, "must be at least 0 and less than π/2")
-    table.check(_mass(columns[PRIMARY]) > 0, PRIMARY, "must be CORSIKA's number of a nucleon or nucleus (100·A + Z)")
+    table.check(mass_of(columns[PRIMARY]) > 0, PRIMARY, "must be CORSIKA's number of a nucleon or nucleus (100·A + Z)")
     table.check(columns[DEPTH] > 0, DEPTH, "must be greater than 0")
     if "energy" in dataset.variables:
         table.check(columns["muon_E_GeV"] > 0, "muon_E_GeV", "must be greater than 0")
     return table
 
 
-def _mass(primary_id: Floats) -> Floats:
+def mass_of(primary_id: Floats) -> Floats:
     """Returns the number of nucleons; 0 for a particle that is no nucleus."""
     nucleus = np.where(primary_id >= _FIRST_NUCLEUS_ID, primary_id // 100, 0.0)
     return np.where(np.isin(primary_id, _NUCLEON_IDS), 1.0, nucleus)

@@ -4,7 +4,8 @@ Shapes: B events, V variables of a muon, C conditions, n or M muons, S showers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from can_train_tasks.muon.point_sets import (
     SetCritic,
     collate_events,
 )
+from can_train_tasks.muon.primaries import Primaries, open_hdf5, read_primaries
 from can_train_tasks.muon.settings import MuonGanSettings, MuonSettings, ShowerDatasetSettings
 from can_train_tasks.muon.shower_metrics import (
     nearest_events,
@@ -33,7 +35,18 @@ from can_train_tasks.muon.shower_metrics import (
     sliced_energy_distance,
     wasserstein_distances,
 )
-from can_train_tasks.muon.showers import Showers, read_showers, shower_files, showers_of_columns
+from can_train_tasks.muon.showers import (
+    DEPTH,
+    ENERGY,
+    EVENT,
+    PRIMARY,
+    VARIABLE_COLUMNS,
+    ZENITH,
+    Showers,
+    read_showers,
+    shower_files,
+    showers_of_columns,
+)
 from can_train_tasks.muon.synthetic_showers import showers_in_file, simulate_showers, synthetic_files
 
 _PEV_GEV: Final = 1e6
@@ -51,6 +64,11 @@ _RIDGE: Final = 1e-6  # Penalty of the line through ln n: conditions that never 
 _CUT_SEED: Final = 0
 _POISSON_SPREADS: Final = 3.0  # Standard deviations added to an event's bound, for events of few muons
 _CRITIC, _GENERATOR = "critic", "generator"
+_VARIABLES, _PARTS = "variables", "parts"  # Names in the state
+_PROTON_ID: Final = 14
+
+
+_Event = tuple[Tensor, Tensor, tuple[float, ...]]  # Conditions, muons and primary
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +85,7 @@ class MuonTask(Task):
 
     Settings = MuonSettings
     DatasetSettings = ShowerDatasetSettings
+    prediction_formats = {"h5": open_hdf5, "hdf5": open_hdf5}  # noqa: RUF012 - as declared by the base class
 
     def __init__(self, context: TaskContext | None = None) -> None:
         super().__init__(context or TaskContext(settings=MuonSettings(), dataset=ShowerDatasetSettings(),
@@ -98,7 +117,7 @@ class MuonTask(Task):
 
     def _sets_of(self, showers: Showers) -> Mapping[str, Sequence[MuonEvent]]:
         few = len(showers) < _FEW_SHOWERS
-        parts = self.dataset.parts or (-(-_EVENTS // len(showers)) if few else 1)
+        parts = self._parts = self.dataset.parts or (-(-_EVENTS // len(showers)) if few else 1)
         rng = np.random.default_rng(_CUT_SEED)
         variables = []
         for name in self.dataset.variables:
@@ -108,15 +127,15 @@ class MuonTask(Task):
         starts = np.cumsum(showers.counts) - showers.counts
         # Muons are dealt out at random: each part is a thinned copy of the shower.
         part_of = rng.integers(0, parts, len(muons)) if parts > 1 else np.zeros(len(muons), np.int64)
-        # [S, C] normalised
-        columns = (np.log10(showers.energy_gev / _PEV_GEV), np.cos(showers.zenith_rad), np.log10(showers.mass),
-                   showers.depth_g_cm2 / _KM_G_CM2)  # fmt: skip
-        conditions = torch.from_numpy(np.stack(columns, axis=1)).float()
-        events, owners = [], []
+        conditions = _conditions(showers)
+        events, owners = list[_Event](), []
+        primaries = np.stack([np.arange(1.0, len(showers) + 1), showers.energy_gev, showers.zenith_rad,
+                              _primary_ids(showers.mass), showers.depth_g_cm2], axis=1).tolist()  # fmt: skip
         for shower, (start, count) in enumerate(zip(starts, showers.counts, strict=True)):
             of_shower, dealt = muons[start : start + count], part_of[start : start + count]
             for part in np.unique(dealt):
-                events.append((conditions[shower], torch.from_numpy(of_shower[dealt == part]).float()))
+                of_part = torch.from_numpy(of_shower[dealt == part]).float()
+                events.append((conditions[shower], of_part, tuple(primaries[shower])))
                 owners.append(len(events) - 1 if few else shower)
         if parts > 1:
             self._cut = (f"{len(showers):,} showers are cut into {len(events):,} events of"
@@ -124,32 +143,76 @@ class MuonTask(Task):
         return self._split(events, np.asarray(owners), rng)
 
     def _split(
-        self, events: list[tuple[Tensor, Tensor]], owners: NDArray[np.int64], rng: np.random.Generator
+        self, events: list[_Event], owners: NDArray[np.int64], rng: np.random.Generator
     ) -> Mapping[str, Sequence[MuonEvent]]:
         """Splits events into sets; events with the same owner stay together."""
         groups = int(owners.max()) + 1
-        kept = [max(1, round(share * groups)) for share in (self.dataset.validation_share, self.dataset.test_share)]
-        if groups - sum(kept) < 1:
+        chosen = self._groups_of_sets(groups, rng)
+        if len(chosen) < len((TRAIN, VALIDATION, TEST)):
             raise DataError("Training, validation and test take an event each at least", value=f"{groups} events",
                             remedy="Give more data, or --set dataset.parts=128")  # fmt: skip
-        shuffled = rng.permutation(groups)
-        edges = np.cumsum([0, *kept])
-        chosen = {VALIDATION: shuffled[: edges[1]], TEST: shuffled[edges[1] : edges[2]], TRAIN: shuffled[edges[2] :]}
-        rows = {name: np.flatnonzero(np.isin(owners, chosen[name])) for name in (TRAIN, VALIDATION, TEST)}
-        saved = {name: np.asarray(values) for name, values in self.context.state.items()}
-        self._moments = _Moments(**saved) if saved else _moments([events[row] for row in rows[TRAIN]])
+        rows = {name: np.flatnonzero(np.isin(owners, of_set)) for name, of_set in chosen.items()}
+        if not self._is_trained:
+            self._moments = _moments([events[row] for row in rows[TRAIN]])
         return {name: [self._event(*events[row]) for row in rows[name]] for name in rows}
 
-    def state(self) -> Mapping[str, Any]:
-        """Returns the moments of the training events."""
-        return {name: values.tolist() for name, values in vars(self._moments).items()}
+    def _groups_of_sets(self, groups: int, rng: np.random.Generator) -> Mapping[str, NDArray[np.int64]]:
+        """Divides showers, or events of few showers, among the sets; there are none where they are too few."""
+        kept = [max(1, round(share * groups)) for share in (self.dataset.validation_share, self.dataset.test_share)]
+        if groups - sum(kept) < 1:
+            return {}
+        shuffled = rng.permutation(groups)
+        edges = np.cumsum([0, *kept])
+        chosen = {TRAIN: shuffled[edges[2] :], VALIDATION: shuffled[: edges[1]], TEST: shuffled[edges[1] : edges[2]]}
+        return {name: np.sort(of_set) for name, of_set in chosen.items()}
 
-    def _event(self, conditions: Tensor, muons: Tensor) -> MuonEvent:
+    @property
+    def _is_trained(self) -> bool:
+        """Whether the state of a finished run is there."""
+        return bool(self.context.state)
+
+    def samples_to_predict(self) -> "PrimariesToDraw":
+        """Reads primaries, which need no muons."""
+        files = shower_files(self.dataset, self.context.data_root)
+        primaries = read_primaries(files, self.dataset.depth_g_cm2)
+        # As `evaluate` numbers the showers of as many.
+        sets = self._groups_of_sets(len(primaries), np.random.default_rng(_CUT_SEED))
+        order = np.concatenate([*sets.values()]) if sets else np.arange(len(primaries))
+        return PrimariesToDraw(self, primaries, np.argsort(order), int(self.context.state[_PARTS]))
+
+    def columns(self, samples: Sequence[MuonEvent], predictions: Sequence[Any]) -> Mapping[str, Any]:
+        """Returns a row for each muon, in physical units, with its shower's primary."""
+        counts = [len(muons) for muons in predictions]
+        primaries = np.repeat([sample.primary for sample in samples], counts, axis=0)
+        muons = torch.cat(list(predictions)).double().numpy()
+        return {
+            **dict(zip((EVENT, ENERGY, ZENITH, PRIMARY, DEPTH), primaries.T, strict=True)),
+            **{VARIABLE_COLUMNS[name]: _in_units(name, values)
+               for name, values in zip(self._variables, muons.T, strict=True)},
+        }  # fmt: skip
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the moments of the training events, the variables of muons, and the events of a shower."""
+        moments = {name: values.tolist() for name, values in vars(self._moments).items()}
+        return {**moments, _VARIABLES: self._variables, _PARTS: self._parts}
+
+    @property
+    def _variables(self) -> list[str]:
+        return list(self.context.state.get(_VARIABLES) or self.dataset.variables)
+
+    @cached_property
+    def _moments(self) -> _Moments:
+        """Moments of the training events; set with the sets where nothing is trained yet."""
+        saved = self.context.state
+        return _Moments(**{each.name: np.asarray(saved[each.name]) for each in fields(_Moments)})
+
+    def _event(self, conditions: Tensor, muons: Tensor, primary: tuple[float, ...]) -> MuonEvent:
         model, line = self.model_settings, self._moments.expectation
         logarithm = line[0] + line[1:] @ conditions.double().numpy()
         expected = float(np.exp(min(logarithm, np.log(model.max_generated))))
         bound = int(np.ceil(model.bound * expected + _POISSON_SPREADS * np.sqrt(expected)))
-        return MuonEvent(conditions=conditions, muons=muons, bound=max(2, min(bound, model.max_generated)))
+        bound = max(2, min(bound, model.max_generated))
+        return MuonEvent(conditions=conditions, muons=muons, bound=bound, primary=primary)
 
     def notices(self) -> Sequence[str]:
         """Returns the notices of every task, and how showers are cut into events."""
@@ -158,7 +221,8 @@ class MuonTask(Task):
 
     def model(self) -> nn.Module:
         """Makes generator and critic."""
-        _ = self.sets
+        if not self._is_trained:
+            _ = self.sets
         moments, settings = self._moments, self.model_settings
         line, mean, deviation = (torch.from_numpy(values).float()
                                  for values in (moments.expectation, moments.mean, moments.deviation))  # fmt: skip
@@ -178,6 +242,8 @@ class MuonTask(Task):
 
     def draw(self, samples: Sequence[MuonEvent], generator: torch.Generator) -> Sequence[MuonEvent]:
         """Draws the random numbers of each event: for as many muons as its bound, for the event itself, and its α."""
+        if len(samples) == 1 and samples[0].seed is not None:
+            generator.manual_seed(samples[0].seed)
         model, bounds = self.model_settings, [sample.bound for sample in samples]
         noise = torch.randn(sum(bounds), model.noise, generator=generator).split(bounds)
         of_events = torch.randn(len(samples), model.shower_noise + 1, generator=generator)
@@ -242,19 +308,64 @@ class MuonTask(Task):
         return {name: self._distances(samples, method(samples, training)) for name, method in methods.items()}
 
     def _distances(self, samples: Sequence[MuonEvent], made: Sequence[NDArray[np.float64]]) -> dict[str, float]:
-        names = self.dataset.variables
+        names = self._variables
         real = [sample.muons.double().numpy() for sample in samples]
         return wasserstein_distances(real, made, [_METRICS[name] for name in names], [_UNITS[name] for name in names])
 
 
-def _moments(events: Sequence[tuple[Tensor, Tensor]]) -> _Moments:
-    conditions = np.stack([np.r_[1.0, conditions.double().numpy()] for conditions, _ in events])
-    logarithms = np.log([len(muons) for _, muons in events])
+class PrimariesToDraw(Sequence[MuonEvent]):
+    """Events without muons, whose showers are drawn: `parts` events for each primary, as in training."""
+
+    def __init__(self, task: MuonTask, primaries: Primaries, rows: NDArray[np.int64], parts: int) -> None:
+        self._task, self._primaries, self._rows, self._parts = task, primaries, rows, parts
+        self._conditions = _conditions(primaries)
+
+    def __len__(self) -> int:
+        return len(self._primaries) * self._parts
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        shower, part = divmod(number, self._parts)
+        given = self._primaries
+        columns = (given.event, given.energy_gev, given.zenith_rad, given.primary_id, given.depth_g_cm2)
+        nothing, primary = torch.zeros(0, len(self._task._moments.mean)), tuple(float(each[shower]) for each in columns)
+        return replace(self._task._event(self._conditions[shower], nothing, primary), seed=self._seed(shower, part))
+
+    def _seed(self, shower: int, part: int) -> int:
+        seed, row = self._task.settings.draw_seed, int(self._rows[shower])
+        if not seed and not part:
+            return row
+        return int(np.random.SeedSequence([seed, row, part]).generate_state(1, np.uint32)[0])
+
+
+def _conditions(showers: Showers | Primaries) -> Tensor:
+    """Returns the normalised conditions [S, C]."""
+    columns = (np.log10(showers.energy_gev / _PEV_GEV), np.cos(showers.zenith_rad), np.log10(showers.mass),
+               showers.depth_g_cm2 / _KM_G_CM2)  # fmt: skip
+    return torch.from_numpy(np.stack(columns, axis=1)).float()
+
+
+def _primary_ids(mass: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns CORSIKA's numbers of nuclei with half of their nucleons protons; the number of nucleons is exact."""
+    return np.where(mass == 1, _PROTON_ID, 100 * mass + mass // 2)
+
+
+def _in_units(name: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns a normalised variable in m, GeV or ns."""
+    if name == "energy":
+        return 10.0**values
+    return 10.0**values - _DELAY_NS if name == "time" else values * _UNITS[name]
+
+
+def _moments(events: Sequence[_Event]) -> _Moments:
+    conditions = np.stack([np.r_[1.0, conditions.double().numpy()] for conditions, *_ in events])
+    logarithms = np.log([len(muons) for _, muons, _ in events])
     centre = conditions.mean(axis=0) * (np.arange(1 + CONDITIONS) > 0)
     from_centre = conditions - centre
     ridge = _RIDGE * len(events) * np.eye(1 + CONDITIONS)
     slopes = np.linalg.solve(from_centre.T @ from_centre + ridge, from_centre.T @ logarithms)
     slopes[0] -= slopes @ centre
-    muons = torch.cat([muons for _, muons in events]).double().numpy()
+    muons = torch.cat([muons for _, muons, _ in events]).double().numpy()
     deviation = np.maximum(muons.std(axis=0), np.finfo(np.float32).eps)
     return _Moments(expectation=slopes, mean=muons.mean(axis=0), deviation=deviation)
