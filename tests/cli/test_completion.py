@@ -38,6 +38,7 @@ TABLE = [
     ("factors --replay a", "affine"),
     ("pipeline --preset ", "standard"),
     ("completion ", "bash zsh fish"),
+    ("export --format p", "pt pt2"),
     ("--dataset ./no_such", ""),
     ("no-such-command ", ""),
     ("--epochs ", ""),

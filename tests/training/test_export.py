@@ -1,17 +1,22 @@
 """The files of `can-train export`: the weights that validation chose, as other programs read them."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import BertForSequenceClassification
 
 from can_train.cli.main import main
 from can_train.runs.run_folder import RunFolder
 from can_train.training import export
+from can_train.training.exported_program import onnx_program
 from can_train.training.loading import load_finished
 from fakes.own_tasks import write_task
 
@@ -101,7 +106,7 @@ def test_an_earlier_file_is_replaced(line: Line, tmp_path: Path) -> None:
         (["FOLDER/model.pt", "--format", "safetensor"], "Unknown format: 'safetensor'"),
         (["FOLDER/model.pt", "--format", "safetensors"], "does not go with the ending of the file"),
         (["FOLDER/none/model.pt"], "none is not there: a model needs a file in a writable folder"),
-        (["FOLDER"], "has no ending that names a format"),
+        (["FOLDER"], "has no model of transformers in it"),
     ],
 )
 def test_a_line_that_cannot_work_is_refused_and_leaves_no_file(
@@ -140,3 +145,159 @@ def test_weights_that_share_memory_are_written_each_with_its_own(tmp_path: Path)
     assert all(weight.is_contiguous() for weight in weights.values())
     assert len({weight.data_ptr() for weight in weights.values()}) == 3
     assert torch.equal(weights["turned"], table.T)
+
+
+def test_a_program_is_written_after_it_was_compared_on_batches_of_other_sizes(line: Line, tmp_path: Path) -> None:
+    text = " ".join(line(tmp_path / "model.pt2").split())
+    assert "input input float32 batch × 16 output output float32 batch × 2" in text
+    assert "on 3 samples, with which it was traced, and on batches of 5, 1, 4, 2, 6: the largest difference" in text
+    program = torch.export.load(tmp_path / "model.pt2", extra_files=(extra := {"can_train.json": ""})).module()
+    assert program(torch.zeros(7, 16))[0].shape == (7, 2)
+    assert json.loads(extra["can_train.json"])["inputs"] == [
+        {"name": "input", "dtype": "float32", "shape": ["batch", 16]}
+    ]
+
+
+def test_an_onnx_file_computes_the_model_and_describes_the_run(line: Line, tmp_path: Path, run: Path) -> None:
+    document = json.loads(line(tmp_path / "model.onnx", "--json"))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    assert session.get_inputs()[0].shape == ["batch", 16]
+    assert json.loads(session.get_modelmeta().custom_metadata_map["can_train"])["run_id"] == run.name
+    assert document["largest_difference"] <= 1e-5
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+    model.load_state_dict(load_finished(run, RunFolder.config).weights)
+    points = torch.randn(9, 16)
+    (result,) = session.run(None, {"input": points.numpy()})
+    assert torch.allclose(torch.from_numpy(result), model(points), atol=1e-5)
+
+
+def test_a_program_that_differs_is_not_written(line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(*arguments: Any) -> Any:
+        data, compute = onnx_program(*arguments)
+        return data, lambda tensors: [value * 1.001 for value in compute(tensors)]
+
+    monkeypatch.setattr(export, "onnx_program", scaled)
+    text = line(tmp_path / "model.onnx", code=2)
+    assert "it differs by 1.0e-03 of the largest result, more than 1e-05.\nAllow it with --tolerance 2e-03" in text
+    assert list(tmp_path.iterdir()) == []
+    line(tmp_path / "model.onnx", "--tolerance", "0.1")
+
+
+def test_a_missing_package_is_named_with_the_line_that_installs_it(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert "Install it: pip install 'can-train[export]'" in line(tmp_path / "model.onnx", code=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+PRETRAINED = """
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+import can_train
+
+
+class Texts(can_train.Task):
+    training = {"epochs": 1, "lr_batch_size": 8}
+
+    def datasets(self):
+        drawn = torch.Generator().manual_seed(0)
+        lengths = torch.randint(3, 9, (24,), generator=drawn).tolist()
+        samples = [{"input_ids": torch.randint(1, 20, (size,), generator=drawn), "label": size % 2} for size in lengths]
+        return {"train": samples[:16], "validation": samples[16:]}
+
+    def model(self):
+        config = BertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                            intermediate_size=16, num_labels=2)
+        return nn.ModuleDict({"language model": BertForSequenceClassification(config)})
+
+    def loss(self, model, batch):
+        out = model["language model"](input_ids=batch["input_ids"], attention_mask=(batch["input_ids"] > 0).long())
+        return {"class": (nn.functional.cross_entropy(out.logits, batch["label"], reduction="sum"), len(out.logits))}
+"""
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run whose model has one of transformers in it."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "texts.py").write_text(PRETRAINED)
+    folders = ["--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state")]
+    assert main(["--task", f"{folder / 'texts.py'}:Texts", "--device", "cpu", "--quiet", *folders]) == 0
+    (made,) = (folder / "runs").iterdir()
+    return made
+
+
+def test_a_model_of_transformers_is_written_as_a_folder_that_it_loads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, texts: Path
+) -> None:
+    line = ["export", str(texts), "--state-dir", str(texts.parents[1] / "state")]
+    assert main([*line, f"{tmp_path}/model/"]) == 0
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "model").state_dict()
+    chosen = load_finished(texts, RunFolder.config).weights
+    assert all(torch.equal(loaded[name], chosen[f"language model.{name}"]) for name in loaded)
+    assert json.loads((tmp_path / "model" / "can_train.json").read_text())["run_id"] == texts.name
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    capsys.readouterr()
+    assert main([*line, str(tmp_path / "model")]) == 2
+    assert "is not empty: a model of transformers needs a folder of its own" in capsys.readouterr().err
+
+
+def test_a_model_of_transformers_is_exported_with_dynamic_lengths(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, texts: Path
+) -> None:
+    line = [
+        "export",
+        str(texts),
+        str(tmp_path / "model.onnx"),
+        "--state-dir",
+        str(texts.parents[1] / "state"),
+        "--json",
+    ]
+    assert main(line) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["part"] == "language model"
+    assert [(each["name"], each["shape"]) for each in document["inputs"]] == [
+        ("input_ids", ["batch", "input_ids_length"]), ("attention_mask", ["batch", "input_ids_length"]),
+    ]  # fmt: skip
+    assert document["largest_difference"] <= 1e-5
+
+
+def test_a_model_without_one_of_transformers_is_no_folder(line: Line, tmp_path: Path) -> None:
+    text = line(f"{tmp_path}/model/", code=2)
+    assert "The run's model has no model of transformers in it: Sequential" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+SMALL_GAMES = ("--precision fp32 --set dataset.synthetic.frames=12 --set dataset.synthetic.width=64 --set "
+               "dataset.width=32 --set dataset.height=16 --set model.width=4 --set model.levels=2")  # fmt: skip
+BUILT_IN = {
+    "gat": "--model gat --set dataset.synthetic.seconds=5 --no-baselines",
+    "vgae": "--model vgae --set dataset.synthetic.seconds=5 --no-baselines",
+    "bendr": "--task bendr --mode classify",
+    "bendr pretrain": "--task bendr",
+    "muon": "--task muon --set dataset.synthetic.showers=40",
+    "seq2seq": "--task seq2seq --set model.hidden=16 --set model.embedding=8 --set dataset.synthetic.words=100",
+    "transformer": "--task seq2seq --model transformer --set model.hidden=16 --set model.embedding=8 "
+                   "--set model.heads=2 --set dataset.synthetic.words=100",
+    "tracknet": f"--task tracknet {SMALL_GAMES}",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", BUILT_IN)
+def test_each_built_in_task_is_exported_within_the_tolerance(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, task: str
+) -> None:
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state")]
+    words = [*BUILT_IN[task].split(), "--dataset", "synthetic", "--device", "cpu", "--epochs", "1", "--quiet"]
+    assert main([*words, *folders]) == 0
+    for ending in ("pt2", "onnx"):
+        capsys.readouterr()
+        assert main(["export", "last", str(tmp_path / f"model.{ending}"), "--json", *folders]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["largest_difference"] <= 1e-5
+        assert any("batch" in slot["shape"] for slot in document["inputs"])
+        assert (tmp_path / f"model.{ending}").stat().st_size == document["bytes"]

@@ -113,6 +113,8 @@ def _values(parameter: Any, before: Sequence[str]) -> Iterable[str]:
     name = parameter.name.rstrip("_")
     if "RUN" in (parameter.metavar or "") or name in ("after", "start_from"):
         return _run_ids(before)
+    if "|" in (parameter.metavar or ""):
+        return str(parameter.metavar).split("|")
     if name in _OF_TASK:
         return _OF_TASK[name](*named_task(before))
     return CHOICES[name] if name in CHOICES else _SOURCES.get(name, tuple)()

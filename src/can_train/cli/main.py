@@ -63,7 +63,7 @@ _COMMANDS: Final = {
     "cancel": "stop a run, which saves itself first",
     "resume": "continue a run, also beyond its end: --epochs N",
     "evaluate": "judge a finished run on its own data or others: --dataset",
-    "export": "write its model as a file: .safetensors or .pt",
+    "export": "write its model as a file: weights, PyTorch program, ONNX",
     "predict": "what its model says of data without labels: --dataset",
     "resubmit": "a new run like it with other settings: --lr 0.01",
     "pipeline": "several runs, each building on those before it",

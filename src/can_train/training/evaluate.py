@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.compose import evaluation_dataset
-from can_train.config.resolved import EvaluationData, PathSettings, data_root
+from can_train.config.resolved import EvaluationData, PathSettings, ResolvedRun, data_root
 from can_train.config.settings import TrainingSettings
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, StateError
@@ -152,15 +152,23 @@ class Evaluation(ABC):
         dataset: Name or path of the data.
         own_split: Whether the samples are those that the run had set apart of its own data.
         counted: Number of judged things, by their name.
+        model: The network with the run's weights, in evaluation mode, on the CPU.
+        rows: [R] the judged samples.
     """
 
     dataset: str
     own_split: bool
     counted: Mapping[str, int]
+    model: nn.Module
+    rows: Rows
 
     @abstractmethod
     def evaluate(self, score: Scorer) -> Verdict:
         """Judges the model by its scores, which it computes in the stage `scoring`."""
+
+    @abstractmethod
+    def call_model(self, rows: Rows) -> None:
+        """Calls the model with some samples, as its users do: `can-train export` records the call."""
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes all of a judgement as tables of text."""
@@ -189,10 +197,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     finished = load_finished(request.run, request.trust.config)
     run, task = finished.run, finished.run.task_settings
     scorer = Scorer.open(run.training, request.device, reporter)
-    # Folders that are not given are the run's, if they are on this machine.
-    run_folders = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
-    paths = replace(request.paths, **{name: path for name, path in run_folders.items()
-                                      if not getattr(request.paths, name) and Path(path).is_dir()})  # fmt: skip
+    paths = with_folders_of(run, request.paths)
     dataset = evaluation_dataset(run, request.dataset, request.sets)
     if request.scores is not None:
         check_score_file(request.scores, task.data_files(dataset, data_root(paths)))
@@ -234,6 +239,13 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         summary_tables=evaluation.summary_tables(verdict.judgement),
         tables=evaluation.tables(verdict.judgement),
     )
+
+
+def with_folders_of(run: ResolvedRun, paths: PathSettings) -> PathSettings:
+    """Returns folders in which those that are not given are the run's, if they are on this machine."""
+    run_folders = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
+    return replace(paths, **{name: path for name, path in run_folders.items()
+                             if not getattr(paths, name) and Path(path).is_dir()})  # fmt: skip
 
 
 def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.reporter import TextTable
 from can_train.task import UpcomingBatch
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
-from can_train.training.sample_task import VALIDATION, Task, make_task, tables
+from can_train.training.sample_task import VALIDATION, SampleBatch, Task, make_task, tables
 
 
 class SampleEvaluation(Evaluation):
@@ -25,9 +27,12 @@ class SampleEvaluation(Evaluation):
         has_no_test = not data.own and set(task.test_sets) == {VALIDATION}
         self._sets = {"all": np.sort(np.concatenate(list(task.set_rows.values())))} if has_no_test else task.test_sets
         self.counted = {"samples": sum(map(len, self._sets.values()))}
+        self.rows = np.concatenate(list(self._sets.values()))
         model = task.build_model()
         model.load_state_dict(finished.weights)
-        self._judged = SimpleNamespace(model=model.eval(), outcome=task.outcome, describe=task.describe)
+        # A run in double precision is scored in it.
+        self.model = model.to(_dtype_of(finished.weights)).eval()
+        self._judged = SimpleNamespace(model=model, outcome=task.outcome, describe=task.describe)
 
     def evaluate(self, score: Scorer) -> Verdict:
         """Judges the model on each set."""
@@ -42,6 +47,12 @@ class SampleEvaluation(Evaluation):
             "prediction": [_cell(prediction) for prediction in predictions],
         }
         return Verdict(judgement={"test": tests}, samples=columns if predictions else {})
+
+    def call_model(self, rows: NDArray[np.int64]) -> None:
+        """Calls the model with some samples, as the task says."""
+        batch = SampleBatch(self._task, rows, torch.device("cpu"), _dtype_of(self.model.state_dict()), None)
+        with self._task.asked("call_model"):
+            self._task.call_model(self.model, batch.collated(0, len(rows)))
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[TextTable]:
         """Writes a judgement as a table."""
@@ -58,6 +69,10 @@ def evaluator(
     task = make_task(replace(finished.run, dataset=data.dataset), models, data.data_root, data.cache, data.reporter,
                      state=finished.state, evaluation=data.options)  # fmt: skip
     return SampleEvaluation(finished, task, data)
+
+
+def _dtype_of(weights: Mapping[str, Tensor]) -> torch.dtype:
+    return next((weight.dtype for weight in weights.values() if weight.is_floating_point()), torch.float32)
 
 
 def _cell(prediction: Any) -> Any:

@@ -279,6 +279,14 @@ class Task(BatchTask):
         """
         return None
 
+    def call_model(self, model: nn.Module, batch: Any) -> None:
+        """Calls the model with a batch, as the users of an exported model will: `can-train export` records the call,
+        whose arguments are tensors, or tuples, lists, dicts and dataclasses of them. The default predicts, and computes
+        the validation loss.
+        """
+        self.predict(model, batch)
+        self.validation_loss(model, batch)
+
     def measure(self, samples: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, float]:
         """Computes metrics of all predictions of a set: tensors are on the CPU, in the order of the samples."""
         return {}

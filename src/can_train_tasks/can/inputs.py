@@ -415,7 +415,7 @@ class InputEncoder(nn.Module):
         node, edge = scaled
         # A node's inputs include the means over its entering and its leaving edges: attention layers use edge features
         # to weigh messages, and never as the content of messages.
-        leaving, entering = (scatter(edge, end, len(node), "mean") for end in batch.edge_index)
+        leaving, entering = (scatter(edge, end, node.shape[0], "mean") for end in batch.edge_index)
         if not self.behaviour:
             return [node, entering, leaving]
         # How often IDs follow one another differs between vehicles: the window's mean is subtracted.
@@ -463,7 +463,8 @@ def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Ends [2, E' + N] and features [E' + N, 11] of the edges: E' edges between nodes, then the self-loops.
     """
-    num_nodes = len(batch.can_id)
+    # Not its len(), which would fix the number when a network is exported.
+    num_nodes = batch.can_id.shape[0]
     ends, edge = batch.edge_index.index_select(1, batch.between), edge.index_select(0, batch.between)
     loops = torch.arange(num_nodes, device=ends.device).expand(2, -1)
     mean = scatter(edge, ends[1], num_nodes, "mean")

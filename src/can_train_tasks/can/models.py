@@ -64,10 +64,10 @@ class EdgeAttention(nn.Module):
         folded = (self.lin_edge.weight.view(self.heads, self.channels, -1) * self.att_edge[0, :, :, None]).sum(1)
         of_source, of_target = ((message * weight).sum(-1) for weight in (self.att_src, self.att_dst))
         alpha = of_source.index_select(0, source) + of_target.index_select(0, target) + F.linear(edge, folded)
-        alpha = softmax_of_groups(F.leaky_relu(alpha, NEGATIVE_SLOPE), target, len(x))
+        alpha = softmax_of_groups(F.leaky_relu(alpha, NEGATIVE_SLOPE), target, x.shape[0])
         alpha = F.dropout(alpha, self.dropout, self.training)
         entering = alpha[:, :, None] * message.index_select(0, source)
-        return scatter(entering, target, len(x)).flatten(1) + self.bias
+        return scatter(entering, target, x.shape[0]).flatten(1) + self.bias
 
 
 def softmax_of_groups(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
@@ -134,7 +134,7 @@ class GatClassifier(nn.Module):
         if self.inputs.num_deviations:
             # For some windows the pooled graph is dropped. Otherwise it explains the few attacks of training alone,
             # and the weights of the extremes, which hold for other attacks too, are not learned.
-            pooled = pooled * F.dropout(pooled.new_ones(len(pooled), 1), self.graph_dropout, self.training)
+            pooled = pooled * F.dropout(pooled.new_ones(pooled.shape[0], 1), self.graph_dropout, self.training)
         logits: Tensor = self.output(torch.cat([pooled, *extremes], dim=1))
         return logits
 

@@ -58,6 +58,11 @@ class WindowModel(ABC):
         self.model = model.eval().requires_grad_(False)
         self._flat = flat
 
+    @property
+    def trained(self) -> nn.Module:
+        """The network that the run trained, without those that it builds on."""
+        return self.model
+
     @abstractmethod
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns raw scores [R, S]; `model` is the network of this object, or its copy on a device."""

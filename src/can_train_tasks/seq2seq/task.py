@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from can_train.task import Feature
@@ -124,6 +124,18 @@ class Seq2seq(Task):
         if self.context.model_name == "transformer":
             counted |= {_SOURCE_SQUARED: source, _TARGET_SQUARED: target}
         return counted
+
+    def call_model(self, model: nn.Module, batch: Batch) -> None:
+        """Computes the logits of each next symbol. An exported LSTM has fixed lengths, since PyTorch unrolls its loop:
+        the batch is padded to the longest source and the longest target of the data.
+        """
+        source, before = batch.source, batch.before
+        if isinstance(model, AttentiveLstm):
+            samples = [sample for name in self.sets for sample in self.sets[name]]
+            longest = (max(len(each.source) for each in samples), max(map(_target_length, samples)))
+            source, before = (pad(each, (0, length - each.shape[1]), value=PAD)
+                              for each, length in zip((source, before), longest, strict=True))  # fmt: skip
+        model(source, before)
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Hypotheses]:
         """Writes the targets of a batch by beam search."""

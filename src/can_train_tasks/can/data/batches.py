@@ -67,7 +67,8 @@ class GraphBatch:
     @property
     def num_graphs(self) -> int:
         """B."""
-        return len(self.label)
+        # Not its len(), which would fix the number when a network is exported.
+        return self.label.shape[0]
 
     @property
     def y(self) -> Tensor:
@@ -146,7 +147,7 @@ class PreparedBatch:
     @property
     def num_graphs(self) -> int:
         """B."""
-        return len(self.label)
+        return self.label.shape[0]
 
     @property
     def y(self) -> Tensor:
@@ -202,7 +203,7 @@ def scatter(values: Tensor, group: Tensor, num_groups: int, reduce: str = "sum")
         return blank.scatter_reduce_(0, index, values, reduce="amax", include_self=False)
     if reduce == "sum":
         return values.new_zeros(num_groups, *values.shape[1:]).scatter_add_(0, index, values)
-    count = values.new_zeros(num_groups).scatter_add_(0, group, values.new_ones(len(values))).clamp(min=1)
+    count = values.new_zeros(num_groups).scatter_add_(0, group, values.new_ones(values.shape[0])).clamp(min=1)
     total = values.new_zeros(num_groups, *values.shape[1:]).scatter_add_(0, index, values)
     return total / count.view(-1, *trailing).expand_as(total)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from can_train.config.resolved import EvaluationData, FinishedModel
@@ -166,7 +167,8 @@ class WindowEvaluation(Evaluation):
         self._result = model.finished.result["judgement"]
         self.own_split = request.own
         self.dataset = request.dataset.path or request.dataset.name
-        self._rows = np.concatenate([*data.split.test.values()])
+        self._rows = self.rows = np.concatenate([*data.split.test.values()])
+        self.model = model.trained
         self.counted = self._count()
         # References of a student: its teacher, and the same student without a teacher, if their runs still exist.
         self._references: dict[str, FinishedNetwork] = {}
@@ -179,6 +181,11 @@ class WindowEvaluation(Evaluation):
                     # The threshold and the units come from the result of the student's run, as at the end of that run.
                     finished = replace(load_model(role), result={"judgement": record})
                     self._references[role] = FinishedNetwork(finished, data.flat, full_precision=True)
+
+    def call_model(self, rows: Ints) -> None:
+        """Scores some windows with the network."""
+        dtype = next(weight.dtype for weight in self.model.parameters())
+        self._model.scores(self._model.model, rows, torch.device("cpu"), dtype)
 
     @contextmanager
     def _absent_on_error(self, role: str) -> Iterator[None]:

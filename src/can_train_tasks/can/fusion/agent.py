@@ -391,6 +391,12 @@ class FinishedFusion(WindowModel):
         self.vocabulary = self._classifier.vocabulary
         self._weights = mixing.mixing_weights(mode.mixing_weights)
 
+    @property
+    def trained(self) -> nn.Module:
+        """The agent."""
+        assert isinstance(self.model, nn.ModuleDict)
+        return self.model["agent"]
+
     def on(self, flat: FlatGraphs) -> Self:
         """Returns the same model, with the same networks, on other windows."""
         other = super().on(flat)
