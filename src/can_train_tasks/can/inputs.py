@@ -408,6 +408,16 @@ class InputEncoder(nn.Module):
             hidden=batch.hidden,
         )
 
+    def prepares_as(self, other: "InputEncoder") -> bool:
+        """Returns whether both encoders prepare the same inputs: they have the same settings and statistics."""
+        if (self.identity, self.behaviour) != (other.identity, other.behaviour):
+            return False
+        ours, theirs = (dict(encoder.named_buffers(recurse=False)) for encoder in (self, other))
+        return all(
+            part.dtype == theirs[name].dtype and torch.equal(part.cpu(), theirs[name].cpu())
+            for name, part in ours.items()
+        )
+
     def _columns(
         self, batch: GraphBatch, scaled: tuple[Tensor, Tensor], index: Tensor, deviations: Tensor
     ) -> list[Tensor]:

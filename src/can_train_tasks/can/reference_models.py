@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from can_train_tasks.can.evaluation.metrics import ERROR_TERMS, anomaly_scores
 from can_train_tasks.can.inputs import InputEncoder, InputStatistics, known_ids, target_weights
 from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train_tasks.can.models import GatClassifier, Vgae, build_network
+from can_train_tasks.can.prepared import PreparedGraphs
 from can_train_tasks.can.settings import GatSettings
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
     features = GRAPH_FEATURES
     # Outputs are computed once, before training, unless a mode offers other ways.
     placements: Sequence[str] = ("cache",)
+    _prepared: PreparedGraphs | None = None  # inputs of the windows, where they are those of the model that learns
 
     def __init__(self, role: str, finished: FinishedModel, data: CanData, rows: Ints, *, output: str) -> None:
         super().__init__(finished, data.flat, full_precision=True)
@@ -225,6 +227,13 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
         nodes, edges = self._flat.num_nodes[rows], self._flat.num_edges[rows]
         return {"latent": nodes, "node": nodes, "edge": edges}
 
+    def share(self, prepared: PreparedGraphs, encoder: InputEncoder) -> None:
+        """Takes the inputs of windows that another model's encoder has prepared, if the encoder of this model would
+        prepare the same inputs.
+        """
+        if encoder.prepares_as(cast(InputEncoder, self.model.inputs)):
+            self._prepared = prepared
+
     def outputs(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Computes the outputs for windows.
 
@@ -233,7 +242,8 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
         """
         if self.output in ("errors", "score"):
             return {self.output: self.scores(model, rows, device, dtype)}
-        batch = self._gather(rows).to(device, dtype)
+        prepared = self._prepared if dtype == torch.float32 else None
+        batch = self._gather(rows).to(device, dtype) if prepared is None else prepared.to(rows, device, dtype)
         if self.output == "logits":
             return {"logits": model(batch)}
         decoded = model.decode(model.prepared(batch), None)  # type: ignore[operator]

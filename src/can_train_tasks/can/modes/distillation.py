@@ -40,6 +40,8 @@ class _Student(WindowTask):
         """Makes the network."""
         inputs = self._inputs()
         self.prepare(inputs)
+        if self._prepared is not None:
+            self._teacher.share(self._prepared, inputs)
         model = build_network(self._run.model, inputs, projected=self._projected)
         named = model.named_parameters()
         self._parameters = sum(weight.numel() for name, weight in named if not name.startswith("projection."))

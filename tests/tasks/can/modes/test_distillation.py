@@ -3,14 +3,21 @@ goes on, takes what was predicted, and is judged beside its teacher.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from can_train.cli.main import main
+from can_train.config.compose import RunRequest, resolve
+from can_train.config.resolved import FinishedModel
+from can_train.reporter import SilentReporter
+from can_train_tasks.can.task import make_task
 from fakes.bitwise import assert_ends_like
 from fakes.killed_runs import finish, finish_killed, only_run
+from fakes.random_bus import random_frames, write_log
 
 DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines")
 MODELS = {"gat": "hidden=8,layers=2,heads=2", "vgae": "hidden=[32,16],latent=8"}
@@ -94,6 +101,33 @@ def test_a_student_is_compared_with_its_teacher_and_itself_without_one(
     named = [line.split()[0] for line in out.splitlines() if line.strip()]
     # Each in both tables of all folders, and in that of sizes and speeds.
     assert {named.count(name) for name in judgement["compared"]} == {2 * len(judgement["test"]) + 1}
+
+
+@pytest.mark.parametrize("model", ["gat", "vgae"])
+def test_a_teacher_computes_with_the_inputs_of_its_student_if_both_have_the_same_statistics(
+    tmp_path: Path, model: str
+) -> None:
+    log = write_log(tmp_path / "drive.csv", random_frames(20 * 150))
+
+    def task_in(mode: str | None, **finished: FinishedModel) -> Any:
+        values = {"dataset.window": 20, "dataset.stride": 20, "mode.baselines": False}
+        run = resolve(RunRequest(model=model, mode=mode, size="student", dataset=str(log), values=values))
+        return make_task(run, finished, tmp_path, tmp_path / "cache", SilentReporter())
+
+    plain = task_in(None)
+    weights = plain.build_model().state_dict()
+    teacher = FinishedModel(run_id="teacher", run=plain._run, weights=weights, result={}, sha256="0")
+    other = replace(teacher, weights={**weights, "inputs.node_mean": weights["inputs.node_mean"] + 1})
+    for finished, shares in ((teacher, True), (other, False)):
+        task = task_in("knowledge_distillation", teacher=finished)
+        (reference,) = task.reference_models()
+        arguments = (reference.model, task.train_rows[:9], torch.device("cpu"), torch.float32)
+        before = reference.outputs(*arguments)
+        task.build_model()
+        assert (reference._prepared is not None) == shares
+        after = reference.outputs(*arguments)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def assert_judged_like(judgement: Any, name: str, run: Path) -> None:
