@@ -141,6 +141,28 @@ def test_data_stay_on_the_host_where_micro_batches_would_be_smaller_beside_them(
     assert not any(session.task.gathered)  # type: ignore[attr-defined]
 
 
+class CrowdedTask(ResidentTask):
+    """Other processes take 40 MiB of its device once limits have been found."""
+
+    held_bytes = 0
+
+    def resident_bytes(self) -> int:
+        self.held_bytes = 40 * MIB
+        return super().resident_bytes()
+
+
+def test_data_stay_on_the_host_where_a_step_that_is_tried_beside_them_does_not_fit(tmp_path: Path) -> None:
+    task = CrowdedTask()
+    parts = line_parts(tmp_path, task, batch_size=20, precision="fp64")
+    parts = replace(parts, meter=SimulatedMeter(100 * MIB, settings=EXPANDABLE, contention=lambda: task.held_bytes))
+    with parts.meter.active():
+        session = make_session(parts, fixed(0.9))
+    assert (placement(session).on_device, placement(session).reason) == (
+        False, "a step was tried beside them and does not fit",
+    )  # fmt: skip
+    assert session.meter.allocated_bytes() < DATA_MIB * MIB
+
+
 def test_data_that_are_asked_for_make_micro_batches_smaller_and_still_fit(tmp_path: Path) -> None:
     session = session_on(tmp_path, 28, data_on_device="on")
     assert placement(session).on_device

@@ -34,6 +34,7 @@ from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold, predicted_room
 from can_train.memory.cuda_workspaces import AMPERE, Capability, capability_of
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter
+from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.task import Phase
 
 if TYPE_CHECKING:
@@ -323,6 +324,28 @@ class Planner:
             raise self._data_error(limits.training.peak_bytes(limits.training.tuned_limit), limits.capacity_bytes)
         return self._again(plan, limits, factor)
 
+    def fits_beside_data(self, plan: RunPlan) -> bool:
+        """Runs the costliest micro-batch of a plan beside as much memory as the data take; tells whether it fits."""
+        if not self.verify or isinstance(self.meter, AbsentGpuMeter):
+            return True
+        generators = capture_generators()
+        fits = self._runs_beside_data(plan)
+        restore_generators(generators)
+        self.meter.release()
+        self.meter.reset_peak()
+        return fits
+
+    def _runs_beside_data(self, plan: RunPlan) -> bool:
+        assert plan.limits is not None, "only a plan with limits is cut by its cost"
+        with CatchOutOfMemory():
+            held = torch.empty(self.data_bytes, dtype=torch.uint8, device=self.meter.device)
+            with self.explorer.worst_case(plan.limits.training, plan.phase_plan.largest_cost) as (run, resident):
+                for _ in range(self.training.find_batch_size_steps_per_trial):
+                    with self.meter.measuring([*resident, held]):
+                        run()
+            return True
+        return False
+
     def _data_error(self, need_bytes: float, capacity_bytes: int) -> DoesNotFitError:
         return DoesNotFitError(
             "The data must fit on the device beside a training step (training.data_on_device=on)",
@@ -487,6 +510,9 @@ class Planners:
             if not all(_is_cut_alike(phase, other) for phase, other in both):
                 return self._placed(plan, on_device=False, reason="micro-batches would be smaller beside them")
             beside, reason = [_within(*phases) for phases in both], "micro-batches are as large as without them"
+            # On a small device the pages of the allocator may be in the way of memory that is there in total.
+            if not all(each.fits_beside_data(phase) for each, phase in zip(self.phases, beside, strict=True)):
+                return self._placed(plan, on_device=False, reason="a step was tried beside them and does not fit")
         return self._placed(replace(beside[0], later=tuple(beside[1:])), on_device=True, reason=reason)
 
     def _place_unsearched(self, plan: RunPlan) -> RunPlan:
