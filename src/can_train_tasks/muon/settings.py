@@ -50,10 +50,14 @@ class ShowerDatasetSettings:
     """Name in keys and run ids; `synthetic` is simulated."""
     path: str = ""
     """File, or folder of files: parquet, HDF5 or CSV."""
-    variables: list[str] = field(default_factory=lambda: list(VARIABLES))
-    """Variables of each muon that the model learns: x and y, then energy and time if the files have them."""
+    variables: list[str] = field(default_factory=list)
+    """Variables of each muon that the model learns: x and y, then energy and time; []: those that the files have."""
     depth_g_cm2: float = _SEA_LEVEL_G_CM2
     """Depth of the atmosphere above the observer in g/cm², for files that do not give it."""
+    max_muons_per_event: int = 0
+    """Showers with more muons are left out of training and tests, and are written to a file; 0: all are kept."""
+    outliers: str = ""
+    """File of the showers that are left out, .parquet; empty: one beside the prepared data."""
     parts: int = 0
     """Events that each shower is cut into, by dealing out its muons at random; 0: 1, but enough to train on where the
     data have few showers."""
@@ -68,10 +72,14 @@ class ShowerDatasetSettings:
         for name in self.variables:
             if name not in VARIABLES:
                 raise unknown_name("variable of a muon", name, VARIABLES)
-        if tuple(self.variables) != tuple(name for name in VARIABLES if name in (*POSITIONS, *self.variables)):
+        wanted = [name for name in VARIABLES if name in (*POSITIONS, *self.variables)]
+        if self.variables and list(self.variables) != wanted:
             rule = "dataset.variables are x and y, then energy and time if they are learned, each once"
             raise ConfigError(rule, value=f"{list(self.variables)}", remedy="Write dataset.variables=[x,y,energy]")
         check_range("dataset.depth_g_cm2", self.depth_g_cm2, above=0.0, high=50_000)
+        check_range("dataset.max_muons_per_event", self.max_muons_per_event, low=0)
+        if self.outliers and not self.outliers.endswith(".parquet"):
+            raise ConfigError("dataset.outliers must be a file that ends in .parquet", value=repr(self.outliers))
         check_range("dataset.parts", self.parts, low=0, high=100_000)
         check_range("dataset.validation_share", self.validation_share, above=0.0, high=0.4)
         check_range("dataset.test_share", self.test_share, above=0.0, high=0.4)
@@ -135,8 +143,9 @@ TASK = TaskSettings(
     training={"optimizer": "adam", "lr": 1e-4, "betas": [0.0, 0.9], "weight_decay": 0.0, "scheduler": "constant",
               "warmup_share": 0.0, "epochs": 100, "lr_batch_size": 32},
     aliases={"gradient_accumulation_steps": "accumulation_splits"},
-    inputs=("name", "variables", "depth_g_cm2", "parts", "validation_share", "test_share", "synthetic"),
-    inherited=("variables", "depth_g_cm2", "parts", "validation_share", "test_share"),
+    inputs=("name", "variables", "depth_g_cm2", "max_muons_per_event", "parts", "validation_share", "test_share",
+            "synthetic"),
+    inherited=("variables", "depth_g_cm2", "max_muons_per_event", "parts", "validation_share", "test_share"),
     models={"": ModelSpec(settings=MuonGanSettings, modes=("",))},
     files="can_train_tasks.muon.showers:shower_files",
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Reads air showers from files.
 
-A file is parquet, CSV or HDF5 with one line for each muon, or the HDF5 of CORSIKA's ground particles. Every value that
-is read is checked; an error names the file and the line.
+A file is parquet, CSV or HDF5 with one line for each muon; parquet or HDF5 with one event for each shower, as cr_muons
+writes them; or the HDF5 of CORSIKA's ground particles. Every value that is read is checked; an error names the file and
+the line.
 
 Shapes: M muons, S showers.
 """
@@ -15,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.errors import DataError, MissingDataError
-from can_train.io.records import expanded
-from can_train_tasks.muon.settings import ShowerDatasetSettings
+from can_train.errors import DataError, MissingDataError, StateError
+from can_train.io.records import expanded, open_atomic
+from can_train_tasks.muon.settings import POSITIONS, VARIABLES, ShowerDatasetSettings
 
 Floats = NDArray[np.float64]
 Columns = dict[str, Floats]
@@ -35,8 +36,32 @@ _SHOWER_COLUMNS: Final = (EVENT, PRIMARY, ENERGY, ZENITH)
 _OPTIONAL: Final = (DEPTH, PARTICLE)
 _MUON_MASS_EV: Final = 105.6583755e6
 _EV_PER_GEV: Final = 1e9
+_NUCLEON_GEV: Final = 0.93149  # Mass of a nucleon in a nucleus
+_WHOLE: Final = 1e-3  # A mass that is no further from a whole number is a number of nucleons; masses in GeV are further
+_MAX_NUCLEONS: Final = 300
 _NUCLEON_IDS: Final = (13, 14, 15, 25)  # CORSIKA's neutron, proton and their antiparticles
 _FIRST_NUCLEUS_ID: Final = 200  # CORSIKA numbers a nucleus 100 · A + Z
+_PROTON_ID: Final = 14
+
+# The columns of cr_muons' events by their number; empty: a number that is not used. Identifiers come first where there
+# are any.
+_MASS: Final = "mass"
+_PRIMARY_LAYOUTS: Final[Mapping[int, Sequence[str]]] = {
+    4: (ENERGY, ZENITH, _MASS, DEPTH),
+    5: (ENERGY, ZENITH, _MASS, "", DEPTH),
+    6: ("", "", ENERGY, ZENITH, _MASS, DEPTH),
+    7: ("", "", ENERGY, ZENITH, _MASS, "", DEPTH),
+}
+_MUON_LAYOUTS: Final[Mapping[int, Sequence[str]]] = {
+    3: ("muon_E_GeV", "x_m", "y_m"),
+    4: ("muon_E_GeV", "x_m", "y_m", "t_ns"),
+    5: ("", "", "muon_E_GeV", "x_m", "y_m"),
+    6: ("", "", "muon_E_GeV", "x_m", "y_m", "t_ns"),
+}
+_WITH_RADIUS: Final = ("muon_E_GeV", "", "x_m", "y_m")  # Four numbers whose second is the distance from the axis
+_RADIUS_TOLERANCE: Final = 1e-3  # Relative, of numbers in float32
+_PRIMARY_TABLES: Final = ("primaries", "conditions")  # HDF5 datasets
+_EVENTS_REMEDY: Final = "Write the events as cr_muons does, or one line a muon: docs/muon.md"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +75,7 @@ class Showers:
         depth_g_cm2: [S] depth of the atmosphere above the observer.
         counts: [S] number of muons.
         muons: [M] values of each variable: x and y in m, energy in GeV, time in ns since the shower's first muon.
+        empty: Events of the files that have no muon, which are left out.
     """
 
     energy_gev: Floats
@@ -58,9 +84,19 @@ class Showers:
     depth_g_cm2: Floats
     counts: NDArray[np.int64]
     muons: Mapping[str, Floats]
+    empty: int = 0
 
     def __len__(self) -> int:
         return len(self.counts)
+
+    def select(self, chosen: NDArray[np.bool_]) -> "Showers":
+        """Returns some of the showers; `chosen` [S] tells which."""
+        of_muons = np.repeat(chosen, self.counts)
+        conditions = {name: getattr(self, name)[chosen] for name in _OF_SHOWERS}
+        return Showers(**conditions, muons={name: values[of_muons] for name, values in self.muons.items()})
+
+
+_OF_SHOWERS: Final = ("energy_gev", "zenith_rad", "mass", "depth_g_cm2", "counts")
 
 
 def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
@@ -94,27 +130,36 @@ def read_showers(files: Sequence[Path], dataset: ShowerDatasetSettings) -> Showe
     Raises:
         DataError: A file cannot be read or breaks a rule; the message names file and line.
     """
-    read = [_showers_of(_read(path), dataset) for path in files]
-    joined = {name: np.concatenate([getattr(showers, name) for showers in read])
-              for name in ("energy_gev", "zenith_rad", "mass", "depth_g_cm2", "counts")}  # fmt: skip
+    tables = [_read(path) for path in files]
+    if not dataset.variables:
+        dataset = replace(dataset, variables=_common_variables(tables))
+    read = [_showers_of(table, dataset) for table in tables]
+    joined = {name: np.concatenate([getattr(showers, name) for showers in read]) for name in _OF_SHOWERS}
     muons = {name: np.concatenate([showers.muons[name] for showers in read]) for name in dataset.variables}
-    return Showers(**joined, muons=muons)
+    return Showers(**joined, muons=muons, empty=sum(table.empty for table in tables))
+
+
+def _common_variables(tables: "Sequence[_Table]") -> list[str]:
+    """Returns x and y, then the variables that all tables have."""
+    return [name for name in VARIABLES
+            if name in POSITIONS or all(VARIABLE_COLUMNS[name] in table.columns for table in tables)]  # fmt: skip
 
 
 def showers_of_columns(columns: Columns, dataset: ShowerDatasetSettings) -> Showers:
     """Makes showers from columns in memory, one line for each muon, with the checks for files."""
-    lines = np.arange(1, len(columns[EVENT]) + 1)
-    return _showers_of(_Table(path=Path(dataset.name), columns=columns, lines=lines), dataset)
+    table = _Table(path=Path(dataset.name), columns=columns, lines=np.arange(1, len(columns[EVENT]) + 1))
+    return _showers_of(table, replace(dataset, variables=dataset.variables or _common_variables([table])))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Table:
-    """Columns of a file."""
+    """Columns of a file, a row for each muon."""
 
     path: Path
     columns: Columns
-    lines: NDArray[np.int64]  # Number of each line in the file
+    lines: NDArray[np.int64]  # Number of each line in the file, or of its event
     line: str = "row"  # Word for a line in messages
+    empty: int = 0  # Events without a muon
 
     def check(self, holds: NDArray[np.bool_], name: str, rule: str) -> None:
         """Raises DataError for the first line where `holds` is False."""
@@ -140,6 +185,8 @@ def _read_columns(path: Path) -> _Table:
     import polars
 
     is_csv = path.suffix.lower() == ".csv"
+    if not is_csv and {_PRIMARY, MUON_TABLE} & {*polars.read_parquet_schema(path)}:
+        return _parquet_events(path)
     line, first = ("line", 2) if is_csv else ("row", 1)  # the header of CSV is line 1
     frame = polars.read_csv(path, infer_schema=False) if is_csv else polars.read_parquet(path)
     lists = [name for name, kind in frame.schema.items() if isinstance(kind, polars.List | polars.Array)]
@@ -165,8 +212,104 @@ def _read_hdf5(path: Path) -> _Table:
             if isinstance(file.get(name), h5py.Dataset) and file[name].dtype.names:
                 columns = read(file, path)
                 return _Table(path=path, columns=columns, lines=np.arange(1, len(file[name]) + 1))
-    raise DataError(f"{path} must hold a table '{MUON_TABLE}' or '{_GROUND_TABLE}'", value="neither is there",
+        arrays = {name: file[name] for name in file if isinstance(file[name], h5py.Dataset)}
+        if {MUON_TABLE, "counts", *_PRIMARY_TABLES} & {*arrays}:
+            return _hdf5_events(path, arrays)
+        names = ", ".join(sorted(file)) or "nothing"
+    raise DataError(f"{path} must hold a table '{MUON_TABLE}', '{_GROUND_TABLE}', or events ('primaries', 'muons', "
+                    "'counts')", value=f"it holds {names}",
                     remedy=f"Write one line a muon into '{MUON_TABLE}', with the columns of docs/muon.md")  # fmt: skip
+
+
+def _hdf5_events(path: Path, arrays: Mapping[str, Any]) -> _Table:
+    """Reads the events of cr_muons: `primaries` [S, 4 to 7], `muons` [M, 3 to 6] and `counts` [S]."""
+    primaries = next((arrays[name] for name in _PRIMARY_TABLES if name in arrays), None)
+    missing = [name for name, array in ((_PRIMARY_TABLES[0], primaries), (MUON_TABLE, arrays.get(MUON_TABLE)),
+                                        ("counts", arrays.get("counts"))) if array is None]  # fmt: skip
+    if missing or primaries is None:
+        raise DataError(f"{path}: events have the arrays 'primaries', 'muons' and 'counts'",
+                        value=f"without {', '.join(missing)}", remedy=_EVENTS_REMEDY)  # fmt: skip
+    counts, muons = arrays["counts"][:], arrays[MUON_TABLE]
+    if counts.dtype.kind not in "iu" or counts.ndim != 1 or (counts < 0).any():
+        raise DataError(f"{path}: 'counts' has the number of muons of each event",
+                        value=f"{counts.dtype} {counts.shape}", remedy=_EVENTS_REMEDY)  # fmt: skip
+    sizes = (len(primaries), len(muons), int(counts.sum()))
+    if sizes[0] != len(counts) or sizes[1] != sizes[2]:
+        raise DataError(f"{path}: the arrays of events must belong together",
+                        value=f"{sizes[0]} primaries, {len(counts)} counts, whose sum is {sizes[2]}, {sizes[1]} muons",
+                        remedy="Write the file once more; its writer was perhaps stopped")  # fmt: skip
+    return _events(path, _matrix(path, primaries, "primaries"), _matrix(path, muons, MUON_TABLE), counts)
+
+
+def _matrix(path: Path, array: Any, name: str) -> Floats:
+    if array.ndim != 2 or array.dtype.kind not in "fiu":
+        raise DataError(f"{path}: '{name}' must have a row of numbers for each of them",
+                        value=f"{array.dtype} {array.shape}", remedy=_EVENTS_REMEDY)  # fmt: skip
+    matrix: Floats = array[:].astype(np.float64)
+    return matrix
+
+
+def _parquet_events(path: Path) -> _Table:
+    """Reads the events of cr_muons: the column `primary` has a list of numbers, `muons` a list of such lists."""
+    import polars
+
+    schema = polars.read_parquet_schema(path)
+    missing = [name for name in (_PRIMARY, MUON_TABLE) if name not in schema]
+    if missing:
+        raise DataError(f"{path}: events have the columns '{_PRIMARY}' and '{MUON_TABLE}'",
+                        value=f"without {', '.join(missing)}", remedy=_EVENTS_REMEDY)  # fmt: skip
+    frame = polars.read_parquet(path, columns=[_PRIMARY, MUON_TABLE])
+    numbers = polars.List(polars.Float64)
+    try:
+        primary = frame[_PRIMARY].cast(numbers)
+        muons = frame[MUON_TABLE].cast(polars.List(numbers))
+    except polars.exceptions.PolarsError as error:
+        kinds = ", ".join(f"{name} is {schema[name]}" for name in (_PRIMARY, MUON_TABLE))
+        raise DataError(f"{path}: '{_PRIMARY}' is a list of numbers, '{MUON_TABLE}' a list of such lists",
+                        value=kinds, remedy=_EVENTS_REMEDY) from error  # fmt: skip
+    counts = muons.list.len().fill_null(0).to_numpy().astype(np.int64)
+    # An empty list of muons becomes a null.
+    return _events(path, _rows(path, primary, _PRIMARY), _rows(path, muons.explode().drop_nulls(), MUON_TABLE), counts)
+
+
+_PRIMARY: Final = "primary"  # Parquet column of cr_muons
+
+
+def _rows(path: Path, lists: Any, name: str) -> Floats:
+    """Makes a matrix of lists of equal length."""
+    lengths = lists.list.len().fill_null(0)
+    if lengths.n_unique() > 1:
+        raise DataError(f"{path}: all lists of '{name}' have the same length",
+                        value=f"lengths from {lengths.min()} to {lengths.max()}", remedy=_EVENTS_REMEDY)  # fmt: skip
+    values: Floats = lists.explode().to_numpy().astype(np.float64)
+    return values.reshape(len(lists), -1) if len(lists) else np.zeros((0, 3))
+
+
+def _events(path: Path, primaries: Floats, muons: Floats, counts: NDArray[np.int64]) -> _Table:
+    """Makes one row for each muon of events: `primaries` [S, 4 to 7], `muons` [M, 3 to 6], `counts` [S]."""
+    of_primary, of_muon = _PRIMARY_LAYOUTS.get(primaries.shape[1]), _MUON_LAYOUTS.get(muons.shape[1])
+    if of_primary is None or of_muon is None:
+        raise DataError(f"{path}: a primary has 4 to 7 numbers, a muon 3 to 6",
+                        value=f"{primaries.shape[1]} and {muons.shape[1]}", remedy=_EVENTS_REMEDY)  # fmt: skip
+    if len(of_muon) == len(_WITH_RADIUS):
+        radius, position = muons[:, 1], np.hypot(muons[:, 2], muons[:, 3])
+        is_radius = np.allclose(radius, position, rtol=_RADIUS_TOLERANCE, atol=_RADIUS_TOLERANCE)
+        of_muon = _WITH_RADIUS if is_radius else of_muon
+    event = np.repeat(np.arange(len(counts)), counts)
+    columns = {name: primaries[event, column] for column, name in enumerate(of_primary) if name}
+    columns |= {name: muons[:, column] for column, name in enumerate(of_muon) if name}
+    # An event without muons is written with one muon of zeros.
+    real = (muons != 0)[:, [column for column, name in enumerate(of_muon) if name]].any(axis=1)
+    columns = {name: values[real] for name, values in (columns | {EVENT: event + 1.0}).items()}
+    table = _Table(path=path, columns=columns, lines=event[real] + 1, line="event",
+                   empty=len(counts) - len(np.unique(event[real])))  # fmt: skip
+    masses = columns[_MASS]
+    whole = np.abs(masses - np.rint(masses)) <= _WHOLE
+    nucleons = np.rint(np.where(whole, masses, masses / _NUCLEON_GEV))
+    table.check((nucleons >= 1) & (nucleons <= _MAX_NUCLEONS), _MASS,
+                "must be the primary's number of nucleons, or its mass in GeV")  # fmt: skip
+    columns[PRIMARY] = np.where(nucleons == 1, _PROTON_ID, 100 * nucleons)
+    return table
 
 
 def _muon_table(file: Any, path: Path) -> Columns:
@@ -246,8 +389,9 @@ def _complete(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
     needed = [*_SHOWER_COLUMNS, *(VARIABLE_COLUMNS[name] for name in dataset.variables)]
     missing = [name for name in needed if name not in table.columns]
     if missing:
-        learned = {VARIABLE_COLUMNS[name] for name in ("energy", "time")}
-        remedy = ("Learn less of each muon: --set dataset.variables=[x,y]" if set(missing) <= learned
+        learned = {VARIABLE_COLUMNS[name] for name in VARIABLES if name not in POSITIONS}
+        there = ",".join(name for name in dataset.variables if VARIABLE_COLUMNS[name] not in missing)
+        remedy = (f"Learn less of each muon: --set dataset.variables=[{there}]" if set(missing) <= learned
                   else "Name the columns as docs/muon.md does")  # fmt: skip
         raise DataError(f"{table.path} must have the columns {', '.join(needed)}",
                         value=f"without {', '.join(missing)}", remedy=remedy)  # fmt: skip
@@ -279,3 +423,27 @@ def mass_of(primary_id: Floats) -> Floats:
     """Returns the number of nucleons; 0 for a particle that is no nucleus."""
     nucleus = np.where(primary_id >= _FIRST_NUCLEUS_ID, primary_id // 100, 0.0)
     return np.where(np.isin(primary_id, _NUCLEON_IDS), 1.0, nucleus)
+
+
+def write_events(path: Path, showers: Showers) -> None:
+    """Writes showers to a parquet file as cr_muons does, whole or not at all: `primary` has energy in GeV, zenith angle
+    in rad, number of nucleons and depth; a muon has energy in GeV, x and y in m, and time in ns where it is known.
+
+    Raises:
+        StateError: The file cannot be written.
+    """
+    import polars
+
+    names = [name for name in ("energy", "x", "y", "time") if name in showers.muons]
+    primary = np.stack([showers.energy_gev, showers.zenith_rad, showers.mass, showers.depth_g_cm2], axis=1)
+    muons = np.stack([showers.muons[name] for name in names], axis=1)
+    lists = np.split(muons, np.cumsum(showers.counts)[:-1])
+    frame = polars.DataFrame({_PRIMARY: primary.tolist(), MUON_TABLE: [each.tolist() for each in lists]},
+                             schema={_PRIMARY: polars.List(polars.Float64),
+                                     MUON_TABLE: polars.List(polars.List(polars.Float64))})  # fmt: skip
+    try:
+        with open_atomic(path) as file:
+            frame.write_parquet(file)
+    except OSError as error:
+        raise StateError("Showers that are left out cannot be written", value=f"{path}: {error.strerror or error}",
+                         remedy="Name another file: --set dataset.outliers=FILE.parquet") from error  # fmt: skip

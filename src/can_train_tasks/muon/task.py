@@ -3,6 +3,7 @@
 Shapes: B events, V variables of a muon, C conditions, n or M muons, S showers.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DataError
+from can_train.io.records import sketch
 from can_train.task import Feature, Phase
 from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task, TaskContext
 from can_train_tasks.muon.point_sets import (
@@ -28,7 +30,7 @@ from can_train_tasks.muon.point_sets import (
     collate_events,
 )
 from can_train_tasks.muon.primaries import Primaries, open_hdf5, read_primaries
-from can_train_tasks.muon.settings import MuonGanSettings, MuonSettings, ShowerDatasetSettings
+from can_train_tasks.muon.settings import VARIABLES, MuonGanSettings, MuonSettings, ShowerDatasetSettings
 from can_train_tasks.muon.shower_metrics import (
     nearest_events,
     normal_events,
@@ -46,6 +48,7 @@ from can_train_tasks.muon.showers import (
     read_showers,
     shower_files,
     showers_of_columns,
+    write_events,
 )
 from can_train_tasks.muon.synthetic_showers import showers_in_file, simulate_showers, synthetic_files
 
@@ -91,6 +94,7 @@ class MuonTask(Task):
         super().__init__(context or TaskContext(settings=MuonSettings(), dataset=ShowerDatasetSettings(),
                                                 model=MuonGanSettings()))  # fmt: skip
         self._cut = ""
+        self._told = list[str]()  # Sentences about the files
 
     @classmethod
     def files(cls, dataset: Any, data_root: Path) -> Sequence[Path]:
@@ -102,7 +106,51 @@ class MuonTask(Task):
         files = shower_files(self.dataset, self.context.data_root)
         if self.dataset.is_synthetic:
             files = synthetic_files(self.context.cache, self.dataset.synthetic, self.context.reporter)
-        return self._sets_of(read_showers(files, self.dataset))
+        showers = self._known(read_showers(files, self._as_trained))
+        return self._sets_of(self._within_limit(showers, files))
+
+    @property
+    def _as_trained(self) -> ShowerDatasetSettings:
+        """The data set's settings, with the variables that a finished run has learned."""
+        learned = self.context.state.get(_VARIABLES)
+        settings: ShowerDatasetSettings = replace(self.dataset, variables=list(learned)) if learned else self.dataset
+        return settings
+
+    def _known(self, showers: Showers) -> Showers:
+        if showers.empty:
+            self._told.append(
+                f"Events without a muon are left out: {showers.empty:,} of {len(showers) + showers.empty:,}"
+            )
+        if not self.dataset.variables and (missing := [name for name in VARIABLES if name not in showers.muons]):
+            self._told.append(
+                f"The files have no {' and no '.join(missing)} of muons: {', '.join(showers.muons)} are learned"
+            )
+        return showers
+
+    def _within_limit(self, showers: Showers, files: Sequence[Path]) -> Showers:
+        """Leaves out showers of too many muons, and writes them to a file."""
+        most = self.dataset.max_muons_per_event
+        if not most or (showers.counts <= most).all():
+            return showers
+        is_kept = showers.counts <= most
+        if not is_kept.any():
+            raise DataError("dataset.max_muons_per_event leaves no shower",
+                            value=f"{most}; the smallest shower has {showers.counts.min()} muons",
+                            remedy=f"Give at least {int(np.quantile(showers.counts, 0.9))}")  # fmt: skip
+        outliers = showers.select(~is_kept)
+        told = f"Showers of more than {most:,} muons are left out: {len(outliers):,} of {len(showers):,}"
+        if not self.context.sampling:
+            path = Path(self.dataset.outliers) if self.dataset.outliers else self._outliers_path(files)
+            if not self.dataset.outliers:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_events(path, outliers)
+            told += f". They are in {path}, a data set for a larger card"
+        self._told.append(told)
+        return showers.select(is_kept)
+
+    def _outliers_path(self, files: Sequence[Path]) -> Path:
+        identity = f"{self.dataset.max_muons_per_event} {sketch(files)}"
+        return self.context.cache / f"outliers-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.parquet"
 
     def sample_datasets(self) -> Mapping[str, Sequence[MuonEvent]]:
         """Returns the events of each set; simulated showers are only the first of file 0, and no file is written."""
@@ -120,7 +168,8 @@ class MuonTask(Task):
         parts = self._parts = self.dataset.parts or (-(-_EVENTS // len(showers)) if few else 1)
         rng = np.random.default_rng(_CUT_SEED)
         variables = []
-        for name in self.dataset.variables:
+        self._variables = [*showers.muons]
+        for name in self._variables:
             values = np.log10(showers.muons[name]) if name == "energy" else showers.muons[name]
             variables.append(np.log10(values + _DELAY_NS) if name == "time" else values / _UNITS[name])
         muons = np.stack(variables, axis=1)  # [M, V] normalised
@@ -196,9 +245,10 @@ class MuonTask(Task):
         moments = {name: values.tolist() for name, values in vars(self._moments).items()}
         return {**moments, _VARIABLES: self._variables, _PARTS: self._parts}
 
-    @property
+    @cached_property
     def _variables(self) -> list[str]:
-        return list(self.context.state.get(_VARIABLES) or self.dataset.variables)
+        """Variables of muons; set with the sets where nothing is trained yet."""
+        return list(self.context.state[_VARIABLES])
 
     @cached_property
     def _moments(self) -> _Moments:
@@ -215,9 +265,9 @@ class MuonTask(Task):
         return MuonEvent(conditions=conditions, muons=muons, bound=bound, primary=primary)
 
     def notices(self) -> Sequence[str]:
-        """Returns the notices of every task, and how showers are cut into events."""
+        """Returns the notices of every task, and how showers are left out and cut into events."""
         _ = self.sets
-        return (*super().notices(), *([self._cut] if self._cut else []))
+        return (*super().notices(), *self._told, *([self._cut] if self._cut else []))
 
     def model(self) -> nn.Module:
         """Makes generator and critic."""

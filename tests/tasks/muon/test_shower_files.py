@@ -1,8 +1,9 @@
 """Files of showers: what is written is read back, and what breaks a rule is named with file and line."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -12,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import DataError, MissingDataError
-from can_train_tasks.muon.settings import ShowerDatasetSettings
-from can_train_tasks.muon.showers import MUON_TABLE, Columns, Showers, read_showers, shower_files
+from can_train.training.sample_task import TaskContext
+from can_train_tasks.muon.settings import MuonGanSettings, MuonSettings, ShowerDatasetSettings
+from can_train_tasks.muon.showers import MUON_TABLE, Columns, Showers, read_showers, shower_files, write_events
 from can_train_tasks.muon.synthetic_showers import write_hdf5, write_parquet
+from can_train_tasks.muon.task import MuonTask
 from fakes.muon_tasks import REAL
 
 HEADER = "event,primary_id,primary_E_GeV,primary_zenith_rad,muon_id,muon_E_GeV,x_m,y_m,t_ns"
@@ -135,12 +138,185 @@ def test_the_line_is_the_file_s_where_others_are_left_out_before_it(tmp_path: Pa
         of_file(path)
 
 
-def test_a_missing_column_is_named_with_what_can_be_done(tmp_path: Path) -> None:
-    path = csv_of(tmp_path, "1,14,1e5,0.1,1,2", header="event,primary_id,primary_E_GeV,primary_zenith_rad,x_m,y_m")
-    with pytest.raises(DataError, match=r"without muon_E_GeV, t_ns") as error:
-        of_file(path)
-    assert "dataset.variables=[x,y]" in error.value.remedy
-    assert set(of_file(path, variables=["x", "y"]).muons) == {"x", "y"}
+@pytest.mark.parametrize(
+    ("columns", "missing", "there"),
+    [("x_m,y_m", "muon_E_GeV, t_ns", ["x", "y"]), ("x_m,y_m,muon_E_GeV", "t_ns", ["x", "y", "energy"])],
+)
+def test_a_missing_column_is_named_with_what_can_be_done_and_not_learned_unless_asked(
+    tmp_path: Path, columns: str, missing: str, there: list[str]
+) -> None:
+    header = f"event,primary_id,primary_E_GeV,primary_zenith_rad,{columns}"
+    path = csv_of(tmp_path, "1,14,1e5,0.1," + ",".join("2" for _ in there), header=header)
+    with pytest.raises(DataError, match=f"without {missing}") as error:
+        of_file(path, variables=["x", "y", "energy", "time"])
+    assert error.value.remedy == f"Learn less of each muon: --set dataset.variables=[{','.join(there)}]"
+    assert [*of_file(path, variables=there).muons] == [*of_file(path).muons] == there
+
+
+LIST = polars.List(polars.Float64)
+
+
+@st.composite
+def events(draw: st.DrawFn) -> tuple[list[list[float]], list[list[list[float]]]]:
+    """Primaries [energy, zenith, nucleons, depth], and the muons [energy, x, y, time] of each."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    counts = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any))
+    primaries = [[float(10 ** rng.uniform(2, 8)), float(rng.uniform(0, 1.5)), float(rng.integers(1, 57)),
+                  float(rng.uniform(1, 3000))] for _ in counts]  # fmt: skip
+    muons = [np.exp(rng.normal(0, 2, (count, 4))).tolist() for count in counts]
+    return primaries, muons
+
+
+def write_parquet_events(path: Path, primaries: Sequence[Sequence[float]], muons: Sequence[Sequence[Any]]) -> None:
+    columns = {"primary": list(primaries), "muons": list(muons)}
+    polars.DataFrame(columns, {"primary": LIST, "muons": polars.List(LIST)}).write_parquet(path)
+
+
+def write_hdf5_events(path: Path, primaries: Sequence[Sequence[float]], muons: Sequence[Sequence[Any]]) -> None:
+    """As cr_muons writes them: with identifiers, and a muon of zeros for an event without muons."""
+    with h5py.File(path, "w") as file:
+        file["primaries"] = [[1, 2, *each[:3], 0.5, each[3]] for each in primaries]
+        rows = [[1, 2, *muon] for of_event in muons for muon in (of_event or [[0, 0, 0, 0]])]
+        file["muons"] = np.array(rows)
+        file["counts"] = np.array([max(len(of_event), 1) for of_event in muons], np.int32)
+
+
+@pytest.mark.parametrize(("suffix", "write"), [("parquet", write_parquet_events), ("h5", write_hdf5_events)])
+@given(written=events(), in_gev=st.booleans())
+@settings(max_examples=25)
+def test_events_of_cr_muons_are_read_bit_by_bit(suffix: str, write: Any, written: Any, in_gev: bool) -> None:
+    primaries, muons = written
+    unit = 0.9315 if in_gev else 1.0
+    stored = [[energy, zenith, nucleons * unit, depth] for energy, zenith, nucleons, depth in primaries]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"events.{suffix}"
+        write(path, stored, muons)
+        showers = of_file(path)
+    kept = [number for number, of_event in enumerate(muons) if of_event]
+    assert showers.empty == len(muons) - len(kept)
+    assert showers.counts.tolist() == [len(muons[number]) for number in kept]
+    read = (showers.energy_gev, showers.zenith_rad, showers.mass, showers.depth_g_cm2)
+    assert np.stack(read, axis=1).tolist() == [primaries[number] for number in kept]
+    every = np.array([muon for number in kept for muon in muons[number]])
+    assert [*showers.muons] == ["x", "y", "energy", "time"]
+    assert np.array_equal(np.stack([showers.muons[name] for name in ("energy", "x", "y")], axis=1), every[:, :3])
+
+
+def test_the_distance_from_the_axis_is_no_time(tmp_path: Path) -> None:
+    muons = [[[2.0, 5.0, 3.0, 4.0], [1.0, 13.0, -5.0, 12.0]]]
+    write_parquet_events(tmp_path / "a.parquet", [[1e5, 0.1, 0.938272, 1500.0]], muons)
+    showers = of_file(tmp_path / "a.parquet")
+    assert {name: values.tolist() for name, values in showers.muons.items()} == {
+        "x": [3.0, -5.0], "y": [4.0, 12.0], "energy": [2.0, 1.0],
+    }  # fmt: skip
+    assert showers.mass.tolist() == [1.0]
+
+
+EVENT = ([[1e5, 0.1, 1.0, 1500.0]], [[[2.0, 3.0, 4.0]]])
+THREE = "events have the arrays 'primaries', 'muons' and 'counts'"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("primaries", None, f": {THREE}: without primaries"),
+        ("counts", None, f": {THREE}: without counts"),
+        ("muons", None, f": {THREE}: without muons"),
+        ("counts", [2], ": the arrays of events must belong together: 1 primaries, 1 counts, whose sum is 2, 1 muons"),
+        ("counts", [0.5], ": 'counts' has the number of muons of each event: float64 (1,)"),
+        ("muons", [1.0], ": 'muons' must have a row of numbers for each of them: float64 (1,)"),
+        ("primaries", [[1.0, 2.0, 3.0]], ": a primary has 4 to 7 numbers, a muon 3 to 6: 3 and 3"),
+        ("primaries", [[1e5, 0.1, 0.1, 9.0]],
+         ", event 1: mass must be the primary's number of nucleons, or its mass in GeV: 0.1"),
+        ("primaries", [[-1e5, 0.1, 1.0, 9.0]], ", event 1: primary_E_GeV must be greater than 0: -100000"),
+    ],
+)  # fmt: skip
+def test_events_that_break_a_rule_are_told_by_it(tmp_path: Path, name: str, value: Any, rule: str) -> None:
+    arrays = {"primaries": EVENT[0], "muons": EVENT[1][0], "counts": [1]} | {name: value}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for key, array in arrays.items():
+            if array is not None:
+                file[key] = array
+    with pytest.raises(DataError) as error:
+        of_file(tmp_path / "a.h5")
+    assert str(error.value).startswith(f"{tmp_path / 'a.h5'}{rule}.")
+
+
+KINDS = "'primary' is a list of numbers, 'muons' a list of such lists"
+
+
+@pytest.mark.parametrize(
+    ("frame", "rule"),
+    [
+        ({"muons": [[[1.0, 2.0, 3.0]]]}, "events have the columns 'primary' and 'muons': without primary"),
+        ({"primary": [[1.0]], "muons": [1.0]}, f"{KINDS}: primary is List(Float64), muons is Float64"),
+        ({"primary": [[1e5, 0.1, 1.0, 9.0]] * 2, "muons": [[[1.0, 2.0, 3.0]], [[1.0, 2.0]]]},
+         "all lists of 'muons' have the same length: lengths from 2 to 3"),
+    ],
+)  # fmt: skip
+def test_columns_of_events_that_break_a_rule_are_told_by_it(tmp_path: Path, frame: Any, rule: str) -> None:
+    polars.DataFrame(frame).write_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError) as error:
+        of_file(tmp_path / "a.parquet")
+    assert str(error.value).startswith(f"{tmp_path / 'a.parquet'}: {rule}.")
+
+
+@given(written=columns())
+@settings(max_examples=25)
+def test_events_that_are_written_are_read_back(written: Columns) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_parquet(Path(folder) / "lines.parquet", written)
+        showers = of_file(Path(folder) / "lines.parquet")
+        write_events(Path(folder) / "events.parquet", showers)
+        again = of_file(Path(folder) / "events.parquet")
+    for name in ("energy_gev", "zenith_rad", "mass", "depth_g_cm2", "counts"):
+        assert np.array_equal(getattr(showers, name), getattr(again, name))
+    assert all(np.array_equal(showers.muons[name], again.muons[name]) for name in showers.muons)
+
+
+def muons_of(sets: Any) -> list[int]:
+    return sorted(len(event.muons) for events in sets.values() for event in events)
+
+
+def test_showers_of_too_many_muons_are_left_out_and_are_a_data_set_of_their_own(tmp_path: Path) -> None:
+    counts = [*range(1, 25), 90, 50]
+    muons = [[[1.0, 2.0, 3.0]] * count for count in counts]
+    write_parquet_events(tmp_path / "a.parquet", EVENT[0] * len(counts), muons)
+    outliers = tmp_path / "large.parquet"
+    limited = ShowerDatasetSettings(
+        path=str(tmp_path / "a.parquet"), max_muons_per_event=40, outliers=str(outliers), parts=1
+    )
+    task = MuonTask(TaskContext(settings=MuonSettings(), dataset=limited, model=MuonGanSettings()))
+    assert muons_of(task.sets) == counts[:24]
+    assert of_file(outliers).counts.tolist() == [90, 50]
+    assert task.notices()[-1] == (
+        f"Showers of more than 40 muons are left out: 2 of 26. They are in {outliers}, a data set for a larger card"
+    )
+
+
+def test_a_limit_that_leaves_no_shower_is_an_error_with_one_that_leaves_some(tmp_path: Path) -> None:
+    write_parquet_events(tmp_path / "a.parquet", EVENT[0] * 12, [[[1.0, 2.0, 3.0]] * 7] * 12)
+    limited = ShowerDatasetSettings(path=str(tmp_path / "a.parquet"), max_muons_per_event=3)
+    task = MuonTask(TaskContext(settings=MuonSettings(), dataset=limited, model=MuonGanSettings()))
+    with pytest.raises(DataError, match=r"leaves no shower: 3; the smallest shower has 7 muons\.\nGive at least 7"):
+        _ = task.sets
+
+
+def test_a_finished_run_reads_the_variables_that_it_learned(tmp_path: Path) -> None:
+    for name, width in (("without_time", 3), ("with_time", 4)):
+        muons = [[[1.0, 2.0, 3.0, 4.0 * (k + 1)][:width] for k in range(5)] for _ in range(20)]
+        write_parquet_events(tmp_path / f"{name}.parquet", EVENT[0] * 20, muons)
+
+    def task_of(name: str, state: Mapping[str, Any]) -> MuonTask:
+        dataset = ShowerDatasetSettings(path=str(tmp_path / f"{name}.parquet"))
+        context = TaskContext(settings=MuonSettings(), dataset=dataset, model=MuonGanSettings(), state=state)
+        return MuonTask(context)
+
+    trained = task_of("without_time", {})
+    _ = trained.sets
+    assert trained.state()["variables"] == ["x", "y", "energy"]
+    other = task_of("with_time", trained.state())
+    assert {event.muons.shape[1] for events in other.sets.values() for event in events} == {3}
 
 
 @pytest.mark.parametrize("name", ["broken.h5", "broken.parquet", "broken.csv"])
@@ -162,7 +338,7 @@ def test_a_table_without_muons_or_with_lines_of_other_lengths_is_refused(tmp_pat
 def test_hdf5_without_a_known_table_is_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["other"] = [1, 2]
-    with pytest.raises(DataError, match=f"must hold a table '{MUON_TABLE}'"):
+    with pytest.raises(DataError, match=f"must hold a table '{MUON_TABLE}'.*it holds other"):
         of_file(tmp_path / "a.h5")
 
 
