@@ -14,10 +14,23 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train.training.prediction_files import Columns, Write
-from can_train_tasks.muon.showers import DEPTH, ENERGY, EVENT, MUON_TABLE, PRIMARY, ZENITH, mass_of
+from can_train_tasks.muon.showers import (
+    DEPTH,
+    ENERGY,
+    EVENT,
+    MUON_TABLE,
+    PRIMARY,
+    PRIMARY_ARRAYS,
+    PRIMARY_LIST,
+    ZENITH,
+    mass_of,
+    matrix_of_lists,
+    primary_columns,
+)
 
 Floats = NDArray[np.float64]
 
+_MATRIX: Final = 2  # Dimensions of the primaries of cr_muons
 _NEEDED: Final = (ENERGY, ZENITH, PRIMARY)
 _TABLES: Final = ("primaries", MUON_TABLE)  # HDF5 tables whose columns have names
 _REMEDY: Final = "Name the columns as docs/muon.md does: primary_E_GeV, primary_zenith_rad, primary_id"
@@ -68,6 +81,9 @@ def _columns(path: Path) -> Mapping[str, Any]:
             return _hdf5_columns(path, names)
         import polars
 
+        if path.suffix.lower() == ".parquet" and PRIMARY_LIST in polars.read_parquet_schema(path):
+            lists = polars.read_parquet(path, columns=[PRIMARY_LIST])[PRIMARY_LIST]
+            return primary_columns(path, matrix_of_lists(path, lists, PRIMARY_LIST))
         frame = polars.read_csv(path) if path.suffix.lower() == ".csv" else polars.read_parquet(path)
         return {name: frame[name].to_numpy() for name in names if name in frame.columns}
     except Exception as error:
@@ -85,6 +101,9 @@ def _hdf5_columns(path: Path, names: Sequence[str]) -> Mapping[str, Any]:
         for table in _TABLES:
             if isinstance(file.get(table), h5py.Dataset) and file[table].dtype.names:
                 return {name: file[table][name] for name in names if name in file[table].dtype.names}
+        for name in PRIMARY_ARRAYS:
+            if isinstance(file.get(name), h5py.Dataset) and file[name].ndim == _MATRIX:
+                return primary_columns(path, file[name][:].astype(np.float64))
     raise DataError(f"{path} must hold a table '{_TABLES[0]}' with a line for each primary", value="it is not there",
                     remedy=_REMEDY)  # fmt: skip
 

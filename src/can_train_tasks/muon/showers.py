@@ -60,7 +60,8 @@ _MUON_LAYOUTS: Final[Mapping[int, Sequence[str]]] = {
 }
 _WITH_RADIUS: Final = ("muon_E_GeV", "", "x_m", "y_m")  # Four numbers whose second is the distance from the axis
 _RADIUS_TOLERANCE: Final = 1e-3  # Relative, of numbers in float32
-_PRIMARY_TABLES: Final = ("primaries", "conditions")  # HDF5 datasets
+PRIMARY_LIST: Final = "primary"  # Parquet column
+PRIMARY_ARRAYS: Final = ("primaries", "conditions")  # HDF5 datasets
 _EVENTS_REMEDY: Final = "Write the events as cr_muons does, or one line a muon: docs/muon.md"
 
 
@@ -185,7 +186,7 @@ def _read_columns(path: Path) -> _Table:
     import polars
 
     is_csv = path.suffix.lower() == ".csv"
-    if not is_csv and {_PRIMARY, MUON_TABLE} & {*polars.read_parquet_schema(path)}:
+    if not is_csv and {PRIMARY_LIST, MUON_TABLE} & {*polars.read_parquet_schema(path)}:
         return _parquet_events(path)
     line, first = ("line", 2) if is_csv else ("row", 1)  # the header of CSV is line 1
     frame = polars.read_csv(path, infer_schema=False) if is_csv else polars.read_parquet(path)
@@ -213,7 +214,7 @@ def _read_hdf5(path: Path) -> _Table:
                 columns = read(file, path)
                 return _Table(path=path, columns=columns, lines=np.arange(1, len(file[name]) + 1))
         arrays = {name: file[name] for name in file if isinstance(file[name], h5py.Dataset)}
-        if {MUON_TABLE, "counts", *_PRIMARY_TABLES} & {*arrays}:
+        if {MUON_TABLE, "counts", *PRIMARY_ARRAYS} & {*arrays}:
             return _hdf5_events(path, arrays)
         names = ", ".join(sorted(file)) or "nothing"
     raise DataError(f"{path} must hold a table '{MUON_TABLE}', '{_GROUND_TABLE}', or events ('primaries', 'muons', "
@@ -223,8 +224,8 @@ def _read_hdf5(path: Path) -> _Table:
 
 def _hdf5_events(path: Path, arrays: Mapping[str, Any]) -> _Table:
     """Reads the events of cr_muons: `primaries` [S, 4 to 7], `muons` [M, 3 to 6] and `counts` [S]."""
-    primaries = next((arrays[name] for name in _PRIMARY_TABLES if name in arrays), None)
-    missing = [name for name, array in ((_PRIMARY_TABLES[0], primaries), (MUON_TABLE, arrays.get(MUON_TABLE)),
+    primaries = next((arrays[name] for name in PRIMARY_ARRAYS if name in arrays), None)
+    missing = [name for name, array in ((PRIMARY_ARRAYS[0], primaries), (MUON_TABLE, arrays.get(MUON_TABLE)),
                                         ("counts", arrays.get("counts"))) if array is None]  # fmt: skip
     if missing or primaries is None:
         raise DataError(f"{path}: events have the arrays 'primaries', 'muons' and 'counts'",
@@ -254,28 +255,25 @@ def _parquet_events(path: Path) -> _Table:
     import polars
 
     schema = polars.read_parquet_schema(path)
-    missing = [name for name in (_PRIMARY, MUON_TABLE) if name not in schema]
+    missing = [name for name in (PRIMARY_LIST, MUON_TABLE) if name not in schema]
     if missing:
-        raise DataError(f"{path}: events have the columns '{_PRIMARY}' and '{MUON_TABLE}'",
+        raise DataError(f"{path}: events have the columns '{PRIMARY_LIST}' and '{MUON_TABLE}'",
                         value=f"without {', '.join(missing)}", remedy=_EVENTS_REMEDY)  # fmt: skip
-    frame = polars.read_parquet(path, columns=[_PRIMARY, MUON_TABLE])
-    numbers = polars.List(polars.Float64)
+    frame, numbers = polars.read_parquet(path, columns=[PRIMARY_LIST, MUON_TABLE]), polars.List(polars.Float64)
     try:
-        primary = frame[_PRIMARY].cast(numbers)
+        primary = frame[PRIMARY_LIST].cast(numbers)
         muons = frame[MUON_TABLE].cast(polars.List(numbers))
     except polars.exceptions.PolarsError as error:
-        kinds = ", ".join(f"{name} is {schema[name]}" for name in (_PRIMARY, MUON_TABLE))
-        raise DataError(f"{path}: '{_PRIMARY}' is a list of numbers, '{MUON_TABLE}' a list of such lists",
+        kinds = ", ".join(f"{name} is {schema[name]}" for name in (PRIMARY_LIST, MUON_TABLE))
+        raise DataError(f"{path}: '{PRIMARY_LIST}' is a list of numbers, '{MUON_TABLE}' a list of such lists",
                         value=kinds, remedy=_EVENTS_REMEDY) from error  # fmt: skip
     counts = muons.list.len().fill_null(0).to_numpy().astype(np.int64)
     # An empty list of muons becomes a null.
-    return _events(path, _rows(path, primary, _PRIMARY), _rows(path, muons.explode().drop_nulls(), MUON_TABLE), counts)
+    rows = matrix_of_lists(path, muons.explode().drop_nulls(), MUON_TABLE)
+    return _events(path, matrix_of_lists(path, primary, PRIMARY_LIST), rows, counts)
 
 
-_PRIMARY: Final = "primary"  # Parquet column of cr_muons
-
-
-def _rows(path: Path, lists: Any, name: str) -> Floats:
+def matrix_of_lists(path: Path, lists: Any, name: str) -> Floats:
     """Makes a matrix of lists of equal length."""
     lengths = lists.list.len().fill_null(0)
     if lengths.n_unique() > 1:
@@ -285,31 +283,42 @@ def _rows(path: Path, lists: Any, name: str) -> Floats:
     return values.reshape(len(lists), -1) if len(lists) else np.zeros((0, 3))
 
 
+def primary_columns(path: Path, primaries: Floats) -> Columns:
+    """Names the numbers of the events' primaries [S, 4 to 7].
+
+    Raises:
+        DataError: There are more or fewer numbers, or a mass is neither a number of nucleons nor in GeV.
+    """
+    layout = _PRIMARY_LAYOUTS.get(primaries.shape[1])
+    if layout is None:
+        raise DataError(f"{path}: a primary has 4 to 7 numbers", value=f"{primaries.shape[1]}", remedy=_EVENTS_REMEDY)
+    columns = {name: primaries[:, column] for column, name in enumerate(layout) if name}
+    mass = columns[_MASS]
+    whole = np.abs(mass - np.rint(mass)) <= _WHOLE
+    nucleons = np.rint(np.where(whole, mass, mass / _NUCLEON_GEV))
+    table = _Table(path=path, columns=columns, lines=np.arange(1, len(mass) + 1), line="event")
+    rule = "must be the primary's number of nucleons, or its mass in GeV"
+    table.check((nucleons >= 1) & (nucleons <= _MAX_NUCLEONS), _MASS, rule)
+    return columns | {PRIMARY: np.where(nucleons == 1, _PROTON_ID, 100 * nucleons)}
+
+
 def _events(path: Path, primaries: Floats, muons: Floats, counts: NDArray[np.int64]) -> _Table:
     """Makes one row for each muon of events: `primaries` [S, 4 to 7], `muons` [M, 3 to 6], `counts` [S]."""
-    of_primary, of_muon = _PRIMARY_LAYOUTS.get(primaries.shape[1]), _MUON_LAYOUTS.get(muons.shape[1])
-    if of_primary is None or of_muon is None:
-        raise DataError(f"{path}: a primary has 4 to 7 numbers, a muon 3 to 6",
-                        value=f"{primaries.shape[1]} and {muons.shape[1]}", remedy=_EVENTS_REMEDY)  # fmt: skip
-    if len(of_muon) == len(_WITH_RADIUS):
+    of_primaries, layout = primary_columns(path, primaries), _MUON_LAYOUTS.get(muons.shape[1])
+    if layout is None:
+        raise DataError(f"{path}: a muon has 3 to 6 numbers", value=f"{muons.shape[1]}", remedy=_EVENTS_REMEDY)
+    if len(layout) == len(_WITH_RADIUS):
         radius, position = muons[:, 1], np.hypot(muons[:, 2], muons[:, 3])
         is_radius = np.allclose(radius, position, rtol=_RADIUS_TOLERANCE, atol=_RADIUS_TOLERANCE)
-        of_muon = _WITH_RADIUS if is_radius else of_muon
+        layout = _WITH_RADIUS if is_radius else layout
     event = np.repeat(np.arange(len(counts)), counts)
-    columns = {name: primaries[event, column] for column, name in enumerate(of_primary) if name}
-    columns |= {name: muons[:, column] for column, name in enumerate(of_muon) if name}
+    columns = {name: muons[:, column] for column, name in enumerate(layout) if name}
     # An event without muons is written with one muon of zeros.
-    real = (muons != 0)[:, [column for column, name in enumerate(of_muon) if name]].any(axis=1)
-    columns = {name: values[real] for name, values in (columns | {EVENT: event + 1.0}).items()}
-    table = _Table(path=path, columns=columns, lines=event[real] + 1, line="event",
-                   empty=len(counts) - len(np.unique(event[real])))  # fmt: skip
-    masses = columns[_MASS]
-    whole = np.abs(masses - np.rint(masses)) <= _WHOLE
-    nucleons = np.rint(np.where(whole, masses, masses / _NUCLEON_GEV))
-    table.check((nucleons >= 1) & (nucleons <= _MAX_NUCLEONS), _MASS,
-                "must be the primary's number of nucleons, or its mass in GeV")  # fmt: skip
-    columns[PRIMARY] = np.where(nucleons == 1, _PROTON_ID, 100 * nucleons)
-    return table
+    real = np.stack([*columns.values()]).any(axis=0)
+    of_events: Columns = {**of_primaries, EVENT: np.arange(1.0, len(counts) + 1)}
+    columns |= {name: values[event] for name, values in of_events.items()}
+    return _Table(path=path, columns={name: values[real] for name, values in columns.items()}, lines=event[real] + 1,
+                  line="event", empty=len(counts) - len(np.unique(event[real])))  # fmt: skip
 
 
 def _muon_table(file: Any, path: Path) -> Columns:
@@ -438,8 +447,8 @@ def write_events(path: Path, showers: Showers) -> None:
     primary = np.stack([showers.energy_gev, showers.zenith_rad, showers.mass, showers.depth_g_cm2], axis=1)
     muons = np.stack([showers.muons[name] for name in names], axis=1)
     lists = np.split(muons, np.cumsum(showers.counts)[:-1])
-    frame = polars.DataFrame({_PRIMARY: primary.tolist(), MUON_TABLE: [each.tolist() for each in lists]},
-                             schema={_PRIMARY: polars.List(polars.Float64),
+    frame = polars.DataFrame({PRIMARY_LIST: primary.tolist(), MUON_TABLE: [each.tolist() for each in lists]},
+                             schema={PRIMARY_LIST: polars.List(polars.Float64),
                                      MUON_TABLE: polars.List(polars.List(polars.Float64))})  # fmt: skip
     try:
         with open_atomic(path) as file:

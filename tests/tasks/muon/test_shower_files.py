@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from can_train.errors import DataError, MissingDataError
 from can_train.training.sample_task import TaskContext
+from can_train_tasks.muon.primaries import read_primaries
 from can_train_tasks.muon.settings import MuonGanSettings, MuonSettings, ShowerDatasetSettings
 from can_train_tasks.muon.showers import MUON_TABLE, Columns, Showers, read_showers, shower_files, write_events
 from can_train_tasks.muon.synthetic_showers import write_hdf5, write_parquet
@@ -225,7 +226,7 @@ THREE = "events have the arrays 'primaries', 'muons' and 'counts'"
         ("counts", [2], ": the arrays of events must belong together: 1 primaries, 1 counts, whose sum is 2, 1 muons"),
         ("counts", [0.5], ": 'counts' has the number of muons of each event: float64 (1,)"),
         ("muons", [1.0], ": 'muons' must have a row of numbers for each of them: float64 (1,)"),
-        ("primaries", [[1.0, 2.0, 3.0]], ": a primary has 4 to 7 numbers, a muon 3 to 6: 3 and 3"),
+        ("primaries", [[1.0, 2.0, 3.0]], ": a primary has 4 to 7 numbers: 3"),
         ("primaries", [[1e5, 0.1, 0.1, 9.0]],
          ", event 1: mass must be the primary's number of nucleons, or its mass in GeV: 0.1"),
         ("primaries", [[-1e5, 0.1, 1.0, 9.0]], ", event 1: primary_E_GeV must be greater than 0: -100000"),
@@ -272,6 +273,18 @@ def test_events_that_are_written_are_read_back(written: Columns) -> None:
     for name in ("energy_gev", "zenith_rad", "mass", "depth_g_cm2", "counts"):
         assert np.array_equal(getattr(showers, name), getattr(again, name))
     assert all(np.array_equal(showers.muons[name], again.muons[name]) for name in showers.muons)
+
+
+@pytest.mark.parametrize(("suffix", "write"), [("parquet", write_parquet_events), ("h5", write_hdf5_events)])
+def test_the_primaries_of_events_are_read_without_their_muons(tmp_path: Path, suffix: str, write: Any) -> None:
+    path = tmp_path / f"events.{suffix}"
+    write(path, [[1e5, 0.1, 0.938272, 1500.0], [2e5, 0.2, 56.0, 1600.0]], [[], [[1.0, 2.0, 3.0, 4.0]]])
+    if suffix == "parquet":
+        polars.read_parquet(path).drop("muons").write_parquet(path)
+    primaries = read_primaries([path], 1.0)
+    assert primaries.mass.tolist() == [1.0, 56.0]
+    assert primaries.depth_g_cm2.tolist() == [1500.0, 1600.0]
+    assert primaries.energy_gev.tolist() == [1e5, 2e5]
 
 
 def muons_of(sets: Any) -> list[int]:
