@@ -21,6 +21,7 @@ from fakes.samples import observation
 
 TABLE = [
     ("ev", "evaluate"),
+    ("predict last --format ", "csv jsonl parquet"),
     ("--mod", "--model --mode --model-args"),
     ("--model ", "gat vgae fusion"),
     ("--model gat,v", "gat,vgae"),

@@ -117,6 +117,31 @@ class Large(Streamed):
         return model(batch[0]).softmax(dim=1) + 0 * wide.sum(dim=1, keepdim=True)
 
 
+class Deaf(Sides):
+    """Makes its data itself, whatever is asked for."""
+
+    def datasets(self):
+        return {"train": [(torch.ones(2) * number, number % 2) for number in range(40)]}
+
+
+class Lazy(Sides):
+    """Opens its file when a sample is asked for."""
+
+    def datasets(self):
+        return {"train": Rows(self, 40), "validation": Rows(self, 10)}
+
+
+class Rows:
+    def __init__(self, task, number):
+        self.task, self.number = task, number
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, number):
+        return list(points(self.task.dataset.path, with_labels=True))[number]
+
+
 class Mute(Sides):
     def predict(self, model, batch):
         return None
@@ -259,6 +284,31 @@ def test_data_that_need_labels_name_the_method_that_reads_without(said: Said) ->
     message = said("Sides", "--dataset", "bare.csv", code=2)
     assert "KeyError: 'label'" in message
     assert "write Sides.samples_to_predict" in " ".join(message.split())
+
+
+def test_a_task_that_makes_its_data_itself_does_not_predict_other_data(said: Said) -> None:
+    message = " ".join(said("Deaf", "--dataset", "bare.csv", code=2).split())
+    assert "Deaf.datasets does not look at --dataset: " in message
+    assert "Read self.dataset.path there, or in Deaf.samples_to_predict" in message
+    assert len(rows_of(said("Deaf"))) == 4
+
+
+def test_a_task_that_opens_its_file_late_looks_at_it(said: Said) -> None:
+    assert len(rows_of(said("Lazy", "--dataset", "labelled.csv"))) == 50
+
+
+def test_predictions_are_not_written_over_the_data(said: Said, place: Path) -> None:
+    before = (place / "bare.csv").read_text()
+    for data in ("bare.csv", "."):
+        message = said("Streamed", "--dataset", data, "--out", "bare.csv", code=2)
+        assert "The file of the predictions is one of the data files" in message
+    assert (place / "bare.csv").read_text() == before
+
+
+def test_an_empty_file_has_nothing_to_predict(said: Said, tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("x,y\n")
+    for name in ("Streamed", "Listed"):
+        assert "There is nothing to predict" in said(name, "--dataset", tmp_path / "empty.csv", code=2)
 
 
 def test_a_task_that_predicts_nothing_is_told_apart(said: Said, tmp_path: Path) -> None:

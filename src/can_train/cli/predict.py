@@ -35,10 +35,10 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
         typer.Option(help="A file, a folder or a known data set; -: standard input. [the run's own test part]"),
     ] = None,
     out: Annotated[
-        str, typer.Option(help="File, a folder for a file a recording, or -: standard output.", metavar="FILE")
+        str, typer.Option(help="A file; FOLDER/: one for each recording or clip; -: standard output.", metavar="FILE")
     ] = _STANDARD,
     format_: Annotated[
-        str, typer.Option("--format", help="csv, jsonl or parquet. [by the file's ending]", metavar="FORMAT")
+        str, typer.Option("--format", help="The format. [by the file's ending]", metavar="csv|jsonl|parquet")
     ] = "",
     batch_size: Annotated[
         int, typer.Option(help="Samples computed at a time; fewer where memory runs out.", min=1)
@@ -67,6 +67,7 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
     if record.folder.result() is None and (status := locator.status(record)).state.live:
         raise RunError("The run has not finished", value=str(status.state),
                        remedy=f"Wait for its end: can-train logs {run} -f")  # fmt: skip
+    _check_out(out, dataset)
     # Hydra and torch: a line that is wrong does not wait for them.
     output.print_starting(verbosity)
     from can_train.config.resolved import PathSettings
@@ -92,6 +93,17 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
         shown = "" if out == _STANDARD else f"; predictions: {out}"
         output.print_aside(f"Run {model.run_id} on {dataset or 'its own test part'}: {done:,} {model.counted}; reading "
                            f"took {reading_s:.1f} s{shown}")  # fmt: skip
+
+
+def _check_out(out: str, dataset: str | None) -> None:
+    """Refuses to write over the data: a folder's files are read as data, too."""
+    if out == _STANDARD or dataset in (None, _STANDARD):
+        return
+    file, place = expanded(out), expanded(str(dataset))
+    is_inside = file.is_file() and place.is_dir() and file.resolve().is_relative_to(place.resolve())
+    if is_inside or (file.is_file() and place.is_file() and file.samefile(place)):
+        raise ConfigError("The file of the predictions is one of the data files", value=f"--out {out}",
+                          remedy="Name another file with --out")  # fmt: skip
 
 
 def _write(model: LoadedModel, samples: object, out: str, format_: str, reporter: Reporter) -> int:

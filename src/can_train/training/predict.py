@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import nn
 from can_train.config.compose import prediction_run
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, data_root, state_folder
 from can_train.config.task_settings import load_object
-from can_train.errors import CheckpointError, ConfigError, DataError, TaskError
+from can_train.errors import CheckpointError, ConfigError, DataError, RunError, TaskError
 from can_train.fit.optimizer import Precision, tf32
 from can_train.fit.packing import MicroBatchLimit
 from can_train.memory.meters import open_meter
@@ -177,6 +177,34 @@ class SamplesToPredict(ABC):
         """Names a sample in a message."""
 
 
+class _Looks:
+    """Whether the code of a task has looked at the settings of its data: else it would predict data that it makes
+    itself for any `--dataset`.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._kind, self._dataset, self._names = type(task).__name__, task.dataset, set[str]()
+        kind, names = type(task.dataset), self._names
+
+        def seen(settings: Any, name: str) -> Any:
+            if not name.startswith("__"):
+                names.add(name)
+            return object.__getattribute__(settings, name)
+
+        watched: Any = object.__new__(type(kind.__name__, (kind,), {"__getattribute__": seen}))
+        vars(watched).update(vars(task.dataset))
+        names.clear()
+        task.dataset = watched
+        task.context = replace(task.context, dataset=watched)
+
+    def check(self) -> None:
+        """Raises ConfigError if the settings were not looked at."""
+        if not self._names:
+            raise ConfigError(f"{self._kind}.datasets does not look at --dataset", value=self._dataset.path,
+                              remedy=f"Read self.dataset.path there, or in {self._kind}.samples_to_predict; "
+                              "see docs/predict.md")  # fmt: skip
+
+
 class _OwnSamples(SamplesToPredict):
     """SamplesToPredict of the task's own sets: rows, set by set."""
 
@@ -211,6 +239,10 @@ class _NamedSamples(SamplesToPredict):
                 rows = np.arange(start, min(start + size, starts.stop), dtype=np.int64)
                 yield rows, self._reader.take(rows.tolist(), rows.tolist())
 
+    def first(self) -> None:
+        """Reads the first sample."""
+        self._read([0], [0])
+
     def _read(self, rows: Sequence[int], seeds: Sequence[int], failed: Any = None) -> list[Any]:
         if is_in_memory(self._samples):
             return [self._samples[row] for row in rows]
@@ -227,8 +259,9 @@ class _NamedSamples(SamplesToPredict):
 class _StreamedSamples(SamplesToPredict):
     """SamplesToPredict of a stream, which is read as far as they are predicted."""
 
-    def __init__(self, task: Task, name: str, stream: Any) -> None:
+    def __init__(self, task: Task, name: str, stream: Any, looks: _Looks | None) -> None:
         self.task, self._name, self._stream, self.total = task, name, stream, length_of(stream)
+        self._looks = looks
 
     def portions(self, size: int) -> Iterator[tuple[Rows, list[Any]]]:
         number = 0
@@ -237,7 +270,11 @@ class _StreamedSamples(SamplesToPredict):
         while True:
             with self.task.asked(f"the samples of {self._name} from number {number} on"), seeded(number):
                 portion = list(islice(samples, size))
+            if self._looks is not None and not number:
+                self._looks.check()
             if not portion:
+                if not number:
+                    raise DataError("There is nothing to predict", value=f"{self._name} has no samples")
                 return
             yield np.arange(number, number + len(portion), dtype=np.int64), portion
             number += len(portion)
@@ -253,8 +290,7 @@ class SampleModel(LoadedModel):
         self._finished, self._options = finished, options
         run = self._run = finished.run
         self.run_id = finished.run_id
-        roles = [needed.role for needed in run.prerequisites if getattr(run.mode, needed.role)]
-        self._models = {role: finished_model(run, role) for role in roles}
+        self._models = _models(run)
         self.task = self._with_cache(lambda cache: self._unread(run, cache))
         with seeded(run.training.seed):
             model = self.task.build_model()
@@ -279,13 +315,19 @@ class SampleModel(LoadedModel):
         def of_data(cache: Path) -> SamplesToPredict:
             task = self._unread(run, cache)
             name = Path(dataset).name if dataset else ""
+            looks = _Looks(task) if type(task).samples_to_predict is Task.samples_to_predict else None
             with seeded(0), _naming_method(type(task)), task.asked("samples_to_predict"):
                 samples = task.samples_to_predict()
             if is_stream(samples) or not isinstance(samples, Sized):
-                return _StreamedSamples(task, name, samples)
+                return _StreamedSamples(task, name, samples, looks)
             if not len(samples):
                 raise DataError("There is nothing to predict", value=f"{dataset} has no samples")
-            return _NamedSamples(task, name, samples)  # type: ignore[arg-type] # has an index
+            named = _NamedSamples(task, name, samples)  # type: ignore[arg-type] # has an index
+            if looks is not None:
+                # Some data sets read their file when the first sample is asked for.
+                named.first()
+                looks.check()
+            return named
 
         samples: SamplesToPredict = self._with_cache(of_data)
         return samples
@@ -338,6 +380,18 @@ class SampleModel(LoadedModel):
 
     def _with_cache(self, make: Callable[[Path], Any]) -> Any:
         return with_cache(usable_paths(self._options.paths, self._run), self._options.reporter, make)
+
+
+def _models(run: ResolvedRun) -> dict[str, FinishedModel]:
+    """Reads the finished models that a run builds on; a run that began with another one's weights has its own by now,
+    so that the other may be gone.
+    """
+    models = {}
+    for needed in run.prerequisites:
+        if getattr(run.mode, needed.role):
+            with nullcontext() if needed.required else suppress(RunError, CheckpointError):
+                models[needed.role] = finished_model(run, needed.role)
+    return models
 
 
 def open_inference(model: nn.Module, run: ResolvedRun, options: LoadOptions) -> BatchedInference:
