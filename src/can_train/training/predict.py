@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from can_train.training.inference import PART_SAMPLES, BatchedInference, Inferen
 from can_train.training.loading import finished_model, load_finished, with_cache
 from can_train.training.prediction_files import Columns, DefaultColumns, FolderFiles, Format
 from can_train.training.read_ahead import SampleReader, is_in_memory
-from can_train.training.sample_task import Task, make_task, make_unread, read_seeded, seeded
+from can_train.training.sample_task import Task, make_task, make_unread, read_seeded, seeded_host
 from can_train.training.streams import is_stream, length_of
 
 _IN_LINE: Final = "0"  # value of `training.num_workers`: no other process reads
@@ -268,7 +268,7 @@ class _StreamedSamples(SamplesToPredict):
         with self.task.asked(f"the samples of {self._name}"):
             samples = iter(self._stream)
         while True:
-            with self.task.asked(f"the samples of {self._name} from number {number} on"), seeded(number):
+            with self.task.asked(f"the samples of {self._name} from number {number} on"), seeded_host(number):
                 portion = list(islice(samples, size))
             if self._looks is not None and not number:
                 self._looks.check()
@@ -292,7 +292,7 @@ class SampleModel(LoadedModel):
         self.run_id = finished.run_id
         self._models = _models(run)
         self.task = self._with_cache(lambda cache: self._unread(run, cache))
-        with seeded(run.training.seed):
+        with seeded_host(run.training.seed):
             model = self.task.build_model()
         try:
             model.load_state_dict(finished.weights)
@@ -316,7 +316,7 @@ class SampleModel(LoadedModel):
             task = self._unread(run, cache)
             name = Path(dataset).name if dataset else ""
             looks = _Looks(task) if type(task).samples_to_predict is Task.samples_to_predict else None
-            with seeded(0), _naming_method(type(task)), task.asked("samples_to_predict"):
+            with seeded_host(0), _naming_method(type(task)), task.asked("samples_to_predict"):
                 samples = task.samples_to_predict()
             if is_stream(samples) or not isinstance(samples, Sized):
                 return _StreamedSamples(task, name, samples, looks)
@@ -365,7 +365,7 @@ class SampleModel(LoadedModel):
                 return task.predicted(model, part, [portion[place] for place in places], device, dtype)  # noqa: B023
 
             # Nothing stays changed while the caller has the predictions.
-            with seeded(first), computing(self._run, inference.device):
+            with _drawing_alike(first, inference.device), computing(self._run, inference.device):
                 parts = inference.parts(compute, rows)
             yield rows, portion, [prediction for part in parts for prediction in part]
 
@@ -407,13 +407,25 @@ def computing(run: ResolvedRun, device: InferenceDevice) -> Iterator[None]:
     """Opens a block that computes as the run did, so that the same samples have the same predictions, bit by bit; other
     code of the process computes as before.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(run.training.deterministic)
+    before = torch.get_deterministic_debug_mode()
+    # Not torch.use_deterministic_algorithms: it imports the compiler, which takes seconds and is not used here.
+    torch.set_deterministic_debug_mode("error" if run.training.deterministic else "default")
     try:
         with device.meter.active(), tf32(run.training, device.meter.device):
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
+
+
+@contextmanager
+def _drawing_alike(seed: int, device: InferenceDevice) -> Iterator[None]:
+    """Seeds the generators for a block whose model may draw, and restores them after it."""
+    with ExitStack() as stack:
+        stack.enter_context(seeded_host(seed))
+        if device.meter.device.type == "cuda":
+            stack.enter_context(torch.random.fork_rng([device.meter.device]))
+            torch.cuda.manual_seed(seed)
+        yield
 
 
 @contextmanager

@@ -774,6 +774,9 @@ class Task(BatchTask):
         if len(predictions) != size:
             raise DataError(f"{where} returned {len(predictions)} predictions for {size} samples",
                             remedy="Return one for each sample")  # fmt: skip
+        if isinstance(predictions, Tensor):
+            # One copy to the host, not one for each sample.
+            return list(predictions.detach().cpu())
         return [each.detach().cpu() if isinstance(each, Tensor) else each for each in predictions]
 
     def metric_sums(self, model: nn.Module, batch: LogicalBatch, size: int) -> Mapping[str, tuple[float, float]]:
@@ -987,6 +990,21 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def seeded_host(seed: int) -> Iterator[None]:
+    """Seeds the global generators of the host for the block, and restores them after it."""
+    with _restored():
+        _seed_host(seed)
+        yield
+
+
+def _seed_host(seed: int) -> None:
+    # Not torch.manual_seed: it seeds the GPU's generators too, which nobody restores, and takes a millisecond.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
 def read_seeded(
     rows: Sequence[int], seeds: Sequence[int], get: Callable[[int], Any], failed: Failed | None = None
 ) -> list[Any]:
@@ -994,10 +1012,7 @@ def read_seeded(
     read = []
     with _reading():
         for row, seed in zip(rows, seeds, strict=True):
-            # Not torch.manual_seed: it seeds the GPU's generators too, which nobody restores, and takes a millisecond.
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002
+            _seed_host(seed)
             try:
                 read.append(get(row))
             except Exception as error:
