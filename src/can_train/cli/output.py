@@ -85,7 +85,10 @@ class DataOutput:
             print_text(text, end="")
             return len(text)
         sys.stdout.flush()
-        sys.stdout.buffer.write(text.encode())
+        # A notebook's standard output, or that of a test, has no bytes.
+        if (buffer := getattr(sys.stdout, "buffer", None)) is None:
+            return sys.stdout.write(text)
+        buffer.write(text.encode())
         return len(text)
 
 
