@@ -19,6 +19,7 @@ from can_train.cli.output import Verbosity
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
 from can_train.errors import ConfigError, RunError, Stopped
 from can_train.io.records import expanded
+from can_train.reporter import COLUMNS, wrapped
 
 if TYPE_CHECKING:
     from can_train.reporter import Reporter
@@ -91,8 +92,9 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
                       format_, reporter)  # fmt: skip
     if verbosity != Verbosity.QUIET:
         shown = "" if out == _STANDARD else f"; predictions: {out}"
-        output.print_aside(f"Run {model.run_id} on {dataset or 'its own test part'}: {done:,} {model.counted}; reading "
-                           f"took {reading_s:.1f} s{shown}")  # fmt: skip
+        told = (f"Run {model.run_id} on {dataset or 'its own test part'}: {done:,} {model.counted}; reading took "
+                f"{reading_s:.1f} s{shown}")  # fmt: skip
+        output.print_aside(wrapped(told, COLUMNS, hang="  "))
 
 
 def _check_out(out: str, dataset: str | None) -> None:
