@@ -11,8 +11,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -36,8 +37,14 @@ _COLUMNS: Final = {
     "TrackNet": ("file name", "visibility", "x-coordinate", "y-coordinate"),
     "rally": ("frame", "visibility", "x", "y"),
 }
-_LABEL_FILES: Final = ("game*/Clip*/Label.csv", "Clip*/Label.csv", "Label.csv", "*.csv")
+_LABEL_FILES: Final = (
+    "game*/Clip*/Label.csv", "Clip*/Label.csv", "Label.csv", "*/match*/csv/*_ball.csv", "match*/csv/*_ball.csv",
+    "csv/*_ball.csv", "*.csv",
+)  # fmt: skip
 _SUFFIXES: Final = (".png", ".jpg", ".jpeg")
+VIDEO_SUFFIXES: Final = (".mp4", ".avi", ".mov", ".mkv", ".webm")
+_MATCH_FOLDERS: Final = ("csv", "corrected_csv")  # of the label files of a match
+_SET_FOLDERS: Final = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 _FEWEST_PARTS: Final = 3  # fewest games or clips that can be split: training, validation and test take one each
 _PICTURES_KEPT: Final = 64  # pictures kept in memory when they are read without a cache, for a plan
 
@@ -72,6 +79,7 @@ class Clip:
         starts: [T] first picture of the unbroken sequence that a picture belongs to.
         pictures: The T pictures.
         numbers: [T] number of each picture in its video.
+        belongs_to: Name of the set that the clip's folder stands for; empty: the clip is in the folder of no set.
     """
 
     name: str
@@ -83,6 +91,7 @@ class Clip:
     starts: NDArray[np.int64]
     pictures: Pictures
     numbers: NDArray[np.int64]
+    belongs_to: str = ""
 
     def __len__(self) -> int:
         return len(self.visibility)
@@ -99,13 +108,14 @@ class Labels:
     lines: NDArray[np.int64]
     layout: str = "TrackNet"
 
-    def clip(self, *, name: str, group: str, size: tuple[int, int], pictures: Pictures) -> Clip:
+    def clip(self, *, name: str, group: str, size: tuple[int, int], pictures: Pictures, belongs_to: str = "") -> Clip:
         """Makes a clip with these labels."""
         breaks = np.flatnonzero(np.diff(self.numbers, prepend=self.numbers[0] - 1) != 1)
         starts = np.zeros(len(self.numbers), np.int64)
         starts[breaks] = breaks
         return Clip(name=name, group=group, size=size, visibility=self.visibility, x=self.x, y=self.y,
-                    starts=np.maximum.accumulate(starts), pictures=pictures, numbers=self.numbers)  # fmt: skip
+                    starts=np.maximum.accumulate(starts), pictures=pictures, numbers=self.numbers,
+                    belongs_to=belongs_to)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +156,105 @@ class FilePictures:
             yield f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
 
 
+@dataclass(frozen=True, eq=False)
+class VideoPictures:
+    """Pictures of a video file, decoded when they are read. A picture is found by its time, from the key picture before
+    it; pictures in order are decoded once.
+
+    Attributes:
+        path: The file.
+        numbers: [T] numbers of the pictures in the video; empty: all of them.
+    """
+
+    path: Path
+    numbers: tuple[int, ...] = ()
+    _open: list[Any] = field(default_factory=list, repr=False)  # Decoder, and the time of its next picture
+
+    def __len__(self) -> int:
+        return len(self.numbers) or len(self._times)
+
+    @cached_property
+    def _times(self) -> list[int]:
+        """Time of each picture of the video, in the stream's unit."""
+        with _decoding(self.path), _av().open(str(self.path)) as container:
+            times = sorted(packet.pts for packet in container.demux(video=0) if packet.pts is not None)
+        if not times:
+            raise _no_video(self.path, "it has no pictures")
+        return times
+
+    def read(self, position: int, width: int, height: int) -> Picture:
+        """Returns picture `position`, resized to [height, width, 3].
+
+        Raises:
+            DataError: The video cannot be decoded.
+        """
+        number = self.numbers[position] if self.numbers else position
+        with _decoding(self.path):
+            image = self._decode(self._times[number]).to_image()
+        small = image.resize((width, height), _pillow().Resampling.BILINEAR)
+        return np.asarray(small.convert("RGB"), dtype=np.uint8)
+
+    def _decode(self, time: int) -> Any:
+        later = self._open[1] if self._open and self._open[0] <= time else None
+        if later is None or time - self._open[0] > _FORWARD * (self._times[-1] - self._times[0]) / len(self._times):
+            container = _av().open(str(self.path))
+            container.seek(time, stream=container.streams.video[0], backward=True)
+            later = container.decode(video=0)
+        for frame in later:
+            if frame.pts is not None and frame.pts >= time:
+                self._open[:] = [frame.pts + 1, later]
+                return frame
+        self._open.clear()
+        raise _no_video(self.path, f"the picture at {time} is not there")
+
+    def size(self) -> tuple[int, int]:
+        """Returns width and height of a picture, in pixels."""
+        with _decoding(self.path), _av().open(str(self.path)) as container:
+            stream = container.streams.video[0]
+            return stream.width, stream.height
+
+    def identity(self) -> Iterator[str]:
+        """Yields path, size in bytes, modification time and numbers of the pictures."""
+        status = self.path.stat()
+        yield f"{self.path.absolute()} {status.st_size} {status.st_mtime_ns} {self.numbers}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A decoder stays in its process.
+        return {"path": self.path, "numbers": self.numbers, "_open": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+_FORWARD: Final = 60  # Pictures that are decoded to come to a later one, rather than to look for a key picture
+
+
+@contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    """Turns errors of the decoder in the block into a DataError that names the file."""
+    try:
+        yield
+    except Exception as error:
+        # Some of PyAV's errors are of no class of Python's.
+        if not isinstance(error, OSError | ValueError | IndexError) and not type(error).__module__.startswith("av."):
+            raise
+        raise _no_video(path, str(error)) from error
+
+
+def _no_video(path: Path, why: str) -> DataError:
+    remedy = "Check the file; ffprobe shows its streams"
+    return DataError("A video cannot be read", value=f"{path}: {why}", remedy=remedy)
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise ConfigError("Videos are read by PyAV, which is not installed",
+                          remedy="Install it: pip install 'can-train[video]'") from error  # fmt: skip
+    return av
+
+
 def _pillow() -> Any:
     try:
         from PIL import Image
@@ -173,10 +282,16 @@ def label_files(path: Path) -> list[Path]:
 
     for pattern in _LABEL_FILES:
         if files := sorted(path.glob(pattern), key=by_numbers):
-            return files
+            return [_corrected(file) for file in files]
     raise MissingDataError("A data set of clips has label files", value=f"none in {path}",
-                           remedy="Give a folder of game*/Clip*/Label.csv, or CSV files with the columns"
-                           " Frame,Visibility,X,Y; or --dataset synthetic")  # fmt: skip
+                           remedy="Give a folder of game*/Clip*/Label.csv or of train/match*/csv/*_ball.csv, or CSV"
+                           " files with the columns Frame,Visibility,X,Y; or --dataset synthetic")  # fmt: skip
+
+
+def _corrected(path: Path) -> Path:
+    """Returns the label file with corrections, which TrackNetV3 has for its test matches; else the file itself."""
+    corrected = path.parent.parent / _MATCH_FOLDERS[1] / path.name
+    return corrected if path.parent.name == _MATCH_FOLDERS[0] and is_file(corrected) else path
 
 
 def read_labels(path: Path) -> Labels:
@@ -255,22 +370,14 @@ def read_clips(
     for path in label_files(Path(dataset.path)):
         labels = read_labels(path)
         size = (dataset.label_width, dataset.label_height)
-        folder = _picture_folder(path, labels.layout, dataset)
-        name = path.stem if labels.layout == "rally" else "/".join(path.parts[-3:-1])
-        group = path.stem if labels.layout == "rally" else path.parts[-3] if len(path.parts) > 2 else ""
-        if folder is None:
+        place = _picture_place(path, labels.layout, dataset)
+        name, group, belongs_to = _place_of(path, labels.layout)
+        if place is None:
             size = size if all(size) else RENDERED_SIZE
             pictures: Pictures = render(name, labels, size)
         else:
-            files = picture_files(folder)
-            for row in np.flatnonzero(~np.isin(labels.numbers, [*files]))[:1]:
-                raise MissingDataError(
-                    "Every row of a label file has its picture",
-                    value=f"{path}:{labels.lines[row]}: {folder} has no picture {labels.numbers[row]}",
-                    remedy="Extract it from the video once more, as PNG or JPEG, or remove the row",
-                )
-            pictures = FilePictures([files[number] for number in labels.numbers.tolist()])
-            size = size if all(size) else pictures.size()
+            found = _labelled_pictures(path, labels, place)
+            pictures, size = found, size if all(size) else found.size()
         outside = (labels.x < 0) | (labels.y < 0) | (labels.x > size[0]) | (labels.y > size[1])
         # The position of a hidden ball is a guess that nothing uses, so it may lie outside.
         for row in np.flatnonzero(outside & np.isin(labels.visibility, (EASY, HARD)))[:1]:
@@ -278,8 +385,39 @@ def read_clips(
                              f"{size[0]} × {size[1]}", f"{labels.x[row]:g},{labels.y[row]:g}",
                              remedy="Correct the row, or say to which size coordinates belong: --set"
                              " dataset.label_width=1280 --set dataset.label_height=720")  # fmt: skip
-        clips.append(labels.clip(name=name, group=group, size=size, pictures=pictures))
+        clips.append(labels.clip(name=name, group=group, size=size, pictures=pictures, belongs_to=belongs_to))
     return clips
+
+
+def _place_of(path: Path, layout: str) -> tuple[str, str, str]:
+    """Returns the name of a label file's clip, the clip's game, and the set that its folder stands for."""
+    if layout == "TrackNet":
+        return "/".join(path.parts[-3:-1]), path.parts[-3] if len(path.parts) > 2 else "", ""
+    if path.parent.name not in _MATCH_FOLDERS:
+        return path.stem, path.stem, ""
+    match = path.parent.parent
+    belongs_to = _SET_FOLDERS.get(match.parent.name, "")
+    # Matches of different sets have the same names.
+    game = f"{match.parent.name}/{match.name}" if belongs_to else match.name
+    return f"{game}/{path.stem}", game, belongs_to
+
+
+def _labelled_pictures(path: Path, labels: Labels, place: Path) -> "FilePictures | VideoPictures":
+    """Returns the picture of each row of a label file, from a folder or a video."""
+    if is_file(place):
+        video = VideoPictures(place)
+        missing, remedy = labels.numbers >= len(video), "Remove the row, or bring the whole video"
+        pictures: FilePictures | VideoPictures = replace(video, numbers=tuple(labels.numbers.tolist()))
+    else:
+        files = picture_files(place)
+        missing = ~np.isin(labels.numbers, [*files])
+        remedy = "Extract it from the video once more, as PNG or JPEG, or remove the row"
+        pictures = FilePictures([files[number] for number in labels.numbers.tolist() if number in files])
+    for row in np.flatnonzero(missing)[:1]:
+        raise MissingDataError("Every row of a label file has its picture",
+                               value=f"{path}:{labels.lines[row]}: {place} has no picture {labels.numbers[row]}",
+                               remedy=remedy)  # fmt: skip
+    return pictures
 
 
 def picture_files(folder: Path) -> dict[int, Path]:
@@ -295,47 +433,61 @@ def unlabelled_clips(dataset: TrackNetDatasetSettings) -> list[Clip]:
         MissingDataError: There are no pictures.
         DataError: A file is not a picture.
     """
-    place, clips = Path(dataset.frames or dataset.path), []
+    place, clips = Path(dataset.frames or dataset.path), list[Clip]()
+    if is_file(place) and place.suffix.lower() in VIDEO_SUFFIXES:
+        return [_unlabelled(np.arange(len(VideoPictures(place))), place.stem, VideoPictures(place), dataset)]
     folders = [place, *sorted(folder for folder in place.rglob("*") if folder.is_dir())] if place.is_dir() else []
     clip_files = {folder: files for folder in folders if (files := dict(sorted(picture_files(folder).items())))}
     names = Counter(folder.name for folder in clip_files)
     for folder, files in clip_files.items():
-        pictures, nothing = FilePictures([*files.values()]), np.zeros(len(files))
-        size = (dataset.label_width, dataset.label_height)
-        labels = Labels(numbers=np.array([*files]), visibility=np.full(len(files), ABSENT), x=nothing, y=nothing,
-                        lines=np.zeros(len(files), np.int64))  # fmt: skip
         name = folder.relative_to(place).as_posix() if names[folder.name] > 1 else folder.resolve().name
-        clips.append(labels.clip(name=name, group="", size=size if all(size) else pictures.size(), pictures=pictures))
+        clips.append(_unlabelled(np.array([*files]), name, FilePictures([*files.values()]), dataset))
     if not clips:
+        kinds = ", ".join(suffix[1:] for suffix in VIDEO_SUFFIXES)
         raise MissingDataError("There are no pictures to predict", value=f"{place} holds no 0.png, 1.png or 0.jpg, …",
-                               remedy="Extract them from the video, and give their folder: --dataset FOLDER"
-                               )  # fmt: skip
+                               remedy=f"Give their folder, or a video ({kinds}): --dataset VIDEO.mp4")  # fmt: skip
     return clips
 
+
+def _unlabelled(
+    numbers: NDArray[np.int64], name: str, pictures: "FilePictures | VideoPictures", dataset: TrackNetDatasetSettings
+) -> Clip:
+    nothing, size = np.zeros(len(numbers)), (dataset.label_width, dataset.label_height)
+    labels = Labels(numbers=numbers, visibility=np.full(len(numbers), ABSENT), x=nothing, y=nothing,
+                    lines=np.zeros(len(numbers), np.int64))  # fmt: skip
+    return labels.clip(name=name, group="", size=size if all(size) else pictures.size(), pictures=pictures)
+
+
+BACKGROUND_PICTURES: Final = 120
+"""Pictures of a game whose median is its background."""
 
 RENDERED_SIZE: Final = (1280, 720)
 """Width and height in pixels of the broadcasts behind published label files without pictures."""
 
 
-def _picture_folder(path: Path, layout: str, dataset: TrackNetDatasetSettings) -> Path | None:
-    """Finds the folder of a label file's pictures; None where the pictures should be rendered.
+def _picture_place(path: Path, layout: str, dataset: TrackNetDatasetSettings) -> Path | None:
+    """Finds the folder of a label file's pictures, or their video; None where the pictures should be rendered.
 
     Raises:
-        MissingDataError: There is no such folder, and the settings do not ask for rendered pictures.
+        MissingDataError: There is neither, and the settings do not ask for rendered pictures.
     """
     if layout == "TrackNet":
         return path.parent
     stems = (path.stem, path.stem.removesuffix("_ball"))
-    # TrackNetV3 has match1/csv/1_01_00_ball.csv and match1/frame/1_01_00/0.png.
-    bases = [Path(dataset.frames)] if dataset.frames else [path.parent, path.parent.parent / "frame"]
-    folder = next((base / stem for base in bases for stem in stems if is_folder(base / stem)), None)
-    if folder is None and not dataset.render_missing_frames:
+    # TrackNetV3 has match1/csv/1_01_00_ball.csv, match1/frame/1_01_00/0.png and match1/video/1_01_00.mp4.
+    match = path.parent.parent
+    bases = [Path(dataset.frames)] if dataset.frames else [path.parent, match / "frame", match / "video"]
+    folders = (base / stem for base in bases for stem in stems)
+    videos = (base / f"{stem}{suffix}" for base in bases for stem in stems for suffix in VIDEO_SUFFIXES)
+    place = next(filter(is_folder, folders), None) or next(filter(is_file, videos), None)
+    if place is None and not dataset.render_missing_frames:
         raise MissingDataError(
-            "The pictures of a label file lie in a folder of its name", value=f"there is no {bases[0] / stems[-1]}",
-            remedy="Extract them from the video (0.png, 1.png, …), name their folder with --set dataset.frames=DIR, or"
-            " train on generated ones: --set dataset.render_missing_frames=true",
+            "The pictures of a label file lie in a folder of its name, or in a video",
+            value=f"there is no {bases[0] / stems[-1]} and no {stems[-1]}.mp4",
+            remedy="Bring the video, extract its pictures (0.png, 1.png, …), name their folder with --set"
+            " dataset.frames=DIR, or train on generated ones: --set dataset.render_missing_frames=true",
         )  # fmt: skip
-    return folder
+    return place
 
 
 def split_clips(
@@ -343,13 +495,16 @@ def split_clips(
 ) -> Mapping[str, Sequence[tuple[Clip, int, int]]]:
     """Divides clips into training, validation and test.
 
-    Games stay whole. With fewer than three games, clips stay whole. With fewer than three clips, each clip is cut by
-    time, without the pictures where inputs of two sets would overlap. Successive pictures are nearly equal, so with a
-    random choice among pictures the test set would repeat the training set.
+    Clips in the folders of sets are divided as they lie there; a set without a folder gets its share of the training
+    folder. Else games stay whole. With fewer than three games, clips stay whole. With fewer than three clips, each clip
+    is cut by time, without the pictures where inputs of two sets would overlap. Successive pictures are nearly equal,
+    so with a random choice among pictures the test set would repeat the training set.
 
     Returns:
         For each set its parts of clips: (clip, first picture, picture after the last).
     """
+    if any(clip.belongs_to == _SETS[0] for clip in clips):
+        return _sets_of_folders(clips, validation=validation, test=test)
     groups = list(dict.fromkeys(clip.group for clip in clips))
     units = [[clip for clip in clips if clip.group == group] for group in groups]
     if len(units) < _FEWEST_PARTS:
@@ -371,6 +526,21 @@ def split_clips(
 _SETS: Final = ("train", "validation", "test")
 
 
+def _sets_of_folders(
+    clips: Sequence[Clip], *, validation: float, test: float
+) -> Mapping[str, Sequence[tuple[Clip, int, int]]]:
+    by_set = {name: [clip for clip in clips if clip.belongs_to == name] for name in _SETS}
+    if by_set["validation"] and by_set["test"]:
+        return {name: [(clip, 0, len(clip)) for clip in part] for name, part in by_set.items()}
+    # Clips of one game, to be divided as if they lay in no folder.
+    training = [replace(clip, belongs_to="") for clip in by_set["train"]]
+    divided = split_clips(training, validation=validation, test=test)
+    sets = {name: [(clip, 0, len(clip)) for clip in by_set[name]] or [*divided[name]] for name in _SETS[1:]}
+    # A set that has a folder leaves its share to training.
+    more = [part for name in _SETS[1:] if by_set[name] for part in divided[name]]
+    return {"train": [*divided["train"], *more], **sets}
+
+
 @dataclass(eq=False)
 class FrameReader:
     """Reads resized pictures.
@@ -387,6 +557,7 @@ class FrameReader:
     width: int
     height: int
     cache: Path | None = None
+    _backgrounds: dict[str, Picture] = field(default_factory=dict)
     _prepared: dict[Clip, NDArray[np.uint8]] = field(default_factory=dict)
     _decoded: Callable[[Clip, int], Picture] = field(init=False)
 
@@ -417,6 +588,19 @@ class FrameReader:
         if clip in self._prepared:
             return self._prepared[clip][positions]
         return np.stack([self._decoded(clip, each) for each in positions])
+
+    def prepare_backgrounds(self, clips: Sequence[Clip], *, most: int = BACKGROUND_PICTURES) -> None:
+        """Computes the background of each game: the median of `most` of its pictures, evenly spread."""
+        for group in dict.fromkeys(clip.group for clip in clips):
+            of_group = [clip for clip in clips if clip.group == group]
+            places = [(clip, position) for clip in of_group for position in range(len(clip))]
+            chosen = np.unique(np.linspace(0, len(places) - 1, min(most, len(places))).astype(np.int64))
+            pictures = np.stack([self.read(*places[number])[-1] for number in chosen])
+            self._backgrounds[group] = np.median(pictures, axis=0).astype(np.uint8)
+
+    def background(self, clip: Clip) -> Picture:
+        """Returns the background of a clip's game, [H, W, 3]; `prepare_backgrounds` computed it."""
+        return self._backgrounds[clip.group]
 
     def _mapped(self, clip: Clip) -> NDArray[np.uint8]:
         assert self.cache is not None

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from can_train.config.settings import check_range
+from can_train.config.settings import check_choice, check_range
 from can_train.config.task_settings import ModelSpec, TaskSettings
 from can_train.errors import ConfigError
+
+OFF, CONCAT, SUBTRACT = BACKGROUNDS = ("off", "concat", "subtract")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,12 @@ class TrackNetDatasetSettings:
     name: str = "synthetic"
     """Name in keys and run ids."""
     path: str = ""
-    """A folder of game*/Clip*/Label.csv, a CSV file of Frame,Visibility,X,Y, or a folder of these."""
+    """A folder of game*/Clip*/Label.csv or train/match*/csv/*_ball.csv, a CSV file of Frame,Visibility,X,Y, or a folder
+    of these."""
     frames: str = ""
-    """Folder that holds the picture folder of each CSV file; empty: picture folders lie beside the CSV files."""
+    """Folder that holds the picture folder, or the video, of each CSV file; empty: they lie beside the CSV files."""
+    background: str = "off"
+    """Median of a game's pictures: concat: a further input beside the pictures; subtract: from each picture; or off."""
     render_missing_frames: bool = False
     """Draw generated pictures for a CSV file without pictures, with the ball at its labelled positions."""
     label_width: int = 0
@@ -70,6 +75,7 @@ class TrackNetDatasetSettings:
     """Size and seed of the simulated games; used by `synthetic` only."""
 
     def __post_init__(self) -> None:
+        check_choice("dataset.background", self.background, BACKGROUNDS)
         for name in ("label_width", "label_height"):
             check_range(f"dataset.{name}", getattr(self, name), low=0)
         for name in ("width", "height"):
@@ -155,8 +161,8 @@ TASK = TaskSettings(
     task_class="can_train_tasks.tracknet.task:TrackNetTask",
     settings=TrackNetSettings,
     dataset=TrackNetDatasetSettings,
-    inputs=("width", "height"),
-    inherited=("width", "height"),
+    inputs=("width", "height", "background"),
+    inherited=("width", "height", "background"),
     models={"": ModelSpec(settings=UNetSettings, modes=("",))},
     training=TRAINING,
 )

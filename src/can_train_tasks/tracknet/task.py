@@ -6,7 +6,7 @@ pixel is 0.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -24,11 +24,19 @@ from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task
 from can_train_tasks.tracknet import clips as reading
 from can_train_tasks.tracknet.clips import ABSENT, EASY, HARD, OCCLUDED, Clip, Floats, FrameReader
 from can_train_tasks.tracknet.rendering import png_bytes, render_missing, simulated_clips, synthetic_folder
-from can_train_tasks.tracknet.settings import TrackNetDatasetSettings, TrackNetSettings, UNetSettings
+from can_train_tasks.tracknet.settings import (
+    CONCAT,
+    OFF,
+    SUBTRACT,
+    TrackNetDatasetSettings,
+    TrackNetSettings,
+    UNetSettings,
+)
 from can_train_tasks.tracknet.unet import make_unet
 
 TERM: Final = "heatmap"
 
+_PLANNED_PICTURES: Final = 8  # Pictures of a game whose median stands for its background in a plan
 _TOLERANCE_WIDTH: Final = 256  # Width in pixels of the picture that `tolerance_px` refers to
 _REFINED: Final = 2  # Pixels on each side of a peak whose heights refine its position
 # Least change between two pictures that the baseline reports as a ball, in grey levels of 256, averaged over 3 × 3
@@ -99,13 +107,21 @@ class TrackNetTask(Task):
             dataset = TrackNetDatasetSettings(path=str(folder), width=dataset.width, height=dataset.height)
         clips = reading.read_clips(dataset, render_missing)
         self.frames.prepare(clips, self.context.reporter)
+        self._prepare_backgrounds(clips)
         return self._moments(clips)
+
+    def _prepare_backgrounds(self, clips: Sequence[Clip], *, most: int = reading.BACKGROUND_PICTURES) -> None:
+        if self.dataset.background != OFF:
+            self.frames.prepare_backgrounds(clips, most=most)
 
     def sample_datasets(self) -> Mapping[str, Sequence[Moment]]:
         """Reads the labels; pictures are read or drawn later, when a batch needs them."""
         if self.dataset.is_synthetic:
-            return self._moments(simulated_clips(self.dataset.synthetic))
-        return self._moments(reading.read_clips(self.dataset, render_missing))
+            clips = simulated_clips(self.dataset.synthetic)
+        else:
+            clips = reading.read_clips(self.dataset, render_missing)
+        self._prepare_backgrounds(clips, most=_PLANNED_PICTURES)
+        return self._moments(clips)
 
     @cached_property
     def frames(self) -> FrameReader:
@@ -156,18 +172,29 @@ class TrackNetTask(Task):
         return {"samples": 1.0}
 
     def collate(self, samples: Sequence[Moment]) -> dict[str, Tensor]:
-        """Reads the pictures as bytes [B, H, W, 9], which `heatmaps` turns into floats on the device.
+        """Reads the pictures as bytes [B, H, W, 9], with a background [B, H, W, 12], which `heatmaps` turns into floats
+        on the device.
 
         The batch also has the balls' positions [B, 2], whether each ball is visible [B], and whether each picture has a
         loss [B].
         """
-        pictures = [np.concatenate(self.frames.read(moment.clip, moment.position), axis=-1) for moment in samples]
+        pictures = [np.concatenate(self._input(moment), axis=-1) for moment in samples]
         return {
             "pictures": torch.from_numpy(np.stack(pictures)),
             "balls": torch.tensor([moment.ball for moment in samples], dtype=torch.float64),
             "seen": torch.tensor([moment.is_visible for moment in samples]),
             "counted": torch.tensor([self._is_counted(moment) for moment in samples]),
         }
+
+    def _input(self, moment: Moment) -> Sequence[NDArray[np.uint8]]:
+        """Returns the pictures [H, W, 3] that the network sees for a moment."""
+        pictures = self.frames.read(moment.clip, moment.position)
+        if self.dataset.background == CONCAT:
+            return [*pictures, self.frames.background(moment.clip)]
+        if self.dataset.background == SUBTRACT:
+            background = self.frames.background(moment.clip).astype(np.int16)
+            return [*np.abs(pictures - background).astype(np.uint8)]
+        return [*pictures]
 
     def _is_counted(self, moment: Moment) -> bool:
         # A picture with a hidden ball has no loss: to report the ball is neither right nor wrong.
@@ -202,6 +229,10 @@ class TrackNetTask(Task):
         """Finds pictures without labels, which are decoded as they are predicted."""
         size = (self.dataset.width, self.dataset.height)
         clips = reading.unlabelled_clips(self.dataset)
+        if self.dataset.background != OFF:
+            # Each clip is a game of its own here.
+            clips = [replace(clip, group=clip.name) for clip in clips]
+            self._prepare_backgrounds(clips)
         self._is_one_clip = len(clips) == 1
         return [Moment(clip=clip, position=position, size=size) for clip in clips for position in range(len(clip))]
 

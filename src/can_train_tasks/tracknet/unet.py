@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from can_train.errors import ConfigError
-from can_train_tasks.tracknet.settings import TrackNetDatasetSettings, UNetSettings
+from can_train_tasks.tracknet.settings import CONCAT, TrackNetDatasetSettings, UNetSettings
 
-INPUT_CHANNELS: Final = 9  # Red, green and blue of three pictures
+_PICTURE_CHANNELS: Final = 3  # Red, green and blue
+INPUT_CHANNELS: Final = 3 * _PICTURE_CHANNELS  # Of three pictures
 _FIRST_GUESS: Final = 0.01  # Height of every pixel before training, as in the focal loss's paper: balls are small
 
 
@@ -32,12 +33,12 @@ class Convolutions(nn.Sequential):
 
 
 class Encoder(nn.Module):
-    """Computes the features of each level from pictures [B, 9, H, W]."""
+    """Computes the features of each level from pictures [B, channels, H, W]."""
 
-    def __init__(self, settings: UNetSettings) -> None:
+    def __init__(self, settings: UNetSettings, channels: int) -> None:
         super().__init__()
         widths = _widths(settings)
-        inputs = (INPUT_CHANNELS, *widths[:-1])
+        inputs = (channels, *widths[:-1])
         self.levels = nn.ModuleList(Convolutions(before, here, settings.groups)
                                     for before, here in zip(inputs, widths, strict=True))  # fmt: skip
 
@@ -75,14 +76,14 @@ class UNet(nn.Module):
     Source: Ronneberger et al. 2015, arXiv:1505.04597; Sun et al. 2020 (TrackNetV2), with fewer channels.
     """
 
-    def __init__(self, settings: UNetSettings) -> None:
+    def __init__(self, settings: UNetSettings, channels: int = INPUT_CHANNELS) -> None:
         super().__init__()
-        self.backbone, self.decoder = Encoder(settings), Decoder(settings)
+        self.backbone, self.decoder = Encoder(settings, channels), Decoder(settings)
         self.head = nn.Conv2d(settings.width, 1, 1)
         nn.init.constant_(self.head.bias, math.log(_FIRST_GUESS / (1 - _FIRST_GUESS)))  # type: ignore[arg-type]
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Computes the heatmaps' logits [B, H, W] from pictures [B, 9, H, W] with values in [0, 1]."""
+        """Computes the heatmaps' logits [B, H, W] from pictures [B, 9 or 12, H, W] with values in [0, 1]."""
         logits: Tensor = self.head(self.decoder(self.backbone(pictures)))
         return logits.squeeze(1)
 
@@ -98,7 +99,7 @@ def make_unet(settings: UNetSettings, dataset: TrackNetDatasetSettings) -> UNet:
         raise ConfigError(f"Width and height can be halved on each level: they are multiples of {factor}",
                           value=f"dataset.width {dataset.width}, dataset.height {dataset.height}",
                           remedy="Choose other sizes, or fewer levels with --set model.levels=2")  # fmt: skip
-    return UNet(settings)
+    return UNet(settings, INPUT_CHANNELS + (_PICTURE_CHANNELS if dataset.background == CONCAT else 0))
 
 
 def _widths(settings: UNetSettings) -> list[int]:
