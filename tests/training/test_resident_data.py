@@ -28,6 +28,7 @@ from can_train.training.session import Session
 from can_train.training.train import make_session, train, train_new
 from fakes.bitwise import assert_ends_like
 from fakes.costly import CostlyNet
+from fakes.killed_runs import finish, finish_killed, only_run
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 from fakes.trained_runs import bus_log
 
@@ -293,6 +294,20 @@ def task_run(place: Path, kind: str, words: str) -> Path:
     assert data["on_device"] is (kind == "on")
     assert data["num_bytes"] > 0
     return path
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_its_data_on_the_device_to_the_same_bits(tmp_path: Path) -> None:
+    data = "--dataset synthetic --set dataset.synthetic.seconds=8 --data-on-device"
+    line = f"--model gat --size student --no-baselines --epochs 2 --batch-size 32 --device sim:256MiB {data}"
+    words = ["--checkpoint-every", "2", *line.split()]
+    apart, together, state = tmp_path / "off", tmp_path / "auto", tmp_path / "state"
+    finish(apart, state, *words, "off")
+    finish_killed(together, state, [*words, "auto"], at=[2, 8])
+    result = RunFolder(only_run(together)).result()
+    assert result is not None
+    assert result["plan"]["data"]["on_device"] is True
+    assert_ends_like(only_run(together), only_run(apart))
 
 
 BENDR = "--task bendr --dataset synthetic --batch-size 8 --set model.hidden=16 --set model.layers=1"
