@@ -29,7 +29,7 @@ LINES = {
     "factors": ["factors STATE", "factors my_task --show STATE", "factors --json STATE"],
     "runs": ["runs DIRS", "runs --json DIRS", "runs --best best_validation_loss DIRS",
              "runs --best best_validation_loss --json DIRS"],
-    "show": ["show RUN DIRS", "show RUN --json DIRS", "show FOLDER"],
+    "show": ["show RUN DIRS", "show RUN --config DIRS", "show RUN --json DIRS", "show FOLDER"],
     "compare": ["compare RUN OTHER DIRS", "compare RUN OTHER --json DIRS"],
     "report": ["report RUN --output HTML DIRS", "report RUN OTHER --output HTML DIRS"],
     "status": ["status RUN DIRS", "status RUN --json DIRS"],

@@ -51,7 +51,7 @@ def command_lines(markdown: str) -> list[list[str]]:
     pattern = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\./)?can-train(?: (.*))?$")
     matches = [match for line in lines if (match := pattern.match(line))]
     words = [shlex.split(match[1] or "", comments=True) for match in matches]
-    found = [[*takewhile(lambda word: word != "|", line)] for line in words]
+    found = [[*takewhile(lambda word: word not in ("|", ">"), line)] for line in words]
     return [line for index, line in enumerate(found) if line not in found[:index]]
 
 
@@ -81,6 +81,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             small = ["--size", size, "--model-args", "hidden=4,layers=1,heads=1"]
             said(["--model", "gat", *small, "--device", "sim:64MiB", *once])
         said(["--model", "vgae", "--set", "model.hidden=[8]", "--device", "cpu", *once])
+        (folder / "run.yaml").write_text(said(["show", "last", "--config"]))
         said(["factors", "--export", "factors.json"])
         said(["factors", "synthetic_gat_student_normal", "--pin", "0.7"])
     yield folder

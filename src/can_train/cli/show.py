@@ -8,6 +8,7 @@ import typer
 
 from can_train.cli.output import print_json, print_tables, print_text, print_wrapped, writing
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
+from can_train.config.resolved import plain_to_yaml
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import write_text_atomic
 from can_train.report import run_facts as facts
@@ -17,18 +18,32 @@ from can_train.reporter import COLUMNS, wrapped
 _REPORT: Final = "report.html"
 
 
-def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
+def show(
+    run: Run,
+    *,
+    config: Annotated[
+        bool, typer.Option("--config", help="Print all of its settings, as a file for can-train --config.")
+    ] = False,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = "runs",
+    state_dir: StateDir = None,
+) -> None:
     """Show a run: scores, plan, memory, settings that are not the defaults, and the commands that continue it."""
     locator = RunLocator(runs_dir, state_dir)
-    status = locator.status(locator.find(run))
+    record = locator.find(run)
+    if config:
+        settings = record.folder.config()
+        print_json(settings) if as_json else print_text(plain_to_yaml(settings), end="")
+        return
+    status = locator.status(record)
     if as_json:
         print_json(facts.run_facts(status))
         return
     folder, result = status.known.folder, facts.result_of(status)
-    config, commands = folder.config(), facts.next_commands(status)
-    print_text(with_command_name("\n".join(f"{name:<8}{text}" for name, text in facts.head_facts(status, config))))
+    plain, commands = folder.config(), facts.next_commands(status)
+    print_text(with_command_name("\n".join(f"{name:<8}{text}" for name, text in facts.head_facts(status, plain))))
     print_tables(facts.score_tables(result))
-    device = str(result.get("device") or config.get("device"))
+    device = str(result.get("device") or plain.get("device"))
     sentences, figures, notices = facts.full_plan(facts.read_plan(folder), device)
     _print_part("Plan", [*sentences, *(f"{name:<14} {text}" for name, text in figures), *notices])
     memory = facts.memory_lines(facts.memory_facts(folder, result))

@@ -6,6 +6,7 @@ command that follows the end of a job.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -30,6 +31,7 @@ from can_train.cli.train_options import (
 )
 from can_train.config.resolved import user_file
 from can_train.config.settings import split_list
+from can_train.config.task_settings import task_names
 from can_train.errors import CanTrainError, ConfigError, FailedRunError, with_command_name
 from can_train.reporter import LineReporter, SilentReporter, TextTable
 from can_train.slurm.launchers import check_started_once, find_launch, launched_place
@@ -50,16 +52,104 @@ if TYPE_CHECKING:
 
 def make_train_command(words: Sequence[str]) -> Callable[..., None]:
     """Makes the command, with the options of the task that its words name."""
+    given, options = flag_values(words), {**OPTIONS, "config": _CONFIG}
+    if given.get("--config"):
+        # Its task decides which options there are, and its device is the default.
+        file = RunFile.read(given["--config"])
+        options["device"] = _AS_BEFORE["device"]
+        words = words if "--task" in given or file.task not in task_names() else [*words, "--task", file.task]
+        return make_command(options, partial(_train_file, file), words=words)
     # The class of a task of one's own, which imports torch, tells its options.
-    if ":" in flag_values(words).get("--task", ""):
+    if ":" in given.get("--task", ""):
         output.print_starting(Verbosity.QUIET if {"-q", "--quiet"} & {*words} else Verbosity.NORMAL)
-    return make_command(OPTIONS, _train, words=words)
+    return make_command(options, _train, words=words)
 
 
 def _train(flags: Flags) -> None:
     after = _check_train_flags(flags)
     _print_starting(flags)
     start_runs(resolve_runs(flags, after), flags, after)
+
+
+# A run as a file
+
+_CONFIG: Final = (
+    str | None, None, "File of a run, which other flags change: can-train show RUN --config. -: standard input.",
+)  # fmt: skip
+_TASK_LINE: Final = re.compile(r"(?m)^task:[ \t]*(\S.*?)[ \t]*$")
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """The text of a file with the settings of a run, and its name for messages."""
+
+    text: str
+    name: str
+    folder: Path
+
+    @classmethod
+    def read(cls, name: str) -> Self:
+        """Reads a file; `-` is standard input."""
+        from can_train.io.records import expanded, read_text
+
+        try:
+            text = sys.stdin.read() if name == "-" else read_text(expanded(name))
+        except (OSError, UnicodeDecodeError) as error:
+            why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is no text in UTF-8"
+            raise ConfigError("The file of --config cannot be read", value=f"{name}: {why}",
+                              remedy="can-train show RUN --config > run.yaml writes one") from error  # fmt: skip
+        is_input = name == "-"
+        return cls(text, "standard input" if is_input else name, Path() if is_input else expanded(name).parent)
+
+    @property
+    def task(self) -> str:
+        """The task that it names, found without parsing it; empty: none."""
+        found = _TASK_LINE.search(self.text)
+        return found[1] if found is not None else ""
+
+
+def _train_file(file: RunFile, flags: Flags) -> None:
+    after = _check_train_flags(flags)
+    _print_starting(flags)
+    start_runs(resolve_file(file, flags, after), flags, after)
+
+
+def resolve_file(file: RunFile, flags: Flags, after: Sequence[str]) -> "list[ResolvedRun]":
+    """Resolves the run of a file with the changes that flags give: several runs where they are swept. A person's own
+    defaults do not change it: the file has all settings.
+    """
+    from can_train.config.compose import expand, from_file, resolve_again
+    from can_train.config.resolved import with_absolute_paths
+
+    request = make_request({**flags, "device": flags["device"] or "auto"}, model="", dataset="", mode=None, size=None)
+    base, chosen = from_file(file.text, file.name, beside=file.folder), _chosen(flags)
+    if flags["submit"] and base.cluster.executor == "local":
+        # A run that was trained where it was started names no cluster.
+        chosen.setdefault("cluster", request.cluster)
+    if base.paths.code_dir and not flags["quiet"]:
+        output.print_note(f"{file.name} names code, which runs: {base.task} in {base.paths.code_dir}")
+    return [_with_prerequisites(with_absolute_paths(resolve_again(base.config, each, chosen)), flags, after)
+            for each in expand([replace(request, user_file=None)])]  # fmt: skip
+
+
+def _chosen(flags: Flags) -> dict[str, str]:
+    return {name: flags[name] for name in _CHOICES if flags[name]}
+
+
+def _with_prerequisites(run: "ResolvedRun", flags: Flags, after: Sequence[str]) -> "ResolvedRun":
+    """Finds the runs that a run builds on: they may have been changed, or be gone."""
+    from can_train.config.compose import preset_request
+    from can_train.config.resolved import state_dir
+    from can_train.runs.past_runs import PastRuns, resolve_prerequisites
+    from can_train.slurm import client as slurm
+
+    if not (run.prerequisites or run.training.start_from):
+        return run
+    past = PastRuns(state_dir(run.paths), run.runs_dir, slurm, after)
+    complete, notices = resolve_prerequisites(run, replace(preset_request(run.config), device=run.device), past)
+    for notice in () if flags["quiet"] else notices:
+        output.print_note(notice)
+    return complete
 
 
 def _print_starting(flags: Flags) -> None:
@@ -313,7 +403,7 @@ def _resubmit(flags: Flags) -> None:
     after = _check_train_flags(flags)
     _print_starting(flags)
     request = make_request({**flags, "device": flags["device"] or "auto"}, model="", dataset="", mode=None, size=None)
-    chosen = {name: flags[name] for name in _CHOICES if flags[name]}
+    chosen = _chosen(flags)
     if is_new_there:
         chosen["cluster"] = request.cluster
     from can_train.config.compose import preset_request, resolve_again

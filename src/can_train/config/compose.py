@@ -200,6 +200,106 @@ def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
     return _make_run(*_load(plain))
 
 
+def from_file(text: str, name: str, *, beside: Path | None = None) -> ResolvedRun:
+    """Makes a run from a file that `can-train show RUN --config` printed, or that a person wrote in its form. Settings
+    that the file leaves out are those of the presets.
+
+    Args:
+        text: YAML.
+        name: Of the file, for messages.
+        beside: Folder of the file, where the code of a task of one's own lies if it is not where the file says.
+
+    Raises:
+        ConfigError: The file is not YAML, or has an unknown setting or a value that does not fit; the error has the
+            line.
+    """
+    try:
+        plain = resolved.plain_from_yaml(text)
+        lines = _lines_of(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{name} is no configuration of a run", value=" ".join(str(error).split()),
+                          remedy="can-train show RUN --config prints one") from error  # fmt: skip
+    given = {_as_stored(key): value for key, value in resolved.flat(plain)}
+    choices = {key: str(given.get(key) or "") for key in (*_SCALARS, "mode.name", "paths.code_dir", "paths.config_dir")}
+    task = choices["task"] or resolved.default_task()
+    # The folder of the code may be on another machine.
+    if choices["paths.code_dir"] and not Path(choices["paths.code_dir"]).is_dir():
+        choices["paths.code_dir"] = given["paths.code_dir"] = str((beside or Path()).absolute())
+    try:
+        config, classes = _config_for(task, choices, given)
+    except ConfigError as error:
+        key = next((key for word, key in _CHOSEN_BY.items() if word in error.rule.lower()), "task")
+        raise _with_line(error, name, lines, key) from error
+    overrides = [
+        Override(key=key, value=value, spelling=f"{name} line {lines.get(key, 1)}: {_as_given(key)}", grammar=False)
+        for key, value in given.items()
+        # An empty group has no settings.
+        if key not in ("task", "model_name", "size", "mode.name")
+        and value != {}
+        and not (key in classes and value is None)
+    ]
+    for override in overrides:
+        if override.key in classes:
+            no_group = ConfigError(f"{_as_given(override.key)} must be {_KINDS['Dict']}", value=repr(override.value))
+            raise _with_line(no_group, name, lines, override.key)
+        try:
+            _apply(config, [override])
+        except ConfigError as error:
+            raise _with_line(error, name, lines, override.key) from error
+    try:
+        return _make_run(config, classes)
+    except ConfigError as error:
+        raise _with_line(error, name, lines) from error
+
+
+_CHOSEN_BY: Final = {"has no mode": "mode.name", "size": "size", "data set": "dataset.name", "model": "model_name"}
+"""Setting that chose a preset which is not there, by words of the error."""
+
+
+def _config_for(
+    task: str, choices: Mapping[str, str], given: Mapping[str, Any]
+) -> tuple[DictConfig, Mapping[str, type]]:
+    """Returns the settings of a file's presets, which its own settings replace, with the settings classes."""
+    places = {name: choices[f"paths.{name}"] for name in ("code_dir", "config_dir")}
+    if "paths.code_dir" not in given:
+        task, places["code_dir"] = locate(task)
+    description = load_task_settings(task, places["code_dir"])
+    model = choices["model_name"] or _default(description, "model", [*description.models])
+    mode = _spec_and_mode(description, model, choices["mode.name"] or None)[1]
+    plain = {"task": task, "model_name": model, "size": choices["size"], "device": choices["device"] or "auto",
+             "mode": {"name": mode}, "paths": places}  # fmt: skip
+    config, classes = _load(plain)
+    wanted = {
+        key for key in _keys(OmegaConf.to_container(config)) if not OmegaConf.is_dict(OmegaConf.select(config, key))
+    }
+    if wanted <= given.keys() | {"paths.code_dir"}:
+        return config, classes
+    path, dataset = given.get("dataset.path"), given.get("dataset.name")
+    request = RunRequest(task=task, model=model, mode=mode, size=choices["size"] or None,
+                         dataset=str(path or dataset) if path or dataset else None,
+                         code_dir=places["code_dir"], config_dir=places["config_dir"])  # fmt: skip
+    return _load({**resolve(request).config, "device": plain["device"]})
+
+
+def _lines_of(text: str) -> dict[str, int]:
+    """Returns the line of each setting in a YAML file, by its dotted key."""
+
+    def lines(node: Any, before: str) -> Iterator[tuple[str, int]]:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = _as_stored(f"{before}{key.value}")
+            yield name, key.start_mark.line + 1
+            yield from lines(value, f"{name}.")
+
+    return dict(lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+
+
+def _with_line(error: ConfigError, name: str, lines: Mapping[str, int], key: str = "") -> ConfigError:
+    """Adds to an error the file, and the line of the setting that it is about, if there is such a line."""
+    key = key or _as_stored(error.rule.partition(" ")[0])
+    place = f"{name} line {lines[key]}" if key in lines else name
+    return ConfigError(f"{place}: {error.rule}", value=error.value, remedy=error.remedy)
+
+
 def with_changes(
     plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[str, Any], model_args: str = ""
 ) -> ResolvedRun:
