@@ -383,7 +383,9 @@ class PrimariesToDraw(Sequence[MuonEvent]):
         return replace(self._task._event(self._conditions[shower], nothing, primary), seed=self._seed(shower, part))
 
     def _seed(self, shower: int, part: int) -> int:
-        seed, row = self._task.settings.draw_seed, int(self._rows[shower])
+        seed = self._task.settings.draw_seed
+        # With a seed of its own, a shower stays the same where others follow it in the file.
+        row = shower if seed else int(self._rows[shower])
         if not seed and not part:
             return row
         return int(np.random.SeedSequence([seed, row, part]).generate_state(1, np.uint32)[0])

@@ -10,7 +10,7 @@ import pytest
 import can_train
 from can_train.cli.main import main
 from can_train_tasks.bendr.class_metrics import classification_metrics
-from fakes.eeg import noise, write_recording
+from fakes.eeg import EYE_STATE, noise, write_recording
 
 SECONDS, HZ = 60, 32
 SETTINGS = {
@@ -67,6 +67,25 @@ def test_windows_without_labels_have_the_score_of_an_evaluation(
     assert scored == {name: judged[name] for name in scored}
     assert judged["auroc"] != 0.5
     assert [int(row["class"]) for row in rows] == shares.argmax(axis=1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EYE_STATE.is_file(), reason=f"{EYE_STATE} is not there")
+def test_a_published_recording_without_labels_is_cut_from_its_beginning(tmp_path: Path) -> None:
+    lines = ["--set", "dataset.cycles=4", *(word for name, value in SETTINGS.items() if name.startswith("model.")
+             for word in ("--set", f"{name}={value}"))]  # fmt: skip
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state"), "--device", "cpu", "-q"]
+    line = ["--task", "bendr", "--mode", "classify", "--dataset", str(EYE_STATE), "--epochs", "1", *lines]
+    assert main([*line, *folders]) == 0
+    (made,) = (tmp_path / "runs").iterdir()
+    rows = [row[:-1] for row in csv.reader(EYE_STATE.read_text().splitlines())]
+    bare = tmp_path / "bare.csv"
+    bare.write_text("".join(",".join(row) + "\n" for row in rows))
+    predict(made, "--dataset", bare, "--out", tmp_path / "out.csv")
+    windows = rows_of(tmp_path / "out.csv")
+    assert [float(row["start_s"]) for row in windows] == list(range(0, 2 * len(windows), 2))
+    assert len(windows) == (len(rows) - 1) // 256
+    assert {row["class"] for row in windows} <= {"0", "1"}
 
 
 def test_a_folder_has_a_track_of_each_recording(run: Path, tmp_path: Path) -> None:

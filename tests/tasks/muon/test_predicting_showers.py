@@ -102,6 +102,15 @@ def test_another_seed_draws_other_showers(run: Path, tmp_path: Path) -> None:
         predict(run, "--dataset", data, "--out", tmp_path / name, "--set", f"task.draw_seed={seed}")
     first, again, other = ((tmp_path / name).read_text() for name in seeds)
     assert first == again != other
+    # A shower is the same where no others follow it.
+    few = tmp_path / "few.csv"
+    few.write_text("".join(data.read_text().splitlines(keepends=True)[:6]))
+    predict(run, "--dataset", few, "--out", tmp_path / "few_drawn.csv", "--set", "task.draw_seed=1")
+    sizes = pl.read_csv(tmp_path / "other.csv").group_by("event", maintain_order=True).len()["len"].to_list()
+    assert (
+        pl.read_csv(tmp_path / "few_drawn.csv").group_by("event", maintain_order=True).len()["len"].to_list()
+        == sizes[:5]
+    )
 
 
 def test_a_shower_does_not_depend_on_the_batch_that_it_is_drawn_in(run: Path, tmp_path: Path) -> None:

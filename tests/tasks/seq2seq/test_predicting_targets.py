@@ -18,6 +18,7 @@ from can_train_tasks.seq2seq.pair_tables import END, PAD, START, UNKNOWN, Pair, 
 from can_train_tasks.seq2seq.scoring import score
 from can_train_tasks.seq2seq.settings import LanguageSettings, Seq2seqDatasetSettings
 from can_train_tasks.seq2seq.synthetic import write_language
+from tasks.seq2seq.conftest import TURKISH, needs_turkish
 
 A, B, FEATURE = 4, 5, 6
 LONGEST = 3
@@ -125,6 +126,32 @@ def test_targets_written_without_the_true_ones_have_the_score_of_an_evaluation(
     assert [(row["source"], row["features"]) for row in rows] == [
         (source, features) for source, _, features in cells(test)
     ]
+
+
+@pytest.mark.slow
+@needs_turkish
+def test_a_published_table_without_targets_has_the_score_of_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The beginnings of its tables, and few steps: enough that targets differ.
+    for name in ("train", "dev", "test"):
+        table = TURKISH.with_name(f"tur_inflection.{name}.tsv").read_text().splitlines(keepends=True)
+        (tmp_path / f"tur.{name}.tsv").write_text("".join(table[:200]))
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state")]
+    line = ["--task", "seq2seq", "--dataset", str(tmp_path / "tur.train.tsv"), "--epochs", "4", "--lr", "0.01",
+            "--batch-size", "8", "--set", "model.hidden=32", "--set", "model.embedding=16", "-q"]  # fmt: skip
+    assert main([*line, *folders, "--device", "cpu"]) == 0
+    (made,) = (tmp_path / "runs").iterdir()
+    truth = cells(tmp_path / "tur.test.tsv")
+    bare = tmp_path / "bare.tsv"
+    bare.write_text("".join(f"{source}\t{features}\n" for source, _, features in truth))
+    rows = predicted(made, bare, tmp_path / "out.csv")
+    scored = score([Pair(source=(), target=tuple(target)) for _, target, _ in truth],
+                   [tuple(row["prediction"]) for row in rows])  # fmt: skip
+    capsys.readouterr()
+    assert main(["evaluate", str(made), "--json", "--device", "cpu", "--state-dir", str(tmp_path / "state")]) == 0
+    judged = json.loads(capsys.readouterr().out)["judgement"]["test"]["test"]["model"]
+    assert scored == {name: judged[name] for name in scored}
 
 
 def test_several_targets_of_a_source_are_ranked(run: Path, tmp_path: Path) -> None:
