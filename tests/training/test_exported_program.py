@@ -10,6 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch_geometric.data import Batch as GraphBatch
+from torch_geometric.data import Data
+from torch_geometric.nn import GraphConv, global_mean_pool
 from transformers import BatchEncoding
 
 from can_train.errors import CanTrainError
@@ -111,6 +114,50 @@ def test_a_dataclass_of_graphs_becomes_flat_tensors_in_the_order_of_its_fields()
     ]  # fmt: skip
     # ONNX has one space of names for inputs and outputs.
     assert [slot.name for slot in program.outputs] == ["nodes_output", "graphs"]
+
+
+class Convolutions(nn.Module):
+    """Layers of torch_geometric over its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = GraphConv(3, 4)
+
+    def forward(self, batch: Any) -> Tensor:
+        hidden = self.layer(batch.x, batch.edge_index).relu()
+        return global_mean_pool(hidden, batch.batch, size=batch.ptr.shape[0] - 1)
+
+
+def test_a_batch_of_torch_geometric_becomes_flat_tensors() -> None:
+    def batch(size: int) -> Any:
+        return GraphBatch.from_data_list([
+            Data(x=torch.randn(4 + number, 3), edge_index=torch.randint(4, (2, 6 + number)), y=torch.tensor(1))
+            for number in range(size)
+        ])  # fmt: skip
+
+    program = checked(Convolutions(), batch)
+    assert {slot.name: slot.shape for slot in program.inputs} == {
+        "x": ["x_rows", 3], "edge_index": [2, "edge_index_length"], "batch": ["x_rows"], "ptr": ["ptr_rows"],
+    }  # fmt: skip
+    assert [len(slot.shape) for slot in program.outputs] == [2]
+
+
+class Counting(nn.Module):
+    """Changes a buffer when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_a_model_that_counts_its_calls_is_exported() -> None:
+    program = checked(Counting(), lambda size: torch.randn(size, 2))
+    assert [slot.name for slot in program.outputs] == ["output"]
 
 
 class Attention(nn.Module):

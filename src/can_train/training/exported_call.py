@@ -199,6 +199,9 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(name), inner) for name, inner in zip(names, value, strict=True))
     elif is_dataclass(value) and not isinstance(value, type):
         yield from ((each.name, getattr(value, each.name)) for each in fields(value))
+    elif hasattr(value, "num_graphs") and hasattr(value, "to_dict"):
+        # A batch of torch_geometric.
+        yield from value.to_dict().items()
 
 
 def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -219,6 +222,11 @@ def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         changed = {each.name: _with_tensors(getattr(value, each.name), tensors) for each in fields(value)}
         return replace(value, **changed)
+    if hasattr(value, "num_graphs") and hasattr(value, "to_dict"):
+        graphs: Any = copy(value)
+        for name, inner in value.to_dict().items():
+            graphs[name] = _with_tensors(inner, tensors)
+        return graphs
     return value
 
 

@@ -9,7 +9,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -93,10 +93,16 @@ def trace(calls: Sequence[Call]) -> Program:
         names = used
         call = max(calls, key=lambda each: _least_dynamic(each, names, axes))
         exported, module = _traced(call, names, axes)
+    if _refuses(exported, names, axes, calls):
+        # PyTorch has taken 1 for a special size, as if it could be expanded to others; where that is wrong, the
+        # comparison with the model tells.
+        with suppress(RunError), _without_special_sizes():
+            exported, module = _traced(call, names, axes)
     symbols = _symbols(exported, names, axes)
     inputs = [_slot(name, node.meta["val"], symbols)
               for name, node in zip(names, _placeholders(exported), strict=True)]  # fmt: skip
-    results = exported.graph.output_node().args[0]
+    nodes = {node.name: node for node in exported.graph.nodes}
+    results = [nodes[name] for name in exported.graph_signature.user_outputs]
     # ONNX has one space of names for both.
     output_names = [f"{name}_output" if name in names else name for name in module.output_names]
     outputs = [
@@ -122,6 +128,22 @@ def _traced(call: Call, names: Sequence[str], axes: Mapping[str, Mapping[int, st
         # Tracing forgets whatever a module notes.
         module.compute([given[name] for name in names])
     return exported, module
+
+
+def _refuses(exported: Any, names: Sequence[str], axes: Mapping[str, Mapping[int, str]], calls: Sequence[Call]) -> bool:
+    """Returns whether a program refuses small sizes of some calls."""
+    least = {str(symbol): limits.lower for symbol, limits in exported.range_constraints.items()}
+    return any(
+        bool(least.get(str(node.meta["val"].shape[axis]), 0) > min(call.inputs()[name].shape[axis] for call in calls))
+        for name, node in zip(names, _placeholders(exported), strict=True)
+        for axis in axes.get(name, ())
+    )
+
+
+def _without_special_sizes() -> AbstractContextManager[Any]:
+    """Lets PyTorch trace sizes of 0 and 1 as any others, where its version can."""
+    config = import_module("torch.fx.experimental._config")
+    return config.patch(backed_size_oblivious=True) if hasattr(config, "backed_size_oblivious") else nullcontext()
 
 
 def _placeholders(exported: Any) -> list[Any]:
