@@ -33,7 +33,7 @@ def test_json_names_every_figure_and_the_figures_add_up(capsys: pytest.CaptureFi
     assert (target["key"], target["source"]) == ("h100-80gb", "assumed, on the safe side")
     assert (plan["fits"], plan["logical_batch"], plan["binding_limit"]) == (True, 64, "requested")
     data = plan["data"]
-    assert (data["on_device"], data["reason"]) == (True, "micro-batches are as large as without them")
+    assert (data["on_device"], data["reason"]) == (True, "micro-batches stay as large")
     assert 0 < data["num_bytes"] < plan["cost_model"]["base_bytes"]
     parts = plan["micro_batches"]
     assert (parts["fewest"], parts["most"], parts["largest_samples"]) == (1, 1, 64)

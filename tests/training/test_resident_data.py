@@ -159,7 +159,7 @@ def test_data_stay_on_the_host_where_a_step_that_is_tried_beside_them_does_not_f
     with parts.meter.active():
         session = make_session(parts, fixed(0.9))
     assert (placement(session).on_device, placement(session).reason) == (
-        False, "a step was tried beside them and does not fit",
+        False, "a step was tried and does not fit",
     )  # fmt: skip
     assert session.meter.allocated_bytes() < DATA_MIB * MIB
 

@@ -317,7 +317,7 @@ class Planner:
         assert plan.limits is not None, "limits decide how a batch is cut"
         limits = plan.limits.beside(self.data_bytes)
         need, least = limits.optimizer_peak_bytes, min(limits.training.tuned_limit, limits.evaluation.tuned_limit)
-        if need > limits.capacity_bytes or least <= 0:
+        if need > predicted_room(limits.capacity_bytes) or least <= 0:
             raise self._data_error(need, limits.capacity_bytes)
         oversize = self._oversize(limits.training)
         if len(oversize[~np.isin(oversize, plan.skipped)]):
@@ -504,15 +504,15 @@ class Planners:
         except DoesNotFitError:
             if setting == "on":
                 raise
-            return self._placed(plan, on_device=False, reason="they do not fit beside a training step")
+            return self._placed(plan, on_device=False, reason="they do not fit beside a step")
         both, reason = [*zip(plan.phases, beside, strict=True)], "training.data_on_device=on"
         if setting != "on":
             if not all(_is_cut_alike(phase, other) for phase, other in both):
-                return self._placed(plan, on_device=False, reason="micro-batches would be smaller beside them")
-            beside, reason = [_within(*phases) for phases in both], "micro-batches are as large as without them"
+                return self._placed(plan, on_device=False, reason="micro-batches would become smaller")
+            beside, reason = [_within(*phases) for phases in both], "micro-batches stay as large"
             # On a small device the pages of the allocator may be in the way of memory that is there in total.
             if not all(each.fits_beside_data(phase) for each, phase in zip(self.phases, beside, strict=True)):
-                return self._placed(plan, on_device=False, reason="a step was tried beside them and does not fit")
+                return self._placed(plan, on_device=False, reason="a step was tried and does not fit")
         return self._placed(replace(beside[0], later=tuple(beside[1:])), on_device=True, reason=reason)
 
     def _place_unsearched(self, plan: RunPlan) -> RunPlan:
@@ -525,7 +525,7 @@ class Planners:
             return self._placed(plan, on_device=False, reason="nothing predicts the memory of a step")
         peak = max(size.base_bytes + size.largest_cost for size in sizes if size is not None)
         if peak + planner.data_bytes > room_bytes:
-            return self._placed(plan, on_device=False, reason="they do not fit beside a training step")
+            return self._placed(plan, on_device=False, reason="they do not fit beside a step")
         return self._placed(plan, on_device=True, reason="they fit beside micro-batches of the given size")
 
     def _placed(self, plan: RunPlan, *, on_device: bool, reason: str) -> RunPlan:
