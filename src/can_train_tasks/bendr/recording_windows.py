@@ -101,12 +101,25 @@ def centred(recording: Recording, start: int, length: int) -> NDArray[np.float64
     return window - centre
 
 
-def cut(recordings: Sequence[Recording], dataset: RecordingSettings, trained: Sequence[int] = ()) -> dict[str, Windows]:
+def event_starts(recording: Recording, start: int, stop: int, dataset: RecordingSettings) -> NDArray[np.int64]:
+    """Returns the first samples of the windows at the events of a stretch."""
+    onsets = np.array([onset for onset, _ in recording.events], np.int64) + dataset.samples(dataset.offset_s)
+    return onsets[(onsets >= start) & (onsets + dataset.samples(dataset.window_s) <= stop)]
+
+
+def cut(
+    recordings: Sequence[Recording],
+    dataset: RecordingSettings,
+    trained: Sequence[int] = (),
+    *,
+    labelled_only: bool = False,
+) -> dict[str, Windows]:
     """Cuts recordings into the windows of each set.
 
     Args:
         recordings: The recordings.
         dataset: How they are cut.
+        labelled_only: Whether windows without a class are left out.
         trained: Classes of the model that is evaluated; empty: those of the recordings.
 
     Raises:
@@ -123,7 +136,20 @@ def cut(recordings: Sequence[Recording], dataset: RecordingSettings, trained: Se
     found: dict[str, list[tuple[int, NDArray[np.int64]]]] = {name: [] for name in SETS}
     for index, recording in enumerate(recordings):
         for name, start, stop in stretches(len(recording.signal), dataset):
-            found[name].append((index, window_starts(start, stop, length, stride)))
+            starts = (event_starts(recording, start, stop, dataset) if dataset.aligned
+                      else window_starts(start, stop, length, stride))  # fmt: skip
+            found[name].append((index, starts))
+    labels = {name: [_labels_of(recordings[index], starts, dataset, classes) for index, starts in parts]
+              for name, parts in found.items()}  # fmt: skip
+    if labelled_only:
+        # Recordings without any label keep their windows: they are refused by name.
+        chosen = {name: [(each != UNLABELLED) | (not recordings[index].classes)
+                         for (index, _), each in zip(found[name], parts, strict=True)]
+                  for name, parts in labels.items()}  # fmt: skip
+        found = {name: [(index, starts[there]) for (index, starts), there in zip(parts, chosen[name], strict=True)]
+                 for name, parts in found.items()}  # fmt: skip
+        labels = {name: [each[there] for each, there in zip(parts, chosen[name], strict=True)]
+                  for name, parts in labels.items()}  # fmt: skip
     scales = [_scale(one, [starts for index, starts in found["train"] if index == position], length)
               for position, one in enumerate(recordings)]  # fmt: skip
     for name, parts in found.items():
@@ -131,13 +157,13 @@ def cut(recordings: Sequence[Recording], dataset: RecordingSettings, trained: Se
             longest = max(len(one.signal) for one in recordings) / dataset.sampling_hz
             raise DataError(f"Recordings must be long enough for a window of the {name} set",
                             value=f"the longest has {longest:.1f} s, a window {dataset.window_s:g} s, a gap "
-                            f"{dataset.gap_s:g} s; {dataset.cycles} cycle{'s' if dataset.cycles > 1 else ''}",
+                            f"{dataset.gap_s:g} s; {dataset.cycles} cycle{'s' if dataset.cycles > 1 else ''}"
+                            + (", windows at events of its classes" if dataset.events else ""),
                             remedy="Give longer recordings, or a shorter --set dataset.window_s=1")  # fmt: skip
     return {name: Windows(recordings=recordings, scales=scales, length=length, clip=dataset.clip,
                           of=np.concatenate([np.full(len(starts), index, np.int32) for index, starts in parts]),
                           starts=np.concatenate([starts for _, starts in parts]),
-                          labels=np.concatenate([_majority(recordings[index], starts, length, classes)
-                                                 for index, starts in parts]))
+                          labels=np.concatenate(labels[name]))
             for name, parts in found.items()}  # fmt: skip
 
 
@@ -179,10 +205,22 @@ def _scale(recording: Recording, parts: Sequence[NDArray[np.int64]], length: int
     return np.where(scale > 0, scale, 1.0)
 
 
+def _labels_of(
+    recording: Recording, starts: NDArray[np.int64], dataset: RecordingSettings, classes: Sequence[int]
+) -> NDArray[np.int64]:
+    if not dataset.aligned:
+        return _majority(recording, starts, dataset.samples(dataset.window_s), classes)
+    offset = dataset.samples(dataset.offset_s)
+    class_at = {onset + offset: classes.index(label) for onset, label in recording.events}
+    return np.array([class_at[start] for start in starts.tolist()], np.int64)
+
+
 def _majority(
     recording: Recording, starts: NDArray[np.int64], length: int, classes: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Returns, for each window, the position in `classes` of the class that most of its samples have."""
+    """Returns, for each window, the position in `classes` of the class that most of its samples have; `UNLABELLED`
+    where fewer than half of its samples have a class.
+    """
     if not recording.classes:
         return np.full(len(starts), UNLABELLED, dtype=np.int64)
     found = []
@@ -191,5 +229,6 @@ def _majority(
         before = np.zeros((len(labels) + 1, len(classes)), dtype=np.int64)
         np.cumsum(labels[:, None] == np.asarray(classes), axis=0, out=before[1:])
         inside = chosen - chosen[0]
-        found.append(np.argmax(before[inside + length] - before[inside], axis=1))
+        counts = before[inside + length] - before[inside]
+        found.append(np.where(2 * counts.sum(axis=1) >= length, np.argmax(counts, axis=1), UNLABELLED))
     return np.concatenate([np.zeros(0, np.int64), *found])

@@ -7,6 +7,8 @@ from can_train.config.settings import check_range
 from can_train.config.task_settings import ModelSpec, Prerequisite, TaskSettings
 from can_train.errors import ConfigError
 
+MOST_CLASSES: Final = 100
+"""Classes that a recording may have; a column with more values is a signal."""
 PRETRAIN: Final = "pretrain"
 CLASSIFY: Final = "classify"
 PRETRAINED: Final = "pretrained"
@@ -35,7 +37,7 @@ class SimulatedRecordings:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingSettings:
-    """Recordings as CSV files, one recording in each file, and their cut into windows."""
+    """Recordings as CSV, EDF, BDF or FIF files, one recording in each file, and their cut into windows."""
 
     name: str = "synthetic"
     """Name in keys and run ids."""
@@ -44,11 +46,19 @@ class RecordingSettings:
     published: str = ""
     """File or folder under the data root; empty: `name`."""
     sampling_hz: float = 128.0
-    """Samples per second, in all recordings."""
+    """Samples per second, in all recordings; EDF, BDF and FIF files of another rate are resampled."""
     label: str = ""
     """Column with the class of each sample, a whole number; empty: recognised by its name (label, class, …)."""
+    events: list[str] = field(default_factory=list)
+    """Annotations of EDF, BDF and FIF files that are classes, with their classes: [T1:0,T2:1]."""
+    event_s: float = 0.0
+    """Seconds from an event's beginning that are of its class; 0: as long as the annotation says."""
+    aligned: bool = False
+    """Cut one window at each event, in place of windows one after the other."""
+    offset_s: float = 0.0
+    """Seconds from an event to the beginning of its window; negative: the window begins before it."""
     channels: list[str] = field(default_factory=list)
-    """Columns that are channels; empty: all columns except the label and columns that count time."""
+    """Columns that are channels; empty: all columns except the label and columns that count time; the EEG channels."""
     window_s: float = 2.0
     """Seconds in a window."""
     stride_s: float = 0.0
@@ -79,11 +89,29 @@ class RecordingSettings:
         check_range("dataset.validation_share", self.validation_share, above=0.0, high=0.4)
         check_range("dataset.test_share", self.test_share, above=0.0, high=0.4)
         check_range("dataset.clip", self.clip, above=0.0)
+        check_range("dataset.event_s", self.event_s, low=0.0)
+        check_range("dataset.offset_s", self.offset_s, low=-3600.0, high=3600.0)
+        if self.aligned and not self.events:
+            raise ConfigError("dataset.aligned cuts windows at events", value="dataset.events is empty",
+                              remedy="Name the events: --set 'dataset.events=[T1:0,T2:1]'")  # fmt: skip
+        _ = self.class_of_event
 
     @property
     def is_synthetic(self) -> bool:
         """Whether the recordings are simulated."""
         return self.name.startswith("synthetic") and not self.path
+
+    @property
+    def class_of_event(self) -> dict[str, int]:
+        """The class of each annotation that is one, by its text."""
+        classes = {}
+        for text in self.events:
+            name, _, number = text.rpartition(":")
+            if not name or not number.strip().isdecimal() or int(number) >= MOST_CLASSES:
+                raise ConfigError(f"dataset.events must give each annotation a class from 0 to {MOST_CLASSES - 1}",
+                                  value=repr(text), remedy="Write them as [T1:0,T2:1]")  # fmt: skip
+            classes[name.strip()] = int(number)
+        return classes
 
     def samples(self, seconds: float) -> int:
         """Returns the number of samples in a duration."""
@@ -185,7 +213,8 @@ TASK = TaskSettings(
     # Pretraining may use more data and longer windows: only the meaning of a sample must be equal.
     inputs=("sampling_hz", "channels"),
     inherited=(
-        *("sampling_hz", "label", "channels", "window_s", "stride_s", "cycles", "gap_s"),
+        *("sampling_hz", "label", "events", "event_s", "aligned", "offset_s", "channels", "window_s", "stride_s"),
+        *("cycles", "gap_s"),
         *("validation_share", "test_share", "clip"),
     ),
     follows={"stride_s": "window_s"},

@@ -20,7 +20,7 @@ from can_train.training.sample_task import Losses, Task
 from can_train_tasks.bendr import class_metrics
 from can_train_tasks.bendr.network import BendrNetwork
 from can_train_tasks.bendr.recording_windows import PlacedWindow, Windows, cut, every_window
-from can_train_tasks.bendr.recordings import digest_of, find_recordings, open_recordings, read_beginnings
+from can_train_tasks.bendr.recordings import Recording, digest_of, find_recordings, open_recordings, read_beginnings
 from can_train_tasks.bendr.settings import CLASSIFY, PRETRAIN, PRETRAINED, RecordingSettings
 from can_train_tasks.bendr.simulated_eeg import synthetic_folder, write_recording
 
@@ -40,7 +40,11 @@ class Bendr(Task):
         if self.dataset.is_synthetic:
             files = sorted(synthetic_folder(self.context.cache, self.dataset).glob("*.csv"))
         recordings = open_recordings(self.dataset, files, self.context.cache, self.context.reporter)
-        return self._checked(cut(recordings, self.dataset, self.context.state.get("classes", ())))
+        return self._checked(self._cut(recordings))
+
+    def _cut(self, recordings: Sequence[Recording]) -> dict[str, Windows]:
+        return cut(recordings, self.dataset, self.context.state.get("classes", ()),
+                   labelled_only=self.mode.name == CLASSIFY)  # fmt: skip
 
     def sample_datasets(self) -> Mapping[str, Windows]:
         """Reads the beginnings of a few recordings into memory, and returns their windows."""
@@ -55,7 +59,7 @@ class Bendr(Task):
             recordings, times = read_beginnings(dataset, files, dataset.samples(seconds))
         if dataset.is_synthetic:
             times *= dataset.synthetic.recordings
-        sets = self._checked(cut(recordings, dataset))
+        sets = self._checked(self._cut(recordings))
         if times > 1:
             self.estimated_train_rows = round(len(sets["train"]) * times)
             self.sample_note = f"Planned from the beginning of {len(recordings)} of the recordings"
@@ -86,7 +90,7 @@ class Bendr(Task):
             raise ConfigError("A pretrained run has no classes to predict",
                               remedy="Train a classifier from it: --mode classify --pretrained RUN")  # fmt: skip
         # The channels of the training recordings, by their names, and no labels.
-        dataset = replace(self.dataset, channels=list(self._channels), label="")
+        dataset = replace(self.dataset, channels=list(self._channels), label="", aligned=False, events=[])
         files = find_recordings(dataset, self.context.data_root)
         return every_window(open_recordings(dataset, files, self.context.cache, self.context.reporter), dataset)
 

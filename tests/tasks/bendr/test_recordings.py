@@ -107,7 +107,7 @@ def test_recordings_of_one_data_set_have_the_same_channels(tmp_path: Path) -> No
 def test_data_that_are_not_there_are_named_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match="does not exist"):
         find_recordings(RecordingSettings(name="eye_state", published="eeg/none.csv"), tmp_path)
-    with pytest.raises(MissingDataError, match=r"holds no \.csv file"):
+    with pytest.raises(MissingDataError, match=r"holds no file that ends in \.csv, \.edf"):
         find_recordings(replace(OWN, path=str(tmp_path)), tmp_path)
     assert find_recordings(SYNTHETIC, tmp_path) == []
 
