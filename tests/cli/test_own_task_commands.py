@@ -84,6 +84,14 @@ def test_its_predictions_are_a_file_of_scores(said: Said, folder: Path) -> None:
     assert {row.rpartition(",")[2] for row in rows} <= set("0123456789")
 
 
+def test_its_test_samples_are_predicted(said: Said) -> None:
+    head, *rows = said("predict", "last", "--quiet").splitlines()
+    assert head == "sample,prediction"
+    assert [row.partition(",")[0] for row in rows] == [str(number) for number in range(297)]
+    refused = " ".join(said("predict", "last", "--dataset", "./digits.py", code=2).split())
+    assert "Digits.datasets does not look at --dataset" in refused
+
+
 def test_a_report_and_a_status_of_it_are_made(said: Said, folder: Path) -> None:
     said("report", "last")
     (page,) = folder.glob("runs/*/report.html")

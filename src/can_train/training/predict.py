@@ -201,8 +201,8 @@ class _Looks:
         """Raises ConfigError if the settings were not looked at."""
         if not self._names:
             raise ConfigError(f"{self._kind}.datasets does not look at --dataset", value=self._dataset.path,
-                              remedy=f"Read self.dataset.path there, or in {self._kind}.samples_to_predict; "
-                              "see docs/predict.md")  # fmt: skip
+                              remedy=f"Read self.dataset.path there, or in {self._kind}.samples_to_predict"
+                              )  # fmt: skip
 
 
 class _OwnSamples(SamplesToPredict):
