@@ -287,6 +287,22 @@ BUILT_IN = {
 
 
 @pytest.mark.slow
+def test_after_pretraining_each_part_of_bendr_is_exported_without_a_mask(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folders = ["--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path / "state")]
+    words = ["--task", "bendr", "--dataset", "synthetic", "--device", "cpu", "--epochs", "1", "--quiet"]
+    assert main([*words, *folders]) == 0
+    names = []
+    for part in ([], ["--part", "contextualizer"]):
+        capsys.readouterr()
+        assert main(["export", "last", str(tmp_path / "model.pt2"), "--json", *part, *folders]) == 0
+        document = json.loads(capsys.readouterr().out)
+        names.append((document["part"], [slot["name"] for slot in document["inputs"]]))
+    assert names == [("encoder", ["input"]), ("contextualizer", ["encoded"])]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task", BUILT_IN)
 def test_each_built_in_task_is_exported_within_the_tolerance(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, task: str

@@ -191,6 +191,14 @@ class Bendr(Task):
         found = (logits[..., 0] > logits[..., 1:].amax(-1)) & masked
         return {"contrastive_accuracy": (found.sum(), masked.sum())}
 
+    def call_model(self, model: nn.Module, batch: Any) -> None:
+        """Classifies the windows; after pretraining, relates their steps, of which none is hidden."""
+        assert isinstance(model, BendrNetwork)
+        if self.mode.name == PRETRAIN:
+            model.contextualizer(model.encode(batch["signal"]))
+        else:
+            model(batch["signal"])
+
     def predict(self, model: nn.Module, batch: Any) -> Tensor | None:
         """Computes, in classification, the probabilities [n, classes]."""
         return None if self.mode.name == PRETRAIN else model(batch["signal"]).float().softmax(dim=1)
