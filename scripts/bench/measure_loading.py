@@ -241,7 +241,8 @@ def main() -> None:
             )
             if rates[OURS] < GOAL * best:
                 missed.append(f"{source.name}, {workers} workers: {rates[OURS] / best:.2f}")
-    BENCHMARK.finish(options, missed, table=table, write=not options.only, load=os.getloadavg()[2])
+    conditions = f"The machine's load in the last 15 minutes was {os.getloadavg()[2]:.1f}."
+    BENCHMARK.finish(options, missed, table=table, write=not options.only, conditions=conditions)
 
 
 class ReadTask(Task):
