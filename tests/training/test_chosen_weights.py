@@ -319,13 +319,14 @@ def test_metrics_of_the_built_in_tasks_are_better_where_they_are_higher(metric: 
 
 
 @pytest.mark.parametrize(
-    "metric", ["w1_mean", "multiplicity_error", "character_error_rate", "false_alarms_per_hour", "loss", "mask loss"]
+    "metric",
+    ["w1_mean", "multiplicity_error", "character_error_rate", "false_alarms_per_hour", "loss", "best_validation_loss"],
 )
 def test_errors_of_the_built_in_tasks_are_better_where_they_are_lower(metric: str) -> None:
     assert metric_direction(metric) == "min"
 
 
-@pytest.mark.parametrize("metric", ["windows", "flagged_share", "threshold", "negative_log_likelihood"])
+@pytest.mark.parametrize("metric", ["windows", "flagged_share", "threshold", "negative_log_likelihood", "critic loss"])
 def test_a_figure_whose_name_does_not_tell_has_no_direction(metric: str) -> None:
     assert metric_direction(metric) == ""
 

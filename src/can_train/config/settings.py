@@ -569,7 +569,7 @@ _HIGHER_WORDS: Final = frozenset((
     "ssim", "likelihood", "score", "explained", "map", "exact", "match",
 ))  # fmt: skip
 _LOWER_WORDS: Final = frozenset((
-    "loss", "error", "errors", "err", "mae", "mse", "rmse", "mape", "perplexity", "ppl", "wer", "cer", "ter",
+    "error", "errors", "err", "mae", "mse", "rmse", "mape", "perplexity", "ppl", "wer", "cer", "ter",
     "distance", "divergence", "kl", "nll", "brier", "fid", "false", "wasserstein", "w1", "w2", "emd",
     "residual", "pixels",
 ))  # fmt: skip
@@ -583,7 +583,11 @@ def metric_direction(metric: str) -> str:
     >>> metric_direction("far/mean_recall"), metric_direction("val rmse"), metric_direction("size")
     ('max', 'min', '')
     """
-    words = set(re.split(r"[^a-z0-9]+", metric.rpartition("/")[2].lower()))
+    name = metric.rpartition("/")[2].lower()
+    # A term of the loss tells nothing: a critic's may grow while the critic learns.
+    if name in ("loss", "best_validation_loss"):
+        return "min"
+    words = set(re.split(r"[^a-z0-9]+", name))
     # "False positive rate" and "error at 0.9 precision" are errors.
     if words & _LOWER_WORDS:
         return "min"
