@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import BertForSequenceClassification
 
+import can_train
 from can_train.cli.main import main
 from can_train.runs.run_folder import RunFolder
 from can_train.training import export
@@ -28,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run of a task of one's own."""
     folder = tmp_path_factory.mktemp("exported")
     task = write_task(folder / "code")
-    line = ["--task", f"{task}:MyTask", "--device", "cpu", "--epochs", "2", "--quiet",
+    line = ["--task", f"{task}:MyTask", "--device", "cpu", "--epochs", "2", "--quiet", "--keep", "1",
             "--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state")]  # fmt: skip
     assert main(line) == 0
     (made,) = (folder / "runs").iterdir()
@@ -317,3 +318,34 @@ def test_each_built_in_task_is_exported_within_the_tolerance(
         assert document["largest_difference"] <= 1e-5
         assert any("batch" in slot["shape"] for slot in document["inputs"])
         assert (tmp_path / f"model.{ending}").stat().st_size == document["bytes"]
+
+
+def test_weights_of_an_epoch_are_written_evaluated_and_loaded_by_its_number(
+    line: Line, tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = run / "weights"
+    files = {name: torch.load(weights / f"{name}.pt", weights_only=True) for name in ("epoch-0001", "epoch-0002")}
+    for given, name in (("epoch-1", "epoch-0001"), ("epoch-0002", "epoch-0002"), ("epoch-2.pt", "epoch-0002")):
+        told = " ".join(line(tmp_path / "model.pt", "--weights", given).split())
+        assert f"Weights of run {run.name}, {given}:" in told
+        written = torch.load(tmp_path / "model.pt", weights_only=True)
+        assert all(torch.equal(written[key], value) for key, value in files[name].items())
+        loaded = can_train.load(run, weights=given, state_dir=run.parents[1] / "state").module.state_dict()
+        assert all(torch.equal(loaded[key], value) for key, value in files[name].items())
+    scores = []
+    for given in ((), ("--weights", "epoch-1")):
+        capsys.readouterr()
+        assert main(["evaluate", str(run), *given, "--json", "--state-dir", str(run.parents[1] / "state")]) == 0
+        scores.append(json.loads(capsys.readouterr().out)["judgement"])
+    assert scores[0] != scores[1]
+
+
+def test_weights_that_are_not_there_are_told_with_those_that_are(line: Line, tmp_path: Path, run: Path) -> None:
+    said = line(tmp_path / "model.pt", "--weights", "epoch-3", code=2)
+    places = run / "weights"
+    assert f"error: Unknown file of weights: epoch-3 in {places}.\n" in said
+    assert said.splitlines()[-1] == "Valid, nearest first: epoch-0002, epoch-0001."
+    damaged = places / "epoch-0009.pt"
+    damaged.write_bytes(b"PK\x03\x04 no weights")
+    assert f"A file of weights is damaged: {damaged}" in line(tmp_path / "m.pt", "--weights", "epoch-9", code=2)
+    damaged.unlink()

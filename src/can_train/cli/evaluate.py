@@ -11,7 +11,7 @@ import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
 from can_train.config.task_settings import NoSettings, described_tasks, load_object, load_task_settings
 from can_train.errors import CanTrainError, ConfigError, RunError
 from can_train.io.records import expanded
@@ -32,6 +32,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         list[str] | None,
         typer.Option("--set", help="How the data are read: dataset.NAME=VALUE. Repeatable.", metavar="KEY=VALUE"),
     ] = None,
+    weights: WeightsFile = "",
     trust_code: TrustCode = False,
     as_json: AsJson = False,
     quiet: output.Quiet = False,
@@ -65,6 +66,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         verbose=verbosity == Verbosity.VERBOSE,
         device=device,
         paths=PathSettings(data_root=data_root or "", state_dir=state_dir or ""),
+        weights=weights,
         trust=locator.trust(trusts_all=trust_code),
     )
     evaluated = evaluate_run(request, output.make_reporter(verbosity))

@@ -6,7 +6,7 @@ import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
 from can_train.reporter import TextTable
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def export(  # noqa: PLR0913 - Typer makes an option of each argument
     dataset: Annotated[
         str | None, typer.Option(help="Data on which a .pt2 or .onnx file is compared with the model. [the run's]")
     ] = None,
+    weights: WeightsFile = "",
     trust_code: TrustCode = False,
     as_json: AsJson = False,
     quiet: output.Quiet = False,
@@ -74,6 +75,7 @@ def export(  # noqa: PLR0913 - Typer makes an option of each argument
         tolerance=tolerance,
         data=dataset,
         paths=PathSettings(data_root=data_root or "", state_dir=state_dir or ""),
+        weights=weights,
         trust=locator.trust(trusts_all=trust_code),
     )
     exported = export_run(request, output.make_reporter(verbosity))
@@ -91,7 +93,7 @@ def _weights_text(exported: "Exported") -> str:
 
     counted = f"{exported.tensors:,} tensors with {exported.numbers:,} numbers, {size_text(exported.size_bytes)}"
     checked = "; read back, they are equal" if exported.program is None else ""
-    return f"Weights of run {exported.description['run_id']}, as validation chose them: {counted}{checked}"
+    return f"Weights of run {exported.description['run_id']}, {exported.description['weights']}: {counted}{checked}"
 
 
 def _print_program(program: "Program", difference: float) -> None:

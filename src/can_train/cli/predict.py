@@ -16,7 +16,7 @@ import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
-from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode
+from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
 from can_train.errors import ConfigError, RunError, Stopped
 from can_train.io.records import expanded
 from can_train.reporter import COLUMNS, wrapped
@@ -52,6 +52,7 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
             metavar="KEY=VALUE",
         ),
     ] = None,
+    weights: WeightsFile = "",
     trust_code: TrustCode = False,
     quiet: output.Quiet = False,
     verbose: output.Verbose = False,
@@ -80,6 +81,7 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
         batch_size=batch_size,
         num_workers="",
         paths=PathSettings(data_root=data_root or "", state_dir=state_dir or ""),
+        weights=weights,
         trust=locator.trust(trusts_all=trust_code),
         reporter=reporter,
     )

@@ -32,6 +32,13 @@ RunsDir = Annotated[str, typer.Option(help="Folder of run folders.", metavar="FO
 StateDir = Annotated[
     str | None, typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER")
 ]
+WeightsFile = Annotated[
+    str,
+    typer.Option(
+        "--weights", help="Weights after an epoch, which --keep N wrote: epoch-10. [those the run ended with]",
+        metavar="NAME",
+    ),
+]  # fmt: skip
 TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="Run the code that the run names, although it is not known to be yours.")
 ]

@@ -49,6 +49,7 @@ class EvaluationRequest:
         sets: `dataset.key=value`: how the data are read.
         options: Evaluation options of the task, an instance of `TaskSettings.evaluation`; None: their defaults.
         scores: File for the scores of single samples; None: they are not written.
+        weights: File of weights, as `epoch-0010`; empty: the weights that the run ended with.
         verbose: Whether everything is printed that the task has to say.
         device: Where samples are scored: auto, cpu, cuda[:i], sim:SIZE.
         paths: Folders; empty ones are the run's, if they are on this machine.
@@ -60,6 +61,7 @@ class EvaluationRequest:
     sets: tuple[str, ...] = ()
     options: Any = None
     scores: Path | None = None
+    weights: str = ""
     verbose: bool = False
     device: str = "auto"
     paths: PathSettings = field(default_factory=PathSettings)
@@ -194,7 +196,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     """Judges a finished run."""
     if request.scores is not None:
         check_score_file(request.scores)
-    finished = load_finished(request.run, request.trust.config)
+    finished = load_finished(request.run, request.trust.config, request.weights)
     run, task = finished.run, finished.run.task_settings
     scorer = Scorer.open(run.training, request.device, reporter)
     paths = with_folders_of(run, request.paths)

@@ -26,6 +26,7 @@ from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, RunError, StateError, unknown_name
 from can_train.io.records import write_bytes_atomic, write_json_atomic
 from can_train.reporter import Reporter
+from can_train.runs.run_state import best_text
 from can_train.runs.trust import CodeTrust
 from can_train.training.evaluate import Evaluation, with_folders_of
 from can_train.training.exported_call import Call, record_call
@@ -70,6 +71,7 @@ class ExportRequest:
         file: The file, or the folder.
         format: One of `FORMATS`; None: the ending of the file.
         part: Name of the part of the model that a program computes; None: the model, or the first part that is called.
+        weights: File of weights, as `epoch-0010`; empty: the weights that the run ended with.
         tolerance: Largest difference between a program and its model, as a share of the largest result.
         data: Data on which a program is compared with its model; None: the run's own.
         paths: Folders; empty ones are the run's, if they are on this machine.
@@ -80,6 +82,7 @@ class ExportRequest:
     file: Path
     format: str | None = None
     part: str | None = None
+    weights: str = ""
     tolerance: float = ROUNDING
     data: str | None = None
     paths: PathSettings = field(default_factory=PathSettings)
@@ -124,8 +127,9 @@ def export(request: ExportRequest, reporter: Reporter) -> Exported:
     """
     chosen = choose_format(request.file, request.format)
     check_place(request.file, is_folder=chosen == HUGGINGFACE)
-    finished = load_finished(request.run, request.trust.config)
-    weights, about = plain_weights(finished.weights), description(finished)
+    finished = load_finished(request.run, request.trust.config, request.weights)
+    weights = plain_weights(finished.weights)
+    about = {**description(finished), "weights": request.weights or best_text(finished.result)}
     program, difference = None, 0.0
     with _writing(request.file):
         if chosen == HUGGINGFACE:

@@ -5,6 +5,7 @@ and the finished models that it builds on.
 import hashlib
 import io
 import json
+import re
 import shlex
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,7 +23,15 @@ from torch import Tensor, nn
 from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, cache_folder, data_root
 from can_train.config.task_settings import import_from, load_object
-from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RunError, StateError
+from can_train.errors import (
+    CheckpointError,
+    ConfigError,
+    DoesNotFitError,
+    OutOfMemoryDetails,
+    RunError,
+    StateError,
+    unknown_name,
+)
 from can_train.fit.optimizer import Precision, freeze, seed_everything, use_channels_last
 from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
 from can_train.memory.meters import Meter
@@ -38,6 +47,8 @@ _FORMAT_VERSION: Final = 1  # of checkpoints
 
 # The newest checkpoint, and the previous one in case the newest is damaged on disk.
 _MAX_FILES: Final = 2
+
+_EPOCH_DIGITS: Final = 4  # in names of files of weights
 
 _REMEDY: Final = "Copy the run once more from where it was trained, or train anew"
 
@@ -310,7 +321,7 @@ def write_epoch_weights(folder: RunFolder, epoch: int, kind: str, weights: Mappi
     Raises:
         CheckpointError: The file could not be written; the run goes on from its last checkpoint.
     """
-    path = folder.weights_path / f"epoch-{epoch:04d}{'' if kind == 'trained' else f'-{kind}'}.pt"
+    path = folder.weights_path / f"epoch-{epoch:0{_EPOCH_DIGITS}d}{'' if kind == 'trained' else f'-{kind}'}.pt"
     buffer = io.BytesIO()
     torch.save(dict(weights), buffer)
     try:
@@ -320,6 +331,22 @@ def write_epoch_weights(folder: RunFolder, epoch: int, kind: str, weights: Mappi
         remedy = "Make room or mend the folder's permissions, then resume the run"
         found = f"{path}: {error.strerror}"
         raise CheckpointError("The weights of an epoch cannot be written", value=found, remedy=remedy) from error
+
+
+def _epoch_weights(folder: RunFolder, name: str) -> dict[str, Any]:
+    """Reads a file of weights by its name, in which leading zeros may be missing: `epoch-4`, `epoch-0004-averaged`."""
+    files = {file.stem: file for file in sorted(folder.weights_path.glob("epoch-*.pt"))}
+    stem = re.sub(r"\d+", lambda digits: digits[0].zfill(_EPOCH_DIGITS), name.removesuffix(".pt"))
+    if stem not in files:
+        unknown = unknown_name("file of weights", name, files)
+        remedy = unknown.remedy if files else "Train with --keep N, which writes the weights of every N-th epoch"
+        raise CheckpointError(unknown.rule, value=f"{name} in {folder.weights_path}", remedy=remedy)
+    try:
+        weights = torch.load(files[stem], map_location="cpu", weights_only=True)
+    # Bytes that are no weights raise whatever they lead the reader to.
+    except Exception as error:
+        raise CheckpointError("A file of weights is damaged", value=str(files[stem]), remedy=_REMEDY) from error
+    return dict(weights) if isinstance(weights, Mapping) else {}
 
 
 def _passes(check: Callable[[Mapping[str, Any]], None], state: Mapping[str, Any]) -> bool:
@@ -334,16 +361,20 @@ def _trusted_config(folder: RunFolder) -> Mapping[str, Any]:
     return CodeTrust().config(folder)
 
 
-def load_finished(path: Path, read_config: Callable[[RunFolder], Mapping[str, Any]] = _trusted_config) -> FinishedModel:
+def load_finished(
+    path: Path, read_config: Callable[[RunFolder], Mapping[str, Any]] = _trusted_config, weights_file: str = ""
+) -> FinishedModel:
     """Reads the model that the run in a folder has trained.
 
     Args:
         path: The folder.
         read_config: Returns the configuration of the run once its code may run.
+        weights_file: Name of a file of weights that `training.keep` wrote, as `epoch-0010`; empty: the weights that
+            the run ended with.
 
     Raises:
         RunError: There is no run, or its files cannot be read.
-        CheckpointError: It has not finished, or its weights are damaged.
+        CheckpointError: It has not finished, its weights are damaged, or there is no such file.
     """
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
@@ -355,6 +386,8 @@ def load_finished(path: Path, read_config: Callable[[RunFolder], Mapping[str, An
                               remedy=f"Finish it first: {shlex.join(['can-train', 'resume', str(path)])}")  # fmt: skip
     state = Checkpoints(folder.checkpoints_path).newest()
     weights = {} if state is None else state.get("best")
+    if weights_file:
+        weights = _epoch_weights(folder, weights_file)
     if not isinstance(weights, dict) or not weights or not all(isinstance(one, Tensor) for one in weights.values()):
         why = "there are none" if state is None else "its last checkpoint holds others"
         raise CheckpointError("A finished run has weights", value=f"{folder.checkpoints_path}: {why}", remedy=_REMEDY)

@@ -46,6 +46,7 @@ class LoadOptions:
 
     Attributes:
         device: Where it computes: auto, cpu, cuda[:i], sim:SIZE.
+        weights: File of weights, as `epoch-0010`; empty: the weights that the run ended with.
         batch_size: SamplesToPredict that are computed at a time; fewer where memory runs out.
         num_workers: Processes that read samples ahead, as `training.num_workers`; empty: the run's.
         paths: Folders; empty ones are the run's, if they are on this machine.
@@ -53,6 +54,7 @@ class LoadOptions:
     """
 
     device: str = "auto"
+    weights: str = ""
     batch_size: int = PART_SAMPLES
     num_workers: str = _IN_LINE
     paths: PathSettings = field(default_factory=PathSettings)
@@ -111,6 +113,7 @@ def load(  # noqa: PLR0913 - a person gives few of them
     run: str | os.PathLike[str],
     *,
     device: str = "auto",
+    weights: str = "",
     trust_code: bool = False,
     runs_dir: str | os.PathLike[str] = "runs",
     state_dir: str | os.PathLike[str] | None = None,
@@ -124,6 +127,7 @@ def load(  # noqa: PLR0913 - a person gives few of them
     Args:
         run: Its folder, its id, any part of it that no other run has, or `last`.
         device: Where it computes: auto, cpu, cuda[:i].
+        weights: File of weights that `--keep N` wrote, as `epoch-10`; empty: the weights that the run ended with.
         trust_code: Whether the code that the run names may run, although it is not known to be the user's.
         runs_dir: Folder of run folders.
         state_dir: State folder; None: the user's.
@@ -132,20 +136,21 @@ def load(  # noqa: PLR0913 - a person gives few of them
     Raises:
         RunError: There is no such run.
         UntrustedCodeError: Another user may have chosen the run's code.
-        CheckpointError: The run has not finished.
+        CheckpointError: The run has not finished, or has no such file of weights.
         DoesNotFitError: There is no room for the model on the device.
     """
     state = state_folder(None if state_dir is None else Path(state_dir))
     # A folder needs no list of runs.
     runs = [] if Path(run).is_dir() else known_runs(Registry(state), Path(runs_dir))
     paths = PathSettings(data_root=str(data_root or ""), state_dir=str(state_dir or ""))
-    options = LoadOptions(device=device, paths=paths, trust=CodeTrust(state=state, trusts_all=trust_code))
+    trust = CodeTrust(state=state, trusts_all=trust_code)
+    options = LoadOptions(device=device, weights=weights, paths=paths, trust=trust)
     return load_model(find_run(runs, os.fspath(run)).folder.path, options)
 
 
 def load_model(path: Path, options: LoadOptions) -> LoadedModel:
     """Loads the model that the run in a folder has trained; raises as `load` does."""
-    finished = load_finished(path, options.trust.config)
+    finished = load_finished(path, options.trust.config, options.weights)
     model: LoadedModel = load_object(finished.run.task_settings.predictor)(finished, options)
     return model
 
