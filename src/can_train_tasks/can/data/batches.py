@@ -6,7 +6,7 @@ T columns that an autoencoder reconstructs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
@@ -24,7 +24,7 @@ GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
 # Graphs whose self-loops are counted at a time, so that the comparison needs little memory besides the mapped edges.
 _COUNTED_GRAPHS: Final = 2**16
 _COMPARED_EDGES: Final = 2**20  # edges whose ends are compared at a time
-_Sent = TypeVar("_Sent", "PreparedBatch", "Reconstructed")
+_Sent = TypeVar("_Sent", "GraphBatch", "PreparedBatch", "Reconstructed")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,14 +87,7 @@ class GraphBatch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphBatch":
         """Returns the batch on another device, its features as `dtype`; indices keep their type."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: part
-            if part is None
-            else send(part, torch.device(device), dtype if part.is_floating_point() else None)
-            for name, part in parts.items()
-        }
-        return GraphBatch(**moved)
+        return _sent(self, torch.device(device), dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
