@@ -13,7 +13,7 @@ from can_train.cli import output
 from can_train.cli.output import Verbosity
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
 from can_train.config.task_settings import NoSettings, described_tasks, load_object, load_task_settings
-from can_train.errors import CanTrainError, ConfigError, RunError
+from can_train.errors import CanTrainError, ConfigError
 from can_train.io.records import expanded
 
 
@@ -47,10 +47,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     """Judge a finished run once more: on its own test data, or on other data."""
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     locator = RunLocator(runs_dir, state_dir)
-    record = locator.find(run)
-    if record.folder.result() is None and (status := locator.status(record)).state.live:
-        raise RunError("The run has not finished", value=str(status.state),
-                       remedy=f"Wait for its end: can-train logs {run} -f")  # fmt: skip
+    record = locator.find_ended(run)
     # Hydra and torch: a line that is wrong does not wait for them.
     output.print_starting(verbosity)
     from can_train.config.resolved import PathSettings

@@ -17,7 +17,7 @@ import typer
 from can_train.cli import output
 from can_train.cli.output import Verbosity
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir, TrustCode, WeightsFile
-from can_train.errors import ConfigError, RunError, Stopped
+from can_train.errors import ConfigError, Stopped
 from can_train.io.records import expanded
 from can_train.reporter import COLUMNS, wrapped
 
@@ -65,10 +65,7 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
     """Write what a finished run's model says of data, which need no labels."""
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     locator = RunLocator(runs_dir, state_dir)
-    record = locator.find(run)
-    if record.folder.result() is None and (status := locator.status(record)).state.live:
-        raise RunError("The run has not finished", value=str(status.state),
-                       remedy=f"Wait for its end: can-train logs {run} -f")  # fmt: skip
+    record = locator.find_ended(run)
     _check_out(out, dataset)
     # Hydra and torch: a line that is wrong does not wait for them.
     output.print_starting(verbosity)

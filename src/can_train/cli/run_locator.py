@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from can_train.config.resolved import PathSettings, state_folder, user_file
+from can_train.errors import RunError
 
 # Imported where they are used: `can-train --help` names runs, and looks for none.
 if TYPE_CHECKING:
@@ -87,6 +88,14 @@ class RunLocator:
         from can_train.runs.status import find_run
 
         return find_run(self.runs(), name)
+
+    def find_ended(self, name: str) -> "KnownRun":
+        """Finds a run as `find` does; raises RunError where it is queued or trains."""
+        record = self.find(name)
+        if record.folder.result() is None and (status := self.status(record)).state.live:
+            raise RunError("The run has not finished", value=str(status.state),
+                           remedy=f"Wait for its end: can-train logs {name} -f")  # fmt: skip
+        return record
 
     def status(self, known_run: "KnownRun") -> "RunStatus":
         """Finds out the status of a run."""
