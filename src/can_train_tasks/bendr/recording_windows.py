@@ -1,7 +1,8 @@
 """Cuts recordings into windows for training, validation and test, and normalises the windows.
 
 A recording is split by time, with a gap between the sets, because neighbouring windows are alike. A normalised window
-depends only on the window and on the training windows of its recording.
+depends only on the window and on the training windows of its recording. Where subjects are split, all windows of a
+recording are in one set, and a normalised window depends on all signals of its recording.
 
 Shapes: T samples of a recording, C channels, W windows, L samples of a window.
 """
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 from can_train.errors import DataError
 from can_train_tasks.bendr.recordings import UNLABELLED, Recording
 from can_train_tasks.bendr.settings import RecordingSettings
+from can_train_tasks.bendr.subjects import SETS
 
-SETS: Final = ("train", "validation", "test")
 # Training windows that a recording's scale is computed from: more windows change only the third digit of the quartiles.
 _SCALE_WINDOWS: Final = 256
 _IQR_OF_NORMAL: Final = 1.349  # interquartile range of a normal distribution ÷ its standard deviation
@@ -68,6 +69,7 @@ class Windows(Sequence[Mapping[str, Any]]):
         labels: [W] position of the window's class among the classes; `UNLABELLED` where there are no labels.
         length: L.
         clip: Largest absolute value of a normalised window.
+        weights: Weight of each class in the loss; empty: windows have no weights.
     """
 
     recordings: Sequence[Recording]
@@ -77,6 +79,7 @@ class Windows(Sequence[Mapping[str, Any]]):
     labels: NDArray[np.int64]
     length: int
     clip: float
+    weights: Sequence[float] = ()
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -87,9 +90,10 @@ class Windows(Sequence[Mapping[str, Any]]):
         of, start = int(self.of[position]), int(self.starts[position])
         window = centred(self.recordings[of], start, self.length) / self.scales[of]
         signal = np.clip(window, -self.clip, self.clip).astype(np.float32)
-        window_of = PlacedWindow(
-            signal=torch.from_numpy(np.ascontiguousarray(signal.T)), label=int(self.labels[position])
-        )
+        label = int(self.labels[position])
+        window_of = PlacedWindow(signal=torch.from_numpy(np.ascontiguousarray(signal.T)), label=label)
+        if self.weights:
+            window_of["weight"] = self.weights[label]
         window_of.recording, window_of.start = self.recordings[of], start
         return window_of
 
@@ -113,29 +117,36 @@ def cut(
     trained: Sequence[int] = (),
     *,
     labelled_only: bool = False,
+    sets: Sequence[str] = (),
 ) -> dict[str, Windows]:
     """Cuts recordings into the windows of each set.
 
     Args:
         recordings: The recordings.
         dataset: How they are cut.
+        trained: Classes of the model that is evaluated; empty: the classes of the recordings.
         labelled_only: Whether windows without a class are left out.
-        trained: Classes of the model that is evaluated; empty: those of the recordings.
+        sets: Set of each recording; empty: each recording is split by time.
+
+    Returns:
+        By set, its windows; where recordings have sets, only the sets that a recording has.
 
     Raises:
         DataError: A set would have no windows, or a class is not among those of the model.
     """
     length, stride = dataset.samples(dataset.window_s), max(1, dataset.samples(dataset.stride_s))
-    classes = sorted({label for each in recordings for label in each.classes})
+    classes = classes_of(recordings, dataset)
     if trained:
-        if new := [label for label in classes if label not in trained]:
+        there = {label for each in recordings for label in each.classes}
+        if new := [label for label in sorted(there) if label not in trained]:
             raise DataError("The model knows the classes of its training recordings",
                             value=f"class {new[0]}; it knows {', '.join(map(str, trained))}",
                             remedy="Leave recordings with other classes out, or train on them, too")  # fmt: skip
         classes = [*trained]
-    found: dict[str, list[tuple[int, NDArray[np.int64]]]] = {name: [] for name in SETS}
+    found: dict[str, list[tuple[int, NDArray[np.int64]]]] = {name: [] for name in SETS if not sets or name in sets}
     for index, recording in enumerate(recordings):
-        for name, start, stop in stretches(len(recording.signal), dataset):
+        whole = len(recording.signal)
+        for name, start, stop in [(sets[index], 0, whole)] if sets else stretches(whole, dataset):
             starts = (event_starts(recording, start, stop, dataset) if dataset.aligned
                       else window_starts(start, stop, length, stride))  # fmt: skip
             found[name].append((index, starts))
@@ -150,7 +161,8 @@ def cut(
                  for name, parts in found.items()}  # fmt: skip
         labels = {name: [each[there] for each, there in zip(parts, chosen[name], strict=True)]
                   for name, parts in labels.items()}  # fmt: skip
-    scales = [_scale(one, [starts for index, starts in found["train"] if index == position], length)
+    scales = [_scale(one, [window_starts(0, len(one.signal), length, stride)] if sets else
+                     [starts for index, starts in found["train"] if index == position], length)
               for position, one in enumerate(recordings)]  # fmt: skip
     for name, parts in found.items():
         if not sum(len(starts) for _, starts in parts):
@@ -167,11 +179,17 @@ def cut(
             for name, parts in found.items()}  # fmt: skip
 
 
+def classes_of(recordings: Sequence[Recording], dataset: RecordingSettings) -> list[int]:
+    """Returns the classes, ascending: the classes that the settings name, else those that occur in the recordings."""
+    # A fold without windows of a rare class has the same model as the others.
+    return dataset.declared_classes or sorted({label for each in recordings for label in each.classes})
+
+
 def every_window(recordings: Sequence[Recording], dataset: RecordingSettings) -> Windows:
     """Cuts recordings into windows from their beginnings on, whose labels are not looked at.
 
     A recording's scale is computed from the windows of its training stretches, as it is where the recording is
-    evaluated; from all of its windows where it is too short for stretches.
+    evaluated; from all of its windows where subjects are split, or where it is too short for stretches.
 
     Raises:
         DataError: A recording is shorter than a window.
@@ -186,7 +204,7 @@ def every_window(recordings: Sequence[Recording], dataset: RecordingSettings) ->
                             value=f"{recording.path} has {samples / dataset.sampling_hz:.1f} s, a window "
                             f"{dataset.window_s:g} s", remedy="Leave the recording out")  # fmt: skip
         parts = [window_starts(start, stop, length, stride) for name, start, stop in stretches(samples, dataset)
-                 if name == SETS[0]]  # fmt: skip
+                 if name == SETS[0] and not dataset.by_subject]  # fmt: skip
         scales.append(_scale(recording, parts if any(map(len, parts)) else [starts[-1]], length))
     of = [np.full(len(each), index, np.int32) for index, each in enumerate(starts)]
     return Windows(recordings=recordings, scales=scales, length=length, clip=dataset.clip, of=np.concatenate(of),
@@ -211,7 +229,8 @@ def _labels_of(
     if not dataset.aligned:
         return _majority(recording, starts, dataset.samples(dataset.window_s), classes)
     offset = dataset.samples(dataset.offset_s)
-    class_at = {onset + offset: classes.index(label) for onset, label in recording.events}
+    class_at = {onset + offset: UNLABELLED if label == UNLABELLED else classes.index(label)
+                for onset, label in recording.events}  # fmt: skip
     return np.array([class_at[start] for start in starts.tolist()], np.int64)
 
 

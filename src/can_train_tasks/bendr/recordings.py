@@ -6,11 +6,14 @@ for any number of recordings.
 Shapes: T samples of a recording, C channels.
 """
 
+import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, TextIO
@@ -24,17 +27,20 @@ from can_train.reporter import Reporter
 from can_train_tasks.bendr.settings import MOST_CLASSES, RecordingSettings
 
 # Raise it whenever the same file gives other arrays, so that folders of an earlier version are not used.
-_READER_VERSION: Final = 1
+_READER_VERSION: Final = 2
 
 UNLABELLED: Final = -1
 _BLOCK_LINES: Final = 8192  # lines read at a time: a few MiB of text
 _SEPARATORS: Final = (",", ";", "\t")
 _LABEL_NAMES: Final = ("label", "labels", "class", "target", "y", "state", "stage", "eye_detection", "eyedetection")
 _TIME_NAMES: Final = ("", "time", "time_s", "timestamp", "t", "index", "sample")
-_MNE_SUFFIXES: Final = (".edf", ".bdf", ".fif", ".fif.gz")
+_MNE_SUFFIXES: Final = (".edf", ".bdf", ".gdf", ".fif", ".fif.gz")
 _SUFFIXES: Final = (".csv", *_MNE_SUFFIXES)
 _HYPNOGRAM: Final = "-hypnogram"  # Sleep-EDF has the stages of SC4001E0-PSG.edf in SC4001EC-Hypnogram.edf
 _SLEEP_NAME: Final = 7  # Characters of a name that both files have
+_MARK: Final = "#"  # Begins an annotation that is no event where dataset.target is set
+_EVENT_TABLE: Final = "*Labels.csv"  # Table of the classes of events: TrainLabels.csv of Kaggle's BCI challenge
+_EVENT_PREFIX: Final = "Data_"  # Of its recordings: the first event of Data_S02_Sess01.csv is S02_Sess01_FB001
 _MICROVOLTS: Final = 1e6  # In a volt, the unit of MNE
 _SAMPLED_FILES: Final = 4  # a plan reads the beginnings of this many files
 
@@ -78,14 +84,36 @@ def find_recordings(dataset: RecordingSettings, data_root: Path) -> list[Path]:
     """
     if dataset.is_synthetic:
         return []
-    place = Path(dataset.path) if dataset.path else data_root / (dataset.published or dataset.name)
-    files = [place] if place.is_file() else sorted(path for path in place.glob("**/*") if _is_recording(path))
+    place = place_of(dataset, data_root)
+    every = [place] if place.is_file() else sorted(path for path in place.glob("**/*") if _is_recording(path))
+    files = every if place.is_file() else [path for path in every if _is_chosen(dataset, path, place)]
     if not files:
-        found = f"holds no file that ends in {', '.join(_SUFFIXES)}" if place.is_dir() else "does not exist"
-        raise MissingDataError("A data set is a recording or a folder of them", value=f"{place} {found}",
+        raise MissingDataError("A data set is a recording or a folder of them", value=_lack(dataset, place, every),
                                remedy="Check --dataset, and --data-root where the data set has a name; "
-                               "--dataset synthetic needs no files")  # fmt: skip
+                               "--dataset synthetic needs no files" if not dataset.origin else
+                               f"{dataset.origin}\nThen give the folder: --set dataset.path=FOLDER")  # fmt: skip
     return files
+
+
+def place_of(dataset: RecordingSettings, data_root: Path) -> Path:
+    """Returns the file or the folder of a data set that is not simulated."""
+    return Path(dataset.path) if dataset.path else data_root / (dataset.published or dataset.name)
+
+
+def _lack(dataset: RecordingSettings, place: Path, every: Sequence[Path]) -> str:
+    if every:
+        patterns = f"of {_list(dataset.include)}" if dataset.include else "left"
+        return f"{place} holds no file {patterns}, without {_list(dataset.exclude) or 'exceptions'}"
+    return f"{place} holds no file that ends in {', '.join(_SUFFIXES)}" if place.is_dir() else f"{place} does not exist"
+
+
+def _is_chosen(dataset: RecordingSettings, path: Path, place: Path) -> bool:
+    inside = path.relative_to(place).as_posix()
+
+    def is_of(patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns for name in (path.name, inside))
+
+    return (not dataset.include or is_of(dataset.include)) and not is_of(dataset.exclude)
 
 
 def _is_recording(path: Path) -> bool:
@@ -129,20 +157,23 @@ def open_recordings(
     return recordings
 
 
-def read_beginnings(dataset: RecordingSettings, files: Sequence[Path], samples: int) -> tuple[list[Recording], float]:
-    """Reads the beginnings of a few recordings into memory.
+def read_beginnings(
+    dataset: RecordingSettings, files: Sequence[Path], samples: int, *, beside: Sequence[Path] = ()
+) -> tuple[list[Recording], float]:
+    """Reads the beginnings of a few recordings, and of the recordings `beside` them, into memory. A beginning that has
+    no event is replaced by the stretch from the first event on.
 
     Returns:
-        The recordings, and the ratio of all samples (estimated) to the samples that were read.
+        The recordings, and the ratio of the samples of `files` (estimated) to the samples that were read of them.
 
     Raises:
         DataError: As in `open_recordings`.
     """
     chosen, recordings, read_bytes = files[:_SAMPLED_FILES], [], 0
-    for path in chosen:
+    for path in [*chosen, *beside]:
         with _reader(dataset, path) as reader:
             blocks = list(reader.blocks(samples))
-            read_bytes += reader.read_bytes
+            read_bytes += reader.read_bytes if path in chosen else 0
         signal = np.concatenate([block for block, _ in blocks])
         labels = np.concatenate([block for _, block in blocks])
         recordings.append(Recording(path=path, channels=reader.channels, signal=signal, labels=labels,
@@ -153,7 +184,8 @@ def read_beginnings(dataset: RecordingSettings, files: Sequence[Path], samples: 
 
 def _open(dataset: RecordingSettings, path: Path, cache: Path, reporter: Reporter) -> Recording:
     sha256 = _digest(path)
-    identity = json.dumps([_READER_VERSION, sha256, dataset.label, dataset.channels, *_of_events(dataset, path)])
+    identity = json.dumps([_READER_VERSION, sha256, dataset.label, dataset.channels, dataset.exclude_channels,
+                           *_of_events(dataset, path)])  # fmt: skip
     folder = cache / f"recording-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
     if folder.exists():
         try:
@@ -176,9 +208,10 @@ def _open(dataset: RecordingSettings, path: Path, cache: Path, reporter: Reporte
 
 
 def _of_events(dataset: RecordingSettings, path: Path) -> list[Any]:
-    """Returns the settings that decide the events of a file, and its rate; none for a CSV file."""
-    is_read_by_mne = path.name.lower().endswith(_MNE_SUFFIXES)
-    return [list(dataset.events), dataset.event_s, dataset.sampling_hz] if is_read_by_mne else []
+    """Returns the settings that decide the events of a file, and its rate where it is resampled."""
+    if path.name.lower().endswith(_MNE_SUFFIXES):
+        return [list(dataset.events), dataset.target, dataset.event_s, dataset.sampling_hz]
+    return [dataset.event_column] if dataset.event_column else []
 
 
 def _stored(folder: Path, path: Path, sha256: str) -> Recording:
@@ -202,7 +235,9 @@ class _Reader(Protocol):
     """
 
     channels: tuple[str, ...]
-    events: Sequence[tuple[int, int]]
+
+    @property
+    def events(self) -> Sequence[tuple[int, int]]: ...
 
     @property
     def read_bytes(self) -> int: ...
@@ -238,7 +273,7 @@ class _MneReader:
             if name not in names:
                 raise DataError("Every channel is one of a recording", value=f"{path}: {name!r}",
                                 remedy=f"Its channels: {_list(names)}")  # fmt: skip
-        self.channels = tuple(dataset.channels or picked)
+        self.channels = tuple(dataset.channels or _without(picked, dataset.exclude_channels))
         if not self.channels:
             raise DataError("A recording has at least one EEG channel", value=f"{path}: {_list(names)}",
                             remedy="Name them: --set 'dataset.channels=[Fz,Cz]'")  # fmt: skip
@@ -254,7 +289,8 @@ class _MneReader:
         with self._reading():
             raw.pick(list(self.channels), verbose="error").reorder_channels(list(self.channels))
             if most is not None and most / hz < whole_s:
-                raw.crop(tmax=most / hz, include_tmax=False, verbose="error")
+                start_s = self._sampled_from(raw, most / hz)
+                raw.crop(start_s, start_s + most / hz, include_tmax=False, verbose="error")
             self._read_share = len(raw.times) / raw.info["sfreq"] / whole_s
             if raw.info["sfreq"] != hz:
                 raw.load_data(verbose="error").resample(hz, verbose="error")
@@ -265,22 +301,48 @@ class _MneReader:
                 values = raw.get_data(start=start, stop=stop, verbose="error").T * _MICROVOLTS
             yield values.astype(np.float32), labels[start:stop]
 
-    def _labels(self, raw: Any) -> NDArray[np.int8]:
-        """Returns the class of each sample, and notes the events."""
-        labels, classes = np.full(len(raw.times), UNLABELLED, np.int8), self._dataset.class_of_event
-        annotations, hz = raw.annotations, self._dataset.sampling_hz
-        names = [str(name) for name in annotations.description]
+    def _sampled_from(self, raw: Any, length_s: float) -> float:
+        """Returns the first second of a sample of `length_s` seconds: 0, or where the first event is if it is later."""
+        events = [onset_s for onset_s, _, label in self._events(raw) if label is not None and onset_s >= 0]
+        first_s = min(events, default=0.0) + min(self._dataset.offset_s, 0.0)
+        return max(0.0, min(first_s, raw.times[-1] - length_s)) if first_s > length_s / 2 else 0.0
+
+    def _events(self, raw: Any) -> list[tuple[float, float, int | None]]:
+        """Returns the seconds from the recording's beginning, the duration and the class of each annotation."""
+        annotations = raw.annotations
+        # Without a date, annotations count from the beginning of the recording that this recording was cut from.
+        origin, cut_s = annotations.orig_time, raw.first_time if annotations.orig_time is None else 0.0
+        onsets = raw.time_as_index(annotations.onset - cut_s, use_rounding=True, origin=origin) / raw.info["sfreq"]
+        classes = self._classes_of([str(name) for name in annotations.description])
+        return [*zip(onsets.tolist(), annotations.duration.tolist(), classes, strict=True)]
+
+    def _classes_of(self, names: Sequence[str]) -> list[int | None]:
+        """Returns the class of each annotation; None: it is no event."""
+        there = f"it has {_list(sorted(set(names)))}" if names else "it has no annotations"
+        if "-psg" in self._path.name.lower() and _hypnogram(self._path) is None:
+            there = f"there is no {self._path.name[:_SLEEP_NAME]}*-Hypnogram.edf beside it"
+        if self._dataset.target:
+            targets = [match[1] for name in names if (match := re.search(self._dataset.target, name))]
+            if not targets:
+                raise DataError("An annotation of a recording names its target, as dataset.target says",
+                                value=f"{self._path}: {there}",
+                                remedy="""Give its form: --set 'dataset.target="#Tgt(.)"'""")  # fmt: skip
+            return [None if name.startswith(_MARK) else int(targets[0] in name) for name in names]
+        classes = self._dataset.class_of_event
         if classes and not set(names) & {*classes}:
-            there = f"it has {_list(sorted(set(names)))}" if names else "it has no annotations"
             raise DataError("A recording has events of dataset.events", value=f"{self._path}: {there}",
                             remedy="Name events that it has: --set 'dataset.events=[T1:0,T2:1]'")  # fmt: skip
-        onsets = raw.time_as_index(annotations.onset, use_rounding=True, origin=annotations.orig_time)
+        return [classes.get(name) for name in names]
+
+    def _labels(self, raw: Any) -> NDArray[np.int8]:
+        """Returns the class of each sample, and notes the events."""
+        labels, hz = np.full(len(raw.times), UNLABELLED, np.int8), self._dataset.sampling_hz
         events = []
-        for name, onset, duration_s in zip(names, onsets.tolist(), annotations.duration.tolist(), strict=True):
-            if name in classes and 0 <= onset < len(labels):
-                stop = onset + max(1, round((self._dataset.event_s or duration_s) * hz))
-                labels[onset:stop] = classes[name]
-                events.append((onset, classes[name]))
+        for onset_s, duration_s, label in self._events(raw):
+            onset = round(onset_s * hz)
+            if label is not None and 0 <= onset < len(labels):
+                labels[onset : onset + max(1, round((self._dataset.event_s or duration_s) * hz))] = label
+                events.append((onset, label))
         self.events = sorted(events)
         return labels
 
@@ -308,10 +370,10 @@ def _mne() -> Any:
 class _CsvReader:
     """Reads the header of a recording, then its rows block by block."""
 
-    events: Sequence[tuple[int, int]] = ()
-
     def __init__(self, dataset: RecordingSettings, path: Path, file: TextIO) -> None:
         self._path, self._file = path, file
+        self._events: list[tuple[int, int]] = []
+        self._before = 0.0  # The last value of the column of events
         header = file.readline().rstrip("\r\n")
         self._separator = max(_SEPARATORS, key=header.count)
         names = [name.strip().strip('"') for name in header.split(self._separator)]
@@ -321,9 +383,14 @@ class _CsvReader:
         if dataset.label and dataset.label not in names:
             _refuse(path, 1, "dataset.label names a column", repr(dataset.label), f"Its columns: {_list(names)}")
         self._label = dataset.label or next((name for name in names if name.lower() in _LABEL_NAMES), None)
-        self.channels = tuple(dataset.channels) or tuple(
-            name for name in names if name != self._label and name.lower() not in _TIME_NAMES
-        )
+        self._event = dataset.event_column
+        if self._event and self._event not in names:
+            _refuse(path, 1, "dataset.event_column names a column", repr(self._event), f"Its columns: {_list(names)}")
+        self._class_of = _event_classes(path) if self._event else {}
+        beside = (self._label, self._event)
+        self.channels = tuple(dataset.channels) or tuple(_without(
+            [name for name in names if name not in beside and name.lower() not in _TIME_NAMES], dataset.exclude_channels
+        ))  # fmt: skip
         for name in self.channels:
             if name not in names:
                 _refuse(path, 1, "Every channel is a column of a recording", repr(name), f"Its columns: {_list(names)}")
@@ -332,18 +399,27 @@ class _CsvReader:
                     "Name them: --set 'dataset.channels=[AF3,F7]'")  # fmt: skip
 
     @property
+    def events(self) -> Sequence[tuple[int, int]]:
+        return self._events
+
+    @property
     def read_bytes(self) -> int:
         return self._file.buffer.tell()
 
     def blocks(self, most: int | None = None) -> Iterator[Block]:
         """Yields the samples in blocks; stops after about `most` samples, if given."""
         line, columns = 2, [self._names.index(name) for name in self.channels]
-        if self._label is not None:
-            columns.append(self._names.index(self._label))
+        label = self._event or self._label
+        if label is not None:
+            columns.append(self._names.index(label))
+        first = 0
         while (most is None or line - 2 < most) and (lines := list(islice(self._file, _BLOCK_LINES))):
             values = self._numbers(lines, line, columns)
             labels = np.full(len(values), UNLABELLED, dtype=np.int8)
-            if self._label is not None:
+            if self._event:
+                values, column = values[:, :-1], values[:, -1]
+                labels = self._begun(column, first)
+            elif self._label is not None:
                 values, column = values[:, :-1], values[:, -1]
                 for row in np.flatnonzero((column != np.round(column)) | (column < 0) | (column >= MOST_CLASSES))[:1]:
                     _refuse(self._path, line + int(row), f"A label is a whole number from 0 to {MOST_CLASSES - 1}",
@@ -352,9 +428,21 @@ class _CsvReader:
                 labels = column.astype(np.int8)
             if len(values):
                 yield values.astype(np.float32), labels
-            line += len(lines)
+            line, first = line + len(lines), first + len(values)
         if line == 2:
             _refuse(self._path, 2, "A recording has samples below its header", "none", "Give a whole recording")
+
+    def _begun(self, column: NDArray[np.float64], first: int) -> NDArray[np.int8]:
+        """Notes the events that begin in a block from sample `first` on. Returns the class of each sample: an event's
+        class at its first sample, no class elsewhere.
+        """
+        labels, active = np.full(len(column), UNLABELLED, np.int8), np.append(self._before, column) != 0
+        for row in np.flatnonzero(active[1:] & ~active[:-1]).tolist():
+            name = f"{self._path.name.partition('.')[0].removeprefix(_EVENT_PREFIX)}_FB{len(self._events) + 1:03}"
+            labels[row] = self._class_of.get(name, UNLABELLED)
+            self._events.append((first + row, int(labels[row])))
+        self._before = float(column[-1]) if len(column) else self._before
+        return labels
 
     def _numbers(self, lines: list[str], first: int, columns: list[int]) -> NDArray[np.float64]:
         filled = [text for text in lines if text.strip()]
@@ -371,6 +459,34 @@ class _CsvReader:
                 _refuse(self._path, number, "Every sample of a recording is a row of finite numbers, one a column",
                         repr(text.rstrip()[:60]), "Mend or remove the row; gaps are not filled")  # fmt: skip
         raise AssertionError("a line that numpy refuses is one that is refused here")
+
+
+def _tables(path: Path) -> list[Path]:
+    """Lists the tables of event classes in the folder of a recording and in the folder above it."""
+    return [table for folder in (path.parent, path.parent.parent) for table in sorted(folder.glob(_EVENT_TABLE))]
+
+
+def _event_classes(path: Path) -> dict[str, int]:
+    """Reads the class of each event by its name: columns IdFeedBack and Prediction of Kaggle's BCI challenge.
+
+    Raises:
+        DataError: A table has other columns, or classes other than 0 and 1.
+    """
+    classes = {}
+    for table in _tables(path):
+        with _opened(table) as file:
+            rows = csv.reader(file)
+            if len(next(rows, ())) != 2:
+                _refuse(table, 1, "A table of event classes has two columns", "", "Columns: IdFeedBack,Prediction")
+            for line, row in enumerate(rows, start=2):
+                if len(row) != 2 or row[1].strip() not in ("0", "1"):
+                    _refuse(table, line, "The class of an event is 0 or 1", repr(",".join(row)), "Mend the row")
+                classes[row[0].strip()] = int(row[1])
+    return classes
+
+
+def _without(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _refuse(path: Path, line: int, rule: str, value: str, remedy: str) -> NoReturn:
@@ -399,9 +515,10 @@ def _opened(path: Path) -> Any:
 
 
 def _digest(path: Path) -> str:
-    """Computes the digest of a recording, and of its sleep stages if they are in another file."""
+    """Computes the digest of a recording, and of the tables of its sleep stages or of its events beside it."""
     stages = _hypnogram(path)
-    return _sha256(path) if stages is None else digest_of([_sha256(path), _sha256(stages)])
+    beside = [stages] if stages is not None else _tables(path) if path.name.startswith(_EVENT_PREFIX) else []
+    return digest_of([_sha256(path), *map(_sha256, beside)]) if beside else _sha256(path)
 
 
 def _sha256(path: Path) -> str:

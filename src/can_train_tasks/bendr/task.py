@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,13 +20,23 @@ from can_train.errors import ConfigError, DataError
 from can_train.training.sample_task import Losses, Task
 from can_train_tasks.bendr import class_metrics
 from can_train_tasks.bendr.network import BendrNetwork
-from can_train_tasks.bendr.recording_windows import PlacedWindow, Windows, cut, every_window
-from can_train_tasks.bendr.recordings import Recording, digest_of, find_recordings, open_recordings, read_beginnings
+from can_train_tasks.bendr.recording_windows import PlacedWindow, Windows, classes_of, cut, every_window
+from can_train_tasks.bendr.recordings import (
+    Recording,
+    digest_of,
+    find_recordings,
+    open_recordings,
+    place_of,
+    read_beginnings,
+)
 from can_train_tasks.bendr.settings import CLASSIFY, PRETRAIN, PRETRAINED, RecordingSettings
 from can_train_tasks.bendr.simulated_eeg import synthetic_folder, write_recording
+from can_train_tasks.bendr.subjects import SETS, describe_split, split_subjects, subjects_of
 
 _CONTRAST: Final = "contrast"
 _CLASS: Final = "class"
+_SETS_OF_RECORDINGS: Final = "sets"  # In the state: set of each recording by its digest, where subjects are split
+_TEST: Final = SETS[2]
 _SAMPLED_WINDOWS: Final = 64  # least number of windows that a plan reads from a recording
 
 
@@ -33,18 +44,66 @@ class Bendr(Task):
     """Learns to recognise masked steps of recordings (pretraining), or the class of a window (classification)."""
 
     prediction_parts = ("recording", "{}")
+    _split: Mapping[str, str] = {}  # Set of each subject; empty where recordings are split by time
+    _recording_sets: Mapping[str, str] = {}  # Set of each recording, by its digest
 
     def datasets(self) -> Mapping[str, Windows]:
         """Reads the recordings into the cache, and returns the windows of each set."""
         files = find_recordings(self.dataset, self.context.data_root)
+        place = place_of(self.dataset, self.context.data_root)
         if self.dataset.is_synthetic:
-            files = sorted(synthetic_folder(self.context.cache, self.dataset).glob("*.csv"))
+            place = synthetic_folder(self.context.cache, self.dataset)
+            files = sorted(place.glob("*.csv"))
+        subjects = self._subjects(files, place)
         recordings = open_recordings(self.dataset, files, self.context.cache, self.context.reporter)
-        return self._checked(self._cut(recordings))
+        sets = self._sets_of(recordings, subjects)
+        return self._weighted(self._checked(self._cut(recordings, sets)))
 
-    def _cut(self, recordings: Sequence[Recording]) -> dict[str, Windows]:
-        return cut(recordings, self.dataset, self.context.state.get("classes", ()),
+    def _subjects(self, files: Sequence[Path], place: Path) -> list[str]:
+        """Returns the subject of each file; none where recordings are split by time. Notes the set of each subject."""
+        if not self.dataset.by_subject:
+            if _SETS_OF_RECORDINGS in self.context.state:
+                raise ConfigError("A run that split subjects is evaluated on subjects", value="dataset.subject is off",
+                                  remedy="Say which recordings are of one: --set dataset.subject=file")  # fmt: skip
+            return []
+        subjects = subjects_of(self.dataset, files, place)
+        if _SETS_OF_RECORDINGS not in self.context.state:
+            self._split = split_subjects(self.dataset, subjects)
+        return subjects
+
+    def _sets_of(self, recordings: Sequence[Recording], subjects: Sequence[str]) -> list[str]:
+        """Returns the set of each recording; none where recordings are split by time.
+
+        A run that is evaluated has the sets of its training. New recordings are tested, unless their subject has a
+        recording that trained or validated.
+        """
+        if subjects and _SETS_OF_RECORDINGS in self.context.state:
+            earlier = self.context.state[_SETS_OF_RECORDINGS]
+            used = {subject: earlier[recording.sha256] for recording, subject in zip(recordings, subjects, strict=True)
+                    if earlier.get(recording.sha256, _TEST) != _TEST}  # fmt: skip
+            self._split = {subject: used.get(subject, _TEST) for subject in subjects}
+            if _TEST not in self._split.values():
+                raise DataError("A subject that trained or validated a model does not test it",
+                                value=f"all {len(recordings)} recordings are of such subjects",
+                                remedy="Evaluate on recordings of other subjects")  # fmt: skip
+        sets = [self._split[subject] for subject in subjects]
+        self._recording_sets = {recording.sha256: name for recording, name in zip(recordings, sets, strict=False)}
+        return sets
+
+    def _cut(self, recordings: Sequence[Recording], sets: Sequence[str]) -> dict[str, Windows]:
+        return cut(recordings, self.dataset, self.context.state.get("classes", ()), sets=sets,
                    labelled_only=self.mode.name == CLASSIFY)  # fmt: skip
+
+    def _weighted(self, sets: dict[str, Windows]) -> dict[str, Windows]:
+        """Gives windows the weights of their classes: an average training window has the weight 1."""
+        if self.mode.name != CLASSIFY or self.dataset.balance != "weights":
+            return sets
+        if not (weights := self.context.state.get("class_weights", ())):
+            counts = np.bincount(sets[SETS[0]].labels, minlength=len(self._classes_in(sets[SETS[0]].recordings)))
+            there = np.count_nonzero(counts)
+            # Rounded as batches have them, so that an evaluation has the same weights.
+            weights = (counts.sum() / (there * np.maximum(counts, 1))).astype(np.float32).tolist()
+        return {name: replace(windows, weights=weights) for name, windows in sets.items()}
 
     def sample_datasets(self) -> Mapping[str, Windows]:
         """Reads the beginnings of a few recordings into memory, and returns their windows."""
@@ -52,21 +111,32 @@ class Bendr(Task):
         # Long enough that every set gets a window and a gap in each cycle.
         seconds = max(_SAMPLED_WINDOWS * dataset.stride_s, 10 * dataset.cycles * (dataset.window_s + dataset.gap_s))
         with tempfile.TemporaryDirectory() as folder:
-            files = find_recordings(dataset, self.context.data_root)
+            files, place = find_recordings(dataset, self.context.data_root), Path(folder)
             if not files:
-                files = [Path(folder) / "recording_001.csv"]
-                write_recording(files[0], dataset, 0)
-            recordings, times = read_beginnings(dataset, files, dataset.samples(seconds))
-        if dataset.is_synthetic:
+                # By time, one recording stands for all; subjects are split by the names of all.
+                files = [place / f"recording_{number + 1:03}.csv"
+                         for number in range(dataset.synthetic.recordings if dataset.by_subject else 1)]  # fmt: skip
+                for number, path in enumerate(files):
+                    write_recording(path, dataset, number)
+            else:
+                place = place_of(dataset, self.context.data_root)
+            subjects = self._subjects(files, place)
+            of = {path: self._split[subject] for path, subject in zip(files, subjects, strict=False)}
+            parts = [[path for path in files if of.get(path, SETS[0]) == name] for name in SETS]
+            beside = [path for part in parts[1:] for path in part[:1]]
+            recordings, times = read_beginnings(dataset, parts[0], dataset.samples(seconds), beside=beside)
+        if dataset.is_synthetic and not dataset.by_subject:
             times *= dataset.synthetic.recordings
-        sets = self._checked(self._cut(recordings))
+        sets = self._checked(self._cut(recordings, [of[recording.path] for recording in recordings] if of else []))
         if times > 1:
             self.estimated_train_rows = round(len(sets["train"]) * times)
             self.sample_note = f"Planned from the beginning of {len(recordings)} of the recordings"
-        return sets
+        return self._weighted(sets)
 
     def _checked(self, sets: dict[str, Windows]) -> dict[str, Windows]:
-        windows = sets["train"]
+        # Where new recordings are evaluated, tested windows stand for the windows of sets that need not be there.
+        sets = {name: sets.get(name, sets[_TEST]) for name in SETS}
+        windows = sets[SETS[0]]
         if self.mode.name == CLASSIFY:
             for recording in windows.recordings:
                 if not recording.classes:
@@ -74,7 +144,9 @@ class Bendr(Task):
                                     remedy="Name it: --set dataset.label=NAME; --mode pretrain needs none"
                                     )  # fmt: skip
             classes = {label for recording in windows.recordings for label in recording.classes}
-            if len(classes) < 2:
+            # A night begins awake: its beginning shows one class of those that the settings name.
+            expected = self.dataset.declared_classes if self.context.sampling else self.context.state.get("classes", ())
+            if len(classes) < 2 and len(expected) < 2:
                 raise DataError("Classification needs two classes", value=f"all labels are {min(classes)}",
                                 remedy="Give recordings of another class, too")  # fmt: skip
         elif (steps := self.model_settings.steps(windows.length)) <= self.mode.mask_span:
@@ -90,7 +162,8 @@ class Bendr(Task):
             raise ConfigError("A pretrained run has no classes to predict",
                               remedy="Train a classifier from it: --mode classify --pretrained RUN")  # fmt: skip
         # The channels of the training recordings, by their names, and no labels.
-        dataset = replace(self.dataset, channels=list(self._channels), label="", aligned=False, events=[])
+        dataset = replace(self.dataset, channels=list(self._channels), label="", aligned=False, events=[], target="",
+                          event_column="")  # fmt: skip
         files = find_recordings(dataset, self.context.data_root)
         return every_window(open_recordings(dataset, files, self.context.cache, self.context.reporter), dataset)
 
@@ -116,8 +189,13 @@ class Bendr(Task):
         return (path.relative_to(place).with_suffix("").as_posix()) if inside else path.stem
 
     def state(self) -> Mapping[str, Any]:
-        """Returns the channels and the classes of the training recordings."""
-        return {"channels": [*self._channels], "classes": [*self._classes]}
+        """Returns the channels and the classes of the training recordings; where subjects are split, the set of each
+        recording; the weights of classes, if they have weights.
+        """
+        state: dict[str, Any] = {"channels": [*self._channels], "classes": [*self._classes]}
+        if self._recording_sets:
+            state[_SETS_OF_RECORDINGS] = dict(self._recording_sets)
+        return state | ({"class_weights": [*self._train.weights]} if self._train.weights else {})
 
     @cached_property
     def _channels(self) -> Sequence[str]:
@@ -127,15 +205,16 @@ class Bendr(Task):
     @cached_property
     def _classes(self) -> Sequence[int]:
         """The classes, ascending: a prediction has a probability for each."""
-        if "classes" in self.context.state:
-            return [*self.context.state["classes"]]
-        return sorted({label for recording in self._train.recordings for label in recording.classes})
+        return self._classes_in(self._train.recordings if "classes" not in self.context.state else ())
 
     @property
     def _train(self) -> Windows:
         windows = self.sets["train"]
         assert isinstance(windows, Windows)
         return windows
+
+    def _classes_in(self, recordings: Sequence[Recording]) -> Sequence[int]:
+        return [*(self.context.state.get("classes") or classes_of(recordings, self.dataset))]
 
     def model(self) -> nn.Module:
         """Makes the model; a classifier takes all weights but the head's from the pretrained run, if there is one."""
@@ -155,6 +234,33 @@ class Bendr(Task):
         return [{**sample, "masked": draw_mask(steps, self.mode.mask_rate, self.mode.mask_span, generator),
                  "negatives": draw_negatives(steps, self.mode.negatives, generator)}
                 for sample in samples]  # fmt: skip
+
+    @property
+    def _samples_classes(self) -> bool:
+        return self.mode.name == CLASSIFY and self.dataset.balance in ("undersample", "oversample")
+
+    def sampler(self, epoch: int) -> NDArray[np.int64] | None:
+        """Draws, with `dataset.balance`, as many windows of each class: of the rarest class or of the most frequent."""
+        if not self._samples_classes:
+            return None
+        classes = [members for label in range(len(self._classes))
+                   if len(members := np.flatnonzero(self._train.labels == label))]  # fmt: skip
+        size = (min if self.dataset.balance == "undersample" else max)(map(len, classes))
+        drawn = []
+        for members in classes:
+            # Whole rounds of a class, and a part of a round: no window comes twice more often than another.
+            rounds = [torch.randperm(len(members)).numpy() for _ in range(-(-size // len(members)))]
+            drawn.append(members[np.concatenate(rounds)[:size]])
+        windows = np.concatenate(drawn)
+        shuffled: NDArray[np.int64] = windows[torch.randperm(len(windows)).numpy()]
+        return shuffled
+
+    def planned_order(self, rows: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Returns the windows of an epoch for a plan, which may repeat a sample of the windows to their number."""
+        order = super().planned_order(rows, seed=seed, epoch=epoch)
+        if not self._samples_classes:
+            return order
+        return np.resize(order, round(len(order) * len(rows) / len(np.unique(rows))))
 
     def may_live_on_device(self) -> bool:
         """Returns True: a window is the same each time, and masks and negatives are drawn beside it."""
@@ -176,7 +282,8 @@ class Bendr(Task):
                                             reduction="none")  # fmt: skip
             return {_CONTRAST: ((each * masked).sum(), masked.sum())}
         logits = model(batch["signal"])
-        return {_CLASS: (functional.cross_entropy(logits, batch["label"], reduction="sum"), len(logits))}
+        each = functional.cross_entropy(logits, batch["label"], reduction="none")
+        return {_CLASS: ((each * batch["weight"] if "weight" in batch else each).sum(), len(logits))}
 
     def _contrast(self, model: nn.Module, batch: Any) -> Tensor:
         assert isinstance(model, BendrNetwork)
@@ -213,15 +320,18 @@ class Bendr(Task):
         """Returns the accuracy of chance in pretraining, the metrics of two simple classifiers in classification."""
         if self.mode.name == PRETRAIN:
             return {"chance": {"contrastive_accuracy": 1 / (1 + self.mode.negatives)}}
+        if self._split and SETS[0] not in self._split.values():
+            return {}
         return class_metrics.baselines(self._train, samples, len(self._classes), self.dataset.sampling_hz)
 
     def notices(self) -> Sequence[str]:
-        """Returns, in classification, the number of windows of each class in each set."""
+        """Returns the subjects of each set, and in classification the number of its windows of each class."""
+        split = (describe_split(self.dataset, self._split),) if self._split else ()
         if self.mode.name == PRETRAIN:
-            return ()
+            return split
         counts = [f"{name} {np.bincount(windows.labels, minlength=len(self._classes)).tolist()}"
                   for name, windows in self.sets.items() if isinstance(windows, Windows)]  # fmt: skip
-        return (f"Windows of each class: {', '.join(counts)}",)
+        return (*split, f"Windows of each class: {', '.join(counts)}")
 
     def describe(self, row: int) -> str:
         """Names a window by its file and its start in seconds."""

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, DataError
 from can_train.reporter import SilentReporter
-from can_train_tasks.bendr.recording_windows import SETS, cut, stretches, window_starts
+from can_train_tasks.bendr.recording_windows import cut, stretches, window_starts
 from can_train_tasks.bendr.recordings import Recording, open_recordings
 from can_train_tasks.bendr.settings import RecordingSettings
+from can_train_tasks.bendr.subjects import SETS
 from fakes.eeg import EYE_STATE, noise
 
 TEN_HZ = RecordingSettings(name="own", path="x", sampling_hz=10.0, window_s=1.0, gap_s=0.5)
