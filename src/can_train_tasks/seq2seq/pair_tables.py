@@ -5,7 +5,7 @@ A table is a file of tab-separated values with one pair on each line. Columns ar
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from pathlib import Path
@@ -20,8 +20,11 @@ TRAIN, DEV, TEST = "train", "dev", "test"
 # Numbers of the symbols that no table contains.
 PAD, START, END, UNKNOWN = range(4)
 _OWN: Final = ("<pad>", "<start>", "<end>", "<unknown>")
-# Words that replace `train` in the file names of the development and the test table.
-_BESIDE: Final = {DEV: ("dev", "valid", "validation", "val"), TEST: ("test",)}
+_TRAINING: Final = (TRAIN, "trn")  # words in the file name of a training table
+# Words that replace such a word in the file names of the development and the test table.
+_BESIDE: Final = {DEV: ("dev", "valid", "validation", "val"), TEST: ("test", "tst")}
+# A size that only the training tables have in their names: turkish-train-low, ang_small.train.
+_SIZE: Final = re.compile(r"[-_](?:low|medium|high|small|large)(?=[.-]|$)")
 _WORDS: Final = {"space": " "}  # names of separators that a command line would lose
 _FEATURES_COLUMN: Final = 3  # usual column of the features in inflection tables
 
@@ -37,11 +40,12 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """The files of a data set."""
+    """The files of a data set; `covered` is a test table without targets, which only `can-train predict` reads."""
 
     train: Path
     dev: Path | None = None
     test: Path | None = None
+    covered: Path | None = None
 
     @property
     def by_name(self) -> dict[str, Path]:
@@ -67,15 +71,34 @@ def find_tables(dataset: Seq2seqDatasetSettings, data_root: Path) -> Tables:
             names = ", ".join(path.name for path in tables) or "none"
             raise MissingDataError(f"{train} must hold one training table, …train….tsv", value=names, remedy=remedy)
         (train,) = tables
-    before, word, after = train.name.rpartition(TRAIN)
     paths: dict[str, Path | None] = {}
     for name, given in ((DEV, dataset.dev), (TEST, dataset.test)):
         if given and not Path(given).is_file():
             raise MissingDataError(f"dataset.{name} is a table", value=f"{given} does not exist",
                                    remedy=f"Correct the path, or leave dataset.{name} away")  # fmt: skip
-        beside = [train.with_name(f"{before}{other}{after}") for other in _BESIDE[name]] if word else []
-        paths[name] = next((path for path in ([Path(given)] if given else beside) if path.is_file()), None)
-    return Tables(train=train, **paths)
+        paths[name] = Path(given) if given else next(_tables_beside(train, name), None)
+    covered, test = None, paths[TEST]
+    if test and not dataset.test and _columns_of(test) < _columns_of(train):
+        # A shared task publishes its test table without targets first.
+        covered, paths[TEST] = test, None
+    return Tables(train=train, **paths, covered=covered)
+
+
+def _tables_beside(train: Path, name: str) -> Iterator[Path]:
+    """Yields the files that are the development or the test table by their names: beside the training table, or in a
+    folder `dev` or `test` beside its folder `train`.
+    """
+    word = next((word for word in _TRAINING if word in train.name), "")
+    before, _, after = train.name.rpartition(word) if word else ("", "", "")
+    for other in _BESIDE[name] if word else ():
+        for file in dict.fromkeys((f"{before}{other}{after}", _SIZE.sub("", f"{before}{other}{after}"))):
+            for folder in (train.parent, train.parent.parent / other):
+                if (folder / file).is_file():
+                    yield folder / file
+
+
+def _columns_of(path: Path) -> int:
+    return next((line for line in _lines(path) if line), "").count("\t") + 1
 
 
 def data_files(dataset: Seq2seqDatasetSettings, data_root: Path) -> list[Path]:

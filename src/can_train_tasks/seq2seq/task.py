@@ -203,6 +203,9 @@ class Seq2seq(Task):
         """Names the symbols that the training data lack, and tells how the sets were made."""
         unknown = {name: self.vocabulary.unknown(pairs) for name, pairs in self._pairs.items()}
         told = [_unknown_symbols(name, symbols) for name, symbols in unknown.items() if symbols]
+        if covered := self._tables.covered:
+            told.append(f"{covered.name} has no targets and is left out; can-train predict RUN --dataset {covered} "
+                        "writes them")  # fmt: skip
         return (*super().notices(), *told)
 
     def data_digest(self) -> str:

@@ -109,3 +109,29 @@ def test_data_that_are_absent_are_said_to_be(tmp_path: Path) -> None:
 def test_source_and_target_are_different_columns() -> None:
     with pytest.raises(ConfigError, match="both are column 2"):
         Seq2seqDatasetSettings(source_col=2)
+
+
+@pytest.mark.parametrize(
+    ("train", "dev", "test"),
+    [
+        ("turkish-train-medium", "turkish-dev", "turkish-test"),
+        ("tgl.trn", "tgl.dev", "tgl.tst"),
+        ("ang_large.train", "ang.dev", "ang.test"),
+        ("train/ice_train.tsv", "dev/ice_dev.tsv", "test/ice_test.tsv"),
+        ("train-low.tsv", "dev-low.tsv", "test.tsv"),
+    ],
+)
+def test_the_tables_of_shared_tasks_are_found_by_their_names(tmp_path: Path, train: str, dev: str, test: str) -> None:
+    for name in (train, dev, test):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+    first, *others = (table(tmp_path, "a\tb\tN\n", name) for name in (train, dev, test))
+    tables = find_tables(dataset(first), HERE)
+    assert [tables.dev, tables.test] == others
+
+
+def test_a_test_table_without_targets_is_left_out_unless_it_is_given(tmp_path: Path) -> None:
+    train, covered = table(tmp_path, "a\tb\tN\n", "tur.trn"), table(tmp_path, "a\tN\n", "tur.tst")
+    tables = find_tables(dataset(train), HERE)
+    assert (tables.test, tables.covered) == (None, covered)
+    assert [*tables.by_name.values()] == [train]
+    assert find_tables(dataset(train, test=str(covered)), HERE).test == covered

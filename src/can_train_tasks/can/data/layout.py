@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,7 @@ _COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
 _LOG_NAME: Final = re.compile(
     r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc|pcap|pcapng)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4|db)", re.IGNORECASE
 )
+_ROAD: Final = ("ambient", "attacks")
 _DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)  # .txt files beside the logs
 # can-train-and-test: DoS-1, force-neutral-2, fuzzing-train.
 _NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
@@ -138,9 +140,17 @@ def attack_kind(file_name: str) -> str:
     return UNNAMED_ATTACK if match is None or match["kind"].lower() == "attack-free" else match["kind"]
 
 
+def _places_of_logs(folder: Path) -> list[Path]:
+    """Returns the folders whose logs are read. In ROAD's folder, tables of signals and of captures lie beside its logs,
+    as CSV files.
+    """
+    is_road = (folder / _ROAD[1] / "capture_metadata.json").is_file()
+    return [folder / name for name in _ROAD] if is_road else [folder]
+
+
 def _logs_below(folder: Path) -> list[Path]:
     logs = []
-    for path in folder.rglob("*"):
+    for path in chain.from_iterable(place.rglob("*") for place in _places_of_logs(folder)):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         named = not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name)
         if not named or not path.is_file():
