@@ -213,10 +213,13 @@ def test_a_registered_run_whose_id_is_no_name_keeps_no_other_from_being_listed(
     assert second.name in said(capsys, "runs", "--json", *runs.flags)
 
 
-def test_a_run_that_trains_is_not_evaluated_but_waited_for(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [("evaluate", "RUN"), ("predict", "RUN"), ("export", "RUN", "model.pt")])
+def test_a_run_that_trains_is_not_used_but_waited_for(
+    words: tuple[str, ...], runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = runs.add(1)
     begin(path, start_time=utc_now())
-    message = said(capsys, "evaluate", path.name, *runs.flags, code=2)
+    message = said(capsys, *(path.name if word == "RUN" else word for word in words), *runs.flags, code=2)
     assert f"Wait for its end: can-train logs {path.name} -f" in message
 
 

@@ -60,7 +60,7 @@ def export(  # noqa: PLR0913 - Typer makes an option of each argument
     """
     verbosity = Verbosity.of(quiet=quiet, verbose=False)
     locator = RunLocator(runs_dir, state_dir)
-    record = locator.find(run)
+    record = locator.find_ended(run)
     output.print_starting(verbosity)
     from can_train.config.resolved import PathSettings
     from can_train.io.records import expanded
