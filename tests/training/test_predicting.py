@@ -24,8 +24,10 @@ Said = Callable[..., str]
 
 TASK = '''
 import csv
+import errno
 import os
 import signal
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -147,6 +149,37 @@ class Mute(Sides):
         return None
 
 
+class Several(Sides):
+    """Has two test sets, one of them a stream where other data are read."""
+
+    def datasets(self):
+        read = list(points(self.dataset.path, with_labels=True))
+        tests = {"near": read[220:230], "far/out": read[230:]}
+        return {"train": read[:200], "validation": read[200:220], "test": tests}
+
+    def samples_to_predict(self):
+        read = list(points(self.dataset.path, with_labels=False))
+        return {"first": read[:300], "rest": (sample for sample in read[300:])}
+
+
+class Drawn(Streamed):
+    """Its preview has a line for each sample, and fails where it is told to."""
+
+    @contextmanager
+    def preview(self, path):
+        lines = path / "lines.txt" if path.is_dir() else path
+        with open(lines, "w") as file:
+
+            def draw(samples, predictions):
+                if os.environ.get("FULL") and file.tell() > 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                if os.environ.get("WRONG"):
+                    raise ValueError("this preview is wrong")
+                file.writelines(f"{float(shares[1])!r}\\n" for shares in predictions)
+
+            yield draw
+
+
 class Inward(Streamed):
     """Predicts text, in columns of its own: two rows for a sample."""
 
@@ -259,6 +292,64 @@ def test_columns_of_ones_own_may_be_several_rows_a_sample(said: Said) -> None:
     rows = rows_of(said("Inward", "--dataset", "bare.csv"))
     assert [row["side"] for row in rows[:3]] == ["left", "right", "left"]
     assert len(rows) == 1400
+
+
+def test_each_row_names_its_set_where_there_are_several(said: Said) -> None:
+    own = [(row["set"], int(row["sample"])) for row in rows_of(said("Several"))]
+    assert own == [("near", number) for number in range(10)] + [("far/out", number) for number in range(70)]
+    rows = rows_of(said("Several", "--dataset", "bare.csv"))
+    numbers = [("first", number) for number in range(300)] + [("rest", number) for number in range(400)]
+    assert [(row["set"], int(row["sample"])) for row in rows] == numbers
+    of_listed = rows_of(said("Several", "--dataset", "bare.csv", "--format", "csv", "--batch-size", "7"))
+    assert [row["class"] for row in of_listed] == [row["class"] for row in rows]
+    assert "set" not in rows_of(said("Listed", "--dataset", "bare.csv"))[0]
+
+
+def test_a_folder_has_a_file_for_each_of_several_sets(said: Said, tmp_path: Path) -> None:
+    said("Several", "--out", f"{tmp_path / 'sets'}/")
+    files = {path.name: path.read_text() for path in (tmp_path / "sets").iterdir()}
+    assert sorted(files) == ["far-out.csv", "near.csv"]
+    assert [len(rows_of(text)) for _, text in sorted(files.items())] == [70, 10]
+    assert "set" not in rows_of(files["near.csv"])[0]
+    assert "are one file" in said("Listed", "--out", f"{tmp_path / 'one'}/", code=2)
+
+
+def test_a_dict_of_test_sets_is_judged_set_by_set(
+    run_of: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(run_of("Several")), "--json", "--device", "cpu"]) == 0
+    judged = json.loads(capsys.readouterr().out)["judgement"]["test"]
+    assert {name: scores["samples"] for name, scores in judged.items()} == {"near": 10, "far/out": 70}
+
+
+@pytest.mark.parametrize("preview", ["seen/", "seen", "seen.txt"])
+def test_a_preview_of_ones_own_is_given_all_predictions_in_order(said: Said, tmp_path: Path, preview: str) -> None:
+    said("Drawn", "--dataset", "bare.csv", "--out", tmp_path / "out.csv", "--preview", f"{tmp_path}/{preview}")
+    lines = tmp_path / preview if preview.endswith(".txt") else tmp_path / preview / "lines.txt"
+    shares = [row["probability_1"] for row in rows_of((tmp_path / "out.csv").read_text())]
+    assert lines.read_text().splitlines() == shares
+    assert len(shares) == 700
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "rule"), [("FULL", "The preview cannot be written"), ("WRONG", "Drawn failed when it was asked for")]
+)
+def test_a_preview_that_fails_leaves_neither_file(
+    said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, rule: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    for place in ("seen/", "seen.txt"):
+        message = said("Drawn", "--dataset", "bare.csv", "--out", tmp_path / "out.csv",
+                       "--preview", f"{tmp_path}/{place}", code=2)  # fmt: skip
+        assert rule in message
+        assert not [*tmp_path.iterdir()]
+
+
+def test_a_task_without_a_preview_names_the_tasks_that_have_one(said: Said, tmp_path: Path) -> None:
+    message = " ".join(said("Streamed", "--dataset", "bare.csv", "--preview", tmp_path / "seen", code=2).split())
+    assert "The task of this run has no preview; tasks that have one: tracknet" in message
+    assert "Task.preview" in message
 
 
 def test_samples_are_the_same_whoever_reads_them(said: Said, run_of: Callable[[str], Path]) -> None:

@@ -7,7 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Final
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
     from can_train.training.predict import LoadedModel
 
 _STANDARD: Final = "-"
+_HEAD_BYTES: Final = 4096
+# Where the sign of a binary format begins, the sign, and the ending of such files.
+_SIGNS: Final = (
+    (0, b"PAR1", ".parquet"), (0, b"\x89HDF", ".h5"), (4, b"ftyp", ".mp4"), (0, b"\x1aE\xdf\xa3", ".mkv"),
+    (8, b"AVI ", ".avi"), (0, b"\xffBIOSEMI", ".bdf"), (0, b"0       ", ".edf"),
+)  # fmt: skip
 
 
 def predict(  # noqa: PLR0913 - Typer makes an option of each argument
@@ -38,6 +46,12 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
     out: Annotated[
         str, typer.Option(help="A file; FOLDER/: one for each recording or clip; -: standard output.", metavar="FILE")
     ] = _STANDARD,
+    preview: Annotated[
+        str,
+        typer.Option(
+            help="Pictures of the predictions, where a task has them: FOLDER/, or a video FILE.mp4.", metavar="PLACE"
+        ),
+    ] = "",
     format_: Annotated[
         str, typer.Option("--format", help="The format. [by the file's ending]", metavar="csv|jsonl|parquet")
     ] = "",
@@ -67,6 +81,8 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
     locator = RunLocator(runs_dir, state_dir)
     record = locator.find_ended(run)
     _check_out(out, dataset)
+    place = str(expanded(preview)) + "/" * preview.endswith("/") if preview else ""
+    _check_preview(place, dataset)
     # Hydra and torch: a line that is wrong does not wait for them.
     output.print_starting(verbosity)
     from can_train.config.resolved import PathSettings
@@ -83,14 +99,17 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
         reporter=reporter,
     )
     model = load_model(record.folder.path, options)
-    with _standard_input(dataset) as place:
+    if preview and not model.has_preview:
+        raise _no_preview(preview)
+    with _standard_input(dataset) as data:
         began = time.perf_counter()
-        samples = model.read(place, tuple(set_ or ()))
+        samples = model.read(data, tuple(set_ or ()))
         reading_s = time.perf_counter() - began
-        done = _write(model, samples, out if out == _STANDARD else str(expanded(out)) + "/" * out.endswith("/"),
-                      format_, reporter)  # fmt: skip
+        file = out if out == _STANDARD else str(expanded(out)) + "/" * out.endswith("/")
+        done = _write(model, samples, _Places(out=file, format=format_, preview=place), reporter)
     if verbosity != Verbosity.QUIET:
         shown = "" if out == _STANDARD else f"; predictions: {out}"
+        shown += f"; preview: {preview}" if preview else ""
         told = (f"Run {model.run_id} on {dataset or 'its own test part'}: {done:,} {model.counted}; reading took "
                 f"{reading_s:.1f} s{shown}")  # fmt: skip
         output.print_aside(wrapped(told, COLUMNS, hang="  "))
@@ -107,19 +126,56 @@ def _check_out(out: str, dataset: str | None) -> None:
                           remedy="Name another file with --out")  # fmt: skip
 
 
-def _write(model: LoadedModel, samples: object, out: str, format_: str, reporter: Reporter) -> int:
-    """Predicts samples and writes their predictions; returns the number of samples."""
-    from can_train.training.prediction_files import format_of, open_predictions, stream_predictions
+def _check_preview(place: str, dataset: str | None) -> None:
+    """Refuses to write a preview over files, or into the data: its pictures would be read as data the next time."""
+    path = Path(place)
+    if place and path.is_dir() and any(path.iterdir()):
+        raise ConfigError("The folder of the preview has files, which are not replaced", value=f"--preview {place}",
+                          remedy="Name a new folder with --preview")  # fmt: skip
+    if place.endswith("/") and path.exists() and not path.is_dir():
+        raise ConfigError("The place of the preview is a file", value=f"--preview {place}",
+                          remedy="Name another folder with --preview")  # fmt: skip
+    if not place or dataset in (None, _STANDARD):
+        return
+    data = expanded(str(dataset)).resolve()
+    if path.resolve() == data or (data.is_dir() and path.resolve().is_relative_to(data)):
+        raise ConfigError("The preview would lie in the data", value=f"--preview {place}",
+                          remedy="Name a place outside of --dataset")  # fmt: skip
 
-    chosen, done = format_of(format_, out, model.formats), 0
+
+def _no_preview(preview: str) -> ConfigError:
+    from can_train.training.predict import tasks_with_preview
+
+    remedy = "Leave --preview out; a task of your own has a preview if it has Task.preview: see docs/predict.md"
+    return ConfigError(f"The task of this run has no preview; tasks that have one: {', '.join(tasks_with_preview())}",
+                       value=f"--preview {preview}", remedy=remedy)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where predictions are written; an empty `preview`: there is none."""
+
+    out: str
+    format: str
+    preview: str
+
+
+def _write(model: LoadedModel, samples: object, places: _Places, reporter: Reporter) -> int:
+    """Predicts samples and writes their predictions; returns the number of samples."""
+    from can_train.training.prediction_files import format_of, open_predictions, open_preview, stream_predictions
+
+    out, done = places.out, 0
+    chosen = format_of(places.format, out, model.formats)
     opened = (nullcontext(stream_predictions(output.DataOutput(), chosen)) if out == _STANDARD else
-              open_predictions(out, chosen, model.formats, model.parts))  # fmt: skip
-    with (
-        _cleaning_up(),
-        opened as write,
-        reporter.stage("predicting", total=getattr(samples, "total", None), unit=model.counted) as stage,
-    ):
-        for count, columns in model.tables(samples):
+              open_predictions(out, chosen, model.formats, model.parts(samples)))  # fmt: skip
+    with _cleaning_up(), ExitStack() as stack:
+        opens = partial(model.preview, samples)
+        watchers = [stack.enter_context(open_preview(places.preview, opens))] if places.preview else []
+        write = stack.enter_context(opened)
+        stage = stack.enter_context(
+            reporter.stage("predicting", total=getattr(samples, "total", None), unit=model.counted)
+        )
+        for count, columns in model.tables(samples, *watchers):
             write(columns)
             stage.advance(count)
             done += count
@@ -150,7 +206,15 @@ def _standard_input(dataset: str | None) -> Iterator[str | None]:
         raise ConfigError("--dataset - reads a pipe, and standard input is a terminal",
                           remedy="Send a file through it: cat FILE | can-train predict RUN --dataset -")  # fmt: skip
     with TemporaryDirectory(prefix="can-train-") as folder:
-        path = Path(folder) / "standard_input"
+        head = sys.stdin.buffer.read(_HEAD_BYTES)
+        path = Path(folder) / f"standard_input{_ending(head)}"
         with path.open("wb") as file:
+            file.write(head)
             shutil.copyfileobj(sys.stdin.buffer, file)
         yield str(path)
+
+
+def _ending(head: bytes) -> str:
+    """Returns the ending that a file of such a beginning has: some readers know a format by it."""
+    known = (ending for start, sign, ending in _SIGNS if head[start : start + len(sign)] == sign)
+    return next(known, ".csv" if b"," in head.partition(b"\n")[0] else "")

@@ -18,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 from io import FileIO, UnsupportedOperation
 from pathlib import Path
 from stat import S_ISREG
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TextIO, TypeVar
 
 import msgspec
@@ -94,6 +95,27 @@ def writing_path(path: Path) -> Iterator[Path]:
         with temporary.open("rb+") as written:
             _flush(written)
         temporary.replace(path)
+    _flush_folder(path.parent)
+
+
+@contextmanager
+def writing_place(path: Path, *, as_folder: bool) -> Iterator[Path]:
+    """Names a file, or makes a folder, which takes the place of `path` when the block ends without an error; else
+    nothing changes. It has the name of `path`, for libraries that look at a file's ending. A folder that has files is
+    not replaced.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with TemporaryDirectory(prefix=".", suffix=TEMPORARY_SUFFIX, dir=path.parent) as beside:
+        staged = Path(beside) / path.name
+        if as_folder:
+            staged.mkdir()
+        yield staged
+        if not as_folder:
+            with staged.open("rb+") as written:
+                _flush(written)
+        staged.replace(path)
     _flush_folder(path.parent)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,8 +20,8 @@ from torch import nn
 
 from can_train.config.compose import prediction_run
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, data_root, state_folder
-from can_train.config.task_settings import load_object
-from can_train.errors import CheckpointError, ConfigError, DataError, RunError, TaskError
+from can_train.config.task_settings import load_object, load_task_settings, task_names
+from can_train.errors import CanTrainError, CheckpointError, ConfigError, DataError, RunError, TaskError
 from can_train.fit.optimizer import Precision, tf32
 from can_train.fit.packing import MicroBatchLimit
 from can_train.memory.meters import open_meter
@@ -32,7 +32,7 @@ from can_train.runs.trust import CodeTrust
 from can_train.task import UpcomingBatch
 from can_train.training.inference import PART_SAMPLES, BatchedInference, InferenceDevice, Rows
 from can_train.training.loading import finished_model, load_finished, with_cache
-from can_train.training.prediction_files import Columns, DefaultColumns, FolderFiles, Format
+from can_train.training.prediction_files import SET, Columns, DefaultColumns, FolderFiles, Format, Watcher, in_set
 from can_train.training.read_ahead import SampleReader, is_in_memory
 from can_train.training.sample_task import Task, make_task, make_unread, read_seeded, seeded_host
 from can_train.training.streams import is_stream, length_of
@@ -74,7 +74,7 @@ class LoadedModel(ABC):
         task: Its task. Its data are read only if the model depends on more than `Task.state`.
         module: The network with the weights that validation chose, on the device and in evaluation mode.
         formats: Formats of files of predictions, beside those of every task.
-        parts: The files of a folder of predictions; None: predictions are one file.
+        has_preview: Whether `preview` shows predictions.
         counted: Word for samples, in the plural.
     """
 
@@ -82,7 +82,7 @@ class LoadedModel(ABC):
     task: Any
     module: nn.Module
     formats: Mapping[str, Format] = {}
-    parts: FolderFiles | None = None
+    has_preview: bool = False
     counted: str = "samples"
 
     @abstractmethod
@@ -103,10 +103,27 @@ class LoadedModel(ABC):
         """
 
     @abstractmethod
-    def tables(self, samples: Any) -> Iterator[tuple[int, Columns]]:
+    def tables(self, samples: Any, *watchers: Watcher) -> Iterator[tuple[int, Columns]]:
         """Yields, portion by portion of the value of `read`, the number of samples that are predicted and the columns
         of their predictions.
+
+        Args:
+            samples: The value of `read`.
+            watchers: Functions that are called with the samples and the predictions of each portion.
         """
+
+    def parts(self, samples: Any) -> FolderFiles | None:
+        """Returns the files of a folder of predictions of the value of `read`; None: predictions are one file."""
+        return None
+
+    def preview(self, samples: Any, path: Path) -> AbstractContextManager[Watcher]:
+        """Opens a preview of predictions of the value of `read`.
+
+        Args:
+            samples: The value of `read`.
+            path: An empty folder, or a file that does not exist yet.
+        """
+        raise NotImplementedError
 
 
 def load(  # noqa: PLR0913 - a person gives few of them
@@ -162,20 +179,39 @@ def usable_paths(given: PathSettings, run: ResolvedRun) -> PathSettings:
                              if not getattr(given, name) and Path(path).is_dir()})  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Portion:
+    """Samples that are computed at a time.
+
+    Attributes:
+        rows: [R] their numbers, by which a message names them.
+        samples: The R samples.
+        first: Number of the first sample in its set.
+        set: Name of their set, where there are several sets; else empty.
+    """
+
+    rows: Rows
+    samples: list[Any]
+    first: int
+    set: str = ""
+
+
 class SamplesToPredict(ABC):
-    """SamplesToPredict of a task that are predicted, by their numbers.
+    """Samples of a task that are predicted.
 
     Attributes:
         task: Knows them.
         total: Their number; None: unknown.
+        sets: Names of their sets, where there are several.
     """
 
     task: Task
     total: int | None
+    sets: Sequence[str] = ()
 
     @abstractmethod
-    def portions(self, size: int) -> Iterator[tuple[Rows, list[Any]]]:
-        """Yields the numbers and samples of portions of some size, in order."""
+    def portions(self, size: int) -> Iterator[Portion]:
+        """Yields portions of some size, in order."""
 
     @abstractmethod
     def describe(self, row: int) -> str:
@@ -211,24 +247,27 @@ class _Looks:
 
 
 class _OwnSamples(SamplesToPredict):
-    """SamplesToPredict of the task's own sets: rows, set by set."""
+    """Samples of the task's own test sets: rows, set by set."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self._sets = task, list(task.test_sets.values())
-        self.total = sum(map(len, self._sets))
+        self.task, self._rows = task, task.test_sets
+        self.total = sum(map(len, self._rows.values()))
+        self.sets = [*self._rows] if len(self._rows) > 1 else ()
 
-    def portions(self, size: int) -> Iterator[tuple[Rows, list[Any]]]:
-        portions = [rows[start : start + size] for rows in self._sets for start in range(0, len(rows), size)]
-        with self.task.read_ahead(UpcomingBatch(rows=rows) for rows in portions):
-            for rows in portions:
-                yield rows, self.task.take(rows.tolist(), rows.tolist())
+    def portions(self, size: int) -> Iterator[Portion]:
+        portions = [(name if self.sets else "", start, rows[start : start + size])
+                    for name, rows in self._rows.items() for start in range(0, len(rows), size)]  # fmt: skip
+        with self.task.read_ahead(UpcomingBatch(rows=rows) for _, _, rows in portions):
+            for name, start, rows in portions:
+                samples = self.task.take(rows.tolist(), rows.tolist())
+                yield Portion(rows=rows, samples=samples, first=start, set=name)
 
     def describe(self, row: int) -> str:
         return self.task.describe(row)
 
 
 class _NamedSamples(SamplesToPredict):
-    """SamplesToPredict by their index in a data set."""
+    """Samples by their index in a data set."""
 
     def __init__(self, task: Task, name: str, samples: Sequence[Any]) -> None:
         self.task, self._name, self._samples, self.total = task, name, samples, len(samples)
@@ -236,13 +275,13 @@ class _NamedSamples(SamplesToPredict):
         self._reader = SampleReader(self._read, str(context.num_workers), size=lambda: len(samples),
                                     sets=lambda: [samples], notice=context.reporter.notice)  # fmt: skip
 
-    def portions(self, size: int) -> Iterator[tuple[Rows, list[Any]]]:
+    def portions(self, size: int) -> Iterator[Portion]:
         starts = range(0, self.total or 0, size)
         numbers = (range(start, min(start + size, starts.stop)) for start in starts)
         with self._reader.ahead((part, part) for part in numbers):
             for start in starts:
                 rows = np.arange(start, min(start + size, starts.stop), dtype=np.int64)
-                yield rows, self._reader.take(rows.tolist(), rows.tolist())
+                yield Portion(rows=rows, samples=self._reader.take(rows.tolist(), rows.tolist()), first=start)
 
     def first(self) -> None:
         """Reads the first sample."""
@@ -262,13 +301,13 @@ class _NamedSamples(SamplesToPredict):
 
 
 class _StreamedSamples(SamplesToPredict):
-    """SamplesToPredict of a stream, which is read as far as they are predicted."""
+    """Samples of a stream, which is read as far as they are predicted."""
 
     def __init__(self, task: Task, name: str, stream: Any, looks: _Looks | None) -> None:
         self.task, self._name, self._stream, self.total = task, name, stream, length_of(stream)
         self._looks = looks
 
-    def portions(self, size: int) -> Iterator[tuple[Rows, list[Any]]]:
+    def portions(self, size: int) -> Iterator[Portion]:
         number = 0
         with self.task.asked(f"the samples of {self._name}"):
             samples = iter(self._stream)
@@ -281,11 +320,30 @@ class _StreamedSamples(SamplesToPredict):
                 if not number:
                     raise DataError("There is nothing to predict", value=f"{self._name} has no samples")
                 return
-            yield np.arange(number, number + len(portion), dtype=np.int64), portion
+            rows = np.arange(number, number + len(portion), dtype=np.int64)
+            yield Portion(rows=rows, samples=portion, first=number)
             number += len(portion)
 
     def describe(self, row: int) -> str:
         return f"sample {row} of {self._name}"
+
+
+class _SeveralSets(SamplesToPredict):
+    """Several sets of samples, one after another."""
+
+    def __init__(self, task: Task, sets: Mapping[str, SamplesToPredict]) -> None:
+        self.task, self.sets, self._sets, self._current = task, [*sets], sets, next(iter(sets.values()))
+        totals = [samples.total for samples in sets.values()]
+        self.total = None if None in totals else sum(total or 0 for total in totals)
+
+    def portions(self, size: int) -> Iterator[Portion]:
+        for name, samples in self._sets.items():
+            self._current = samples
+            for portion in samples.portions(size):
+                yield replace(portion, set=name)
+
+    def describe(self, row: int) -> str:
+        return self._current.describe(row)
 
 
 class SampleModel(LoadedModel):
@@ -307,9 +365,7 @@ class SampleModel(LoadedModel):
         self._inference = open_inference(model, run, options)
         self.module = self._inference.model
         self.formats = self.task.prediction_formats
-        if self.task.prediction_parts:
-            column, file = self.task.prediction_parts
-            self.parts = FolderFiles(column=column, file=file)
+        self.has_preview = has_preview(type(self.task))
 
     def read(self, dataset: str | None = None, sets: Sequence[str] = ()) -> SamplesToPredict:
         """Returns the samples of a data set, which may lack their targets; without one, the run's test samples."""
@@ -323,19 +379,39 @@ class SampleModel(LoadedModel):
             looks = _Looks(task) if type(task).samples_to_predict is Task.samples_to_predict else None
             with seeded_host(0), _naming_method(type(task)), task.asked("samples_to_predict"):
                 samples = task.samples_to_predict()
-            if is_stream(samples) or not isinstance(samples, Sized):
-                return _StreamedSamples(task, name, samples, looks)
-            if not len(samples):
-                raise DataError("There is nothing to predict", value=f"{dataset} has no samples")
-            named = _NamedSamples(task, name, samples)  # type: ignore[arg-type] # has an index
-            if looks is not None:
-                # Some data sets read their file when the first sample is asked for.
-                named.first()
-                looks.check()
-            return named
+            if not isinstance(samples, Mapping):
+                return _to_predict(task, name, samples, looks)
+            sets = {str(of_set): _to_predict(task, f"{name}, {of_set}" if len(samples) > 1 else name, each, looks)
+                    for of_set, each in samples.items()}  # fmt: skip
+            if not sets:
+                raise DataError("There is nothing to predict", value=f"{dataset} has no sets of samples")
+            return next(iter(sets.values())) if len(sets) == 1 else _SeveralSets(task, sets)
 
         samples: SamplesToPredict = self._with_cache(of_data)
         return samples
+
+    def parts(self, samples: SamplesToPredict) -> FolderFiles | None:
+        """Returns the files of a folder of predictions: those of the task, or one for each of several sets."""
+        if self.task.prediction_parts:
+            column, file = self.task.prediction_parts
+            return FolderFiles(column=column, file=file)
+        return FolderFiles(column=SET) if samples.sets else None
+
+    @contextmanager
+    def preview(self, samples: SamplesToPredict, path: Path) -> Iterator[Watcher]:
+        """Opens the preview of the task."""
+        task = samples.task
+        with ExitStack() as stack:
+            with _drawing(task):
+                show = stack.enter_context(task.preview(path))
+
+            def draw(portion: Sequence[Any], predictions: Sequence[Any]) -> None:
+                with _drawing(task):
+                    show(portion, predictions)
+
+            yield draw
+            with _drawing(task):
+                stack.close()
 
     def predict(self, samples: Any) -> list[Any]:
         """Returns the predictions of some samples, in their order."""
@@ -346,33 +422,36 @@ class SampleModel(LoadedModel):
             if not made:
                 return []
             samples = _NamedSamples(self.task, "the call", made)
-        return [prediction for _, _, portion in self._predicted(samples) for prediction in portion]
+        return [prediction for _, predictions in self._predicted(samples) for prediction in predictions]
 
-    def tables(self, samples: SamplesToPredict) -> Iterator[tuple[int, Columns]]:
+    def tables(self, samples: SamplesToPredict, *watchers: Watcher) -> Iterator[tuple[int, Columns]]:
         """Yields, portion by portion, the number of samples that are predicted and the columns of their predictions."""
-        default, number = DefaultColumns(), 0
-        for _, portion, predictions in self._predicted(samples):
+        default = DefaultColumns()
+        for portion, predictions in self._predicted(samples):
             with samples.task.asked("columns"):
-                columns = samples.task.columns(portion, predictions)
-            yield len(portion), default(number, predictions) if columns is None else columns
-            number += len(portion)
+                columns = samples.task.columns(portion.samples, predictions)
+            columns = default(portion.first, predictions) if columns is None else columns
+            for watch in watchers:
+                watch(portion.samples, predictions)
+            yield len(portion.samples), in_set(portion.set, columns) if samples.sets else columns
 
-    def _predicted(self, samples: SamplesToPredict) -> Iterator[tuple[Rows, list[Any], list[Any]]]:
-        """Yields numbers, samples and predictions of each portion."""
+    def _predicted(self, samples: SamplesToPredict) -> Iterator[tuple[Portion, list[Any]]]:
+        """Yields each portion with its predictions."""
         task = samples.task
         inference = replace(self._inference, describe=samples.describe)
-        for rows, portion in samples.portions(self._options.batch_size):
-            first = int(rows[0])
+        for portion in samples.portions(self._options.batch_size):
+            rows, first = portion.rows, int(portion.rows[0])
 
             def compute(model: nn.Module, part: Rows, device: torch.device, dtype: torch.dtype) -> list[Any]:
                 # Rows of a set need not be successive numbers.
                 places = np.searchsorted(rows, part)  # noqa: B023 - called before the next portion
-                return task.predicted(model, part, [portion[place] for place in places], device, dtype)  # noqa: B023
+                chosen = [portion.samples[place] for place in places]  # noqa: B023
+                return task.predicted(model, part, chosen, device, dtype)
 
             # Nothing stays changed while the caller has the predictions.
             with _drawing_alike(first, inference.device), computing(self._run, inference.device):
                 parts = inference.parts(compute, rows)
-            yield rows, portion, [prediction for part in parts for prediction in part]
+            yield portion, [prediction for part in parts for prediction in part]
 
     def _unread(self, run: ResolvedRun, cache: Path) -> Task:
         return self._task(make_unread, run, cache)
@@ -385,6 +464,48 @@ class SampleModel(LoadedModel):
 
     def _with_cache(self, make: Callable[[Path], Any]) -> Any:
         return with_cache(usable_paths(self._options.paths, self._run), self._options.reporter, make)
+
+
+def _to_predict(task: Task, name: str, samples: Any, looks: _Looks | None) -> SamplesToPredict:
+    """Makes the samples of a data set, or of a set of it, ready for prediction."""
+    if is_stream(samples) or not isinstance(samples, Sized):
+        return _StreamedSamples(task, name, samples, looks)
+    if not len(samples):
+        raise DataError("There is nothing to predict", value=f"{name} has no samples")
+    named = _NamedSamples(task, name, samples)  # type: ignore[arg-type] # has an index
+    if looks is not None:
+        # Some data sets read their file when the first sample is asked for.
+        named.first()
+        looks.check()
+    return named
+
+
+def has_preview(kind: type) -> bool:
+    """Tells whether a class is a task that has written `Task.preview`."""
+    return issubclass(kind, Task) and kind.preview is not Task.preview
+
+
+def tasks_with_preview() -> list[str]:
+    """Lists the installed tasks that have a preview of predictions."""
+    names = []
+    for name in task_names():
+        # A task whose packages are not installed, or whose code fails, is no remedy.
+        with suppress(CanTrainError, ImportError):
+            task_class = load_task_settings(name).task_class
+            names += [name] if task_class and has_preview(load_object(task_class)) else []
+    return names
+
+
+@contextmanager
+def _drawing(task: Task) -> Iterator[None]:
+    """Turns an error of the task's own preview into an error that names the call; a full disk stays an OSError."""
+    try:
+        with task.asked("preview"):
+            yield
+    except TaskError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise
 
 
 def _models(run: ResolvedRun) -> dict[str, FinishedModel]:

@@ -18,13 +18,16 @@ import numpy as np
 from torch import Tensor
 
 from can_train.errors import ConfigError, DataError, StateError
-from can_train.io.records import writing_path
+from can_train.io.records import writing_path, writing_place
 
 Columns = Mapping[str, Any]
 """Columns by name: sequences, arrays or tensors, with a cell for each row."""
 Write = Callable[[Columns], object]
 """Appends rows, given as columns."""
+Watcher = Callable[[Sequence[Any], Sequence[Any]], object]
+"""Is called with the samples and the predictions of a portion."""
 
+SET: Final = "set"
 SAMPLE: Final = "sample"
 PREDICTION: Final = "prediction"
 STDOUT: Final = "-"
@@ -84,6 +87,12 @@ class DefaultColumns:
             raise DataError("Predictions differ in their form", value=f"{values[0]!r:.60}",
                             remedy=_OWN_COLUMNS) from error  # fmt: skip
         return {SAMPLE: range(first, first + len(values)), **columns}
+
+
+def in_set(name: str, columns: Columns) -> Columns:
+    """Puts a column with the name of a set before the columns of its predictions; a column of that name stays."""
+    rows = len(next(iter(columns.values()), ()))
+    return {SET: [name] * rows, **columns}
 
 
 Division = Callable[[list[Any]], dict[str, list[Any]]]
@@ -341,6 +350,48 @@ def open_predictions(
     except OSError as error:
         raise StateError("The predictions cannot be written", value=f"{path}: {error.strerror or error}",
                          remedy="Make room there, or name another file with --out") from error  # fmt: skip
+
+
+@contextmanager
+def open_preview(place: str, opens: Callable[[Path], AbstractContextManager[Watcher]]) -> Iterator[Watcher]:
+    """Opens a preview, a file or a folder, which appears when the block ends without an error; a file of that name is
+    replaced.
+
+    Args:
+        place: A folder, where it ends with / or has no ending; else a file.
+        opens: Opens the preview in an empty folder, or a file that does not exist yet.
+
+    Raises:
+        StateError: It cannot be written.
+    """
+    with ExitStack() as stack:
+        with _writing_preview(place):
+            staged = stack.enter_context(writing_place(Path(place), as_folder=is_preview_folder(place)))
+            watch = stack.enter_context(opens(staged))
+
+        def draw(samples: Sequence[Any], predictions: Sequence[Any]) -> None:
+            with _writing_preview(place):
+                watch(samples, predictions)
+
+        yield draw
+        with _writing_preview(place):
+            stack.close()
+
+
+@contextmanager
+def _writing_preview(place: str) -> Iterator[None]:
+    # Not around the whole block: the error of a full disk may be that of the file of predictions.
+    try:
+        yield
+    except OSError as error:
+        raise StateError("The preview cannot be written", value=f"{place}: {error.strerror or error}",
+                         remedy="Make room there, or name another place with --preview") from error  # fmt: skip
+
+
+def is_preview_folder(place: str) -> bool:
+    """Tells whether the place of a preview is a folder rather than a file."""
+    path = Path(place)
+    return place.endswith("/") or path.is_dir() or not (path.suffix or path.is_file())
 
 
 class _Folder:

@@ -291,9 +291,9 @@ class Task(BatchTask):
         """Computes metrics of all predictions of a set: tensors are on the CPU, in the order of the samples."""
         return {}
 
-    def samples_to_predict(self) -> Sequence[Any] | Iterable[Any]:
-        """Returns the samples of `can-train predict --dataset`, in the order of the data. `self.dataset` has the
-        settings of these data, `self.context.state` the value of `state` in training.
+    def samples_to_predict(self) -> Sequence[Any] | Iterable[Any] | Mapping[str, Sequence[Any] | Iterable[Any]]:
+        """Returns the samples of `can-train predict --dataset`, in the order of the data; several sets as a dict by
+        name. `self.dataset` has the settings of these data, `self.context.state` the value of `state` in training.
 
         The samples may lack their targets: `collate` and `predict` alone see them. A stream is read as its samples are
         needed. The default is the test sets of `datasets()`, all of its sets where there is no test set: write this
@@ -301,7 +301,17 @@ class Task(BatchTask):
         """
         sets = _flat_sets(dict(self.datasets()))
         tests = {name: samples for name, samples in sets.items() if name != TRAIN and not _validates(name)}
-        return chained([*(tests or sets).values()])
+        return tests or chained([*sets.values()])
+
+    def preview(self, path: Path) -> AbstractContextManager[Callable[[Sequence[Any], Sequence[Any]], object]]:
+        """Opens the pictures or the video of `can-train predict --preview`: a context manager, whose value is called
+        with the samples and the predictions of each portion, in the order of the data.
+
+        Args:
+            path: An empty folder, where the line names a folder; else a file that does not exist yet, with the ending
+                of the line. Both appear in their place when all is predicted.
+        """
+        raise NotImplementedError
 
     def as_sample(self, value: Any) -> Any:
         """Makes a sample of a value that `can_train.load(RUN).predict` is given; the default is the value."""
@@ -1121,12 +1131,17 @@ def _validates(name: str) -> bool:
 
 
 def _flat_sets(sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Names each of several validation sets `validation/NAME`."""
-    several = sets.get(VALIDATION)
-    if not isinstance(several, Mapping):
-        return dict(sets)
-    others = {name: samples for name, samples in sets.items() if name != VALIDATION}
-    return others | {f"{VALIDATION}/{name}": samples for name, samples in several.items()}
+    """Names each of several validation sets `validation/NAME`; a dict of test sets is the same as its sets."""
+    flat: dict[str, Any] = {}
+    for name, samples in sets.items():
+        if name == VALIDATION and isinstance(samples, Mapping):
+            flat |= {f"{VALIDATION}/{part}": of_part for part, of_part in samples.items()}
+        elif name == TEST and isinstance(samples, Mapping):
+            flat |= {part if part not in (TRAIN, VALIDATION) else f"{TEST}/{part}": of_part
+                     for part, of_part in samples.items()}  # fmt: skip
+        else:
+            flat[name] = samples
+    return flat
 
 
 def _check_sets(task: str, sets: Mapping[str, Any]) -> None:

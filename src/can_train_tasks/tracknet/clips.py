@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -130,7 +131,7 @@ class FilePictures:
         Raises:
             DataError: The file is not a picture.
         """
-        Image, path = _pillow(), self.paths[position]
+        Image, path = load_pillow(), self.paths[position]
         try:
             with Image.open(path) as image:
                 # Where half or a quarter of its size is enough, a JPEG file is decoded at that size.
@@ -143,7 +144,7 @@ class FilePictures:
     def size(self) -> tuple[int, int]:
         """Returns width and height of the first picture, in pixels."""
         try:
-            with _pillow().open(self.paths[0]) as image:
+            with load_pillow().open(self.paths[0]) as image:
                 size: tuple[int, int] = image.size
         except (OSError, ValueError, SyntaxError) as error:
             raise _no_picture(self.paths[0], error) from error
@@ -176,7 +177,7 @@ class VideoPictures:
     @cached_property
     def _times(self) -> list[int]:
         """Time of each picture of the video, in the stream's unit."""
-        with _decoding(self.path), _av().open(str(self.path)) as container:
+        with _decoding(self.path), load_av().open(str(self.path)) as container:
             times = sorted(packet.pts for packet in container.demux(video=0) if packet.pts is not None)
         if not times:
             raise _no_video(self.path, "it has no pictures")
@@ -191,13 +192,13 @@ class VideoPictures:
         number = self.numbers[position] if self.numbers else position
         with _decoding(self.path):
             image = self._decode(self._times[number]).to_image()
-        small = image.resize((width, height), _pillow().Resampling.BILINEAR)
+        small = image.resize((width, height), load_pillow().Resampling.BILINEAR)
         return np.asarray(small.convert("RGB"), dtype=np.uint8)
 
     def _decode(self, time: int) -> Any:
         later = self._open[1] if self._open and self._open[0] <= time else None
         if later is None or time - self._open[0] > _FORWARD * (self._times[-1] - self._times[0]) / len(self._times):
-            container = _av().open(str(self.path))
+            container = load_av().open(str(self.path))
             container.seek(time, stream=container.streams.video[0], backward=True)
             later = container.decode(video=0)
         for frame in later:
@@ -209,9 +210,15 @@ class VideoPictures:
 
     def size(self) -> tuple[int, int]:
         """Returns width and height of a picture, in pixels."""
-        with _decoding(self.path), _av().open(str(self.path)) as container:
+        with _decoding(self.path), load_av().open(str(self.path)) as container:
             stream = container.streams.video[0]
             return stream.width, stream.height
+
+    def rate(self) -> Fraction | None:
+        """Returns the pictures of a second; None where the file does not say."""
+        with _decoding(self.path), load_av().open(str(self.path)) as container:
+            rate: Fraction | None = container.streams.video[0].average_rate
+        return rate
 
     def identity(self) -> Iterator[str]:
         """Yields path, size in bytes, modification time and numbers of the pictures."""
@@ -246,16 +253,18 @@ def _no_video(path: Path, why: str) -> DataError:
     return DataError("A video cannot be read", value=f"{path}: {why}", remedy=remedy)
 
 
-def _av() -> Any:
+def load_av() -> Any:
+    """Imports PyAV; raises ConfigError if it is not installed."""
     try:
         import av
     except ImportError as error:
-        raise ConfigError("Videos are read by PyAV, which is not installed",
+        raise ConfigError("Videos are read and written by PyAV, which is not installed",
                           remedy="Install it: pip install 'can-train[video]'") from error  # fmt: skip
     return av
 
 
-def _pillow() -> Any:
+def load_pillow() -> Any:
+    """Imports `PIL.Image`; raises ConfigError if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:

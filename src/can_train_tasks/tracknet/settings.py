@@ -133,6 +133,8 @@ class TrackNetSettings:
     written."""
     previews: int = 6
     """Pictures that are written for each set."""
+    preview_trail: int = 8
+    """Positions in a picture of `predict --preview`: of the ball in it, and in the pictures before."""
 
     def __post_init__(self) -> None:
         check_range("task.sigma", self.sigma, above=0.0)
@@ -143,6 +145,7 @@ class TrackNetSettings:
         check_range("task.threshold", self.threshold, above=0.0, high=1.0)
         check_range("task.tolerance_px", self.tolerance_px, above=0.0)
         check_range("task.previews", self.previews, low=0, high=1000)
+        check_range("task.preview_trail", self.preview_trail, low=1, high=1000)
 
 
 TRAINING: Final = {

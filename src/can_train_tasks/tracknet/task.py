@@ -5,7 +5,8 @@ neighbourhood of a peak. Positions are in pixels of the heatmap, unless another 
 pixel is 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from can_train.task import Feature
 from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task
 from can_train_tasks.tracknet import clips as reading
 from can_train_tasks.tracknet.clips import ABSENT, EASY, HARD, OCCLUDED, Clip, Floats, FrameReader
+from can_train_tasks.tracknet.preview import BallPreview, open_sheet
 from can_train_tasks.tracknet.rendering import png_bytes, render_missing, simulated_clips, synthetic_folder
 from can_train_tasks.tracknet.settings import (
     CONCAT,
@@ -252,6 +254,19 @@ class TrackNetTask(Task):
             "X": [x for x, _ in places],
             "Y": [y for _, y in places],
         }
+
+    @contextmanager
+    def preview(self, path: Path) -> Iterator[Callable[[Sequence[Moment], Sequence[Any]], None]]:
+        """Opens a folder of pictures, or a video, with the reported ball and its last positions."""
+        with open_sheet(path, is_one_clip=self._is_one_clip) as sheet:
+            drawn = BallPreview(sheet, self.settings.preview_trail)
+
+            def draw(samples: Sequence[Moment], predictions: Sequence[Any]) -> None:
+                rows = self.columns(samples, predictions)
+                for moment, seen, x, y in zip(samples, rows["Visibility"], rows["X"], rows["Y"], strict=True):
+                    drawn.draw(moment.clip, moment.position, (x, y) if seen else None)
+
+            yield draw
 
     def measure(self, samples: Sequence[Moment], predictions: Sequence[Any]) -> Mapping[str, float]:
         """Computes the metrics of predictions; writes previews if `task.preview_dir` names a folder."""

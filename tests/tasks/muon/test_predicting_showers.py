@@ -137,3 +137,15 @@ def test_the_training_showers_may_be_gone(run: Path, tmp_path: Path) -> None:
     finally:
         moved.rename(folder / "showers.parquet")
     assert [muons.shape[1] for muons in drawn] == [4] * 40
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "h5"])
+def test_primaries_come_through_a_pipe_in_each_format(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    file = run.parent.parent / f"primaries.{ending}"
+    predict(run, "--dataset", file, "--out", tmp_path / "of_file.csv")
+    with file.open() as piped:
+        monkeypatch.setattr("sys.stdin", piped)
+        predict(run, "--dataset", "-", "--out", tmp_path / "of_pipe.csv")
+    assert (tmp_path / "of_pipe.csv").read_text() == (tmp_path / "of_file.csv").read_text()

@@ -17,7 +17,7 @@ from can_train.config.resolved import EvaluationData, FinishedModel, data_root
 from can_train.errors import CheckpointError, ConfigError
 from can_train.training.loading import finished_model, with_cache
 from can_train.training.predict import LoadedModel, LoadOptions, computing, open_inference, usable_paths
-from can_train.training.prediction_files import Columns
+from can_train.training.prediction_files import Columns, Watcher
 from can_train_tasks.can.data.dataset import CanData
 from can_train_tasks.can.data.graphs import Floats, Ints, no_graphs
 from can_train_tasks.can.evaluation.scored_windows import log_ranks, window_columns, windows_of
@@ -102,7 +102,7 @@ class WindowDetector(LoadedModel):
         return [dict(zip(columns, cells, strict=True)) for _, columns in self.tables(samples)
                 for cells in zip(*map(_listed, columns.values()), strict=True)]  # fmt: skip
 
-    def tables(self, samples: Windows) -> Iterator[tuple[int, Columns]]:
+    def tables(self, samples: Windows, *watchers: Watcher) -> Iterator[tuple[int, Columns]]:
         """Yields, portion by portion, the number of windows and the columns of `evaluate --scores` without labels."""
         flat, names, size = samples.data.flat, [*samples.data.split.test], self._options.batch_size
         model = self._model.on(flat)
