@@ -133,6 +133,9 @@ class RecordingSettings:
                               value="dataset.aligned is false", remedy="Add --set dataset.aligned=true")  # fmt: skip
         _ = self.class_of_event
         check_choice("dataset.balance", self.balance, BALANCES)
+        if self.subject.lower() == "false":
+            # YAML reads the word off as false.
+            object.__setattr__(self, "subject", OFF)
         _check_pattern("dataset.subject", self.subject, groups=(0, 1))
         if self.target:
             _check_pattern("dataset.target", self.target, groups=(1,))

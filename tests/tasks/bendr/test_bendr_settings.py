@@ -74,3 +74,14 @@ def test_a_classifier_that_is_killed_ends_with_the_same_weights_from_a_pretraine
     assert_ends_like(only_run(tmp_path / "cut"), only_run(tmp_path / "whole"))
     scores = json.loads((only_run(tmp_path / "whole") / "result.json").read_text())
     assert "logistic regression on band powers" in json.dumps(scores)
+
+
+@pytest.mark.slow
+def test_a_balanced_fold_that_is_killed_ends_with_the_same_weights(tmp_path: Path) -> None:
+    balanced = ("dataset.subject=file", "dataset.synthetic.recordings=3", "dataset.folds=3", "dataset.fold=1",
+                "dataset.balance=undersample")  # fmt: skip
+    words = line("--mode", "classify", "--epochs", "4", "--checkpoint-every", "2", "--device", "cpu",
+                 *(word for text in balanced for word in ("--set", text)))  # fmt: skip
+    finish(tmp_path / "whole", tmp_path / "state", *words)
+    finish_killed(tmp_path / "cut", tmp_path / "state", words, at=(2, 6))
+    assert_ends_like(only_run(tmp_path / "cut"), only_run(tmp_path / "whole"))

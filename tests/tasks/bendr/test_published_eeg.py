@@ -1,6 +1,7 @@
 """Presets of published data sets read small generated files with the names, channels and annotations of real ones."""
 
 import json
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -41,10 +42,33 @@ def mmidb(root: Path) -> None:
             write(root / "eegmmidb" / name / f"{name}R{run:02}.edf", 62, 160, ["Fc5.", "Cz..", "Oz.."], events, number)
 
 
+def write_gdf(path: Path, seconds: int, hz: int, channels: Sequence[str], events: Sequence[tuple[int, int]]) -> None:
+    """Writes GDF 1.25: 16-bit integers that are tenths of a microvolt, and a table of events (sample, type)."""
+    size = len(channels)
+    texts = [channels, [""] * size, ["uV"] * size]
+    limits = [struct.pack(f"<{size}d", *[limit] * size) for limit in (-3276.8, 3276.7)]
+    limits += [struct.pack(f"<{size}q", *[limit] * size) for limit in (-32768, 32767)]
+    header = [b"GDF 1.25", b" " * 160, b"2005011910000000", struct.pack("<q", 256 * (1 + size)), bytes(44),
+              struct.pack("<qIII", seconds, 1, 1, size),
+              *(text.ljust(width).encode() for names, width in zip(texts, (16, 80, 8), strict=True) for text in names),
+              *limits, b" " * (80 * size), struct.pack(f"<{size}i", *[hz] * size),
+              struct.pack(f"<{size}i", *[3] * size), bytes(32 * size)]  # fmt: skip
+    values = np.random.default_rng(0).integers(-200, 200, (seconds, size, hz)).astype("<i2")
+    table = struct.pack("<B3BI", 1, hz, 0, 0, len(events))
+    table += struct.pack(f"<{len(events)}I", *(sample + 1 for sample, _ in events))
+    table += struct.pack(f"<{len(events)}H", *(kind for _, kind in events))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(header) + values.tobytes() + table)
+
+
 def bci_iv_2a(root: Path) -> None:
+    """Nine subjects, with a session whose classes (783) are not in the file, which the preset leaves out."""
     for number in range(1, 10):
-        events = [(0.0, 0.0, "276"), *((8.0 * at + 4, 1.25, str(769 + at % 4)) for at in range(8))]
-        write(root / "bci_iv_2a" / f"A0{number}T.raw.fif", 68, 100, ["EEG-Fz", "EEG-Cz", "EOG-left"], events, number)
+        for session in "TE":
+            events = [(0, 276), *((800 * at + 400, 769 + at % 4 if session == "T" else 783) for at in range(8))]
+            write_gdf(
+                root / "bci_iv_2a" / f"A0{number}{session}.gdf", 68, 100, ["EEG-Fz", "EEG-Cz", "EOG-left"], events
+            )
 
 
 def ern(root: Path) -> None:

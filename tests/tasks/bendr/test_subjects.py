@@ -116,6 +116,10 @@ def test_settings_of_subjects_that_contradict_each_other_are_refused(more: dict[
     assert str(caught.value).startswith(rule)
 
 
+def test_the_word_off_of_a_yaml_file_is_read_as_it_is_meant() -> None:
+    assert settings(subject="False") == settings(subject="off")
+
+
 def test_too_few_subjects_are_told() -> None:
     with pytest.raises(DataError, match=r"2 subjects: a, b\.") as caught:
         split_subjects(settings(), ["a", "b"])
