@@ -271,7 +271,7 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[dict[str, Any]]:
             if step.known is not None:
                 folders[step.name], job = step.known.folder, _submit_again(step.known.folder, plan, code, state)
             else:
-                (job,) = start_group(continue_in_job, plan.groups[0], plan, code, state)
+                (job,) = start_group(continue_in_job, plan.groups[0], plan, code)
                 folders[step.name] = RunFolder(run.runs_dir / job.run_id)
         if step.what != REUSED:
             live.add(step.name)

@@ -105,12 +105,18 @@ class RunLocator:
         return run_statuses([known_run], self.registry, slurm)[0]
 
     def statuses(self, names: Sequence[str]) -> "list[RunStatus]":
-        """Finds runs by their names, and their status; a run with two names is listed once."""
+        """Finds runs by their names, and their status; a run with two names is listed once. The name of a sweep or of a
+        search stands for all of its runs.
+        """
         from can_train.runs.status import run_statuses
         from can_train.slurm import client as slurm
 
-        runs = {run.run_id: run for run in map(self.find, names)}
+        runs = {run.run_id: run for name in names for run in self._sweep(name) or [self.find(name)]}
         return run_statuses(runs.values(), self.registry, slurm)
+
+    def _sweep(self, name: str) -> "list[KnownRun]":
+        """Returns the runs of a sweep, the oldest first; none: no sweep has the name."""
+        return [run for run in reversed(self.runs()) if name and run.record.sweep == name]
 
     def trust(self, *, trusts_all: bool) -> "CodeTrust":
         """Makes the rule that decides whether the code of a run may run."""

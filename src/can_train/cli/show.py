@@ -72,12 +72,16 @@ def _settings_lines(changed: Mapping[str, Mapping[str, Any]] | None) -> list[str
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(help="Two runs or more, each as in can-train show.", metavar="RUN...")],
+    runs: Annotated[
+        list[str], typer.Argument(help="Runs, each as in can-train show, or the name of a sweep.", metavar="RUN...")
+    ],
     as_json: AsJson = False,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """Show runs side by side: settings that differ, scores by test set, time and memory."""
+    """Show runs side by side: settings that differ, scores by test set, time and memory. Of more than five runs, as of
+    a sweep, each has a row, the best first.
+    """
     statuses = RunLocator(runs_dir, state_dir).statuses(runs)
     if len(statuses) < 2:
         raise ConfigError("Only one run to compare", value=" ".join(runs),
@@ -85,12 +89,16 @@ def compare(
     compared = facts.compared_runs(statuses)
     if as_json:
         print_json(facts.comparison_json(compared))
+    elif len(compared) > facts.SIDE_BY_SIDE:
+        print_tables([facts.sweep_table(compared)], pipe_columns=COLUMNS)
     else:
         print_tables(facts.comparison_tables(compared))
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(help="A run or more, each as in can-train show.", metavar="RUN...")],
+    runs: Annotated[
+        list[str], typer.Argument(help="Runs, each as in can-train show, or the name of a sweep.", metavar="RUN...")
+    ],
     output: Annotated[
         Path | None,
         typer.Option(help=f"The file. [{_REPORT} in the run's folder; of several runs here]", metavar="FILE"),
@@ -107,7 +115,10 @@ def report(
     locator = RunLocator(runs_dir, state_dir)
     compared = facts.compared_runs(locator.statuses(runs))
     path = output or (Path(_REPORT) if len(compared) > 1 else compared[0].status.known.folder.path / _REPORT)
-    page = page_html([read_run(run, locator.state_folder) for run in compared], facts.comparison_tables(compared))
+    tables = facts.comparison_tables(compared)
+    if len(compared) > facts.SIDE_BY_SIDE:
+        tables = [facts.sweep_table(compared)]
+    page = page_html([read_run(run, locator.state_folder) for run in compared], tables)
     with writing("report", path, "Name a file in a folder that you may write to: --output FILE"):
         write_text_atomic(path, page)
     print_wrapped(f"Report: {path}")

@@ -6,7 +6,7 @@ them. Imports no torch: the job itself examines its GPU.
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +47,7 @@ def submit_runs(
         CanTrainError: A run cannot be submitted; of those that ask for the same, none has been.
     """
     code, state = code_of_runs(runs), state_dir(runs[0].paths)
-    partitions = _partitions(runs)
+    partitions = read_cluster(runs)
     plan = plan_submission(runs, code.digest, partitions, after=after, force=force)
     print_notices(plan)
     expected = [expectation(group[0].run, Registry(state).runs()) for group in plan.groups]
@@ -66,11 +66,11 @@ def submit_runs(
     for group, expects in zip(plan.groups, expected, strict=True):
         # With the cluster `debug` they train here, and print their results.
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
-            started = start_group(entry, group, plan, code, state)
+            started = start_group(entry, group, plan, code)
         jobs += started
         folders |= {job.run_id: RunFolder(group[0].run.runs_dir / job.run_id) for job in started}
         if not as_json:
-            _print_jobs(group[0].run, started, expects)
+            print_jobs(group[0].run, started, expects)
     if as_json:
         identical = [
             {"run_id": duplicate.known.run_id, "path": duplicate.known.record.path, "state": duplicate.state.state}
@@ -112,7 +112,7 @@ def plan_jobs(
     """
     code, state, partitions = code_of_runs(runs), state_dir(runs[0].paths), []
     try:
-        partitions = _partitions(runs)
+        partitions = read_cluster(runs)
     except NoControllerError as error:
         if not quiet:
             print_note(f"{error.rule} ({error.value}): its limits are not checked")
@@ -131,7 +131,8 @@ def plan_jobs(
     return jobs
 
 
-def _partitions(runs: Sequence[ResolvedRun]) -> list[Partition]:
+def read_cluster(runs: Sequence[ResolvedRun]) -> list[Partition]:
+    """Reads the partitions of the cluster that runs are sent to; none where they go elsewhere."""
     return read_partitions_and_limits() if any(run.cluster.executor == "slurm" for run in runs) else []
 
 
@@ -149,21 +150,34 @@ def _new_group(group: Sequence[PlannedRun], plan: SubmissionPlan, state: Path) -
 
 
 def start_group(
-    entry: Entry, group: Sequence[PlannedRun], plan: SubmissionPlan, code: Code, state: Path
+    entry: Entry,
+    group: Sequence[PlannedRun],
+    plan: SubmissionPlan,
+    code: Code,
+    prepare: Callable[[PlannedRun, RunFolder], object] = lambda planned, folder: None,
 ) -> list[JobRecord]:
     """Makes the folders of runs that are submitted together, starts their jobs, and enters both into the registry.
+
+    Args:
+        entry: Function that trains the run in a folder.
+        group: The runs, which have equal requests.
+        plan: Their submission.
+        code: Their code.
+        prepare: Called for each run with its folder, before its job is started.
 
     Raises:
         CanTrainError: They cannot be started; folders of runs that were not accepted are removed.
     """
     from can_train.config.compose import changed_settings
 
+    state = state_dir(group[0].run.paths)
     folders, submission = _new_group(group, plan, state)
     cluster, waiting, jobs = group[0].run.cluster, [*folders], []
     try:
         for planned, folder in zip(group, folders, strict=True):
             folder.make(with_code(planned.run, code, state).config, changed_settings(planned.run.config))
             describe(code, state, folder.path)
+            prepare(planned, folder)
         if cluster.executor == "slurm":
             jobs = start_jobs(entry, folders, cluster, submission)
             waiting.clear()
@@ -173,7 +187,11 @@ def start_group(
                 jobs.append(start_process(entry, folder))
             waiting = waiting[1:]
             register_run(
-                planned.run, folder, identity=planned.identity, after=",".join(plan.after), sweep=submission.sweep
+                planned.run,
+                folder,
+                identity=planned.identity,
+                after=",".join(plan.after),
+                sweep=plan.sweep or submission.sweep,
             )
             if cluster.executor == "debug":
                 jobs.append(run_here(entry, folder, submission))
@@ -209,7 +227,8 @@ def _note_forbidden_requeue(job: JobRecord, cluster: ClusterSettings) -> None:
                    f"run saves and ends. Then go on: can-train resume {job.run_id}")  # fmt: skip
 
 
-def _print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> None:
+def print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> None:
+    """Prints the jobs that were started, their request, and how to follow them."""
     cluster = run.cluster
     if cluster.executor == "debug":
         return

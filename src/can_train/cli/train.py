@@ -23,6 +23,7 @@ from can_train.cli.run_locator import Run, RunLocator, flag_values
 from can_train.cli.train_options import (
     OPTIONS,
     Flags,
+    Option,
     check_flags,
     make_command,
     make_request,
@@ -32,11 +33,12 @@ from can_train.cli.train_options import (
 from can_train.config.resolved import user_file
 from can_train.config.settings import split_list
 from can_train.config.task_settings import task_names
-from can_train.errors import CanTrainError, ConfigError, FailedRunError, with_command_name
+from can_train.errors import RUN_FAILED, CanTrainError, ConfigError, FailedRunError, with_command_name
 from can_train.reporter import LineReporter, SilentReporter, TextTable
 from can_train.slurm.launchers import check_started_once, find_launch, launched_place
 
 if TYPE_CHECKING:
+    from can_train.cli.search import PlannedSearch
     from can_train.cli.submit import PlannedJob
     from can_train.config.resolved import ResolvedRun
     from can_train.config.settings import ClusterSettings
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
 
 def make_train_command(words: Sequence[str]) -> Callable[..., None]:
     """Makes the command, with the options of the task that its words name."""
-    given, options = flag_values(words), {**OPTIONS, "config": _CONFIG}
+    given, options = flag_values(words), {**OPTIONS, **_SEARCH_OPTIONS, "config": _CONFIG}
     if given.get("--config"):
         # Its task decides which options there are, and its device is the default.
         file = RunFile.read(given["--config"])
@@ -67,8 +69,12 @@ def make_train_command(words: Sequence[str]) -> Callable[..., None]:
 
 def _train(flags: Flags) -> None:
     after = _check_train_flags(flags)
+    _check_search_flags(flags)
     _print_starting(flags)
-    start_runs(resolve_runs(flags, after), flags, after)
+    if flags["trials"] is not None:
+        _search(flags, after, lambda each: resolve_runs(each, after))
+    else:
+        start_runs(resolve_runs(flags, after), flags, after)
 
 
 # A run as a file
@@ -110,8 +116,12 @@ class RunFile:
 
 def _train_file(file: RunFile, flags: Flags) -> None:
     after = _check_train_flags(flags)
+    _check_search_flags(flags)
     _print_starting(flags)
-    start_runs(resolve_file(file, flags, after), flags, after)
+    if flags["trials"] is not None:
+        _search(flags, after, lambda each: resolve_file(file, each, after))
+    else:
+        start_runs(resolve_file(file, flags, after), flags, after)
 
 
 def resolve_file(file: RunFile, flags: Flags, after: Sequence[str]) -> "list[ResolvedRun]":
@@ -210,21 +220,13 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
 
 
 def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbosity, *, as_json: bool) -> None:
-    from can_train.training.train import train_new
-
     failed = []
     with RunPrinter(verbosity, as_json=as_json, of_several=len(runs) > 1) as printer:
-
-        def attempt(run: "ResolvedRun") -> "Outcome":
-            outcome = train_new(run, output.make_reporter(verbosity), ranks, made=partial(setattr, printer, "folder"))
-            _log_outcome(outcome)
-            return outcome
-
         for number, run in enumerate(runs, start=1):
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
                 output.print_aside(f"run {number} of {len(runs)}: {_title(run, runs)}")
             try:
-                printer.print(partial(attempt, run))
+                printer.print(partial(_train_new, run, ranks, verbosity, printer))
             except CanTrainError as error:
                 if len(runs) == 1:
                     raise
@@ -235,6 +237,18 @@ def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbos
                                remedy="Their errors are above")  # fmt: skip
         some.in_json = as_json
         raise some
+
+
+def _train_new(
+    run: "ResolvedRun", ranks: "Ranks", verbosity: Verbosity, printer: "RunPrinter", **options: Any
+) -> "Outcome":
+    """Trains a new run, whose folder the printer gets; `options` are of `train_new`."""
+    from can_train.training.train import train_new
+
+    made = partial(setattr, printer, "folder")
+    outcome = train_new(run, output.make_reporter(verbosity), ranks, made=made, **options)
+    _log_outcome(outcome)
+    return outcome
 
 
 def _title(run: "ResolvedRun", runs: Sequence["ResolvedRun"]) -> str:
@@ -261,6 +275,90 @@ def _check_alike(run: "ResolvedRun", ranks: "Ranks") -> None:
     raise ConfigError("The launcher's processes have different settings, so they cannot train one run",
                       value=f"{name} is {', '.join(map(str, dict.fromkeys(map(str, values))))}",
                       remedy="Start each run by itself: srun --ntasks 1, or without a launcher")  # fmt: skip
+
+
+# --trials
+
+
+_SEARCH_OPTIONS: Final[dict[str, Option]] = {
+    "trials": (int | None, None, "Search the settings that have several values, by so many runs."),
+    "search": (str | None, None, "With --trials: values are chosen by tpe (Bayesian) or random. [tpe]"),
+    "asha": (bool | None, None, "With --trials: end trials early that lose against the others. [yes]"),
+}
+
+
+def _check_search_flags(flags: Flags) -> None:
+    """Raises ConfigError if a flag of a search is given without `--trials`."""
+    for name in ("search", "asha"):
+        if flags[name] is not None and flags["trials"] is None:
+            raise ConfigError(f"--{name} has no effect without --trials", remedy="Add --trials 20")
+
+
+def _search(flags: Flags, after: Sequence[str], resolve: "Callable[[Flags], Sequence[ResolvedRun]]") -> None:
+    """Plans, submits or trains the trials of a search."""
+    from can_train.cli.search import plan_search, print_search, submit_trials
+
+    planned = plan_search(flags, resolve)
+    if flags["dry_run"]:
+        if not flags["json"]:
+            print_search(planned)
+            output.print_wrapped("The plan is for the middle of each setting:")
+        start_runs([planned.base], flags, after)
+    elif flags["submit"]:
+        check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
+        submit_trials(continue_in_job, planned, after=after, as_json=flags["json"])
+    else:
+        check_started_once("A search", "Its trials then train in one process each, or with --submit --gpus N on N GPUs")
+        verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
+        if verbosity != Verbosity.QUIET and not flags["json"]:
+            print_search(planned)
+        _train_trials(planned, verbosity, as_json=flags["json"])
+
+
+def _train_trials(planned: "PlannedSearch", verbosity: Verbosity, *, as_json: bool) -> None:
+    """Trains the trials of a search one after another, from where an earlier command stopped."""
+    from can_train.cli.search import TrialHere, print_trials, unfinished
+    from can_train.runs.attempts import StopRequests
+
+    def train(number: int, title: str, attempt: "Callable[[], Outcome | None]", folder: "RunFolder | None") -> None:
+        if verbosity != Verbosity.QUIET:
+            output.print_aside(f"trial {number} of {planned.trials}: {title}")
+        try:
+            printer.print(attempt, folder)
+        except CanTrainError as error:
+            # A loss that is no longer finite, a model that does not fit: the other trials may be good.
+            if error.exit_code != RUN_FAILED:
+                raise
+            output.print_aside(f"error: {error}")
+
+    planned.make()
+    more = f"compare {planned.search.name}"
+    several = RunPrinter(verbosity, as_json=as_json, of_several=True, more=more)
+    with launched_ranks(planned.base.device, verbosity) as ranks, several as printer, _search_goes_on(verbosity):
+        for number, folder in unfinished(planned).items():
+            goes_on = partial(_continue, folder, output.make_reporter(verbosity), StopRequests(), lambda _: ranks)
+            train(number, "goes on", goes_on, folder)
+        while number := next(iter(planned.missing()), 0):
+            trial = TrialHere(planned, number)
+            try:
+                if trial.claim():
+                    new = partial(_train_new, trial.run, ranks, verbosity, printer, make=trial.make)
+                    train(number, " ".join(trial.assignments), new, None)
+            finally:
+                trial.release()
+        if not as_json:
+            print_trials(planned)
+
+
+@contextmanager
+def _search_goes_on(verbosity: Verbosity) -> Iterator[None]:
+    """Says how a search goes on that a signal ends in the block."""
+    try:
+        yield
+    except SystemExit:
+        if verbosity != Verbosity.QUIET:
+            output.print_note("The same line continues the search")
+        raise
 
 
 # --dry-run
@@ -502,10 +600,13 @@ def _continue(
     from can_train.runs.run_folder import relocate_prerequisites, without_missing_prerequisites
     from can_train.training.train import train_on
 
-    run, notices = without_missing_prerequisites(relocate_prerequisites(from_plain(folder.config()), folder.path))
+    plain = folder.config()
+    ranks = join(plain["device"])
+    if folder.trial_path.is_file():
+        plain = _decided(folder, reporter, ranks)
+    run, notices = without_missing_prerequisites(relocate_prerequisites(from_plain(plain), folder.path))
     for notice in notices:
         reporter.notice(notice)
-    ranks = join(run.device)
     had_finished = folder.result_path.exists()
     outcome = train_on(run, folder, reporter, stops, ranks)
     if not ranks.is_first:
@@ -513,6 +614,22 @@ def _continue(
     if not had_finished:
         _log_outcome(outcome)
     return outcome
+
+
+def _decided(folder: "RunFolder", reporter: "Reporter", ranks: "Ranks") -> dict[str, Any]:
+    """Chooses the values of a trial that has none yet; returns the configuration of its run."""
+    from can_train.runs.trials import TrialRun
+
+    def decide() -> str:
+        trial = TrialRun.of(folder)
+        if trial is None:
+            return ""
+        trial.decide()
+        return trial.title
+
+    if title := ranks.on_rank0(decide):
+        reporter.notice(title)
+    return folder.config()
 
 
 def after_job(
@@ -543,12 +660,14 @@ class RunPrinter:
         verbosity: How much is printed.
         as_json: Whether standard output is for JSON alone.
         of_several: Whether there are several runs.
+        more: Command that shows several runs.
         folder: Folder of the run that is being trained.
     """
 
     verbosity: Verbosity
     as_json: bool
     of_several: bool = False
+    more: str = "runs"
     folder: "RunFolder | None" = None
     _objects: list[Any] = field(default_factory=list)
 
@@ -593,7 +712,7 @@ class RunPrinter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._print_next("runs", wanted=self.of_several and kind is None)
+        self._print_next(self.more, wanted=self.of_several and kind is None)
         if self.as_json:
             output.print_json(self._objects if self.of_several else self._objects[0])
 

@@ -81,7 +81,8 @@ OPTIONS: Final[dict[str, Option]] = {
 Groups = Sequence[tuple[str, str, str]]
 
 GROUPS: Final[Groups] = (
-    ("What is trained", "model dataset mode size set model_args", "task config config_dir start_from baselines"),
+    ("What is trained", "model dataset mode size set model_args",
+     "trials search asha task config config_dir start_from baselines"),
     ("How it is trained", "epochs batch_size lr precision seed",
      """lr_batch_size lr_scale lr_factors optimizer optimizer_args betas weight_decay no_decay freeze thaw_epoch
      grad_clip_norm grad_clip_value grad_noise grad_noise_decay scheduler scheduler_interval warmup_share
@@ -103,7 +104,17 @@ GROUPS: Final[Groups] = (
 """Title of each group of options in the help: the everyday options, and those that only --help-all shows."""
 
 _LISTED: Final = 3  # data sets that help names
-_NOT_SETTINGS: Final = {"set_", "run", "config", "stages", "show", "preset"}  # parameters that name no setting
+_NOT_SETTINGS: Final = {
+    "set_",
+    "trials",
+    "search",
+    "asha",
+    "run",
+    "config",
+    "stages",
+    "show",
+    "preset",
+}  # parameters that name no setting
 # The value in the help. Values are passed on as text; composition checks their types and names the setting.
 _METAVARS: Final = {
     "set": "GROUP.KEY=VALUE",
@@ -112,6 +123,7 @@ _METAVARS: Final = {
     "after": "RUN",
     "config": "FILE",
     "older_than": "AGE",
+    "trials": "N",
 }
 _METAVARS_OF_TYPES: Final[dict[Any, str]] = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 

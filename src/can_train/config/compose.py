@@ -1,4 +1,4 @@
-"""Composes a run from presets, settings classes and overrides. The only module that imports Hydra.
+"""Composes a run from presets, settings classes and overrides. Only this module and `sweeps` import Hydra.
 
     presets (configs/)  ──Hydra──┐
                                  ├─> typed config ──overrides──> settings objects, which check their values
@@ -10,9 +10,9 @@ Every value that a person gives becomes an `Override`, and `_apply` is the only 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,8 +21,6 @@ from typing import Any, Final, get_origin, get_type_hints
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra_zen import ZenStore, make_config, make_custom_builds_fn
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from can_train.config import resolved
 from can_train.config.resolved import PathSettings, ResolvedRun, UserFile
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
+from can_train.config.sweeps import UNREADABLE, may_sweep, parser, values_of
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate, locate_optimizer
 from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
 from can_train.io.records import expanded, is_file
@@ -43,12 +42,7 @@ _CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
 _TASK, _SETTINGS = "task.", "settings."
 _OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
 _OPEN_GROUPS: Final = (_OPEN_GROUP, "training.optimizer_args")
-_SWEPT_GROUPS: Final = ("task", "settings", "model", "size", "dataset", "mode", "training", "memory")
-"""Groups of settings and choices of presets that a sweep may list values for: they decide the result of a training. A
-comma anywhere else belongs to the value: to a list of nodes, or to the path of a folder."""
 _WRITE_IT: Final = "Write it as --set training.lr=0.01; text that is more than a word: --set 'group.key=\"text\"'"
-# The parser's exceptions; the last two for thousands of digits or brackets.
-_UNREADABLE: Final = (HydraException, ValueError, RecursionError)
 # The expected value, by the type that OmegaConf could not convert a value to.
 _KINDS: Final = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "text",
                  "List": "a list, as [1,2]", "Dict": "settings, as {a:1,b:2}"}  # fmt: skip
@@ -460,7 +454,7 @@ def expand(requests: Sequence[RunRequest]) -> list[RunRequest]:
     """
     found = []
     for request in requests:
-        choices = [_swept(text) if _may_sweep(text) else [text] for text in request.sets]
+        choices = [values_of(text) if may_sweep(text) else [text] for text in request.sets]
         if (count := math.prod(map(len, choices))) > MOST_RUNS:
             raise ConfigError(f"The sweep has {count} runs, more than {MOST_RUNS}", remedy="Sweep fewer values")
         found += [replace(request, sets=sets) for sets in product(*choices)]
@@ -527,37 +521,6 @@ def check_contradictions(overrides: Iterable[Override]) -> None:
                               value=f"{old.spelling} {old.value} and {new.spelling} {new.value}")  # fmt: skip
 
 
-@cache
-def _parser() -> OverridesParser:
-    # Making one takes as long as a whole composition.
-    return OverridesParser.create()
-
-
-def _may_sweep(text: str) -> bool:
-    """Tells of an assignment, or of a key, whether it may have several values."""
-    return re.split(r"[.=]", text.strip().lstrip("+"), maxsplit=1)[0].strip() in _SWEPT_GROUPS
-
-
-def _swept(text: str) -> Sequence[str]:
-    """Lists the single assignments that one `--set` means."""
-    try:
-        override = _parser().parse_override(text)
-    except _UNREADABLE:
-        # Composition reports the error.
-        return [text]
-    if not override.is_sweep_override():
-        return [text]
-    values: list[str] = []
-    # interval(0,1) has no values to list; nor has glob(*), which in Hydra stands for the presets of a group, or a range
-    # that is empty or has a step of zero.
-    with suppress(HydraException, ValueError):
-        values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
-    if not values:
-        remedy = "Write them out, as 0.1,0.01, or as range(0,3)"
-        raise ConfigError("The values of the sweep cannot be listed", value=text, remedy=remedy)
-    return [f"{text.partition('=')[0]}={value}" for value in values]
-
-
 def _chosen(sets: Iterable[Override]) -> dict[str, Any]:
     """Reads which presets, model and device are chosen."""
     choices = {override.key: str(_parsed(override)).strip() for override in sets if override.key in _CHOICES}
@@ -573,8 +536,8 @@ def _parsed(override: Override) -> Any:
         return override.value
     text = f"{override.key}={override.value}"
     try:
-        parsed = _parser().parse_override(text)
-    except _UNREADABLE as error:
+        parsed = parser().parse_override(text)
+    except UNREADABLE as error:
         raise ConfigError("A value cannot be read", value=text, remedy=_WRITE_IT) from error
     if parsed.is_sweep_override():
         raise _several_values(override)
@@ -584,7 +547,7 @@ def _parsed(override: Override) -> Any:
 def _several_values(override: Override) -> ConfigError:
     """Makes the error for a list of values where there is one value."""
     text = f"{_as_given(override.key)}={override.value}"
-    if _may_sweep(override.key):
+    if may_sweep(override.key):
         return ConfigError("One run cannot have several values of a setting", value=text,
                            remedy="Sweep with a training command: can-train --model … --set key=1,2")  # fmt: skip
     return ConfigError("Only settings of task, model, dataset, mode and training can be swept", value=text,
@@ -652,18 +615,18 @@ def _value(config: DictConfig, override: Override, *, is_open: bool) -> Any:
     else is meant literally: `n[1-3,7]`, `END,FAIL`, `007`.
     """
     node, raw = OmegaConf.select(config, override.key), str(override.value).strip()
-    if not override.grammar or _may_sweep(override.key) or not (is_open or isinstance(node, str)):
+    if not override.grammar or may_sweep(override.key) or not (is_open or isinstance(node, str)):
         try:
             return _parsed(override)
         except ConfigError as error:
-            if OmegaConf.is_list(node) and not _may_sweep(override.key):
+            if OmegaConf.is_list(node) and not may_sweep(override.key):
                 error.remedy = (
                     f"""Write its lines as a list: --set '{override.key}=["module load a,b","ulimit -c 0"]'"""
                 )
             raise
     try:
-        parsed = _parser().parse_override(f"{override.key}={raw}")
-    except _UNREADABLE:
+        parsed = parser().parse_override(f"{override.key}={raw}")
+    except UNREADABLE:
         return raw
     if parsed.is_sweep_override():
         # Values without a function (`choice(…)`, `range(…)`) are a text with commas.

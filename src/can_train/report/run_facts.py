@@ -1,13 +1,14 @@
 """Runs as facts: state, scores, plan and memory of a run, the commands that continue it, and runs side by side."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from can_train.config.resolved import differences, flat_settings
-from can_train.errors import command_name
+from can_train.errors import RunError, StateError, command_name
 from can_train.io.records import JobId, parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.report.scores import by_test_set, higher_is_better, is_ranked, mapping, score, test_scores
@@ -16,11 +17,14 @@ from can_train.reporter import TextTable
 from can_train.runs.run_folder import RunFolder, name_to_type, short_name
 from can_train.runs.run_state import FINISHED, QUEUED, RUNNING, infer_attempt_state, live_row
 from can_train.runs.status import RunStatus
+from can_train.runs.trials import TrialRun
 
 _UNKNOWN: Final = "unknown"
 _METRICS: Final = ("mcc", "pr_auc", "recall_at_fpr_1pct", "false_alarms_per_hour", "best_validation_loss")
 _NONE: Final = "-"  # cell of a figure that a run does not have
 _MANY: Final = 100.0  # scores from here on are shown without decimals
+SIDE_BY_SIDE: Final = 5
+"""Runs that are compared side by side; more have a row each."""
 _BEST: Final = "*"  # marks the best score of a row
 
 
@@ -298,6 +302,61 @@ def comparison_tables(runs: Sequence[ComparedRun]) -> list[TextTable]:
         notes = (f"{_BEST} the best of its row",) if is_ranked(metric) else ()
         tables.append(_table(metric, "test set", runs, rows, notes=notes))
     return tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Headline:
+    """The figure that stands for a run in a list."""
+
+    metric: str
+    value: float
+    is_higher_better: bool
+
+
+def sweep_table(runs: Sequence[ComparedRun]) -> TextTable:
+    """Makes a table with a row for each run of a sweep or of a search, the best first: for more runs than fit side by
+    side.
+    """
+    trials = [_trial(run) for run in runs]
+    headlines = [_headline(run, trial) for run, trial in zip(runs, trials, strict=True)]
+    best = next((each for each in headlines if each is not None), _Headline(metric="", value=0, is_higher_better=True))
+    settings, rows = differences([run.settings for run in runs]), []
+    has_numbers = any(trial is not None for trial in trials)
+    for index, (run, trial, headline) in enumerate(zip(runs, trials, headlines, strict=True)):
+        value = headline.value if headline is not None and headline.metric == best.metric else None
+        state = run.status.state.label
+        if trial is not None and trial.trial.stopped_after and state == FINISHED:
+            state = f"ended after {trial.trial.stopped_after}"
+        values = [_NONE if each[index] in (None, "") else str(each[index]) for each in settings.values()]
+        number = (_NONE if trial is None else str(trial.trial.number),) if has_numbers else ()
+        rows.append((value, (*number, run.name, state, *values, _cell(run.status.progress.epoch), _cell(value, ".4g"))))
+    sign = -1 if best.is_higher_better else 1
+    rows.sort(key=lambda row: (row[0] is None, sign * (row[0] or 0.0)))
+    names = [name.rpartition(".")[2] for name in settings]
+    columns = (*(("trial",) if has_numbers else ()), "run", "state", *names, "epochs", best.metric or "score")
+    note = f"{best.metric}: {'higher' if best.is_higher_better else 'lower'} is better"
+    title = f"{len(runs)} {'trials' if has_numbers else 'runs'}, the best first"
+    return TextTable(title, columns, [row for _, row in rows], [note] if best.metric else [])
+
+
+def _trial(run: ComparedRun) -> TrialRun | None:
+    """Returns the trial of a search that a run is; None: it is none, or its file is damaged."""
+    with suppress(RunError):
+        return TrialRun.of(run.status.known.folder)
+    return None
+
+
+def _headline(run: ComparedRun, trial: TrialRun | None) -> _Headline | None:
+    """Returns the objective of a trial, or the score that stands for a run in a list; None: there is none yet."""
+    if trial is not None:
+        with suppress(StateError):
+            search = trial.search.search
+            value = search.best(trial.curve)
+            return None if value is None else _Headline(metric=search.objective, value=value,
+                                                        is_higher_better=search.is_higher_better)  # fmt: skip
+    named = score(run.result)
+    return None if named is None else _Headline(metric=named[0], value=named[1],
+                                                is_higher_better=higher_is_better(named[0]))  # fmt: skip
 
 
 def comparison_json(runs: Sequence[ComparedRun]) -> dict[str, Any]:

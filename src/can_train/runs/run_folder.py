@@ -77,6 +77,7 @@ class RunFolder:
         self.weights_path = path / "weights"
         self.result_path = path / RESULT
         self.plan_path = path / "plan.json"
+        self.trial_path = path / "trial.json"
         self.log_path = path / "log.txt"
         self.predictions_path = path / "predictions"
         self.reference_models_path = path / "reference_models.json"
@@ -85,9 +86,11 @@ class RunFolder:
         self._holder: AttemptStart | None = None  # the entry of this process in the lock file
 
     @classmethod
-    def create(cls, runs_dir: Path, key: str, config: Mapping[str, Any], changed: Changed = None) -> "RunFolder":
-        """Creates the folder of a new run (`make`)."""
-        folder = cls(runs_dir / new_run_id(key))
+    def create(
+        cls, runs_dir: Path, key: str, config: Mapping[str, Any], changed: Changed = None, *, run_id: str = ""
+    ) -> "RunFolder":
+        """Creates the folder of a run (`make`); without a run id, of a new one."""
+        folder = cls(runs_dir / (run_id or new_run_id(key)))
         folder.make(config, changed)
         return folder
 
@@ -113,7 +116,7 @@ class RunFolder:
                        "processors": os.cpu_count(), "libraries": libraries, "command": sys.argv}  # fmt: skip
         try:
             self.path.mkdir(mode=_FOLDER_MODE, parents=True)
-            self._write_config(config, changed)
+            self.configure(config, changed)
             records.write_json_atomic(self.path / "environment.json", environment)
         except OSError as error:
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
@@ -130,7 +133,8 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise _unreadable("configuration", self.path / CONFIG, error) from error
 
-    def _write_config(self, config: Mapping[str, Any], changed: Changed) -> None:
+    def configure(self, config: Mapping[str, Any], changed: Changed) -> None:
+        """Writes the resolved configuration, and the settings that differ from the presets."""
         records.write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
         records.write_text_atomic(self.path / _CHANGED, json.dumps(changed, indent=2, default=str) + "\n")
 
@@ -166,7 +170,7 @@ class RunFolder:
         record = {"time": utc_now(), "step": step, "settings": settings}
         # The record first: after a kill in between, the same command line makes the recorded change.
         records.write_json_atomic(self.path / _CHANGES, {"changes": [*self.changes(), record]})
-        self._write_config(config, changed)
+        self.configure(config, changed)
         if _EPOCHS in settings and is_file(self.result_path):
             self.result_path.replace(self.path / f"result-at-step-{step}.json")
 
@@ -387,16 +391,25 @@ def _unreadable(what: str, path: Path, error: OSError | ValueError) -> RunError:
                     remedy="Mend its permissions, copy the run once more, or train anew")  # fmt: skip
 
 
-def make_run(run: ResolvedRun, reporter: Reporter, changed: Changed = None) -> RunFolder:
+def make_run(
+    run: ResolvedRun, reporter: Reporter, changed: Changed = None, *, run_id: str = "", sweep: str = ""
+) -> RunFolder:
     """Creates the folder of a run that trains in this process, and registers the run. If the registry cannot be
     written, the reporter gets a notice.
+
+    Args:
+        run: The run.
+        reporter: Gets the notice.
+        changed: The settings that differ from the presets; None: unknown.
+        run_id: Its id; empty: a new one.
+        sweep: Name of its sweep or search; empty: none.
 
     Raises:
         RunError: The folder cannot be written.
     """
-    folder = RunFolder.create(run.runs_dir, run.key, run.config, changed)
+    folder = RunFolder.create(run.runs_dir, run.key, run.config, changed, run_id=run_id)
     try:
-        register_run(run, folder)
+        register_run(run, folder, sweep=sweep)
     except StateError as error:
         reporter.notice(f"This run is not listed by `can-train runs`. {error}")
     return folder

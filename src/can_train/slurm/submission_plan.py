@@ -279,6 +279,7 @@ class SubmissionPlan:
     after: Sequence[str]  # ids of the runs to wait for
     dependency: str  # value of sbatch's --dependency; empty without a dependency
     notices: Sequence[str]
+    sweep: str = ""  # name of the sweep in the registry; empty: the name of the array
 
 
 def plan_submission(

@@ -55,6 +55,7 @@ from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints, ResidentData
 
 if TYPE_CHECKING:
+    from can_train.runs.trials import TrialRun
     from can_train.training.reference_models import ReferenceModels
 
 _COMPARED_SAMPLES: Final = 1000  # Training samples whose loss is compared with the validation loss
@@ -187,6 +188,7 @@ class Session(Parts):
         total_steps: Steps of the whole run, unless it stops early.
         bests: The weights that validation judged best so far, by their kind: trained, averaged.
         average: The average of the weights; None: there is none.
+        trial: The trial of a search that the run is; None: it is none.
         is_time_up: Whether training has taken the time that it may take, known to all ranks.
         stop_signal: A signal that some rank has received, known to all of them; None: none.
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
@@ -201,6 +203,7 @@ class Session(Parts):
     data: ResidentData
     progress: Progress = field(default_factory=Progress)
     average: AveragedWeights | None = None
+    trial: TrialRun | None = None
     bests: dict[str, BestWeights] = field(default_factory=dict)
     is_time_up: bool = False
     stop_signal: int | None = None

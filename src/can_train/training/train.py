@@ -51,7 +51,7 @@ from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combi
 from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator, tf32
 from can_train.fit.planner import Planner, Planners, RunPlan
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
-from can_train.io.records import check_writable, open_to_append, this_host, write_json_atomic
+from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, without_others
@@ -68,7 +68,7 @@ from can_train.reporter import (
 )
 from can_train.runs.attempts import SlurmContext, StopRequests
 from can_train.runs.recording import write_predictions
-from can_train.runs.run_folder import RunFolder, make_run, resume_hint
+from can_train.runs.run_folder import Changed, RunFolder, make_run, resume_hint
 from can_train.runs.run_state import best_text
 from can_train.runs.trackers import TrackedRun, Tracker, check_packages, scores, tracked
 from can_train.task import BatchTask, Predictions
@@ -133,10 +133,17 @@ def train_new(
     reporter: Reporter,
     ranks: Ranks | None = None,
     *,
+    make: Callable[[ResolvedRun, Reporter, Changed], RunFolder] = make_run,
     made: Callable[[RunFolder], object] = lambda folder: None,
 ) -> Outcome:
-    """Trains a run from its beginning and judges it. Its folder is made once its data has been read; `made` is called
-    with it then.
+    """Trains a run from its beginning and judges it.
+
+    Args:
+        run: The run.
+        reporter: Gets stages, figures and notices.
+        ranks: The processes that train it; None: this one.
+        make: Makes its folder, once its data has been read.
+        made: Called with the folder.
 
     Raises:
         CanTrainError: The run cannot be trained as it is configured.
@@ -150,7 +157,7 @@ def train_new(
         reporter = _with_state(run, reporter, ranks)
         meter, task = _prepare(run, reporter, ranks)
         # After the data has been read: a run whose data are missing leaves no folder behind.
-        folder = RunFolder(ranks.on_rank0(lambda: make_run(run, reporter, changed_settings(run.config)).path))
+        folder = RunFolder(ranks.on_rank0(lambda: make(run, reporter, changed_settings(run.config)).path))
         made(folder)
         reporter.notice(f"This is run {folder.run_id}")
         # Keeps all processes but the run's ranks out of its folder.
@@ -338,6 +345,10 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references,
                       data=data, average=average)  # fmt: skip
+    if is_file(parts.folder.trial_path):
+        from can_train.runs.trials import TrialRun
+
+        session.trial = TrialRun.of(parts.folder)
     if average is not None:
         average.first_step = int(run.training.ema_start * session.total_steps)
     if checkpoint is None:
@@ -392,13 +403,16 @@ def train(session: Session) -> None:
             if session.training.keep_every and progress.epoch % session.training.keep_every == 0:
                 _keep_weights(session)
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
-            progress.trained = progress.epoch >= epochs or stopped_early or session.is_time_up
+            lost = _lost(session, figures.epoch) if session.trial and figures.validation_loss is not None else ""
+            progress.trained = progress.epoch >= epochs or stopped_early or bool(lost) or session.is_time_up
             seconds_left = 0.0 if progress.trained else pace.seconds_left(progress.step) or 0.0
             session.reporter.epoch(replace(figures, seconds_left=seconds_left))
             session.save()
             session.stop_signal = _first_signal(ranks.gather(lambda: session.stops.received))
             _exit_if_stopped(session)
-            if stopped_early:
+            if lost:
+                session.reporter.notice(lost)
+            elif stopped_early:
                 figure = session.criterion.name
                 better = "validation loss" if figure == LOSS else f"{figure} in validation"
                 text = f"No better {better} in {patience} epochs: stopping after {progress.epoch}"
@@ -409,6 +423,19 @@ def train(session: Session) -> None:
     # Judging has a peak of its own, and nothing is learned from it.
     session.monitor.pause()
     session.ooms_elsewhere = sum(ranks.gather(lambda: session.ooms_rescued)) - session.ooms_rescued
+
+
+def _lost(session: Session, epoch: int) -> str:
+    """Decides on rank 0 whether the trial of a search ends after an epoch; returns the reason, empty if it goes on."""
+
+    def decide() -> str:
+        try:
+            return session.trial.stop_if_losing(epoch) if session.trial is not None else ""
+        except StateError as error:
+            session.reporter.notice(f"The trial goes on, since its search cannot be read: {error}")
+            return ""
+
+    return session.ranks.on_rank0(decide)
 
 
 def _train_epoch(session: Session, stage: Stage) -> EpochFigures:
@@ -684,8 +711,9 @@ def _validate(session: Session, figures: EpochFigures) -> EpochFigures:
     best = session.bests[choose(session.bests)]
     progress.best_loss, progress.best_epoch = best.loss, best.epoch
     averaged = validations.get(AVERAGED)
+    objective = {} if session.trial is None else {"objective": value if criterion.is_higher_better else -value}
     session.log(epoch=figures.epoch, validation_loss=trained.loss, training_loss=training_loss, **trained.record(),
-                **({} if averaged is None else averaged.record(AVERAGED)))  # fmt: skip
+                **({} if averaged is None else averaged.record(AVERAGED)), **objective)  # fmt: skip
     return replace(figures, training_loss=training_loss, validation_loss=trained.loss, is_best=is_best,
                    averaged_loss=None if averaged is None else averaged.loss,
                    metric=trained.shown(criterion.name))  # fmt: skip
