@@ -1,6 +1,7 @@
 """`--trials`: a search that trains here, is stopped, goes on, and is looked at."""
 
 import json
+import subprocess
 import time
 from pathlib import Path
 
@@ -186,3 +187,18 @@ def test_the_objective_is_the_figure_that_chooses_the_weights(own: tuple[str, ..
         lines = [json.loads(line) for line in trial.folder.metrics_path.read_text().splitlines()]
         accuracies = [line["validation/accuracy"] for line in lines if "validation/accuracy" in line]
         assert list(trial.curve.values()) == accuracies
+
+
+def test_an_agent_of_wandb_writes_each_value_as_a_set(tmp_path: Path, repository: Path) -> None:
+    page = (repository / "docs" / "search.md").read_text(encoding="utf-8")
+    sweep = plain_from_yaml(page.partition("```yaml\n")[2].partition("```")[0])
+    (tmp_path / "can-train").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "can-train").chmod(0o755)
+    # As the agent of wandb replaces the macro: a word for each parameter, without hyphens.
+    values = [f"{name}=1 2" for name in sweep["parameters"]]
+    command = [each for word in sweep["command"] for each in (values if word == "${args_no_hyphens}" else [word])]
+    printed = subprocess.run(
+        command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.splitlines()[-2:] == [f"--set={value}" for value in values]
+    assert sweep["metric"]["name"] == "validation_loss"

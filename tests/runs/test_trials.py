@@ -104,16 +104,30 @@ def test_trials_at_random_do_not_learn(tmp_path: Path) -> None:
     assert sum(drawn[20:]) > 0.7 * sum(drawn[:10])
 
 
+def spread(folder: Path, first: int, *, low: float, high: float, stopped_after: int = 0) -> list[TrialRun]:
+    """Twelve trials with rates between two; the nearer to 10^-2 the better."""
+    rates = [10 ** (math.log10(low) + math.log10(high / low) * index / 11) for index in range(12)]
+    return [a_trial(folder, first + index, {"training.lr": rate}, {1: abs(math.log10(rate) + 2)},
+                    stopped_after=stopped_after) for index, rate in enumerate(rates)]  # fmt: skip
+
+
+def near_the_best(trials: list[TrialRun]) -> int:
+    """Returns how many of 30 suggestions lie within a third of a decade of 10^-2."""
+    chosen = [rate_of(suggest(a_search(RATE), trials, number)) for number in range(100, 130)]
+    return sum(abs(math.log10(rate) + 2) < 1 / 3 for rate in chosen)
+
+
 def test_a_trial_that_failed_counts_as_a_bad_one(tmp_path: Path) -> None:
-    search = a_search(RATE)
-    good = [a_trial(tmp_path, number, {"training.lr": 1e-4 * 1.05**number}, {1: 1.0}) for number in range(1, 16)]
-    failed = []
-    for number in range(16, 31):
-        trial = a_trial(tmp_path, number, {"training.lr": 0.09 * 1.005 ** (number - 16)}, {})
+    trials = spread(tmp_path, 1, low=1e-4, high=1e-1)
+    failed = spread(tmp_path, 20, low=9e-3, high=1.1e-2)
+    for trial in failed:
         trial.folder.result_path.unlink()
-        failed.append(trial)
-    chosen = [rate_of(suggest(search, [*good, *failed], number)) for number in range(40, 60)]
-    assert sum(rate < 1e-3 for rate in chosen) > sum(rate > 1e-2 for rate in chosen)
+        trial.folder.metrics_path.unlink()
+    assert near_the_best([*trials, *failed]) < near_the_best(trials) / 2
+
+
+def test_trials_that_ended_early_teach_by_their_last_values(tmp_path: Path) -> None:
+    assert near_the_best(spread(tmp_path, 1, low=1e-4, high=1e-1, stopped_after=1)) > 15
 
 
 # Trials that end early
