@@ -436,7 +436,8 @@ def picture_files(folder: Path) -> dict[int, Path]:
 
 
 def unlabelled_clips(dataset: TrackNetDatasetSettings) -> list[Clip]:
-    """Finds clips without labels: a folder with numbered pictures, or such folders below a folder.
+    """Finds clips without labels: a video, a folder with numbered pictures, or such folders below a folder, else the
+    videos below it.
 
     Raises:
         MissingDataError: There are no pictures.
@@ -444,18 +445,28 @@ def unlabelled_clips(dataset: TrackNetDatasetSettings) -> list[Clip]:
     """
     place, clips = Path(dataset.frames or dataset.path), list[Clip]()
     if is_file(place) and place.suffix.lower() in VIDEO_SUFFIXES:
-        return [_unlabelled(np.arange(len(VideoPictures(place))), place.stem, VideoPictures(place), dataset)]
+        return [_unlabelled_video(place, place.stem, dataset)]
     folders = [place, *sorted(folder for folder in place.rglob("*") if folder.is_dir())] if place.is_dir() else []
     clip_files = {folder: files for folder in folders if (files := dict(sorted(picture_files(folder).items())))}
     names = Counter(folder.name for folder in clip_files)
     for folder, files in clip_files.items():
         name = folder.relative_to(place).as_posix() if names[folder.name] > 1 else folder.resolve().name
         clips.append(_unlabelled(np.array([*files]), name, FilePictures([*files.values()]), dataset))
+    if not clips and place.is_dir():
+        videos = [file for file in sorted(place.rglob("*")) if file.suffix.lower() in VIDEO_SUFFIXES and is_file(file)]
+        stems = Counter(file.stem for file in videos)
+        for file in videos:
+            name = file.relative_to(place).as_posix() if stems[file.stem] > 1 else file.stem
+            clips.append(_unlabelled_video(file, name, dataset))
     if not clips:
         kinds = ", ".join(suffix[1:] for suffix in VIDEO_SUFFIXES)
         raise MissingDataError("There are no pictures to predict", value=f"{place} holds no 0.png, 1.png or 0.jpg, …",
                                remedy=f"Give their folder, or a video ({kinds}): --dataset VIDEO.mp4")  # fmt: skip
     return clips
+
+
+def _unlabelled_video(path: Path, name: str, dataset: TrackNetDatasetSettings) -> Clip:
+    return _unlabelled(np.arange(len(VideoPictures(path))), name, VideoPictures(path), dataset)
 
 
 def _unlabelled(

@@ -5,7 +5,7 @@ Shapes: H, W height and width of a picture.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -150,12 +150,14 @@ class VideoFile:
     def __exit__(self, *error: Any) -> None:
         if self._container is None:
             return
-        with self._writing():
-            try:
-                if error[0] is None:
-                    self._mux(None)
-            finally:
+        if error[0] is not None:
+            # On a full disk the end cannot be written either: the first error counts.
+            with suppress(self._av.error.FFmpegError):
                 self._container.close()
+            return
+        with self._writing():
+            self._mux(None)
+            self._container.close()
 
     def size(self, clip: Clip) -> tuple[int, int]:
         """Returns the size of the video."""

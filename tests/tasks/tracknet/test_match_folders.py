@@ -213,3 +213,12 @@ def test_a_video_without_labels_is_one_clip(tmp_path: Path) -> None:
     path = write_video(tmp_path / "rally.mp4", pictures(6), codec="mpeg4")
     (clip,) = unlabelled_clips(TrackNetDatasetSettings(path=str(path)))
     assert (clip.name, clip.numbers.tolist(), clip.size) == ("rally", [0, 1, 2, 3, 4, 5], SIZE)
+
+
+def test_videos_below_a_folder_without_pictures_are_a_clip_each(tmp_path: Path) -> None:
+    for name in ("a/1.mkv", "a/2.mkv", "b/1.mkv"):
+        write_video(tmp_path / name, pictures(4))
+    clips = unlabelled_clips(TrackNetDatasetSettings(path=str(tmp_path)))
+    assert [(clip.name, len(clip)) for clip in clips] == [("a/1.mkv", 4), ("2", 4), ("b/1.mkv", 4)]
+    write_frames(tmp_path / "c" / "0", pictures(2))
+    assert [clip.name for clip in unlabelled_clips(TrackNetDatasetSettings(path=str(tmp_path)))] == ["0"]

@@ -2,10 +2,12 @@
 
 import csv
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import pytest
 from PIL import Image
 
 from can_train.cli.main import main
+from can_train.errors import StateError
+from can_train.training.prediction_files import open_preview
 from can_train_tasks.tracknet.clips import Clip, FilePictures, Labels, Picture
 from can_train_tasks.tracknet.preview import BallPreview, Place, marked, open_sheet
 
@@ -249,6 +253,35 @@ def test_a_picture_that_cannot_be_read_leaves_no_preview(run: Path, tmp_path: Pa
         predict(run, "--dataset", tmp_path / "rally", "--out", tmp_path / "out.csv", "--preview", tmp_path / place,
                 "--batch-size", "2", code=2)  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["rally"]
+
+
+@pytest.mark.parametrize("pictures", [2, 300])
+def test_a_video_that_finds_no_room_is_told_and_leaves_nothing(tmp_path: Path, pictures: int, no_room: None) -> None:
+    clip, place, noise = clip_of(tmp_path, range(1)), tmp_path / "seen.mp4", np.random.default_rng(0)
+
+    @contextmanager
+    def opens(path: Path) -> Iterator[Callable[..., object]]:
+        with open_sheet(path, is_one_clip=True) as sheet:
+            yield lambda *_: sheet.write(noise.integers(0, 256, (54, 96, 3), np.uint8), clip, 0)
+
+    def previewed() -> None:
+        with open_preview(str(place), opens) as draw:
+            for _ in range(pictures):
+                draw([], [])
+
+    # Two pictures are encoded at the end, and 300 on the way.
+    with pytest.raises(StateError, match=r"(?s)The preview cannot be written.*seen\.mp4.*--preview"):
+        previewed()
+    assert [path.name for path in tmp_path.iterdir()] == ["rally"]
+
+
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    """No file gets larger than 4 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 STOPS = """
