@@ -174,3 +174,14 @@ def test_a_full_disk_is_said_in_words_with_exit_code_2(tmp_path: Path) -> None:
         "error: A file cannot be written for lack of space: No space left on device.",
     )
     assert len(done.stderr.splitlines()) == 2
+
+
+def test_a_command_whose_reader_has_gone_ends_as_by_the_signal_and_silently(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-P", "-m", "can_train", "runs", "--runs-dir", str(tmp_path), "--state-dir", str(tmp_path)]
+    # Unbuffered, so that the first line that is printed fails, rather than the flush at the end.
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    ended = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, env=unbuffered, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + 13, b"")

@@ -166,6 +166,9 @@ def _run_command(arguments: Sequence[str]) -> int:
     try:
         _parser(name, words)(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
     except SystemExit as stop:
+        # Click ends a command with 1 where the reader of its output has gone.
+        if isinstance(stop.__context__, BrokenPipeError):
+            raise stop.__context__ from None
         if isinstance(stop, Stopped) and not stop.is_told:
             print_aside(_STOPPED)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

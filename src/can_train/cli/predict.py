@@ -146,9 +146,9 @@ def _check_preview(place: str, dataset: str | None) -> None:
 def _no_preview(preview: str) -> ConfigError:
     from can_train.training.predict import tasks_with_preview
 
-    remedy = "Leave --preview out; a task of your own has a preview if it has Task.preview: see docs/predict.md"
-    return ConfigError(f"The task of this run has no preview; tasks that have one: {', '.join(tasks_with_preview())}",
-                       value=f"--preview {preview}", remedy=remedy)  # fmt: skip
+    remedy = (f"Leave --preview out; tasks with a preview: {', '.join(tasks_with_preview())}, and a task of your own "
+              "that has Task.preview: see docs/predict.md")  # fmt: skip
+    return ConfigError("The task of this run has no preview", value=f"--preview {preview}", remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

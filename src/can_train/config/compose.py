@@ -898,7 +898,7 @@ def _dataset(task: TaskSettings, text: str | None, folders: Sequence[Path]) -> t
         stem = path.resolve().name if path.is_dir() else path.resolve().name.split(".")[0]
         slug = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"
         return "", {"dataset.path": str(path), "dataset.name": slug}
-    raise unknown_name("data set", text, named, more="; or give the path of a log or a folder of logs")
+    raise unknown_name("data set", text, named, more="; or give the path of a file or a folder that exists")
 
 
 def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:

@@ -194,7 +194,11 @@ def _lines(path: Path) -> Sequence[str]:
         # Not splitlines(), which also splits at characters that may be symbols, such as U+0085.
         return re.split(r"\r?\n", path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        data = path.read_bytes()
+        line = data[: error.start].count(b"\n") + 1
+        if b"\0" in data:
+            raise DataError("Tables are text", value=f"{path} is a binary file", remedy="Name a table of tab-separated "
+                            "values") from error  # fmt: skip
         raise DataError("Tables are text in UTF-8", value=f"{path}:{line}: {error.reason}",
                         remedy=f"Convert it: iconv -f LATIN1 -t UTF-8 {path.name}") from error  # fmt: skip
     except OSError as error:
