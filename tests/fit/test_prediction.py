@@ -217,6 +217,73 @@ def test_an_optimizer_that_cannot_be_measured_is_told(optimizer: Any) -> None:
 DATA = torch.zeros(64, 64)
 
 
+def rmsprop(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, momentum=0.9)
+
+
+class NeedsRate(torch.optim.SGD):
+    """An optimizer without a default learning rate, as many packages have them."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ("adamw", torch.optim.AdamW),
+        ("torch.optim.Adam", torch.optim.Adam),
+        ("NAdam", torch.optim.NAdam),
+        ("sgd", lambda p: torch.optim.SGD(p, momentum=0.9)),
+        ("torch.optim.adagrad.Adagrad", torch.optim.Adagrad),
+        ("lion.py:Lion", torch.optim.RMSprop),
+        ("folder/lion.py:make", rmsprop),
+        (NeedsRate, lambda p: torch.optim.SGD(p, momentum=0.9)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_an_optimizer_is_given_by_its_name_its_class_or_a_function(
+    given: Any, same: Any, target: str | None, dispatched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for file in (tmp_path / "lion.py", tmp_path / "folder" / "lion.py"):
+        file.write_text(
+            "import torch\nclass Lion(torch.optim.RMSprop): ...\n"
+            "def make(parameters): return torch.optim.RMSprop(parameters, momentum=0.9)\n"
+        )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    model = nn.Linear(64, 64)
+    named, expected = (of_target(model, 4, optimizer=optimizer, target=target) for optimizer in (given, same))
+    assert named.peak_bytes == expected.peak_bytes
+    assert not named.notices
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("adamv", r"value of optimizer: 'adamv'\.\nNearest of 12: .*adamw"),
+        ("lbfgs", r"optimizer cannot be lbfgs: .*\.\nTry optimizer='adamw'\.$"),
+        ("no_such_package.Lion", "optimizer needs a package that is not installed: no_such_package"),
+        ("no_such_file.py:Lion", r"(?s)no such file: .*optimizer='my_file.py:MyOptimizer'"),
+        ("torch.nn.Linear", "torch.nn.Linear does not derive from torch.optim.Optimizer"),
+        (3, "a name, a class, or a function that makes one from parameters: 3"),
+        (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), r"a function .*: SGD \("),
+    ],
+    ids=str,
+)
+def test_what_is_no_optimizer_is_refused_with_what_to_give(optimizer: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message) as caught:
+        of_target(nn.Linear(64, 64), 4, optimizer=optimizer)
+    assert "--optimizer" not in str(caught.value)
+
+
+def test_the_optimizer_of_a_task_is_one_of_its_settings() -> None:
+    with pytest.raises(ArgumentError, match=r"training=TrainingSettings\(optimizer="):
+        predict_peak(LineTask(), 4, optimizer="sgd")
+
+
 def of_target(model: nn.Module, size: int, **others: Any) -> TargetPrediction:
     return predict_peak(model, size, loss_of=lambda rows: model(DATA[rows % 64]).square().sum(), **others)
 

@@ -6,13 +6,15 @@ Shapes: R samples, F features.
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Final, overload
+from typing import Any, Final, cast, overload
 
 import numpy as np
 import torch
@@ -22,7 +24,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from can_train.config.settings import TrainingSettings
+from can_train.config.settings import TrainingSettings, is_code
+from can_train.config.task_settings import import_from, load_optimizer, locate_optimizer
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.compiled import SAVED_SHARE
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, SearchResult
@@ -76,6 +79,7 @@ _MATRIX_DIMS: Final = 2
 _IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _UNLIMITED: Final = 2**50
+_ANY_LR: Final = 1e-3  # a learning rate decides no memory
 # Upper ends of the workspaces, as multiples of the assumed ones: cuBLASLt may keep as much again and twice of it; the
 # workspaces of cuDNN differ most between networks, and this multiple leaves 1 of 100 published peaks of generated CNNs
 # above.
@@ -134,6 +138,10 @@ LossOf = Callable[[NDArray[np.int64]], Tensor]
 """Computes the loss of the samples at some positions."""
 
 
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
+"""Makes an optimizer of some parameters: a class, or a function."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerm:
     """A part of a training's memory on a GPU, with the interval that it is expected in; in bytes."""
@@ -188,7 +196,7 @@ def predict_peak(
     batch: BatchCounts,
     *,
     loss_of: LossOf | None = None,
-    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
+    optimizer: str | MakeOptimizer | None = None,
     training: TrainingSettings | None = None,
     precision: str = ...,
     memory_format: torch.memory_format = ...,
@@ -200,7 +208,7 @@ def predict_peak(
     batch: BatchCounts,
     *,
     loss_of: LossOf | None = None,
-    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
+    optimizer: str | MakeOptimizer | None = None,
     training: TrainingSettings | None = None,
     precision: str = ...,
     memory_format: torch.memory_format = ...,
@@ -211,7 +219,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
     batch: BatchCounts,
     *,
     loss_of: LossOf | None = None,
-    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
+    optimizer: str | MakeOptimizer | None = None,
     training: TrainingSettings | None = None,
     precision: str = "fp32",
     memory_format: torch.memory_format = torch.preserve_format,
@@ -233,8 +241,9 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
             (nodes and edges, tokens); or such counts [R] by feature, where samples are padded: `{Feature("tokens",
             padding=1): lengths}`. For a task: number of samples, the costliest ones being taken; or [R] rows.
         loss_of: For a model: computes the loss of the samples at some positions of `batch`.
-        optimizer: For a model: makes its optimizer; None: AdamW. It is measured as it runs on a GPU, where most
-            optimizers update many parameters at once (`foreach`).
+        optimizer: For a model: a name as on the command line (`"adamw"`, `"torch.optim.NAdam"`, `"package.Lion"`), a
+            class, or a function that makes it; None: AdamW. It is measured as it runs on a GPU, where most optimizers
+            update many parameters at once (`foreach`). `"sgd"` has a momentum of 0.9, as on the command line.
         training: For a task: precision, optimizer, format of images and `compile`; None: the defaults.
         precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`.
         memory_format: For a model: format of the images that it is called with, `torch.channels_last`.
@@ -252,6 +261,9 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         DoesNotFitError: Not even the probes fit on this machine.
     """
     if not isinstance(task_or_model, nn.Module):
+        if optimizer is not None:
+            raise ArgumentError("A task's optimizer is a setting of its training", value=repr(optimizer),
+                                remedy='Give training=TrainingSettings(optimizer="sgd")')  # fmt: skip
         chosen = training or TrainingSettings()
         of_task = _TaskStep(task=task_or_model, batch=batch, training=chosen)
         found = of_task.on_cpu() if target is None else _of_target(of_task, _card(target))
@@ -264,7 +276,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
                             remedy=f"Valid: {', '.join(_PRECISIONS)}")  # fmt: skip
     step = _Step(
         model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
-        make=optimizer or torch.optim.AdamW, memory_format=memory_format,
+        make=_maker(optimizer), memory_format=memory_format,
     )  # fmt: skip
     is_compiled = any(_is_compiled(module) for module in task_or_model.modules())
     # PyTorch would never compile again a module that was called in a dispatch mode.
@@ -302,7 +314,7 @@ class _Step:
     batch: _Batch
     loss_of: LossOf
     precision: Precision
-    make: Callable[[Sequence[nn.Parameter]], Optimizer]
+    make: MakeOptimizer
     memory_format: torch.memory_format
 
     @property
@@ -634,7 +646,45 @@ def _of_model(of: _Step) -> PeakPrediction:
     )  # fmt: skip
 
 
-def _as_on_a_gpu(make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> Callable[[Sequence[nn.Parameter]], Optimizer]:
+def _maker(optimizer: str | MakeOptimizer | None) -> MakeOptimizer:
+    """Returns the function that makes an optimizer from its name, its class or a function.
+
+    Raises:
+        ArgumentError: It is none of these, or cannot train here.
+    """
+    if isinstance(optimizer, str):
+        return _named_maker(optimizer)
+    make: Any = torch.optim.AdamW if optimizer is None else optimizer
+    if isinstance(make, Optimizer) or not callable(make):
+        raise ArgumentError(
+            "An optimizer is a name, a class, or a function that makes one from parameters", value=f"{make!r:.80}",
+            remedy="Give optimizer='adamw', optimizer=torch.optim.AdamW or optimizer=lambda parameters: ...",
+        )  # fmt: skip
+    if isinstance(make, type):
+        lr = inspect.signature(make).parameters.get("lr")
+        if lr is not None and lr.default is inspect.Parameter.empty:
+            make = partial(make, lr=_ANY_LR)
+    return cast("MakeOptimizer", make)
+
+
+def _named_maker(name: str) -> MakeOptimizer:
+    try:
+        name, folder = locate_optimizer(name, "", "")
+        import_from(folder)
+        # PyTorch's own default for most optimizers is no decay, which takes less of some.
+        training = TrainingSettings(optimizer=name, weight_decay=0.0)
+        if is_code(training.optimizer) and not isinstance(make := load_optimizer(training.optimizer), type):
+            return _maker(make)
+        named = partial(make_optimizer, training=training, lr=_ANY_LR, device=torch.device("cpu"))
+        named([nn.Parameter(torch.zeros(1))])
+    except ConfigError as error:
+        rule, remedy = error.rule.replace("training.optimizer", "optimizer"), error.remedy
+        remedy = re.sub(r"--optimizer (\S+)", r"optimizer='\1'", remedy)
+        raise ArgumentError(rule, value=error.value, remedy=remedy) from error
+    return named
+
+
+def _as_on_a_gpu(make: MakeOptimizer) -> MakeOptimizer:
     def made(parameters: Sequence[nn.Parameter]) -> Optimizer:
         optimizer = make(parameters)
         for group in optimizer.param_groups:
