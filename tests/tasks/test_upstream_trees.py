@@ -15,6 +15,7 @@ from PIL import Image
 
 from can_train.cli.main import main
 from can_train_tasks.can.data.graphs import Frames
+from fakes.published_eeg import bci_iv_2a, ern, erpbci, mmidb, sleep_edf
 from fakes.random_bus import INJECTED, injected_frames, write_log
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "datasets.md"
@@ -25,6 +26,8 @@ SMALL: Final = {
     "tracknet": ["--precision", "fp32", "--batch-size", "4", "--set", "dataset.width=32", "--set", "dataset.height=18",
                  "--set", "model.width=4", "--set", "model.levels=2", "--set", "model.groups=2"],
     "muon": ["--batch-size", "8", "--set", "model.hidden=8"],
+    "bendr": ["--set", "model.hidden=8", "--set", "model.layers=1", "--set", "model.heads=2", "--set",
+              "model.feedforward=8", "--set", "model.groups=2", "--set", "model.position_kernel=5"],
 }  # fmt: skip
 """Flags by which a training of a task takes seconds."""
 FRAMES: Final = 4_000
@@ -218,6 +221,14 @@ def events(count: int, seed: int) -> tuple[list[list[float]], list[list[list[flo
     return primaries, muons
 
 
+# bendr
+
+
+def eeg(folder: Path) -> None:
+    for write_tree in (mmidb, bci_iv_2a, ern, sleep_edf, erpbci):
+        write_tree(folder)
+
+
 TREES: Final[dict[str, Callable[[Path], None]]] = {
     "car_hacking": car_hacking,
     "road": road,
@@ -231,6 +242,7 @@ TREES: Final[dict[str, Callable[[Path], None]]] = {
     "TrackNetV3/data": tracknet_v3,
     "TrackNet/Dataset": tracknet,
     "cr_muons": cr_muons,
+    "eeg": eeg,
 }
 """Writers of the trees, by their place below `path/to`."""
 
