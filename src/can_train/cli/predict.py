@@ -110,7 +110,8 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
     if verbosity != Verbosity.QUIET:
         shown = "" if out == _STANDARD else f"; predictions: {out}"
         shown += f"; preview: {preview}" if preview else ""
-        told = (f"Run {model.run_id} on {dataset or 'its own test part'}: {done:,} {model.counted}; reading took "
+        data = "standard input" if dataset == _STANDARD else dataset or "its own test part"
+        told = (f"Run {model.run_id} on {data}: {done:,} {model.counted}; reading took "
                 f"{reading_s:.1f} s{shown}")  # fmt: skip
         output.print_aside(wrapped(told, COLUMNS, hang="  "))
 

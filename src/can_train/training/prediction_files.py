@@ -349,7 +349,7 @@ def open_predictions(
                 yield write
     except OSError as error:
         raise StateError("The predictions cannot be written", value=f"{path}: {error.strerror or error}",
-                         remedy="Make room there, or name another file with --out") from error  # fmt: skip
+                         remedy=f"{_first_aid(error)}, or name another file with --out") from error  # fmt: skip
 
 
 @contextmanager
@@ -385,7 +385,11 @@ def _writing_preview(place: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StateError("The preview cannot be written", value=f"{place}: {error.strerror or error}",
-                         remedy="Make room there, or name another place with --preview") from error  # fmt: skip
+                         remedy=f"{_first_aid(error)}, or name another place with --preview") from error  # fmt: skip
+
+
+def _first_aid(error: OSError) -> str:
+    return "Make its folder" if isinstance(error, FileNotFoundError) else "Make room there"
 
 
 def is_preview_folder(place: str) -> bool:

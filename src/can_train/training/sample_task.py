@@ -170,9 +170,9 @@ class Task(BatchTask):
     # Methods that a person writes
 
     def datasets(self) -> Mapping[str, Sequence[Any] | Iterable[Any]]:
-        """Returns the samples, by set: `train`, and where there are any `validation` and `test` (or several sets with
-        names of their own, which are tested one by one). Global random generators are seeded meanwhile, alike in all
-        runs.
+        """Returns the samples, by set: `train`, and where there are any `validation` and `test`. Several test sets are
+        a dict by name under `test`, or have names of their own; each is tested by itself. Global random generators are
+        seeded meanwhile, alike in all runs.
 
         A sample is a tensor, a number or text, or a tuple, list, dict or dataclass of them. Without a validation set a
         tenth of the training samples is kept for it. Several validation sets are a dict by name under `validation`: the

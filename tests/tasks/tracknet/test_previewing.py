@@ -230,8 +230,8 @@ def test_the_own_test_pictures_of_a_run_are_previewed(run: Path, tmp_path: Path)
         ("full/", "The folder of the preview has files, which are not replaced"),
         ("full/0.png/", "The place of the preview is a file"),
         ("rally/seen", "The preview would lie in the data"),
-        ("nowhere/seen", "The preview cannot be written"),
-        ("nowhere/seen.mp4", "The preview cannot be written"),
+        ("nowhere/seen", "Make its folder, or name another place with --preview"),
+        ("nowhere/seen.mp4", "Make its folder, or name another place with --preview"),
     ],
 )
 def test_a_place_that_will_not_do_is_refused_and_nothing_is_written(
