@@ -1,13 +1,15 @@
 """The two models, an attentive LSTM and a transformer, and the beam search that writes targets with them.
 
-A model reads a source. For each position of the target it computes the logits of the next symbol from the symbols
-before that position.
+A model reads a source, and features where an encoder of their own reads them. For each position of the target it
+computes the logits of the next symbol from the symbols before that position.
 
-Shapes: N pairs, S symbols of the longest source, T symbols of the longest target; B hypotheses for each target,
-L symbols written so far; V symbols of the vocabulary; E width of the embeddings, H hidden units.
+Shapes: N pairs, S symbols of the longest source, F features of the pair that has most, T symbols of the longest
+target; B hypotheses for each target, L symbols written so far; V symbols of the vocabulary; E width of the embeddings,
+H hidden units. M positions that the decoder attends to: S + F where features have an encoder of their own, else S.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,39 +22,52 @@ _LONGEST_WAVE: Final = 10_000.0  # wavelength of the slowest position sine, in u
 
 
 class Encoded(NamedTuple):
-    """The encoder's output for a batch of sources."""
+    """The encoders' output for a batch of sources and features."""
 
-    memory: Tensor  # [N, S, …] encoded symbols, which the decoder attends to
-    mean: Tensor  # [N, …] mean of the encoder's output over a source
-    padded: Tensor  # [N, S] whether the position is padding after the source's end
+    memory: Tensor  # [N, M, …] encoded symbols and features, which the decoder attends to
+    mean: Tensor  # [N, …] mean of the encoder's output; means of two encoders are added
+    padded: Tensor  # [N, M] whether the position is padding behind the end of a source or of features
 
 
 class Seq2seqModel(nn.Module, ABC):
-    """Reads sources and writes targets."""
+    """Reads sources and writes targets. A subclass has at least `encode` and `decode`."""
 
     @abstractmethod
     def encode(self, source: Tensor) -> Encoded:
-        """Reads sources [N, S], padded with `PAD`."""
+        """Reads sources [N, S], padded with `PAD`. A model with an encoder of features takes features [N, F], too."""
 
     @abstractmethod
     def decode(self, encoded: Encoded, target: Tensor) -> Tensor:
         """Returns [N, T, V]: after each symbol of targets [N, T], the logits of the next one."""
 
-    @abstractmethod
     def begin(self, encoded: Encoded, width: int) -> Any:
-        """Returns the decoder's state before the first symbol, with `width` hypotheses for each source."""
+        """Returns the decoder's state before the first symbol, with `width` hypotheses for each source.
 
-    @abstractmethod
+        By default the state is the written symbols [N, B, 0], and `step` decodes them anew. A decoder that remembers
+        more writes its own `begin`, `step` and `chosen`.
+        """
+        return encoded.padded.new_zeros((len(encoded.memory), width, 0), dtype=torch.int64)
+
     def step(self, encoded: Encoded, state: Any, last: Tensor) -> tuple[Tensor, Any]:
         """Returns the logits [N, B, V] of the symbols that follow `last` [N, B], and the next state."""
+        written = torch.cat([state, last[..., None]], dim=-1)
+        width = written.shape[1]
+        copies = Encoded(*(part.repeat_interleave(width, dim=0) for part in encoded)) if width > 1 else encoded
+        logits = self.decode(copies, written.flatten(0, 1))[:, -1]
+        return logits.unflatten(0, written.shape[:2]), written
 
-    @abstractmethod
     def chosen(self, state: Any, beams: Tensor) -> Any:
         """Reorders hypotheses: hypothesis b of source n gets the state of hypothesis `beams`[n, b], for [N, B]."""
+        return state.gather(1, beams[..., None].expand_as(state))
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor, features: Tensor | None = None) -> Tensor:
         """Returns [N, T, V]: after each symbol of targets [N, T], the logits of the next one."""
-        return self.decode(self.encode(source), target)
+        return self.decode(self.read(source, features), target)
+
+    def read(self, source: Tensor, features: Tensor | None) -> Encoded:
+        """Reads sources [N, S], and features [N, F] where the model has an encoder for them."""
+        # A model without such an encoder need not know of features.
+        return self.encode(source) if features is None else self.encode(source, features)  # type: ignore[call-arg]
 
 
 def reversed_sources(values: Tensor, lengths: Tensor) -> Tensor:
@@ -101,6 +116,7 @@ class AttentiveLstm(Seq2seqModel):
         super().__init__()
         hidden, memory = settings.hidden, 2 * settings.hidden
         self.embedding = nn.Embedding(symbols, settings.embedding, padding_idx=PAD)
+        self.of_targets = None if settings.share_embeddings else _like(self.embedding)
         self.dropout = nn.Dropout(settings.dropout)
         widths = [settings.embedding, *[memory] * (settings.layers - 1)]
         self.encoder = nn.ModuleList(BidirectionalLstm(width, hidden) for width in widths)
@@ -109,20 +125,31 @@ class AttentiveLstm(Seq2seqModel):
         self.cell = nn.LSTMCell(settings.embedding + hidden, hidden)
         self.join = nn.Linear(2 * hidden, hidden)
         self.output = nn.Linear(hidden, symbols)
+        self.of_features = BidirectionalLstm(settings.embedding, hidden) if settings.features_encoder else None
 
-    def encode(self, source: Tensor) -> Encoded:
-        """Reads sources [N, S]."""
-        padded = source == PAD
+    def encode(self, source: Tensor, features: Tensor | None = None) -> Encoded:
+        """Reads sources [N, S], and features [N, F]."""
+        memory, padded = self._read(self.encoder, source)
+        mean, memory = mean_of(memory, padded), self.narrow(memory)
+        if features is not None and self.of_features is not None:
+            read, absent = self._read([self.of_features], features)
+            mean = mean + mean_of(read, absent)
+            memory, padded = _joined((memory, padded), (self.narrow(read), absent))
+        return Encoded(memory, mean, padded)
+
+    def _read(self, layers: Iterable[nn.Module], symbols: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the encoded symbols [N, S, 2H], and where they are padding."""
+        padded = symbols == PAD
         lengths = (~padded).sum(dim=1)
-        memory = self.dropout(self.embedding(source))
-        for layer in self.encoder:
+        memory = self.dropout(self.embedding(symbols))
+        for layer in layers:
             memory = self.dropout(layer(memory, lengths))
-        return Encoded(self.narrow(memory), mean_of(memory, padded), padded)
+        return memory, padded
 
     def decode(self, encoded: Encoded, target: Tensor) -> Tensor:
         """Returns [N, T, V] logits."""
         state, found = self.begin(encoded, 1), []
-        embedded = self.dropout(self.embedding(target))
+        embedded = self.dropout(self._of_targets(target))
         for position in range(target.shape[1]):
             joined, state = self._advance(encoded, state, embedded[:, position : position + 1])
             found.append(joined)
@@ -135,13 +162,17 @@ class AttentiveLstm(Seq2seqModel):
 
     def step(self, encoded: Encoded, state: Any, last: Tensor) -> tuple[Tensor, Any]:
         """Returns [N, B, V] logits, and the next state."""
-        joined, state = self._advance(encoded, state, self.dropout(self.embedding(last)))
+        joined, state = self._advance(encoded, state, self.dropout(self._of_targets(last)))
         return self._logits(joined), state
 
     def chosen(self, state: Any, beams: Tensor) -> Any:
         """Reorders the hypotheses of the hidden state and the cell state, [N, B, H] each."""
         hidden, cell = (part.gather(1, beams[..., None].expand(-1, -1, part.shape[-1])) for part in state)
         return hidden, cell
+
+    @property
+    def _of_targets(self) -> nn.Embedding:
+        return self.embedding if self.of_targets is None else self.of_targets
 
     def _advance(
         self, encoded: Encoded, state: tuple[Tensor, Tensor], embedded: Tensor
@@ -174,59 +205,73 @@ class Transformer(Seq2seqModel):
         super().__init__()
         width = settings.embedding
         self.embedding = nn.Embedding(symbols, width, padding_idx=PAD)
+        self.of_targets = None if settings.share_embeddings else _like(self.embedding)
         self.dropout = nn.Dropout(settings.dropout)
         common: dict[str, Any] = {"dim_feedforward": settings.hidden, "dropout": settings.dropout, "batch_first": True,
                   "norm_first": True}  # fmt: skip
-        # Nested tensors save no memory that grows with the batch, and the memory model cannot count their memory.
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(width, settings.heads, **common), settings.layers, nn.LayerNorm(width),
-            enable_nested_tensor=False,
-        )  # fmt: skip
+
+        def encoder() -> nn.TransformerEncoder:
+            layer = nn.TransformerEncoderLayer(width, settings.heads, **common)
+            # Nested tensors save no memory that grows with the batch, and the memory model cannot count their memory.
+            return nn.TransformerEncoder(layer, settings.layers, nn.LayerNorm(width), enable_nested_tensor=False)
+
+        self.encoder = encoder()
         self.decoder = nn.TransformerDecoder(
             nn.TransformerDecoderLayer(width, settings.heads, **common), settings.layers, nn.LayerNorm(width)
         )
         self.output = nn.Linear(width, symbols)
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)
-        for weight in [*self.encoder.parameters(), *self.decoder.parameters()]:
-            if weight.ndim > 1:
+        self.of_features = encoder() if settings.features_encoder else None
+        for table in (self.embedding, self.of_targets):
+            if table is not None:
+                nn.init.normal_(table.weight, std=width**-0.5)
+        for name, weight in self.named_parameters():
+            if weight.ndim > 1 and name.startswith(("encoder.", "decoder.", "of_features.")):
                 nn.init.xavier_uniform_(weight)
 
-    def encode(self, source: Tensor) -> Encoded:
-        """Reads sources [N, S]."""
+    def encode(self, source: Tensor, features: Tensor | None = None) -> Encoded:
+        """Reads sources [N, S], and features [N, F], whose order has no meaning."""
         padded = source == PAD
-        memory = self.encoder(self._embedded(source), src_key_padding_mask=padded)
-        return Encoded(memory, mean_of(memory, padded), padded)
+        memory = self.encoder(self._embedded(self.embedding, source), src_key_padding_mask=padded)
+        mean = mean_of(memory, padded)
+        if features is not None and self.of_features is not None:
+            absent = features == PAD
+            read = self.of_features(self._scaled(self.embedding, features), src_key_padding_mask=absent)
+            mean = mean + mean_of(read, absent)
+            memory, padded = _joined((memory, padded), (read, absent))
+        return Encoded(memory, mean, padded)
 
     def decode(self, encoded: Encoded, target: Tensor) -> Tensor:
         """Returns [N, T, V] logits."""
         length = target.shape[1]
         # Padding follows all symbols of a target, so the mask for later symbols hides padding too.
         later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
-        found = self.decoder(self._embedded(target), encoded.memory, tgt_mask=later, tgt_is_causal=True,
+        embedded = self._embedded(self._of_targets, target)
+        found = self.decoder(embedded, encoded.memory, tgt_mask=later, tgt_is_causal=True,
                              memory_key_padding_mask=encoded.padded)  # fmt: skip
         logits: Tensor = self.output(found)
         return logits
 
-    def begin(self, encoded: Encoded, width: int) -> Tensor:
-        """Returns [N, B, 0]: the state is the written symbols, and nothing has been written yet."""
-        return encoded.padded.new_zeros((len(encoded.memory), width, 0), dtype=torch.int64)
+    @property
+    def _of_targets(self) -> nn.Embedding:
+        return self.embedding if self.of_targets is None else self.of_targets
 
-    def step(self, encoded: Encoded, state: Any, last: Tensor) -> tuple[Tensor, Any]:
-        """Returns [N, B, V] logits, and the next state."""
-        written = torch.cat([state, last[..., None]], dim=-1)
-        width = written.shape[1]
-        copies = Encoded(*(part.repeat_interleave(width, dim=0) for part in encoded)) if width > 1 else encoded
-        logits = self.decode(copies, written.flatten(0, 1))[:, -1]
-        return logits.unflatten(0, written.shape[:2]), written
+    def _embedded(self, table: nn.Embedding, symbols: Tensor) -> Tensor:
+        return self._scaled(table, symbols, positions(symbols.shape[1], table.embedding_dim, self))
 
-    def chosen(self, state: Any, beams: Tensor) -> Any:
-        """Reorders the hypotheses of the written symbols [N, B, L]."""
-        return state.gather(1, beams[..., None].expand_as(state))
+    def _scaled(self, table: nn.Embedding, symbols: Tensor, added: Tensor | float = 0.0) -> Tensor:
+        embedded: Tensor = self.dropout(table(symbols) * table.embedding_dim**0.5 + added)
+        return embedded
 
-    def _embedded(self, symbols: Tensor) -> Tensor:
-        width = self.embedding.embedding_dim
-        found: Tensor = self.dropout(self.embedding(symbols) * width**0.5 + positions(symbols.shape[1], width, self))
-        return found
+
+def _like(table: nn.Embedding) -> nn.Embedding:
+    """Makes a second table of embeddings of the same size."""
+    return nn.Embedding(table.num_embeddings, table.embedding_dim, padding_idx=table.padding_idx)
+
+
+def _joined(source: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Joins encoded sources [N, S, …] and features [N, F, …], each with its padding, to what a decoder attends to."""
+    memory, padded = (torch.cat(parts, dim=1) for parts in zip(source, features, strict=True))
+    return memory, padded
 
 
 def positions(length: int, width: int, like: nn.Module) -> Tensor:
@@ -244,7 +289,15 @@ class Written(NamedTuple):
     log_likelihood: Tensor  # [N, B] natural logarithm of the probability of a target and its end
 
 
-def write(model: Seq2seqModel, source: Tensor, *, width: int, longest: int, symbols: int | None = None) -> Written:
+def write(  # noqa: PLR0913 - a sentence's inputs, and the limits of the search
+    model: Seq2seqModel,
+    source: Tensor,
+    features: Tensor | None = None,
+    *,
+    width: int,
+    longest: int,
+    symbols: int | None = None,
+) -> Written:
     """Writes targets for each source by beam search.
 
     Hypotheses are compared by the logarithm of their probability. At the end it is divided by their length: otherwise
@@ -253,11 +306,12 @@ def write(model: Seq2seqModel, source: Tensor, *, width: int, longest: int, symb
     Args:
         model: In evaluation mode.
         source: [N, S] padded sources.
+        features: [N, F] padded features, if an encoder of their own reads them.
         width: Hypotheses that are kept for each target.
         longest: Symbols after which a target ends at the latest.
         symbols: Symbols that can be written are below this number; None: all.
     """
-    encoded = model.encode(source)
+    encoded = model.read(source, features)
     count, device = len(source), source.device
     state = model.begin(encoded, width)
     written = torch.full((count, width, 1), START, device=device)

@@ -256,9 +256,12 @@ class Vocabulary:
         return bool(self._features)
 
     def source(self, pair: Pair) -> list[int]:
-        """Returns the numbers that a model reads: the features, the symbols of the source, and the end."""
-        features = [self._features.get(feature, UNKNOWN) for feature in pair.features]
-        return [*features, *self._numbered(pair.source), END]
+        """Returns the numbers of the source's symbols, and the end."""
+        return [*self._numbered(pair.source), END]
+
+    def features(self, pair: Pair) -> list[int]:
+        """Returns the numbers of the features."""
+        return [self._features.get(feature, UNKNOWN) for feature in pair.features]
 
     def target(self, pair: Pair) -> list[int]:
         """Returns the numbers that a model should write: the symbols of the target, and the end."""

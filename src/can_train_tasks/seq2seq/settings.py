@@ -40,8 +40,8 @@ class Seq2seqDatasetSettings:
     target_col: int = 2
     """Column of the target."""
     features_col: int = -1
-    """Column of the features, which are read before the source; 0: there are none; -1: column 3, where the training
-    table has three columns."""
+    """Column of the features, which the model reads beside the source; 0: there are none; -1: column 3, where the
+    training table has three columns."""
     source_sep: str = ""
     """Separator between the symbols of a source: text, or the word space; empty: every character is a symbol."""
     target_sep: str = ""
@@ -98,6 +98,10 @@ class LstmSettings:
     """LSTM layers of the encoder; the decoder has one."""
     dropout: float = 0.2
     """Dropout of embeddings and outputs."""
+    features_encoder: bool = False
+    """Whether an LSTM of their own reads the features; else the source's LSTM reads them before the source."""
+    share_embeddings: bool = True
+    """Whether a symbol has one embedding in sources and targets; else a second table is for targets."""
 
     def __post_init__(self) -> None:
         for name in ("embedding", "hidden", "layers"):
@@ -119,6 +123,11 @@ class TransformerSettings:
     """Attention heads of each layer."""
     dropout: float = 0.2
     """Dropout of embeddings, attention and sublayers."""
+    features_encoder: bool = False
+    """Whether an encoder of their own reads the features, as a set; else the source's encoder reads them before the
+    source."""
+    share_embeddings: bool = True
+    """Whether a symbol has one embedding in sources and targets; else a second table is for targets."""
 
     def __post_init__(self) -> None:
         for name in ("embedding", "hidden", "layers", "heads"):

@@ -1,11 +1,11 @@
 """The seq2seq task: pairs of symbol sequences, padded anew for each micro-batch.
 
-Shapes: N pairs in a batch, S symbols of its longest source, T symbols of its longest target, V symbols of the
-vocabulary.
+Shapes: N pairs in a batch, S symbols of its longest source, F features of the pair that has most, T symbols of its
+longest target, V symbols of the vocabulary.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
+from can_train.errors import ConfigError
 from can_train.task import Feature
 from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task
 from can_train_tasks.seq2seq import pair_tables
 from can_train_tasks.seq2seq.encoder_decoders import AttentiveLstm, Seq2seqModel, Transformer, write
-from can_train_tasks.seq2seq.pair_tables import PAD, START, Pair, Symbols, Tables, Vocabulary
+from can_train_tasks.seq2seq.pair_tables import END, PAD, START, Pair, Symbols, Tables, Vocabulary
 from can_train_tasks.seq2seq.scoring import SuffixRules, score
 from can_train_tasks.seq2seq.settings import TASK
 from can_train_tasks.seq2seq.synthetic import synthetic_tables
@@ -34,6 +35,9 @@ _SPARE: Final = 5
 _SOURCE, _TARGET = Feature("source symbols", padding=1), Feature("target symbols", padding=1)
 _CROSS: Final = Feature("source × target", padding=1, factors=(_SOURCE.name, _TARGET.name))
 _SOURCE_SQUARED, _TARGET_SQUARED = Feature("source symbols", padding=2), Feature("target symbols", padding=2)
+# Features that an encoder of their own reads are padded by themselves, and the decoder attends to them, too.
+_FEATURES, _FEATURES_SQUARED = Feature("features", padding=1), Feature("features", padding=2)
+_FEATURES_CROSS: Final = Feature("features × target", padding=1, factors=(_FEATURES.name, _TARGET.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,9 @@ class Sample:
     """A pair and the numbers of its symbols."""
 
     pair: Pair
-    source: Tensor  # [S] features, symbols and end of the source
+    source: Tensor  # [S] symbols and end of the source; before them the features, where it is read with them
     target: Tensor | None  # [T] symbols and end of the target; None where it is to be predicted
+    features: Tensor | None = None  # [F] features and an end, where an encoder of their own reads them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,7 @@ class Batch:
     source: Tensor  # [N, S]
     before: Tensor  # [N, T] the start, then the symbols of the target: the decoder's input
     target: Tensor  # [N, T] the symbols of the target, then the end: the decoder's true output. T is 0 without targets
+    features: Tensor | None = None  # [N, F] features, where an encoder of their own reads them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +87,9 @@ class Seq2seq(Task):
 
     def datasets(self) -> Mapping[str, Sequence[Sample]]:
         """Reads the tables; the vocabulary holds the symbols of the training pairs only."""
-        numbers = self.vocabulary
         return {
             _SETS[name]: [
-                Sample(pair=pair, source=torch.tensor(numbers.source(pair)), target=torch.tensor(numbers.target(pair)))
-                for pair in pairs
+                replace(self._unlabelled(pair), target=torch.tensor(self.vocabulary.target(pair))) for pair in pairs
             ]
             for name, pairs in self._pairs.items()
         }
@@ -93,6 +97,11 @@ class Seq2seq(Task):
     def model(self) -> nn.Module:
         """Makes the network that `--model` names."""
         symbols = len(self.vocabulary)
+        if self._separates_features and not self.vocabulary.has_features:
+            raise ConfigError("model.features_encoder reads a column of features",
+                              value="the training table has none",
+                              remedy="Name it: --set dataset.features_col=3, or leave model.features_encoder away"
+                              )  # fmt: skip
         if self.context.model_name == "transformer":
             return Transformer(self.model_settings, symbols)
         return AttentiveLstm(self.model_settings, symbols)
@@ -101,9 +110,9 @@ class Seq2seq(Task):
         """Pads sources to the longest source, and targets to the longest target."""
         targets = [sample.source[:0] if sample.target is None else sample.target for sample in samples]
         before = [torch.cat([target.new_tensor([START])[: len(target)], target[:-1]]) for target in targets]
-        sequences = ([sample.source for sample in samples], before, targets)
-        source, shifted, target = (pad_sequence(one, batch_first=True, padding_value=PAD) for one in sequences)
-        return Batch(source=source, before=shifted, target=target)
+        features = [sample.features for sample in samples if sample.features is not None]
+        source, shifted, target = map(_padded, ([sample.source for sample in samples], before, targets))
+        return Batch(source=source, before=shifted, target=target, features=_padded(features) if features else None)
 
     def loss(self, model: nn.Module, batch: Batch) -> Losses:
         """Computes the cross-entropy of every symbol of the targets, their ends included."""
@@ -123,25 +132,31 @@ class Seq2seq(Task):
         counted: dict[str | Feature, float] = {_SOURCE: source, _TARGET: target, _CROSS: source * target}
         if self.context.model_name == "transformer":
             counted |= {_SOURCE_SQUARED: source, _TARGET_SQUARED: target}
+        if sample.features is not None:
+            features = float(len(sample.features))
+            counted |= {_FEATURES: features, _FEATURES_CROSS: features * target}
+            if self.context.model_name == "transformer":
+                counted |= {_FEATURES_SQUARED: features}
         return counted
 
     def call_model(self, model: nn.Module, batch: Batch) -> None:
         """Computes the logits of each next symbol. An exported LSTM has fixed lengths, since PyTorch unrolls its loop:
         the batch is padded to the longest source and the longest target of the data.
         """
-        source, before = batch.source, batch.before
+        inputs = [batch.source, batch.before, *([] if batch.features is None else [batch.features])]
         if isinstance(model, AttentiveLstm):
             samples = [sample for name in self.sets for sample in self.sets[name]]
-            longest = (max(len(each.source) for each in samples), max(map(_target_length, samples)))
-            source, before = (pad(each, (0, length - each.shape[1]), value=PAD)
-                              for each, length in zip((source, before), longest, strict=True))  # fmt: skip
-        model(source, before)
+            longest = (max(len(each.source) for each in samples), max(map(_target_length, samples)),
+                       max(map(_features_length, samples)))  # fmt: skip
+            inputs = [pad(each, (0, length - each.shape[1]), value=PAD)
+                      for each, length in zip(inputs, longest, strict=False)]  # fmt: skip
+        model(*inputs)
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Hypotheses]:
         """Writes the targets of a batch by beam search."""
         assert isinstance(model, Seq2seqModel)
-        written = write(model, batch.source, width=self.settings.beam_width, longest=self._longest + _SPARE,
-                        symbols=self.vocabulary.writable)  # fmt: skip
+        written = write(model, batch.source, batch.features, width=self.settings.beam_width,
+                        longest=self._longest + _SPARE, symbols=self.vocabulary.writable)  # fmt: skip
         symbols, likelihoods = (values[:, : self.settings.n_best].tolist() for values in written)
         return [Hypotheses(map(self._hypothesis, *of_source)) for of_source in zip(symbols, likelihoods, strict=True)]
 
@@ -173,8 +188,17 @@ class Seq2seq(Task):
         source, features = (value, "") if isinstance(value, str) else value
         return self._unlabelled(pair_tables.pair_of(source, features, self.dataset))
 
+    @property
+    def _separates_features(self) -> bool:
+        """Whether an encoder of their own reads the features. A model of a subclass need not have the setting."""
+        return bool(getattr(self.model_settings, "features_encoder", False))
+
     def _unlabelled(self, pair: Pair) -> Sample:
-        return Sample(pair=pair, source=torch.tensor(self.vocabulary.source(pair)), target=None)
+        source, features = self.vocabulary.source(pair), self.vocabulary.features(pair)
+        if not self._separates_features:
+            return Sample(pair=pair, source=torch.tensor([*features, *source]), target=None)
+        # With an end no pair is without features: an encoder that attends to nothing has no result.
+        return Sample(pair=pair, source=torch.tensor(source), target=None, features=torch.tensor([*features, END]))
 
     def columns(self, samples: Sequence[Sample], predictions: Sequence[Hypotheses]) -> Mapping[str, Sequence[Any]]:
         """Returns each source and its features, with the targets, their rank and their log-likelihood."""
@@ -255,7 +279,8 @@ class Seq2seq(Task):
         return {name: pair_tables.read_table(path, dataset) for name, path in tables.by_name.items()}
 
     def _cross_entropy(self, model: nn.Module, batch: Batch, *, smoothing: float) -> tuple[Tensor, Tensor]:
-        logits = model(batch.source, batch.before)
+        features = () if batch.features is None else (batch.features,)
+        logits = model(batch.source, batch.before, *features)
         total = cross_entropy(logits.flatten(0, 1), batch.target.flatten(), ignore_index=PAD, reduction="sum",
                               label_smoothing=smoothing)  # fmt: skip
         return total, (batch.target != PAD).sum()
@@ -263,6 +288,14 @@ class Seq2seq(Task):
 
 def _target_length(sample: Sample) -> int:
     return 0 if sample.target is None else len(sample.target)
+
+
+def _features_length(sample: Sample) -> int:
+    return 0 if sample.features is None else len(sample.features)
+
+
+def _padded(sequences: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(sequences), batch_first=True, padding_value=PAD)
 
 
 def _unknown_symbols(name: str, symbols: Collection[str]) -> str:

@@ -58,7 +58,7 @@ def test_a_step_tells_what_the_whole_target_tells(make_task: MakeTask, name: str
     model = task.build_model().double().eval()
     assert isinstance(model, Seq2seqModel)
     batch: Batch = task.collate([task.sample(int(row)) for row in task.train_rows[:5]])
-    encoded = model.encode(batch.source)
+    encoded = model.read(batch.source, batch.features)
     whole = model.decode(encoded, batch.before)
     state = model.begin(encoded, 3)
     for position in range(batch.before.shape[1]):
@@ -71,10 +71,10 @@ def test_the_greedy_search_takes_the_likeliest_symbol_at_every_step(make_task: M
     task = make_task(name)
     model = task.build_model().double().eval()
     assert isinstance(model, Seq2seqModel)
-    source = task.collate([task.sample(int(row)) for row in task.train_rows[:5]]).source
-    found = write(model, source, width=1, longest=LONGEST).symbols[:, 0]
+    batch = task.collate([task.sample(int(row)) for row in task.train_rows[:5]])
+    found = write(model, batch.source, batch.features, width=1, longest=LONGEST).symbols[:, 0]
     before = torch.cat([torch.full((5, 1), START), found[:, :-1]], dim=1)
-    logits = model(source, before)
+    logits = model(batch.source, before, batch.features)
     logits[..., [PAD, START]] = -torch.inf
     ended = (before == END).cumsum(dim=1) > 0
     assert torch.equal(found, logits.argmax(dim=-1).masked_fill(ended, PAD))

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from can_train.task import LogicalBatch
-from can_train_tasks.seq2seq.task import Batch, Seq2seq
+from can_train_tasks.seq2seq import encoder_decoders
+from can_train_tasks.seq2seq.pair_tables import END
+from can_train_tasks.seq2seq.task import Sample, Seq2seq
 from tasks.seq2seq.conftest import MODELS, MakeTask
 
 CPU, EXACT = torch.device("cpu"), 1e-12
 BATCH = 13
+WITH_FEATURES = tuple(name for name in MODELS if name.endswith("+"))
 CUTS = ((13,), (1,) * 13, (5, 1, 7), (12, 1))
 
 
@@ -64,12 +67,48 @@ def test_padding_changes_no_logit(make_task: MakeTask, name: str) -> None:
     task = make_task(name)
     model = model_of(task).eval()
     samples = [task.sample(int(row)) for row in task.train_rows[:BATCH]]
-    together: Batch = task.collate(samples)
-    logits = model(together.source, together.before)
+    assert padding_error(task, model, samples) <= 1e-12
+
+
+def padding_error(task: Seq2seq, model: nn.Module, samples: Sequence[Sample]) -> float:
+    """The largest difference between the logits of samples in one batch, and of each by itself."""
+    together, errors = task.collate(samples), []
+    logits = model(together.source, together.before, together.features)
     for position, sample in enumerate(samples):
-        alone: Batch = task.collate([sample])
+        alone = task.collate([sample])
+        assert sample.target is not None
         found = logits[position, : len(sample.target)]
-        assert torch.allclose(found, model(alone.source, alone.before)[0], rtol=0, atol=1e-12)
+        errors.append((found - model(alone.source, alone.before, alone.features)[0]).detach().abs().max())
+    return float(torch.stack(errors).max())
+
+
+@pytest.mark.parametrize("name", WITH_FEATURES)
+def test_padding_between_a_source_and_its_features_that_is_attended_to_changes_logits(
+    make_task: MakeTask, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = make_task(name)
+    model = model_of(task).eval()
+    samples = [task.sample(int(row)) for row in task.train_rows[:BATCH]]
+    assert len({len(sample.features) for sample in samples}) > 1
+
+    def joined(source: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        # The mutant: padding of features is attended to.
+        return torch.cat([source[0], features[0]], dim=1), torch.cat([source[1], features[1] & False], dim=1)
+
+    monkeypatch.setattr(encoder_decoders, "_joined", joined)
+    assert padding_error(task, model, samples) > 1e-6
+
+
+@pytest.mark.parametrize("name", WITH_FEATURES)
+def test_a_feature_decides_and_in_a_transformer_its_place_does_not(make_task: MakeTask, name: str) -> None:
+    task = make_task(name)
+    model = model_of(task).eval()
+    batch = task.collate([task.sample(int(row)) for row in task.train_rows[:BATCH]])
+    logits = model(batch.source, batch.before, batch.features)
+    turned = model(batch.source, batch.before, batch.features.flip(1))
+    other = model(batch.source, batch.before, torch.where(batch.features > END, batch.features.max(), batch.features))
+    assert (torch.allclose(turned, logits, rtol=0, atol=1e-12)) == name.startswith("transformer")
+    assert float((other - logits).detach().abs().max()) > 1e-3
 
 
 def test_denominators_are_the_symbols_of_the_targets_and_their_ends(make_task: MakeTask) -> None:

@@ -81,8 +81,11 @@ def test_a_narrow_beam_keeps_hypotheses_that_differ() -> None:
     assert not set(written.symbols.flatten().tolist()) & {START, UNKNOWN, FEATURE}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+WITH_ENCODER = ("--set", "model.features_encoder=true", "--set", "model.share_embeddings=false")
+
+
+@pytest.fixture(scope="module", params=[(), WITH_ENCODER], ids=["features in the source", "features apart"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on tables of the made-up language; its folder is in one with `words.train.tsv` and so on."""
     folder = tmp_path_factory.mktemp("targets")
     for name, text in write_language(LanguageSettings(words=120)).items():
@@ -90,7 +93,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = ["--task", "seq2seq", "--dataset", str(folder / "words.train.tsv"), "--epochs", "12", "--lr", "0.01",
             "--batch-size", "8", "--set", "model.hidden=32", "--set", "model.embedding=16", "--device", "cpu", "-q",
             "--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state")]  # fmt: skip
-    assert main(line) == 0
+    assert main([*line, *request.param]) == 0
     (made,) = (folder / "runs").iterdir()
     return made
 

@@ -18,15 +18,45 @@ def pair(source: str, target: str, *features: str) -> Pair:
 
 def test_the_vocabulary_knows_what_the_training_pairs_hold_and_nothing_else() -> None:
     vocabulary = Vocabulary.of([pair("ab", "ba", "N")])
-    assert vocabulary.source(pair("axb", "", "N", "V"))[1:] == [UNKNOWN, *vocabulary.source(pair("axb", ""))]
+    assert vocabulary.features(pair("axb", "", "N", "V"))[1:] == [UNKNOWN]
     assert vocabulary.source(pair("axb", ""))[1::2] == [UNKNOWN, END]
     assert vocabulary.unknown([pair("ax", "yb")]) == {"x", "y"}
 
 
 def test_a_feature_that_is_written_like_a_symbol_is_another_one() -> None:
     vocabulary = Vocabulary.of([pair("N", "N", "N")])
-    feature, symbol, _ = vocabulary.source(pair("N", "", "N"))
+    (feature,), (symbol, _) = vocabulary.features(pair("N", "", "N")), vocabulary.source(pair("N", "", "N"))
     assert feature != symbol
+
+
+@pytest.mark.parametrize("name", ["lstm", "lstm+"])
+def test_features_are_read_before_the_source_or_by_an_encoder_of_their_own(make_task: MakeTask, name: str) -> None:
+    sample, vocabulary = make_task(name).sample(0), make_task(name).vocabulary
+    features, source = vocabulary.features(sample.pair), vocabulary.source(sample.pair)
+    read = [sample.source.tolist(), None if sample.features is None else sample.features.tolist()]
+    assert read == ([source, [*features, END]] if name.endswith("+") else [[*features, *source], None])
+
+
+def test_an_encoder_of_features_needs_a_column_of_features(make_task: MakeTask, tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("ev\tevler\n" * 50)
+    task = make_task("lstm+", dataset=Seq2seqDatasetSettings(name="few", path=str(tmp_path / "train.tsv")))
+    with pytest.raises(ConfigError, match="reads a column of features: the training table has none"):
+        task.build_model()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_tables_of_embeddings_learn_from_sources_and_from_targets_apart(make_task: MakeTask, name: str) -> None:
+    task = make_task(name)
+    model = task.build_model()
+    batch = task.logical_batch(task.train_rows[:20], CPU, torch.float32, torch.Generator())
+    total, _ = batch.losses(model, 0, 20)["cross_entropy"]
+    total.backward()
+    tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
+    assert len(tables) == (2 if name.endswith("+") else 1)
+    if len(tables) > 1:
+        ends = [float(each.weight.grad[START].abs().sum()) for each in tables if each.weight.grad is not None]
+        # No source has a start.
+        assert ends[0] == 0.0 < ends[1]
 
 
 def test_what_follows_the_end_is_not_written() -> None:
