@@ -1,5 +1,6 @@
 """The methods of a task that docs/tasks.md shows by themselves, each in a training."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -9,9 +10,12 @@ import pytest
 import torch
 
 from can_train.cli.main import main
+from can_train.config.compose import RunRequest, resolve
 from can_train.task import BatchTask
 from can_train.training.loading import Checkpoints
 from can_train.training.train import make_session, train
+from can_train_tasks.seq2seq.pair_tables import Pair
+from can_train_tasks.seq2seq.scoring import score
 from fakes.line_fit import fixed, line_parts
 from fakes.sample_tasks import TwoPhases
 
@@ -96,3 +100,36 @@ def test_phases_are_trained_as_they_are_shown(tmp_path: Path) -> None:
     session = make_session(parts, fixed(0.5))
     train(session)
     assert [engine.optimization.scheduler.last_epoch for engine in session.engines] == [18, 6]
+
+
+def test_a_network_on_the_data_of_a_built_in_task_is_trained_scored_and_predicts(folder: Path) -> None:
+    (folder / "my_gru.py").write_text(snippet("GRU"))
+    line = ("--task", "my_gru.py:GRU", "--dataset", "synthetic", "--set", "dataset.synthetic.words=200",
+            "--set", "model.hidden=24", "--set", "task.beam_width=3", "--epochs", "4", "--lr", "0.01",
+            "--batch-size", "8", "--device", "cpu")  # fmt: skip
+    assert main((*line, "--quiet")) == 0
+    (judged,) = folder.glob("runs/*/result.json")
+    scores = json.loads(judged.read_text())["judgement"]["test"]["test"]
+    assert {*scores["baselines"]} == {"copy of the source", "most frequent suffix rule"}
+    assert scores["model"]["character_error_rate"] < 0.9
+    (table,) = (folder / "state").rglob("synthetic.test.tsv")
+    rows = [line.split("\t") for line in table.read_text().splitlines()]
+    (folder / "bare.tsv").write_text("".join(f"{source}\t{features}\n" for source, _, features in rows))
+    words = ("--set", "task.n_best=2", "--out", "written.csv", "--device", "cpu", "--quiet")
+    assert main(("predict", "last", "--dataset", "./bare.tsv", *words)) == 0
+    written = list(csv.DictReader((folder / "written.csv").read_text().splitlines()))
+    assert [row["rank"] for row in written] == ["1", "2"] * len(rows)
+    truth = [Pair(source=(), target=tuple(target)) for _, target, _ in rows]
+    scored = score(truth, [tuple(row["prediction"]) for row in written[::2]])
+    assert scored == {name: scores["model"][name] for name in scored}
+
+
+def test_a_class_has_what_the_built_in_task_has_that_it_derives_from(folder: Path) -> None:
+    (folder / "my_gru.py").write_text(snippet("GRU"))
+    run = resolve(RunRequest(task="my_gru.py:GRU", dataset="cmudict"))
+    plain = resolve(RunRequest(task="seq2seq", dataset="cmudict"))
+    assert (run.training, run.dataset, run.settings) == (plain.training, plain.dataset, plain.settings)
+    assert (run.model_name, run.model.hidden) == ("gru", 128)
+    described, built_in = run.task_settings, plain.task_settings
+    for name in ("inputs", "inherited", "files", "digest"):
+        assert getattr(described, name) == getattr(built_in, name)

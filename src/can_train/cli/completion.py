@@ -141,7 +141,7 @@ def _cards() -> list[str]:
 
 
 def _presets(group: str, name: str, task: TaskSettings) -> Iterable[str]:
-    return resolved.presets(group, resolved.preset_folders(name, task.configs))
+    return resolved.presets(group, resolved.preset_folders(task.derived_from or name, task.configs))
 
 
 def _settings(_: str, task: TaskSettings) -> Iterable[str]:

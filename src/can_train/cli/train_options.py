@@ -224,7 +224,7 @@ def _training_options() -> dict[str, Option]:
 
 def _described(options: Mapping[str, Option], name: str, task: TaskSettings) -> dict[str, Option]:
     """Writes models, data sets, sizes and memory presets of a task into the help of options."""
-    datasets = resolved.presets("dataset", resolved.preset_folders(name, task.configs))
+    datasets = resolved.presets("dataset", resolved.preset_folders(task.derived_from or name, task.configs))
     more = ", ..." if len(datasets) > _LISTED else ""
     names = {
         "models": _listed(task.models),

@@ -105,7 +105,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     sets = [from_set(text) for text in request.sets]
     request = replace(request, **_chosen(sets))
     task_name, code_dir, task = _task(request)
-    folders = resolved.preset_folders(task_name, task.configs, request.config_dir)
+    folders = resolved.preset_folders(task.derived_from or task_name, task.configs, request.config_dir)
     if request.config_dir and not Path(request.config_dir).is_dir():
         raise ConfigError("--config-dir is not a folder", value=request.config_dir,
                           remedy="Make it, with folders such as dataset/ and model/ in it")  # fmt: skip
@@ -137,7 +137,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
 def folders_of(request: RunRequest) -> list[Path]:
     """Lists the folders of presets for the task of a request; a later folder wins."""
     name, _, task = _task(request)
-    return resolved.preset_folders(name, task.configs, request.config_dir)
+    return resolved.preset_folders(task.derived_from or name, task.configs, request.config_dir)
 
 
 def _task(request: RunRequest) -> tuple[str, str, TaskSettings]:

@@ -60,7 +60,7 @@ def preset_folders(task: str = "", configs: str = "", config_dir: str = "") -> l
     """Lists the folders of presets; a later folder wins.
 
     Args:
-        task: Name of an installed task.
+        task: Name of an installed task, or of the one that a task of one's own derives from.
         configs: Folder beside a task of one's own.
         config_dir: Folder that a person names.
     """

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -420,6 +420,7 @@ class TaskSettings:
         training: Its own defaults of training settings, by name.
         aliases: Training settings that mean another one with this task, by name.
         configs: Folder of presets that lies beside a task of one's own.
+        derived_from: Name of the declared task whose class it derives from: its presets are the task's, too.
         key_prefix: Prefix of the keys of its runs; None: the task's name.
         example: The flags of a first training line, where there must be some.
         inputs: Fields of it that decide the inputs of a model; a run and the runs that it builds on must agree in them.
@@ -452,6 +453,7 @@ class TaskSettings:
     training: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     configs: str = ""
+    derived_from: str = ""
     key_prefix: str | None = None
     example: str = ""
     inputs: tuple[str, ...] = ()
@@ -544,14 +546,43 @@ def describe(cls: Any) -> TaskSettings:
         _check_settings(f"{name}.models[{model!r}]", settings)
     for mode, settings in cls.modes.items():
         _check_settings(f"{name}.modes[{mode!r}]", settings, ("name",))
-    modes = dict(cls.modes) or TaskSettings().modes
-    models = dict(cls.models) or {"": TaskSettings().models[""].settings}
-    return TaskSettings(
-        task_class=cls, settings=cls.Settings, dataset=cls.DatasetSettings, modes=modes, training=cls.training,
-        models={model: ModelSpec(settings=settings, modes=tuple(modes)) for model, settings in models.items()},
-        default_model=next(iter(models)), evaluation=cls.EvaluationSettings,
+    parent, origin, derived_from = _parent(cls, base)
+    modes = dict(cls.modes) or parent.modes
+    models = dict(parent.models)
+    # Models and modes that a class has from the declared task belong together as they do there.
+    if cls.modes or cls.models is not origin.models:
+        of_models = dict(cls.models) or {model: spec.settings for model, spec in models.items()}
+        models = {model: ModelSpec(settings=settings, modes=tuple(modes)) for model, settings in of_models.items()}
+
+    def has_own(method: str) -> bool:
+        return inspect.getattr_static(cls, method) is not inspect.getattr_static(origin, method)
+
+    return replace(
+        parent, task_class=cls, modes=modes, models=models, default_model=next(iter(models)),
+        training={**parent.training, **cls.training}, derived_from=derived_from,
+        settings=parent.settings if cls.Settings is base.Settings else cls.Settings,
+        dataset=parent.dataset if cls.DatasetSettings is base.DatasetSettings else cls.DatasetSettings,
+        evaluation=parent.evaluation if cls.EvaluationSettings is base.EvaluationSettings else cls.EvaluationSettings,
+        # Its own methods, where it has written any, in place of functions that read without torch.
+        files="" if has_own("files") else parent.files,
+        digest="" if has_own("data_digest") else parent.digest,
         configs=str(Path(inspect.getfile(cls)).parent / "configs"),
     )  # fmt: skip
+
+
+def _parent(cls: Any, base: Any) -> tuple[TaskSettings, Any, str]:
+    """Finds the declared task whose class `cls` derives from: its description, its class and its name. Without one they
+    are the defaults, and the base class of all tasks.
+    """
+    classes = {f"{each.__module__}:{each.__qualname__}": each for each in cls.__mro__[1:]}
+    packages = {path.partition(".")[0] for path in classes}
+    for name, entry in task_entries().items():
+        # Other packages' descriptions are not read: they may be broken.
+        if entry.is_description and entry.module.partition(".")[0] in packages:
+            settings: TaskSettings = load_object(entry.value)
+            if settings.task_class in classes:
+                return settings, classes[settings.task_class], name
+    return TaskSettings(), base, ""
 
 
 def _check_settings(where: str, cls: Any, needed: tuple[str, ...] = ()) -> None:
