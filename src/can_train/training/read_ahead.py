@@ -187,9 +187,15 @@ class Shape:
     chunks_ahead: int = _LEAST_CHUNKS  # Of each worker
 
 
+class ArraySamples(Sequence[Any]):
+    """Samples that are cut out of arrays in memory when they are asked for. They are read as samples of a list are:
+    nothing is drawn at random meanwhile.
+    """
+
+
 def is_in_memory(samples: Any) -> bool:
-    """Tells whether no code of a task runs when one of its samples is read."""
-    return isinstance(samples, list | tuple | Tensor)
+    """Tells whether no code of a task runs when one of its samples is read, or none that takes time or draws."""
+    return isinstance(samples, list | tuple | Tensor | ArraySamples)
 
 
 def available_cores() -> int:

@@ -1,6 +1,8 @@
 """Reads the primaries whose showers are drawn, and writes drawn showers.
 
-Shapes: S showers.
+Files are read part by part: their primaries need not fit into memory.
+
+Shapes: P primaries of a part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +27,15 @@ from can_train_tasks.muon.showers import (
     ZENITH,
     mass_of,
     matrix_of_lists,
+    parquet_parts,
     primary_columns,
+    readable,
 )
 
 Floats = NDArray[np.float64]
 
 _MATRIX: Final = 2  # Dimensions of the primaries of cr_muons
+_PART_ROWS: Final = 2**15  # Lines that are read at a time
 _NEEDED: Final = (ENERGY, ZENITH, PRIMARY)
 _TABLES: Final = ("primaries", MUON_TABLE)  # HDF5 tables whose columns have names
 _REMEDY: Final = "Name the columns as docs/muon.md does: primary_E_GeV, primary_zenith_rad, primary_id"
@@ -41,8 +46,8 @@ class Primaries:
     """Primary particles, with the numbers of their showers.
 
     Attributes:
-        event: [S] number of the shower in its file.
-        energy_gev, zenith_rad, primary_id, depth_g_cm2: [S] as in `Showers`; CORSIKA's number of the particle.
+        event: [P] number of the shower in its file.
+        energy_gev, zenith_rad, primary_id, depth_g_cm2: [P] as in `Showers`; CORSIKA's number of the particle.
     """
 
     event: Floats
@@ -56,59 +61,131 @@ class Primaries:
 
     @property
     def mass(self) -> Floats:
-        """[S] numbers of nucleons."""
+        """[P] numbers of nucleons."""
         return mass_of(self.primary_id)
 
+    def select(self, chosen: NDArray[np.bool_]) -> "Primaries":
+        """Returns some of the primaries; `chosen` [P] tells which."""
+        return Primaries(**{name: values[chosen] for name, values in vars(self).items()})
 
-def read_primaries(files: Sequence[Path], depth_g_cm2: float) -> Primaries:
-    """Reads primaries, one line each; of files with a line for each muon, the first line of each shower.
+
+class PrimaryFile:
+    """A file of primaries, one line each; of a file with a line for each muon, the first line of each shower.
+
+    The file is read once to count and check them, and anew each time that it is iterated.
 
     Args:
-        files: Parquet, CSV or HDF5.
-        depth_g_cm2: Depth of the atmosphere where a file does not give it.
+        path: Parquet, CSV or HDF5.
+        depth_g_cm2: Depth of the atmosphere where the file does not give it.
 
     Raises:
-        DataError: A file cannot be read, lacks a column, or has a value that breaks a rule; the message names them.
+        DataError: The file cannot be read, lacks a column, or has a value that breaks a rule; the message names it.
     """
-    read = [_primaries(path, _columns(path), depth_g_cm2) for path in files]
-    return Primaries(**{name: np.concatenate([getattr(each, name) for each in read]) for name in vars(read[0])})
+
+    def __init__(self, path: Path, depth_g_cm2: float) -> None:
+        self._path, self._depth_g_cm2, self._ascends = path, depth_g_cm2, True
+        try:
+            self._total = sum(map(len, self))
+        except _DescendingError:
+            self._ascends = False
+            self._total = sum(map(len, self))
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __iter__(self) -> Iterator[Primaries]:
+        """Yields them part by part, in the order of the file."""
+        first_of = _FirstLines() if self._ascends else _FirstLinesOfAny()
+        before = 0
+        for columns in _parts(self._path):
+            part = _primaries(self._path, columns, before, self._depth_g_cm2)
+            before += len(part)
+            if (rows := first_of(part.event)).any():
+                yield part.select(rows)
 
 
-def _columns(path: Path) -> Mapping[str, Any]:
+class _DescendingError(Exception):
+    """The lines of a shower may be anywhere in the file."""
+
+
+class _FirstLines:
+    """Tells which line is the first of a shower, in a file whose events are in ascending order."""
+
+    def __init__(self) -> None:
+        self._last = -np.inf
+
+    def __call__(self, event: Floats) -> NDArray[np.bool_]:
+        """Returns it for the lines that follow; raises _DescendingError if their events do not ascend."""
+        before = np.concatenate([[self._last], event[:-1]])
+        if (event < before).any():
+            raise _DescendingError
+        self._last = event[-1] if len(event) else self._last
+        return np.asarray(event > before)
+
+
+class _FirstLinesOfAny:
+    """Tells which line is the first of a shower, in a file whose events are in any order: it remembers each event."""
+
+    def __init__(self) -> None:
+        self._seen = np.empty(0)
+
+    def __call__(self, event: Floats) -> NDArray[np.bool_]:
+        """Returns it for the lines that follow."""
+        first = np.zeros(len(event), bool)
+        first[np.unique(event, return_index=True)[1]] = True
+        first &= ~np.isin(event, self._seen)
+        self._seen = np.concatenate([self._seen, event[first]])
+        return first
+
+
+def _parts(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Reads the columns of some thousand primaries at a time."""
     names = (EVENT, *_NEEDED, DEPTH)
-    try:
+    with readable(path):
         if path.suffix.lower() not in (".csv", ".parquet"):
-            return _hdf5_columns(path, names)
+            yield from _hdf5_parts(path, names)
+            return
         import polars
 
-        if path.suffix.lower() == ".parquet" and PRIMARY_LIST in polars.read_parquet_schema(path):
-            lists = polars.read_parquet(path, columns=[PRIMARY_LIST])[PRIMARY_LIST]
-            return primary_columns(path, matrix_of_lists(path, lists, PRIMARY_LIST))
-        frame = polars.read_csv(path) if path.suffix.lower() == ".csv" else polars.read_parquet(path)
-        return {name: frame[name].to_numpy() for name in names if name in frame.columns}
-    except Exception as error:
-        # h5py raises OSError for damaged files, too.
-        if not isinstance(error, OSError) and not type(error).__module__.startswith("polars"):
-            raise
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise DataError(f"{path} must be readable", value=reason, remedy="Check the file") from error
+        parts: Iterator[Any]
+        if path.suffix.lower() == ".csv":
+            frame = polars.scan_csv(path)
+            columns = frame.collect_schema().names()
+            parts = frame.select(each for each in names if each in columns).collect_batches(chunk_size=_PART_ROWS)
+        elif PRIMARY_LIST in (columns := [*polars.read_parquet_schema(path)]):
+            first = 0
+            for each in parquet_parts(path, [PRIMARY_LIST], _PART_ROWS):
+                yield primary_columns(path, matrix_of_lists(path, each[PRIMARY_LIST], PRIMARY_LIST), first)
+                first += len(each)
+            return
+        else:
+            parts = parquet_parts(path, [name for name in names if name in columns], _PART_ROWS)
+        for each in parts:
+            yield {name: each[name].to_numpy() for name in each.columns}
 
 
-def _hdf5_columns(path: Path, names: Sequence[str]) -> Mapping[str, Any]:
+def _hdf5_parts(path: Path, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     import h5py
 
     with h5py.File(path) as file:
-        for table in _TABLES:
-            if isinstance(file.get(table), h5py.Dataset) and file[table].dtype.names:
-                return {name: file[table][name] for name in names if name in file[table].dtype.names}
-        for name in PRIMARY_ARRAYS:
-            if isinstance(file.get(name), h5py.Dataset) and file[name].ndim == _MATRIX:
-                return primary_columns(path, file[name][:].astype(np.float64))
+        for name in (*_TABLES, *PRIMARY_ARRAYS):
+            table = file.get(name)
+            if not isinstance(table, h5py.Dataset):
+                continue
+            parts = (slice(start, start + _PART_ROWS) for start in range(0, max(len(table), 1), _PART_ROWS))
+            if table.dtype.names and name in _TABLES:
+                used = [each for each in names if each in table.dtype.names]
+                yield from ({each: table[part][each] for each in used} for part in parts)
+                return
+            if table.ndim == _MATRIX and name in PRIMARY_ARRAYS:
+                yield from (primary_columns(path, table[part].astype(np.float64), part.start) for part in parts)
+                return
     raise DataError(f"{path} must hold a table '{_TABLES[0]}' with a line for each primary", value="it is not there",
                     remedy=_REMEDY)  # fmt: skip
 
 
-def _primaries(path: Path, columns: Mapping[str, Any], depth_g_cm2: float) -> Primaries:
+def _primaries(path: Path, columns: Mapping[str, Any], first: int, depth_g_cm2: float) -> Primaries:
+    """Makes the primaries of a part, before which the file has `first` lines."""
     if missing := [name for name in _NEEDED if name not in columns]:
         raise DataError(f"{path} must have the columns {', '.join(_NEEDED)}", value=f"without {', '.join(missing)}",
                         remedy=_REMEDY)  # fmt: skip
@@ -117,8 +194,9 @@ def _primaries(path: Path, columns: Mapping[str, Any], depth_g_cm2: float) -> Pr
     except (TypeError, ValueError) as error:
         raise DataError(f"{path}: a column of primaries has numbers", value=f"{error}", remedy=_REMEDY) from error
     size = len(numbers[ENERGY])
-    numbers = {EVENT: np.arange(1.0, size + 1), DEPTH: np.full(size, depth_g_cm2)} | numbers
+    numbers = {EVENT: np.arange(1.0, size + 1) + first, DEPTH: np.full(size, depth_g_cm2)} | numbers
     for name, holds, rule in (
+        (EVENT, np.isfinite(numbers[EVENT]), "must be a number"),
         (ENERGY, numbers[ENERGY] > 0, "must be greater than 0"),
         (ZENITH, (numbers[ZENITH] >= 0) & (numbers[ZENITH] < np.pi / 2), "must be at least 0 and less than π/2"),
         (PRIMARY, mass_of(numbers[PRIMARY]) > 0, "must be CORSIKA's number of a nucleon or nucleus (100·A + Z)"),
@@ -127,13 +205,10 @@ def _primaries(path: Path, columns: Mapping[str, Any], depth_g_cm2: float) -> Pr
         finite = np.isfinite(numbers[name]) & holds
         if not finite.all():
             row = int(np.argmin(finite))
-            raise DataError(f"{path}, primary {row + 1}: {name} {rule}", value=f"{numbers[name][row]:.12g}",
+            raise DataError(f"{path}, primary {first + row + 1}: {name} {rule}", value=f"{numbers[name][row]:.12g}",
                             remedy="Correct it or leave it out")  # fmt: skip
-    _, first = np.unique(numbers[EVENT], return_index=True)
-    # In the order of the file.
-    rows = np.sort(first)
-    return Primaries(event=numbers[EVENT][rows], energy_gev=numbers[ENERGY][rows], zenith_rad=numbers[ZENITH][rows],
-                     primary_id=numbers[PRIMARY][rows], depth_g_cm2=numbers[DEPTH][rows])  # fmt: skip
+    return Primaries(event=numbers[EVENT], energy_gev=numbers[ENERGY], zenith_rad=numbers[ZENITH],
+                     primary_id=numbers[PRIMARY], depth_g_cm2=numbers[DEPTH])  # fmt: skip
 
 
 @contextmanager

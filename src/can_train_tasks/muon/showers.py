@@ -2,16 +2,18 @@
 
 A file is parquet, CSV or HDF5 with one line for each muon; parquet or HDF5 with one event for each shower, as cr_muons
 writes them; or the HDF5 of CORSIKA's ground particles. Every value that is read is checked; an error names the file and
-the line.
+the line. Files of events are read part by part, all others one at a time.
 
 Shapes: M muons, S showers.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,7 @@ MUON_TABLE: Final = "muons"
 MUON_IDS: Final = (5, 6)
 """CORSIKA's particle numbers of μ+ and μ−."""
 _GROUND_TABLE: Final = "groundparticles"  # HDF5 dataset of CORSIKA's particles, as HiSPARC's tools write it
+_GROUND_COLUMNS: Final = (PARTICLE, *VARIABLE_COLUMNS.values(), EVENT, PRIMARY, ENERGY, ZENITH)
 _SHOWER_COLUMNS: Final = (EVENT, PRIMARY, ENERGY, ZENITH)
 _OPTIONAL: Final = (DEPTH, PARTICLE)
 _MUON_MASS_EV: Final = 105.6583755e6
@@ -60,8 +63,12 @@ _MUON_LAYOUTS: Final[Mapping[int, Sequence[str]]] = {
 }
 _WITH_RADIUS: Final = ("muon_E_GeV", "", "x_m", "y_m")  # Four numbers whose second is the distance from the axis
 _RADIUS_TOLERANCE: Final = 1e-3  # Relative, of numbers in float32
+_PART_EVENTS: Final = 2**16  # Most events that are read at a time,
+_PART_MUONS: Final = 2**17  # and most muons, if an event has no more: about 30 MiB while they are checked
+_PART_BYTES: Final = 2**22  # Of a parquet file, which does not tell how many muons its events have
 PRIMARY_LIST: Final = "primary"  # Parquet column
 PRIMARY_ARRAYS: Final = ("primaries", "conditions")  # HDF5 datasets
+_MATRIX: Final = 2  # Dimensions of the primaries and of the muons
 _EVENTS_REMEDY: Final = "Write the events as cr_muons does, or one line a muon: docs/muon.md"
 
 
@@ -126,30 +133,69 @@ def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
 
 
 def read_showers(files: Sequence[Path], dataset: ShowerDatasetSettings) -> Showers:
-    """Reads showers. Event numbers count within a file: equal numbers in two files are two showers.
+    """Reads showers as a whole. Event numbers count within a file: equal numbers in two files are two showers.
 
     Raises:
         DataError: A file cannot be read or breaks a rule; the message names file and line.
     """
-    tables = [_read(path) for path in files]
-    if not dataset.variables:
-        dataset = replace(dataset, variables=_common_variables(tables))
-    read = [_showers_of(table, dataset) for table in tables]
-    joined = {name: np.concatenate([getattr(showers, name) for showers in read]) for name in _OF_SHOWERS}
-    muons = {name: np.concatenate([showers.muons[name] for showers in read]) for name in dataset.variables}
-    return Showers(**joined, muons=muons, empty=sum(table.empty for table in tables))
+    reader = ShowerReader(files, dataset)
+    showers = joined([*reader])
+    return replace(showers, empty=reader.empty)
 
 
-def _common_variables(tables: "Sequence[_Table]") -> list[str]:
-    """Returns x and y, then the variables that all tables have."""
+def joined(parts: Sequence[Showers]) -> Showers:
+    """Joins parts of showers, of which there is one at least."""
+    of_showers: dict[str, Any] = {
+        name: np.concatenate([getattr(showers, name) for showers in parts]) for name in _OF_SHOWERS
+    }
+    muons = {name: np.concatenate([showers.muons[name] for showers in parts]) for name in parts[0].muons}
+    return Showers(**of_showers, muons=muons)
+
+
+class ShowerReader:
+    """Reads files of showers part by part; a shower is in one part.
+
+    Args:
+        files: The files.
+        dataset: Its `variables` are read; where there are none, those that all files have.
+
+    Attributes:
+        variables: Variables of the muons.
+        empty: Events without a muon among those that were read so far; they are left out.
+
+    Raises:
+        DataError: As in `read_showers`; here or while it is iterated.
+    """
+
+    def __init__(self, files: Sequence[Path], dataset: ShowerDatasetSettings) -> None:
+        self._sources = [_open(path) for path in files]
+        if not dataset.variables:
+            dataset = replace(dataset, variables=_common_variables([source.columns for source in self._sources]))
+        self._dataset, self.variables, self.empty = dataset, list(dataset.variables), 0
+
+    def __iter__(self) -> Iterator[Showers]:
+        self.empty = 0
+        for source in self._sources:
+            is_empty = True
+            for table in source:
+                self.empty += table.empty
+                if len(table.lines):
+                    is_empty = False
+                    yield _showers_of(table, self._dataset)
+            if is_empty:
+                raise _without_muons(source.path)
+
+
+def _common_variables(tables: Sequence[frozenset[str]]) -> list[str]:
+    """Returns x and y, then the variables that all tables have, of which the columns are given."""
     return [name for name in VARIABLES
-            if name in POSITIONS or all(VARIABLE_COLUMNS[name] in table.columns for table in tables)]  # fmt: skip
+            if name in POSITIONS or all(VARIABLE_COLUMNS[name] in columns for columns in tables)]  # fmt: skip
 
 
 def showers_of_columns(columns: Columns, dataset: ShowerDatasetSettings) -> Showers:
     """Makes showers from columns in memory, one line for each muon, with the checks for files."""
     table = _Table(path=Path(dataset.name), columns=columns, lines=np.arange(1, len(columns[EVENT]) + 1))
-    return _showers_of(table, replace(dataset, variables=dataset.variables or _common_variables([table])))
+    return _showers_of(table, replace(dataset, variables=dataset.variables or _common_variables([frozenset(columns)])))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,9 +216,34 @@ class _Table:
             raise DataError(f"{where}: {name} {rule}", value=f"{value:.12g}", remedy="Correct the line or leave it out")
 
 
-def _read(path: Path) -> _Table:
-    try:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Source:
+    """A file of showers.
+
+    Attributes:
+        columns: Columns of its tables.
+        read: Reads them.
+    """
+
+    path: Path
+    columns: frozenset[str]
+    read: Callable[[], Iterator[_Table]]
+
+    def __iter__(self) -> Iterator[_Table]:
+        with readable(self.path):
+            yield from self.read()
+
+
+def _open(path: Path) -> _Source:
+    with readable(path):
         return READERS[path.suffix.lower()](path)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Opens a block that reads a file, and raises DataError where the file is damaged."""
+    try:
+        yield
     except Exception as error:
         # h5py raises OSError for damaged files, too.
         if not isinstance(error, OSError) and not type(error).__module__.startswith("polars"):
@@ -181,13 +252,24 @@ def _read(path: Path) -> _Table:
         raise DataError(f"{path} must be readable", value=reason, remedy="Check the file") from error
 
 
+def _columns_file(path: Path) -> _Source:
+    """Opens CSV or parquet."""
+    import polars
+
+    if path.suffix.lower() == ".csv":
+        names = polars.scan_csv(path, infer_schema=False).collect_schema().names()
+    else:
+        names = [*polars.read_parquet_schema(path)]
+        if {PRIMARY_LIST, MUON_TABLE} & {*names}:
+            return _events_file(path, _parquet_parts)
+    return _Source(path=path, columns=frozenset(_used(names)), read=lambda: iter([_read_columns(path)]))
+
+
 def _read_columns(path: Path) -> _Table:
     """Reads CSV or parquet; raises DataError for a cell of a used column that is not a number."""
     import polars
 
     is_csv = path.suffix.lower() == ".csv"
-    if not is_csv and {PRIMARY_LIST, MUON_TABLE} & {*polars.read_parquet_schema(path)}:
-        return _parquet_events(path)
     line, first = ("line", 2) if is_csv else ("row", 1)  # the header of CSV is line 1
     frame = polars.read_csv(path, infer_schema=False) if is_csv else polars.read_parquet(path)
     lists = [name for name, kind in frame.schema.items() if isinstance(kind, polars.List | polars.Array)]
@@ -205,25 +287,90 @@ def _read_columns(path: Path) -> _Table:
     return _Table(path=path, columns=columns, lines=np.arange(first, len(frame) + first), line=line)
 
 
-def _read_hdf5(path: Path) -> _Table:
+def _hdf5_file(path: Path) -> _Source:
     import h5py
 
     with h5py.File(path) as file:
         for name, read in ((MUON_TABLE, _muon_table), (_GROUND_TABLE, _ground_particles)):
             if isinstance(file.get(name), h5py.Dataset) and file[name].dtype.names:
-                columns = read(file, path)
-                return _Table(path=path, columns=columns, lines=np.arange(1, len(file[name]) + 1))
-        arrays = {name: file[name] for name in file if isinstance(file[name], h5py.Dataset)}
-        if {MUON_TABLE, "counts", *PRIMARY_ARRAYS} & {*arrays}:
-            return _hdf5_events(path, arrays)
+                columns = [*_GROUND_COLUMNS] if name == _GROUND_TABLE else _used(file[name].dtype.names)
+                return _Source(path=path, columns=frozenset(columns), read=partial(_hdf5_table, path, name, read))
+        arrays = {name for name in file if isinstance(file[name], h5py.Dataset)}
+        if {MUON_TABLE, "counts", *PRIMARY_ARRAYS} & arrays:
+            return _events_file(path, _hdf5_parts)
         names = ", ".join(sorted(file)) or "nothing"
     raise DataError(f"{path} must hold a table '{MUON_TABLE}', '{_GROUND_TABLE}', or events ('primaries', 'muons', "
                     "'counts')", value=f"it holds {names}",
                     remedy=f"Write one line a muon into '{MUON_TABLE}', with the columns of docs/muon.md")  # fmt: skip
 
 
-def _hdf5_events(path: Path, arrays: Mapping[str, Any]) -> _Table:
+def _hdf5_table(path: Path, name: str, read: Callable[[Any, Path], Columns]) -> Iterator[_Table]:
+    import h5py
+
+    with h5py.File(path) as file:
+        yield _Table(path=path, columns=read(file, path), lines=np.arange(1, len(file[name]) + 1))
+
+
+class _Part(NamedTuple):
+    """Some events of a file of cr_muons, in succession."""
+
+    first: int  # Number of events before them
+    primaries: Floats  # [S, 4 to 7]
+    muons: Floats  # [M, 3 to 6]
+    counts: NDArray[np.int64]  # [S]
+
+
+_Parts = Callable[[Path], Iterator[_Part]]
+
+
+def _events_file(path: Path, parts: _Parts) -> _Source:
+    """Opens a file of events."""
+    layout = _layout(path, parts)
+    first = next(parts(path), None)
+    of_primaries = () if first is None else primary_columns(path, first.primaries)
+    columns = frozenset([*of_primaries, EVENT, *layout]) - {""}
+    return _Source(path=path, columns=columns, read=lambda: (_events(path, part, layout) for part in parts(path)))
+
+
+def _layout(path: Path, parts: _Parts) -> Sequence[str]:
+    """Decides which number of a muon is which: read until a muon comes; four numbers are looked at in all muons that
+    may have a distance from the axis in the place of a time.
+    """
+    layout, is_radius = None, False
+    for part in parts(path):
+        if not len(part.muons):
+            continue
+        if layout is None and (layout := _MUON_LAYOUTS.get(part.muons.shape[1])) is None:
+            raise DataError(f"{path}: a muon has 3 to 6 numbers", value=f"{part.muons.shape[1]}",
+                            remedy=_EVENTS_REMEDY)  # fmt: skip
+        if part.muons.shape[1] != len(_WITH_RADIUS):
+            break
+        radius, position = part.muons[:, 1], np.hypot(part.muons[:, 2], part.muons[:, 3])
+        is_radius = np.allclose(radius, position, rtol=_RADIUS_TOLERANCE, atol=_RADIUS_TOLERANCE)
+        if not is_radius:
+            break
+    return _WITH_RADIUS if is_radius else layout or _MUON_LAYOUTS[3]
+
+
+def _hdf5_parts(path: Path) -> Iterator[_Part]:
     """Reads the events of cr_muons: `primaries` [S, 4 to 7], `muons` [M, 3 to 6] and `counts` [S]."""
+    import h5py
+
+    with h5py.File(path) as file:
+        arrays = {name: file[name] for name in file if isinstance(file[name], h5py.Dataset)}
+        primaries, muons, counts = _event_arrays(path, arrays)
+        ends = np.cumsum(counts, dtype=np.int64)
+        start, muon = 0, 0
+        while start < len(counts):
+            stop = int(np.searchsorted(ends, muon + _PART_MUONS, side="right"))
+            stop = min(max(stop, start + 1), start + _PART_EVENTS)
+            rows, of_muons = slice(start, stop), slice(muon, int(ends[stop - 1]))
+            yield _Part(start, primaries[rows].astype(np.float64), muons[of_muons].astype(np.float64), counts[rows])
+            start, muon = stop, of_muons.stop
+
+
+def _event_arrays(path: Path, arrays: Mapping[str, Any]) -> tuple[Any, Any, NDArray[np.int64]]:
+    """Returns the primaries and muons of a file of events, which are not read yet, and the number of muons of each."""
     primaries = next((arrays[name] for name in PRIMARY_ARRAYS if name in arrays), None)
     missing = [name for name, array in ((PRIMARY_ARRAYS[0], primaries), (MUON_TABLE, arrays.get(MUON_TABLE)),
                                         ("counts", arrays.get("counts"))) if array is None]  # fmt: skip
@@ -239,18 +386,14 @@ def _hdf5_events(path: Path, arrays: Mapping[str, Any]) -> _Table:
         raise DataError(f"{path}: the arrays of events must belong together",
                         value=f"{sizes[0]} primaries, {len(counts)} counts, whose sum is {sizes[2]}, {sizes[1]} muons",
                         remedy="Write the file once more; its writer was perhaps stopped")  # fmt: skip
-    return _events(path, _matrix(path, primaries, "primaries"), _matrix(path, muons, MUON_TABLE), counts)
+    for name, array in (("primaries", primaries), (MUON_TABLE, muons)):
+        if array.ndim != _MATRIX or array.dtype.kind not in "fiu":
+            raise DataError(f"{path}: '{name}' must have a row of numbers for each of them",
+                            value=f"{array.dtype} {array.shape}", remedy=_EVENTS_REMEDY)  # fmt: skip
+    return primaries, muons, counts
 
 
-def _matrix(path: Path, array: Any, name: str) -> Floats:
-    if array.ndim != 2 or array.dtype.kind not in "fiu":
-        raise DataError(f"{path}: '{name}' must have a row of numbers for each of them",
-                        value=f"{array.dtype} {array.shape}", remedy=_EVENTS_REMEDY)  # fmt: skip
-    matrix: Floats = array[:].astype(np.float64)
-    return matrix
-
-
-def _parquet_events(path: Path) -> _Table:
+def _parquet_parts(path: Path) -> Iterator[_Part]:
     """Reads the events of cr_muons: the column `primary` has a list of numbers, `muons` a list of such lists."""
     import polars
 
@@ -259,32 +402,53 @@ def _parquet_events(path: Path) -> _Table:
     if missing:
         raise DataError(f"{path}: events have the columns '{PRIMARY_LIST}' and '{MUON_TABLE}'",
                         value=f"without {', '.join(missing)}", remedy=_EVENTS_REMEDY)  # fmt: skip
-    frame, numbers = polars.read_parquet(path, columns=[PRIMARY_LIST, MUON_TABLE]), polars.List(polars.Float64)
-    try:
-        primary = frame[PRIMARY_LIST].cast(numbers)
-        muons = frame[MUON_TABLE].cast(polars.List(numbers))
-    except polars.exceptions.PolarsError as error:
-        kinds = ", ".join(f"{name} is {schema[name]}" for name in (PRIMARY_LIST, MUON_TABLE))
-        raise DataError(f"{path}: '{PRIMARY_LIST}' is a list of numbers, '{MUON_TABLE}' a list of such lists",
-                        value=kinds, remedy=_EVENTS_REMEDY) from error  # fmt: skip
-    counts = muons.list.len().fill_null(0).to_numpy().astype(np.int64)
-    # An empty list of muons becomes a null.
-    rows = matrix_of_lists(path, muons.explode().drop_nulls(), MUON_TABLE)
-    return _events(path, matrix_of_lists(path, primary, PRIMARY_LIST), rows, counts)
+    numbers, first = polars.List(polars.Float64), 0
+    for frame in parquet_parts(path, [PRIMARY_LIST, MUON_TABLE], _events_at_a_time(path)):
+        try:
+            primary = frame[PRIMARY_LIST].cast(numbers)
+            muons = frame[MUON_TABLE].cast(polars.List(numbers))
+        except polars.exceptions.PolarsError as error:
+            kinds = ", ".join(f"{name} is {schema[name]}" for name in (PRIMARY_LIST, MUON_TABLE))
+            raise DataError(f"{path}: '{PRIMARY_LIST}' is a list of numbers, '{MUON_TABLE}' a list of such lists",
+                            value=kinds, remedy=_EVENTS_REMEDY) from error  # fmt: skip
+        counts = muons.list.len().fill_null(0).to_numpy().astype(np.int64)
+        # An empty list of muons becomes a null.
+        rows = matrix_of_lists(path, muons.explode().drop_nulls(), MUON_TABLE)
+        yield _Part(first, matrix_of_lists(path, primary, PRIMARY_LIST), rows, counts)
+        first += len(frame)
+
+
+def parquet_parts(path: Path, columns: Sequence[str], rows: int) -> Iterator[Any]:
+    """Yields frames of some columns of a parquet file, of so many rows."""
+    import polars
+
+    yield from polars.scan_parquet(path).select(columns).collect_batches(chunk_size=rows, maintain_order=True)
+
+
+def _events_at_a_time(path: Path) -> int:
+    """Returns how many events of a parquet file have some MiB of it."""
+    import polars
+
+    events = int(polars.scan_parquet(path).select(polars.len()).collect().item())
+    return min(max(events * _PART_BYTES // max(path.stat().st_size, 1), 1), _PART_EVENTS)
 
 
 def matrix_of_lists(path: Path, lists: Any, name: str) -> Floats:
     """Makes a matrix of lists of equal length."""
     lengths = lists.list.len().fill_null(0)
     if lengths.n_unique() > 1:
-        raise DataError(f"{path}: all lists of '{name}' have the same length",
-                        value=f"lengths from {lengths.min()} to {lengths.max()}", remedy=_EVENTS_REMEDY)  # fmt: skip
+        raise _unequal(path, name, lengths.min(), lengths.max())
     values: Floats = lists.explode().to_numpy().astype(np.float64)
     return values.reshape(len(lists), -1) if len(lists) else np.zeros((0, 3))
 
 
-def primary_columns(path: Path, primaries: Floats) -> Columns:
-    """Names the numbers of the events' primaries [S, 4 to 7].
+def _unequal(path: Path, name: str, shortest: int, longest: int) -> DataError:
+    return DataError(f"{path}: all lists of '{name}' have the same length",
+                     value=f"lengths from {shortest} to {longest}", remedy=_EVENTS_REMEDY)  # fmt: skip
+
+
+def primary_columns(path: Path, primaries: Floats, first: int = 0) -> Columns:
+    """Names the numbers of primaries [S, 4 to 7] of events, before which the file has `first` events.
 
     Raises:
         DataError: There are more or fewer numbers, or a mass is neither a number of nucleons nor in GeV.
@@ -296,29 +460,28 @@ def primary_columns(path: Path, primaries: Floats) -> Columns:
     mass = columns[_MASS]
     whole = np.abs(mass - np.rint(mass)) <= _WHOLE
     nucleons = np.rint(np.where(whole, mass, mass / _NUCLEON_GEV))
-    table = _Table(path=path, columns=columns, lines=np.arange(1, len(mass) + 1), line="event")
+    table = _Table(path=path, columns=columns, lines=np.arange(1, len(mass) + 1) + first, line="event")
     rule = "must be the primary's number of nucleons, or its mass in GeV"
     table.check((nucleons >= 1) & (nucleons <= _MAX_NUCLEONS), _MASS, rule)
     return columns | {PRIMARY: np.where(nucleons == 1, _PROTON_ID, 100 * nucleons)}
 
 
-def _events(path: Path, primaries: Floats, muons: Floats, counts: NDArray[np.int64]) -> _Table:
-    """Makes one row for each muon of events: `primaries` [S, 4 to 7], `muons` [M, 3 to 6], `counts` [S]."""
-    of_primaries, layout = primary_columns(path, primaries), _MUON_LAYOUTS.get(muons.shape[1])
-    if layout is None:
-        raise DataError(f"{path}: a muon has 3 to 6 numbers", value=f"{muons.shape[1]}", remedy=_EVENTS_REMEDY)
-    if len(layout) == len(_WITH_RADIUS):
-        radius, position = muons[:, 1], np.hypot(muons[:, 2], muons[:, 3])
-        is_radius = np.allclose(radius, position, rtol=_RADIUS_TOLERANCE, atol=_RADIUS_TOLERANCE)
-        layout = _WITH_RADIUS if is_radius else layout
+def _events(path: Path, part: _Part, layout: Sequence[str]) -> _Table:
+    """Makes one row for each muon of events."""
+    of_primaries, counts, muons = primary_columns(path, part.primaries, part.first), part.counts, part.muons
+    if not len(muons):
+        muons = np.zeros((0, len(layout)))
+    if muons.shape[1] != len(layout):
+        raise _unequal(path, MUON_TABLE, *sorted((muons.shape[1], len(layout))))
     event = np.repeat(np.arange(len(counts)), counts)
     columns = {name: muons[:, column] for column, name in enumerate(layout) if name}
     # An event without muons is written with one muon of zeros.
     real = np.stack([*columns.values()]).any(axis=0)
     of_events: Columns = {**of_primaries, EVENT: np.arange(1.0, len(counts) + 1)}
     columns |= {name: values[event] for name, values in of_events.items()}
-    return _Table(path=path, columns={name: values[real] for name, values in columns.items()}, lines=event[real] + 1,
-                  line="event", empty=len(counts) - len(np.unique(event[real])))  # fmt: skip
+    return _Table(path=path, columns={name: values[real] for name, values in columns.items()},
+                  lines=event[real] + 1 + part.first, line="event",
+                  empty=len(counts) - len(np.unique(event[real])))  # fmt: skip
 
 
 def _muon_table(file: Any, path: Path) -> Columns:
@@ -363,8 +526,8 @@ def _header_number(header: bytes, name: str, path: Path) -> float:
     return float(match[1])
 
 
-READERS: Final[Mapping[str, Callable[[Path], _Table]]] = {
-    ".parquet": _read_columns, ".csv": _read_columns, ".h5": _read_hdf5, ".hdf5": _read_hdf5,
+READERS: Final[Mapping[str, Callable[[Path], _Source]]] = {
+    ".parquet": _columns_file, ".csv": _columns_file, ".h5": _hdf5_file, ".hdf5": _hdf5_file,
 }  # fmt: skip
 """Readers by the suffix of a file's name."""
 
@@ -415,8 +578,7 @@ def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
     columns = {name: values[is_muon] for name, values in table.columns.items()}
     table = replace(table, columns=columns, lines=table.lines[is_muon])
     if not len(table.lines):
-        raise DataError(f"{table.path} must hold muons, which are the particles {MUON_IDS[0]} and {MUON_IDS[1]}",
-                        value="none of its particles is one", remedy="Leave the file out")  # fmt: skip
+        raise _without_muons(table.path)
     for name in (*_SHOWER_COLUMNS, DEPTH, *(VARIABLE_COLUMNS[name] for name in dataset.variables)):
         table.check(np.isfinite(columns[name]), name, "must be finite")
     table.check(columns[ENERGY] > 0, ENERGY, "must be greater than 0")
@@ -426,6 +588,11 @@ def _muons_of(table: _Table, dataset: ShowerDatasetSettings) -> _Table:
     if "energy" in dataset.variables:
         table.check(columns["muon_E_GeV"] > 0, "muon_E_GeV", "must be greater than 0")
     return table
+
+
+def _without_muons(path: Path) -> DataError:
+    return DataError(f"{path} must hold muons, which are the particles {MUON_IDS[0]} and {MUON_IDS[1]}",
+                     value="none of its particles is one", remedy="Leave the file out")  # fmt: skip
 
 
 def mass_of(primary_id: Floats) -> Floats:

@@ -4,9 +4,11 @@ Shapes: B events, V variables of a muon, C conditions, n or M muons, S showers.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +21,8 @@ from can_train.errors import DataError
 from can_train.io.records import sketch
 from can_train.task import Feature, Phase
 from can_train.training.sample_task import TEST, TRAIN, VALIDATION, Losses, Task, TaskContext
+from can_train_tasks.muon.event_table import UNITS, Events, EventTable, Moments, as_moments, conditions_of, in_units
 from can_train_tasks.muon.point_sets import (
-    CONDITIONS,
     Drawn,
     MuonBatch,
     MuonEvent,
@@ -29,7 +31,7 @@ from can_train_tasks.muon.point_sets import (
     SetCritic,
     collate_events,
 )
-from can_train_tasks.muon.primaries import Primaries, open_hdf5, read_primaries
+from can_train_tasks.muon.primaries import PrimaryFile, open_hdf5
 from can_train_tasks.muon.settings import VARIABLES, MuonGanSettings, MuonSettings, ShowerDatasetSettings
 from can_train_tasks.muon.shower_metrics import (
     nearest_events,
@@ -44,43 +46,26 @@ from can_train_tasks.muon.showers import (
     PRIMARY,
     VARIABLE_COLUMNS,
     ZENITH,
+    ShowerReader,
     Showers,
-    read_showers,
+    joined,
     shower_files,
     showers_of_columns,
     write_events,
 )
 from can_train_tasks.muon.synthetic_showers import showers_in_file, simulate_showers, synthetic_files
 
-_PEV_GEV: Final = 1e6
-_KM_G_CM2: Final = 1000.0  # Unit of normalised depth
-_POSITION_M: Final = 500.0  # Unit of normalised x and y
-_DELAY_NS: Final = 1.0  # Added to a delay before its logarithm: the first muon's delay is 0
-_UNITS: Final = {"x": _POSITION_M, "y": _POSITION_M, "energy": 1.0, "time": 1.0}
 _METRICS: Final = {"x": "w1_x_m", "y": "w1_y_m", "energy": "w1_log10_energy", "time": "w1_log10_delay"}
 # With fewer showers than this, sets consist of events, even parts of one shower, instead of whole showers.
 _FEW_SHOWERS: Final = 10
 _EVENTS: Final = 128  # Events, in total, that few showers are cut into
 _SAMPLED: Final = 200  # Simulated showers that a plan looks at
-_RIDGE: Final = 1e-6  # Penalty of the line through ln n: conditions that never vary get no slope
 # Seed of the cut into events and sets. It does not follow the run's seed, so that runs with other seeds are comparable.
 _CUT_SEED: Final = 0
-_POISSON_SPREADS: Final = 3.0  # Standard deviations added to an event's bound, for events of few muons
+# Predictions of more showers number them as the files do: numbers as `evaluate` has them take memory for each shower.
+_MOST_NUMBERED: Final = 1_000_000
 _CRITIC, _GENERATOR = "critic", "generator"
 _VARIABLES, _PARTS = "variables", "parts"  # Names in the state
-_PROTON_ID: Final = 14
-
-
-_Event = tuple[Tensor, Tensor, tuple[float, ...]]  # Conditions, muons and primary
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Moments:
-    """Moments of the training events: the scale of the generator's muons, and the expected multiplicity."""
-
-    expectation: NDArray[np.float64]  # [1 + C] coefficients of the line through ln n
-    mean: NDArray[np.float64]  # [V] mean of the muons
-    deviation: NDArray[np.float64]  # [V] standard deviation of the muons
 
 
 class MuonTask(Task):
@@ -106,8 +91,9 @@ class MuonTask(Task):
         files = shower_files(self.dataset, self.context.data_root)
         if self.dataset.is_synthetic:
             files = synthetic_files(self.context.cache, self.dataset.synthetic, self.context.reporter)
-        showers = self._known(read_showers(files, self._as_trained))
-        return self._sets_of(self._within_limit(showers, files))
+        reader = ShowerReader(files, self._as_trained)
+        table = self._read_within_limit(reader, files)
+        return self._sets_of(table)
 
     @property
     def _as_trained(self) -> ShowerDatasetSettings:
@@ -116,37 +102,42 @@ class MuonTask(Task):
         settings: ShowerDatasetSettings = replace(self.dataset, variables=list(learned)) if learned else self.dataset
         return settings
 
-    def _known(self, showers: Showers) -> Showers:
-        if showers.empty:
-            self._told.append(
-                f"Events without a muon are left out: {showers.empty:,} of {len(showers) + showers.empty:,}"
-            )
-        if not self.dataset.variables and (missing := [name for name in VARIABLES if name not in showers.muons]):
-            self._told.append(
-                f"The files have no {' and no '.join(missing)} of muons: {', '.join(showers.muons)} are learned"
-            )
-        return showers
+    def _read_within_limit(self, reader: ShowerReader, files: Sequence[Path]) -> EventTable:
+        """Reads showers into flat arrays. Showers of too many muons are left out, and written to a file."""
+        table, outliers = EventTable(reader.variables), list[Showers]()
+        most = self.dataset.max_muons_per_event or sys.maxsize
+        for part in reader:
+            is_kept = part.counts <= most
+            table.append(part if is_kept.all() else part.select(is_kept))
+            if not is_kept.all():
+                outliers.append(part.select(~is_kept))
+        self._tell_of(reader, len(table) + sum(map(len, outliers)))
+        if outliers:
+            self._leave_out(outliers, len(table), files)
+        return table
 
-    def _within_limit(self, showers: Showers, files: Sequence[Path]) -> Showers:
-        """Leaves out showers of too many muons, and writes them to a file."""
-        most = self.dataset.max_muons_per_event
-        if not most or (showers.counts <= most).all():
-            return showers
-        is_kept = showers.counts <= most
-        if not is_kept.any():
+    def _tell_of(self, reader: ShowerReader, showers: int) -> None:
+        if reader.empty:
+            self._told.append(f"Events without a muon are left out: {reader.empty:,} of {showers + reader.empty:,}")
+        if not self.dataset.variables and (missing := [name for name in VARIABLES if name not in reader.variables]):
+            self._told.append(
+                f"The files have no {' and no '.join(missing)} of muons: {', '.join(reader.variables)} are learned"
+            )
+
+    def _leave_out(self, outliers: Sequence[Showers], kept: int, files: Sequence[Path]) -> None:
+        most, counts = self.dataset.max_muons_per_event, np.concatenate([part.counts for part in outliers])
+        if not kept:
             raise DataError("dataset.max_muons_per_event leaves no shower",
-                            value=f"{most}; the smallest shower has {showers.counts.min()} muons",
-                            remedy=f"Give at least {int(np.quantile(showers.counts, 0.9))}")  # fmt: skip
-        outliers = showers.select(~is_kept)
-        told = f"Showers of more than {most:,} muons are left out: {len(outliers):,} of {len(showers):,}"
+                            value=f"{most}; the smallest shower has {counts.min()} muons",
+                            remedy=f"Give at least {int(np.quantile(counts, 0.9))}")  # fmt: skip
+        told = f"Showers of more than {most:,} muons are left out: {len(counts):,} of {kept + len(counts):,}"
         if not self.context.sampling:
             path = Path(self.dataset.outliers) if self.dataset.outliers else self._outliers_path(files)
             if not self.dataset.outliers:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            write_events(path, outliers)
+            write_events(path, joined(outliers))
             told += f". They are in {path}, a data set for a larger card"
         self._told.append(told)
-        return showers.select(is_kept)
 
     def _outliers_path(self, files: Sequence[Path]) -> Path:
         identity = f"{self.dataset.max_muons_per_event} {sketch(files)}"
@@ -158,52 +149,35 @@ class MuonTask(Task):
         if not self.dataset.is_synthetic:
             return self.datasets()
         number = min(showers_in_file(settings, 0), _SAMPLED)
-        sets = self._sets_of(showers_of_columns(simulate_showers(settings, 0, number), self.dataset))
+        showers = showers_of_columns(simulate_showers(settings, 0, number), self.dataset)
+        table = EventTable([*showers.muons])
+        table.append(showers)
+        sets = self._sets_of(table)
         self.estimated_train_rows = round(len(sets[TRAIN]) * settings.showers / number)
         self.sample_note = f"{number:,} of {settings.showers:,} simulated showers were looked at"
         return sets
 
-    def _sets_of(self, showers: Showers) -> Mapping[str, Sequence[MuonEvent]]:
-        few = len(showers) < _FEW_SHOWERS
-        parts = self._parts = self.dataset.parts or (-(-_EVENTS // len(showers)) if few else 1)
+    def _sets_of(self, table: EventTable) -> Mapping[str, Sequence[MuonEvent]]:
+        showers, self._variables = len(table), table.variables
+        few = showers < _FEW_SHOWERS
+        parts = self._parts = self.dataset.parts or (-(-_EVENTS // showers) if few else 1)
         rng = np.random.default_rng(_CUT_SEED)
-        variables = []
-        self._variables = [*showers.muons]
-        for name in self._variables:
-            values = np.log10(showers.muons[name]) if name == "energy" else showers.muons[name]
-            variables.append(np.log10(values + _DELAY_NS) if name == "time" else values / _UNITS[name])
-        muons = np.stack(variables, axis=1)  # [M, V] normalised
-        starts = np.cumsum(showers.counts) - showers.counts
-        # Muons are dealt out at random: each part is a thinned copy of the shower.
-        part_of = rng.integers(0, parts, len(muons)) if parts > 1 else np.zeros(len(muons), np.int64)
-        conditions = _conditions(showers)
-        events, owners = list[_Event](), []
-        primaries = np.stack([np.arange(1.0, len(showers) + 1), showers.energy_gev, showers.zenith_rad,
-                              _primary_ids(showers.mass), showers.depth_g_cm2], axis=1).tolist()  # fmt: skip
-        for shower, (start, count) in enumerate(zip(starts, showers.counts, strict=True)):
-            of_shower, dealt = muons[start : start + count], part_of[start : start + count]
-            for part in np.unique(dealt):
-                of_part = torch.from_numpy(of_shower[dealt == part]).float()
-                events.append((conditions[shower], of_part, tuple(primaries[shower])))
-                owners.append(len(events) - 1 if few else shower)
+        table.deal(parts, rng)
         if parts > 1:
-            self._cut = (f"{len(showers):,} showers are cut into {len(events):,} events of"
-                         f" {len(muons) / len(events):,.0f} muons: dataset.parts {parts}")  # fmt: skip
-        return self._split(events, np.asarray(owners), rng)
-
-    def _split(
-        self, events: list[_Event], owners: NDArray[np.int64], rng: np.random.Generator
-    ) -> Mapping[str, Sequence[MuonEvent]]:
-        """Splits events into sets; events with the same owner stay together."""
-        groups = int(owners.max()) + 1
+            self._cut = (f"{showers:,} showers are cut into {len(table):,} events of"
+                         f" {len(table.muons) / len(table):,.0f} muons: dataset.parts {parts}")  # fmt: skip
+        # Events with the same owner stay together.
+        owners = np.arange(len(table)) if few else table.showers
+        groups = int(owners[-1]) + 1
         chosen = self._groups_of_sets(groups, rng)
         if len(chosen) < len((TRAIN, VALIDATION, TEST)):
             raise DataError("Training, validation and test take an event each at least", value=f"{groups} events",
                             remedy="Give more data, or --set dataset.parts=128")  # fmt: skip
         rows = {name: np.flatnonzero(np.isin(owners, of_set)) for name, of_set in chosen.items()}
         if not self._is_trained:
-            self._moments = _moments([events[row] for row in rows[TRAIN]])
-        return {name: [self._event(*events[row]) for row in rows[name]] for name in rows}
+            self._moments = table.moments(rows[TRAIN])
+        table.set_bounds(self._moments, self.model_settings)
+        return {name: Events(table, rows[name]) for name in rows}
 
     def _groups_of_sets(self, groups: int, rng: np.random.Generator) -> Mapping[str, NDArray[np.int64]]:
         """Divides showers, or events of few showers, among the sets; there are none where they are too few."""
@@ -223,11 +197,13 @@ class MuonTask(Task):
     def samples_to_predict(self) -> "PrimariesToDraw":
         """Reads primaries, which need no muons."""
         files = shower_files(self.dataset, self.context.data_root)
-        primaries = read_primaries(files, self.dataset.depth_g_cm2)
-        # As `evaluate` numbers the showers of as many.
-        sets = self._groups_of_sets(len(primaries), np.random.default_rng(_CUT_SEED))
-        order = np.concatenate([*sets.values()]) if sets else np.arange(len(primaries))
-        return PrimariesToDraw(self, primaries, np.argsort(order), int(self.context.state[_PARTS]))
+        primaries = [PrimaryFile(path, self.dataset.depth_g_cm2) for path in files]
+        showers, rows = sum(map(len, primaries)), None
+        if not self.settings.draw_seed and showers <= _MOST_NUMBERED:
+            # As `evaluate` numbers the showers of as many.
+            sets = self._groups_of_sets(showers, np.random.default_rng(_CUT_SEED))
+            rows = np.argsort(np.concatenate([*sets.values()])) if sets else None
+        return PrimariesToDraw(self, primaries, rows, int(self.context.state[_PARTS]))
 
     def columns(self, samples: Sequence[MuonEvent], predictions: Sequence[Any]) -> Mapping[str, Any]:
         """Returns a row for each muon, in physical units, with its shower's primary."""
@@ -236,7 +212,7 @@ class MuonTask(Task):
         muons = torch.cat(list(predictions)).double().numpy()
         return {
             **dict(zip((EVENT, ENERGY, ZENITH, PRIMARY, DEPTH), primaries.T, strict=True)),
-            **{VARIABLE_COLUMNS[name]: _in_units(name, values)
+            **{VARIABLE_COLUMNS[name]: in_units(name, values)
                for name, values in zip(self._variables, muons.T, strict=True)},
         }  # fmt: skip
 
@@ -251,18 +227,9 @@ class MuonTask(Task):
         return list(self.context.state[_VARIABLES])
 
     @cached_property
-    def _moments(self) -> _Moments:
+    def _moments(self) -> Moments:
         """Moments of the training events; set with the sets where nothing is trained yet."""
-        saved = self.context.state
-        return _Moments(**{each.name: np.asarray(saved[each.name]) for each in fields(_Moments)})
-
-    def _event(self, conditions: Tensor, muons: Tensor, primary: tuple[float, ...]) -> MuonEvent:
-        model, line = self.model_settings, self._moments.expectation
-        logarithm = line[0] + line[1:] @ conditions.double().numpy()
-        expected = float(np.exp(min(logarithm, np.log(model.max_generated))))
-        bound = int(np.ceil(model.bound * expected + _POISSON_SPREADS * np.sqrt(expected)))
-        bound = max(2, min(bound, model.max_generated))
-        return MuonEvent(conditions=conditions, muons=muons, bound=bound, primary=primary)
+        return as_moments(self.context.state)
 
     def notices(self) -> Sequence[str]:
         """Returns the notices of every task, and how showers are left out and cut into events."""
@@ -360,64 +327,44 @@ class MuonTask(Task):
     def _distances(self, samples: Sequence[MuonEvent], made: Sequence[NDArray[np.float64]]) -> dict[str, float]:
         names = self._variables
         real = [sample.muons.double().numpy() for sample in samples]
-        return wasserstein_distances(real, made, [_METRICS[name] for name in names], [_UNITS[name] for name in names])
+        return wasserstein_distances(real, made, [_METRICS[name] for name in names], [UNITS[name] for name in names])
 
 
-class PrimariesToDraw(Sequence[MuonEvent]):
-    """Events without muons, whose showers are drawn: `parts` events for each primary, as in training."""
+class PrimariesToDraw:
+    """A stream of events without muons, whose showers are drawn: `parts` events for each primary, as in training.
 
-    def __init__(self, task: MuonTask, primaries: Primaries, rows: NDArray[np.int64], parts: int) -> None:
-        self._task, self._primaries, self._rows, self._parts = task, primaries, rows, parts
-        self._conditions = _conditions(primaries)
+    Args:
+        task: Of the finished run.
+        files: Files of primaries, which are read part by part.
+        rows: Number of each shower among those that `evaluate` tests; None: its number in the files.
+        parts: Events of a primary.
+    """
+
+    def __init__(
+        self, task: MuonTask, files: Sequence[PrimaryFile], rows: NDArray[np.int64] | None, parts: int
+    ) -> None:
+        self._task, self._files, self._rows, self._parts = task, files, rows, parts
 
     def __len__(self) -> int:
-        return len(self._primaries) * self._parts
+        return sum(map(len, self._files)) * self._parts
 
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        shower, part = divmod(number, self._parts)
-        given = self._primaries
-        columns = (given.event, given.energy_gev, given.zenith_rad, given.primary_id, given.depth_g_cm2)
-        nothing, primary = torch.zeros(0, len(self._task._moments.mean)), tuple(float(each[shower]) for each in columns)
-        return replace(self._task._event(self._conditions[shower], nothing, primary), seed=self._seed(shower, part))
+    def __iter__(self) -> Iterator[MuonEvent]:
+        moments, model, shower = self._task._moments, self._task.model_settings, 0
+        nothing = torch.zeros(0, len(moments.mean))
+        for given in chain.from_iterable(self._files):
+            conditions = conditions_of(given)
+            bounds = moments.bounds(conditions, model).tolist()
+            columns = (given.event, given.energy_gev, given.zenith_rad, given.primary_id, given.depth_g_cm2)
+            for row, primary in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+                event = MuonEvent(conditions=torch.from_numpy(conditions[row]), muons=nothing, bound=bounds[row],
+                                  primary=primary)  # fmt: skip
+                yield from (replace(event, seed=self._seed(shower, part)) for part in range(self._parts))
+                shower += 1
 
     def _seed(self, shower: int, part: int) -> int:
         seed = self._task.settings.draw_seed
         # With a seed of its own, a shower stays the same where others follow it in the file.
-        row = shower if seed else int(self._rows[shower])
+        row = shower if self._rows is None else int(self._rows[shower])
         if not seed and not part:
             return row
         return int(np.random.SeedSequence([seed, row, part]).generate_state(1, np.uint32)[0])
-
-
-def _conditions(showers: Showers | Primaries) -> Tensor:
-    """Returns the normalised conditions [S, C]."""
-    columns = (np.log10(showers.energy_gev / _PEV_GEV), np.cos(showers.zenith_rad), np.log10(showers.mass),
-               showers.depth_g_cm2 / _KM_G_CM2)  # fmt: skip
-    return torch.from_numpy(np.stack(columns, axis=1)).float()
-
-
-def _primary_ids(mass: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns CORSIKA's numbers of nuclei with half of their nucleons protons; the number of nucleons is exact."""
-    return np.where(mass == 1, _PROTON_ID, 100 * mass + mass // 2)
-
-
-def _in_units(name: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns a normalised variable in m, GeV or ns."""
-    if name == "energy":
-        return 10.0**values
-    return 10.0**values - _DELAY_NS if name == "time" else values * _UNITS[name]
-
-
-def _moments(events: Sequence[_Event]) -> _Moments:
-    conditions = np.stack([np.r_[1.0, conditions.double().numpy()] for conditions, *_ in events])
-    logarithms = np.log([len(muons) for _, muons, _ in events])
-    centre = conditions.mean(axis=0) * (np.arange(1 + CONDITIONS) > 0)
-    from_centre = conditions - centre
-    ridge = _RIDGE * len(events) * np.eye(1 + CONDITIONS)
-    slopes = np.linalg.solve(from_centre.T @ from_centre + ridge, from_centre.T @ logarithms)
-    slopes[0] -= slopes @ centre
-    muons = torch.cat([muons for _, muons, _ in events]).double().numpy()
-    deviation = np.maximum(muons.std(axis=0), np.finfo(np.float32).eps)
-    return _Moments(expectation=slopes, mean=muons.mean(axis=0), deviation=deviation)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from can_train.errors import DataError, MissingDataError
 from can_train.training.sample_task import TaskContext
-from can_train_tasks.muon.primaries import read_primaries
+from can_train_tasks.muon.primaries import PrimaryFile
 from can_train_tasks.muon.settings import MuonGanSettings, MuonSettings, ShowerDatasetSettings
 from can_train_tasks.muon.showers import MUON_TABLE, Columns, Showers, read_showers, shower_files, write_events
 from can_train_tasks.muon.synthetic_showers import write_hdf5, write_parquet
@@ -281,7 +281,7 @@ def test_the_primaries_of_events_are_read_without_their_muons(tmp_path: Path, su
     write(path, [[1e5, 0.1, 0.938272, 1500.0], [2e5, 0.2, 56.0, 1600.0]], [[], [[1.0, 2.0, 3.0, 4.0]]])
     if suffix == "parquet":
         polars.read_parquet(path).drop("muons").write_parquet(path)
-    primaries = read_primaries([path], 1.0)
+    (primaries,) = PrimaryFile(path, 1.0)
     assert primaries.mass.tolist() == [1.0, 56.0]
     assert primaries.depth_g_cm2.tolist() == [1500.0, 1600.0]
     assert primaries.energy_gev.tolist() == [1e5, 2e5]
