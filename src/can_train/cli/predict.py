@@ -82,7 +82,8 @@ def predict(  # noqa: PLR0913 - Typer makes an option of each argument
     record = locator.find_ended(run)
     _check_out(out, dataset)
     place = str(expanded(preview)) + "/" * preview.endswith("/") if preview else ""
-    _check_preview(place, dataset)
+    if place:
+        _check_preview(place, out, dataset)
     # Hydra and torch: a line that is wrong does not wait for them.
     output.print_starting(verbosity)
     from can_train.config.resolved import PathSettings
@@ -127,16 +128,19 @@ def _check_out(out: str, dataset: str | None) -> None:
                           remedy="Name another file with --out")  # fmt: skip
 
 
-def _check_preview(place: str, dataset: str | None) -> None:
+def _check_preview(place: str, out: str, dataset: str | None) -> None:
     """Refuses to write a preview over files, or into the data: its pictures would be read as data the next time."""
     path = Path(place)
-    if place and path.is_dir() and any(path.iterdir()):
+    if place == _STANDARD or path.resolve() == expanded(out).resolve():
+        raise ConfigError("A preview needs a place of its own", value=f"--preview {place}",
+                          remedy="Name a folder or a video with --preview")  # fmt: skip
+    if path.is_dir() and any(path.iterdir()):
         raise ConfigError("The folder of the preview has files, which are not replaced", value=f"--preview {place}",
                           remedy="Name a new folder with --preview")  # fmt: skip
     if place.endswith("/") and path.exists() and not path.is_dir():
         raise ConfigError("The place of the preview is a file", value=f"--preview {place}",
                           remedy="Name another folder with --preview")  # fmt: skip
-    if not place or dataset in (None, _STANDARD):
+    if dataset in (None, _STANDARD):
         return
     data = expanded(str(dataset)).resolve()
     if path.resolve() == data or (data.is_dir() and path.resolve().is_relative_to(data)):
@@ -170,9 +174,9 @@ def _write(model: LoadedModel, samples: object, places: _Places, reporter: Repor
     opened = (nullcontext(stream_predictions(output.DataOutput(), chosen)) if out == _STANDARD else
               open_predictions(out, chosen, model.formats, model.parts(samples)))  # fmt: skip
     with _cleaning_up(), ExitStack() as stack:
-        opens = partial(model.preview, samples)
+        # The preview may lie in a folder of predictions, which is made first.
+        write, opens = stack.enter_context(opened), partial(model.preview, samples)
         watchers = [stack.enter_context(open_preview(places.preview, opens))] if places.preview else []
-        write = stack.enter_context(opened)
         stage = stack.enter_context(
             reporter.stage("predicting", total=getattr(samples, "total", None), unit=model.counted)
         )

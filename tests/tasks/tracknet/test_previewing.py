@@ -182,6 +182,13 @@ def test_nothing_is_marked_where_no_ball_is_reported(run: Path, tmp_path: Path) 
         assert (shown == given).all()
 
 
+def test_a_preview_may_lie_in_the_folder_of_predictions(run: Path, tmp_path: Path) -> None:
+    write_pictures(tmp_path / "rally", 3)
+    predict(run, "--dataset", tmp_path / "rally", "--out", f"{tmp_path}/out/", "--preview", tmp_path / "out" / "seen")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["predictions_ball.csv", "seen"]
+    assert len([*(tmp_path / "out" / "seen").iterdir()]) == 3
+
+
 def test_clips_have_a_folder_each_which_the_reader_takes(run: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_pictures(tmp_path / "rallies" / name, 3)
@@ -230,6 +237,7 @@ def test_the_own_test_pictures_of_a_run_are_previewed(run: Path, tmp_path: Path)
         ("full/", "The folder of the preview has files, which are not replaced"),
         ("full/0.png/", "The place of the preview is a file"),
         ("rally/seen", "The preview would lie in the data"),
+        ("out.csv", "A preview needs a place of its own"),
         ("nowhere/seen", "Make its folder, or name another place with --preview"),
         ("nowhere/seen.mp4", "Make its folder, or name another place with --preview"),
     ],
