@@ -520,6 +520,140 @@ def test_images_have_the_format_that_is_asked_for(target: str | None, dispatched
     assert not model._forward_pre_hooks
 
 
+def in_loop(
+    model: nn.Module, loss_of: LossOf, rows: NDArray[np.int64], zero_grad: str, steps: int, keep: bool
+) -> tuple[int, float]:
+    """The peak of a loop with SGD, and the bytes of its gradients."""
+    optimizer, parameters = torch.optim.SGD(model.parameters(), foreach=True), list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.zero_grad(set_to_none=not keep)
+    tracker = LiveStorageTracker(ENDLESS, [*parameters, *model.buffers()])
+    with tracker:
+        for _ in range(2):
+            if zero_grad == "before":
+                optimizer.zero_grad(set_to_none=not keep)
+            for number in range(steps):
+                loss = loss_of(rows)
+                if zero_grad == "after" and not number:
+                    optimizer.zero_grad(set_to_none=not keep)
+                loss.backward()
+            optimizer.step()
+    return tracker.peak_bytes, sum(parameter.nbytes for parameter in parameters)
+
+
+LOOPS = [("before", 1, False), ("after", 1, False), ("before", 3, False), ("after", 3, False), ("before", 1, True)]
+
+
+@pytest.mark.parametrize(("zero_grad", "steps", "keep"), LOOPS)
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+@pytest.mark.parametrize("size", [500, 20_000])
+def test_gradients_are_alive_as_in_the_callers_loop(
+    zero_grad: str, steps: int, keep: bool, target: str | None, size: int, dispatched: None
+) -> None:
+    model = nn.Sequential(
+        nn.Linear(64, 1024, bias=False), nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 64, bias=False), nn.ReLU()
+    )
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        out: Tensor = model(DATA[rows % 64])
+        # The peak is in the forward pass, as that of a metric beside the loss.
+        metric = out.detach().repeat(1, 60).sum()
+        return out.square().sum() + metric
+
+    loop: dict[str, Any] = {"zero_grad": zero_grad, "accumulation_steps": steps, "keep_gradients": keep}
+    found = predict_peak(model, size, loss_of=loss_of, optimizer=torch.optim.SGD, target=target, **loop)
+    peak, gradient_bytes = in_loop(model, loss_of, np.arange(size), zero_grad, steps, keep)
+    tensors = found.tensors.num_bytes if isinstance(found, TargetPrediction) else found.peak_bytes
+    assert tensors == pytest.approx(peak, rel=0.01)
+    plain_bytes, _ = in_loop(model, loss_of, np.arange(size), "before", 1, False)
+    assert plain_bytes <= peak <= plain_bytes + gradient_bytes
+    assert (peak == plain_bytes) is ((zero_grad, steps, keep) == LOOPS[0])
+
+
+def test_the_loop_is_told_where_gradients_matter() -> None:
+    def told(size: int, **loop: Any) -> tuple[str, ...]:
+        return of_target(nn.Linear(64, 1024), size, **loop).assumptions
+
+    (plain,) = told(100)
+    assert "zero_grad='after'" in plain
+    assert plain.endswith("takes up to 260 KiB more")
+    assert told(100, zero_grad="after", accumulation_steps=4) == (
+        "Gradients of 260 KiB are alive in the forward pass (zero_grad='after', accumulation_steps=4)",
+    )
+    assert told(50_000) == told(50_000, zero_grad="after") == ()
+    assert f"{plain}." in str(of_target(nn.Linear(64, 1024), 100))
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        ({"zero_grad": "never"}, "before the forward pass of a step, or after it: zero_grad='never'.\nGive \"before\""),
+        ({"accumulation_steps": 0}, "one batch or more: accumulation_steps=0"),
+        ({"accumulation_steps": 1.5}, "one batch or more: accumulation_steps=1.5"),
+        ({"allocator": "expandable_segments:True"}, "count for a card: .*\nGive one, target="),
+        ({"allocator": "max_split_size_mb:soon", "target": "t4"}, "max_split_size_mb:soon.\nGive allocator="),
+    ],
+)
+def test_a_loop_or_allocator_that_cannot_be_is_refused(loop: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        of_target(nn.Linear(64, 64), 10, **loop)
+
+
+def test_a_task_has_the_loop_of_can_train() -> None:
+    with pytest.raises(ArgumentError, match="can-train's loop: zero_grad='after'"):
+        predict_peak(LineTask(), 10, zero_grad="after")
+
+
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+EXPANDING = "expandable_segments:True"
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_allocator_of_a_callers_loop_has_the_settings_of_its_environment(
+    dispatched: None, unset: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(**others: Any) -> TargetPrediction:
+        return of_target(perceptron(), 20_000, target="t4", **others)
+
+    plain, expanding = found(), found(allocator=EXPANDING)
+    # Segments of 20 MiB, or of one large tensor each, against one that grows.
+    assert plain.reserved_bytes != expanding.reserved_bytes
+    assert (
+        plain.assumptions[0] == "PyTorch's allocator has its default settings, as $PYTORCH_CUDA_ALLOC_CONF is not set"
+    )
+    assert expanding.assumptions[0] == f"PyTorch's allocator has the settings {EXPANDING}, as given"
+    assert f"{plain.assumptions[0]}." in str(plain).splitlines()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", EXPANDING)
+    from_environment = found()
+    assert from_environment.reserved_bytes == expanding.reserved_bytes
+    assert from_environment.assumptions[0].endswith("from $PYTORCH_ALLOC_CONF")
+    assert found(allocator="").reserved_bytes == plain.reserved_bytes
+    assert "future_setting:3" in found(allocator="future_setting:3").notices[0]
+
+
+def test_the_launcher_predicts_with_the_settings_that_it_sets(
+    dispatched: None, unset: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (told,) = predict_peak(LineTask(), 10, target="t4").assumptions
+    assert told == f"PyTorch's allocator has the settings {EXPANDING}, which can-train sets"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    (told,) = predict_peak(LineTask(), 10, target="t4").assumptions
+    assert told == "PyTorch's allocator has its default settings, from $PYTORCH_CUDA_ALLOC_CONF"
+
+
+def test_small_batches_leave_more_room_for_gaps_where_segments_do_not_expand(dispatched: None, unset: None) -> None:
+    model = torch.jit.script(nn.Linear(64, 256))
+    plain, expanding = (of_target(model, 10_000, target="t4", allocator=text) for text in ("", EXPANDING))
+    assert plain.notices
+    assert plain.interval_bytes[1] > expanding.interval_bytes[1]
+
+
 def test_trials_of_cudnn_are_said(dispatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert of_target(perceptron(), 10, target="t4").notices == ()
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)

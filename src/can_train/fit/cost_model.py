@@ -270,6 +270,12 @@ class PeakPrediction:
     explains: bool  # Whether the features explain the memory of the batches that were run; if not, it says little
     limits: DeviceLimits = field(repr=False)  # Of a device that any batch fits, with the cost models
     notices: tuple[str, ...] = ()  # Sentences without a full stop
+    assumptions: tuple[str, ...] = ()  # On the loop: sentences without a full stop
+
+    def __str__(self) -> str:
+        least, most = (size_text(num_bytes) for num_bytes in self.interval_bytes)
+        lines = [f"{size_text(self.peak_bytes)}, between {least} and {most}"]
+        return "\n".join([*lines, *(f"{sentence}." for sentence in (*self.assumptions, *self.notices))])
 
     @property
     def interval_bytes(self) -> tuple[float, float]:

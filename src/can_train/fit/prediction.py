@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -50,8 +51,14 @@ from can_train.fit.optimizer import (
     use_channels_last,
 )
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
-from can_train.io.units import parse_size
-from can_train.memory.allocator_settings import read_allocator_settings
+from can_train.io.units import parse_size, size_text
+from can_train.memory.allocator_settings import (
+    OWN_SETTINGS,
+    SETTINGS_VARIABLES,
+    allocator_settings,
+    read_allocator_settings,
+    settings_variable,
+)
 from can_train.memory.catalogue import (
     ALL_KERNELS,
     CUBLAS_KERNELS,
@@ -79,6 +86,8 @@ _MATRIX_DIMS: Final = 2
 _IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _UNLIMITED: Final = 2**50
+_CLEARED: Final = ("before", "after")
+_TOLD_SHARE: Final = 0.01  # of the peak, from which on gradients that are alive matter
 _ANY_LR: Final = 1e-3  # a learning rate decides no memory
 # Upper ends of the workspaces, as multiples of the assumed ones: cuBLASLt may keep as much again and twice of it; the
 # workspaces of cuDNN differ most between networks, and this multiple leaves 1 of 100 published peaks of generated CNNs
@@ -91,6 +100,8 @@ _GAPS_MOST: Final = 0.1
 # keep somewhat less, and workspaces of cuDNN come on top (CNNs, 95 of 100 published peaks).
 _CPU_LEAST: Final = 0.9
 _CPU_MOST: Final = 1.4
+# Most gaps without a replay, as a multiple of the usual ones, where segments do not expand: cautious, and not measured.
+_PLAIN_GAPS_MOST: Final = 4
 _CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
 
 
@@ -163,6 +174,14 @@ class TargetPrediction:
     context: MemoryTerm  # bytes of CUDA and of the loaded libraries' kernels, outside the allocator
     fits_card: bool  # whether the allocations fit, one after the other, beside the largest context, or a screen
     notices: tuple[str, ...] = ()  # sentences without a full stop
+    assumptions: tuple[str, ...] = ()  # on the allocator and the loop: sentences without a full stop
+
+    def __str__(self) -> str:
+        least, most = (size_text(num_bytes) for num_bytes in self.interval_bytes)
+        fits = "it fits" if self.fits_card else "it does not fit"
+        lines = [f"{self.card.key}: {size_text(self.device_bytes)}, between {least} and {most}: {fits}"]
+        lines += [f"  {term.what}: {size_text(term.num_bytes)}" for term in self.terms]
+        return "\n".join([*lines, *(f"{sentence}." for sentence in (*self.assumptions, *self.notices))])
 
     @property
     def terms(self) -> tuple[MemoryTerm, ...]:
@@ -200,7 +219,11 @@ def predict_peak(
     training: TrainingSettings | None = None,
     precision: str = ...,
     memory_format: torch.memory_format = ...,
+    zero_grad: str = ...,
+    accumulation_steps: int = ...,
+    keep_gradients: bool = ...,
     target: None = None,
+    allocator: None = None,
 ) -> PeakPrediction: ...
 @overload
 def predict_peak(
@@ -212,7 +235,11 @@ def predict_peak(
     training: TrainingSettings | None = None,
     precision: str = ...,
     memory_format: torch.memory_format = ...,
+    zero_grad: str = ...,
+    accumulation_steps: int = ...,
+    keep_gradients: bool = ...,
     target: str,
+    allocator: str | None = None,
 ) -> TargetPrediction: ...
 def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of their own
     task_or_model: BatchTask | nn.Module,
@@ -223,7 +250,11 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
     training: TrainingSettings | None = None,
     precision: str = "fp32",
     memory_format: torch.memory_format = torch.preserve_format,
+    zero_grad: str = "before",
+    accumulation_steps: int = 1,
+    keep_gradients: bool = False,
     target: str | None = None,
+    allocator: str | None = None,
 ) -> PeakPrediction | TargetPrediction:
     """Predicts the peak of a training step without a GPU: from small ones, or for a card from the step itself.
 
@@ -247,9 +278,17 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         training: For a task: precision, optimizer, format of images and `compile`; None: the defaults.
         precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`.
         memory_format: For a model: format of the images that it is called with, `torch.channels_last`.
+        zero_grad: For a model: whether its loop clears gradients `"before"` the forward pass of a step, or `"after"`
+            it: then gradients of the step before are alive in the forward pass.
+        accumulation_steps: For a model: batches, each as large as `batch`, whose gradients make one optimizer step.
+        keep_gradients: For a model: whether gradients are filled with zeros and not freed, as
+            `zero_grad(set_to_none=False)` does.
         target: A card, `rtx3090`, or the memory of another one, `16GiB`. Two steps on the whole batch are recorded as
             CUDA would run them, with tensors that have no values; a model of your own may be on any device, `meta`
             included.
+        allocator: For a card: settings of PyTorch's allocator, as PYTORCH_CUDA_ALLOC_CONF has them; empty: PyTorch's
+            defaults. None: the settings in this process's variables; without any, can-train's for a task, and PyTorch's
+            defaults for a model, whose loop sets no others.
 
     Returns:
         The prediction; of a target, a `TargetPrediction` with a term for each part of its memory.
@@ -260,13 +299,20 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         ConfigError: The catalogue has no such card.
         DoesNotFitError: Not even the probes fit on this machine.
     """
+    if allocator is not None and target is None:
+        raise ArgumentError("Settings of the allocator count for a card", value=f"allocator={allocator!r}",
+                            remedy="Give one, target='a100-80gb'")  # fmt: skip
+    loop = _Loop(zero_grad=zero_grad, accumulation_steps=accumulation_steps, keep_gradients=keep_gradients)
     if not isinstance(task_or_model, nn.Module):
         if optimizer is not None:
             raise ArgumentError("A task's optimizer is a setting of its training", value=repr(optimizer),
                                 remedy='Give training=TrainingSettings(optimizer="sgd")')  # fmt: skip
+        if loop != _Loop():
+            raise ArgumentError("A task is trained by can-train's loop", value=f"{loop}",
+                                remedy="Leave zero_grad, accumulation_steps and keep_gradients out")  # fmt: skip
         chosen = training or TrainingSettings()
         of_task = _TaskStep(task=task_or_model, batch=batch, training=chosen)
-        found = of_task.on_cpu() if target is None else _of_target(of_task, _card(target))
+        found = of_task.on_cpu() if target is None else _of_target(of_task, _card(target), allocator, OWN_SETTINGS)
         return found if chosen.compile == "off" else _of_compiled(found)
     if loss_of is None:
         raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
@@ -276,12 +322,15 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
                             remedy=f"Valid: {', '.join(_PRECISIONS)}")  # fmt: skip
     step = _Step(
         model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
-        make=_maker(optimizer), memory_format=memory_format,
+        make=_maker(optimizer), memory_format=memory_format, loop=loop,
     )  # fmt: skip
     is_compiled = any(_is_compiled(module) for module in task_or_model.modules())
     # PyTorch would never compile again a module that was called in a dispatch mode.
     with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
-        found = step.on_cpu() if target is None else _of_target(step, _card(target))
+        found = step.on_cpu() if target is None else _of_target(step, _card(target), allocator, "")
+    gradient_bytes = sum(parameter.nbytes for parameter in step.trained)
+    if told := loop.told(gradient_bytes, found.peak_bytes):
+        found = replace(found, assumptions=(*found.assumptions, told))
     return _of_compiled(found) if is_compiled else found
 
 
@@ -307,6 +356,61 @@ def _card(target: str) -> Card:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """What a caller's loop does with gradients."""
+
+    zero_grad: str = "before"
+    accumulation_steps: int = 1
+    keep_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero_grad not in _CLEARED:
+            raise ArgumentError("Gradients are cleared before the forward pass of a step, or after it",
+                                value=f"zero_grad={self.zero_grad!r}", remedy='Give "before" or "after"')  # fmt: skip
+        steps: Any = self.accumulation_steps
+        if not isinstance(steps, int | np.integer) or isinstance(steps, bool) or steps < 1:
+            raise ArgumentError("A step has one batch or more", value=f"accumulation_steps={steps!r}",
+                                remedy="Give accumulation_steps=1 where each batch is a step")  # fmt: skip
+
+    def __str__(self) -> str:
+        given = (f"{key}={value!r}" for key, value in vars(self).items() if value != getattr(_Loop, key))
+        return ", ".join(given)
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether gradients are alive in some forward pass."""
+        return self != _Loop()
+
+    def backward(self, loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter], *, is_first: bool) -> None:
+        """Computes the gradients of a batch, which may be the first one of a step."""
+        if is_first and self.zero_grad == "before":
+            self._clear(parameters)
+        computed = loss()
+        if is_first and self.zero_grad == "after":
+            self._clear(parameters)
+        computed.backward()
+
+    def _clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if self.keep_gradients and parameter.grad is not None:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
+
+    def told(self, gradient_bytes: int, peak_bytes: float) -> str:
+        """Returns the sentence on gradients, without a full stop; empty where they are too small to matter."""
+        if gradient_bytes < _TOLD_SHARE * peak_bytes:
+            return ""
+        size = size_text(gradient_bytes)
+        if self.keeps_alive:
+            return f"Gradients of {size} are alive in the forward pass ({self})"
+        return (
+            f"Gradients are cleared before the forward pass; a loop that clears them after it (zero_grad='after'), "
+            f"accumulates or keeps them takes up to {size} more"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Step:
     """The training step of a model that is predicted."""
 
@@ -316,6 +420,7 @@ class _Step:
     precision: Precision
     make: MakeOptimizer
     memory_format: torch.memory_format
+    loop: _Loop
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -352,9 +457,10 @@ class _Step:
         # The last feature counts samples.
         rows = np.arange(round(self.batch.totals[-1]))
         for _ in range(_RECORDED_STEPS):
-            self.loss(rows, "cuda").backward()
+            # Gradients are alive from the second batch of a step on: further ones take as much.
+            for number in range(min(self.loop.accumulation_steps, _RECORDED_STEPS)):
+                self.loop.backward(partial(self.loss, rows, "cuda"), self.trained, is_first=number == 0)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,7 +514,36 @@ class _TaskStep:
         return np.resize(rows[np.argsort(-each, kind="stable")], _size(self.batch))
 
 
-def _of_target(step: _Step | _TaskStep, card: Card) -> TargetPrediction:
+def _of_target(step: _Step | _TaskStep, card: Card, allocator: str | None, default: str) -> TargetPrediction:
+    settings, told = _allocator(allocator, default)
+    found = _recorded(step, card, settings)
+    notices = found.notices
+    if settings.ignored:
+        notices = (*notices, f"Settings of the allocator that no prediction knows: {', '.join(settings.ignored)}")
+    return replace(found, notices=notices, assumptions=(told,))
+
+
+def _allocator(given: str | None, default: str) -> tuple[AllocatorSettings, str]:
+    """Returns the allocator's settings that a step is predicted with, and a sentence that says them."""
+    variable = settings_variable() if given is None else ""
+    environment = os.environ if given is None else {SETTINGS_VARIABLES[0]: given}
+    try:
+        settings = read_allocator_settings(environment, default)
+    except ConfigError as error:
+        if given is None:
+            raise
+        raise ArgumentError(
+            error.rule, value=error.value, remedy="Give allocator='expandable_segments:True', or '' for the defaults"
+        ) from error
+    text = allocator_settings(environment, default).strip()
+    source = f"from ${variable}" if variable else "as given"
+    if given is None and not variable:
+        source = "which can-train sets" if default else f"as ${SETTINGS_VARIABLES[0]} is not set"
+    what = f"the settings {text}" if text else "its default settings"
+    return replace(settings, memory_fraction=1.0), f"PyTorch's allocator has {what}, {source}"
+
+
+def _recorded(step: _Step | _TaskStep, card: Card, settings: AllocatorSettings) -> TargetPrediction:
     try:
         trace = record_on_cuda(
             step.model, step.train_on_gpu, generation=card.generation, resident_threads=card.resident_threads
@@ -419,8 +554,7 @@ def _of_target(step: _Step | _TaskStep, card: Card) -> TargetPrediction:
                 "A model on meta is predicted from the allocations of CUDA", value=f"{error.rule}: {error.value}",
                 remedy=error.remedy or "Give a model on the CPU",
             ) from error  # fmt: skip
-        return _from_the_cpu(step.on_cpu(), card, error, loaded_kernels(step.model))
-    settings = replace(read_allocator_settings(), memory_fraction=1.0)
+        return _from_the_cpu(step.on_cpu(), card, error, loaded_kernels(step.model), settings)
     return price_trace(trace, card, settings, loaded_kernels(step.model))
 
 
@@ -496,17 +630,20 @@ def _context(card: Card, kernels: str) -> MemoryTerm:
     return MemoryTerm(what=f"CUDA context with {kernels}", num_bytes=assumed, least_bytes=least, most_bytes=most)
 
 
-def _from_the_cpu(found: PeakPrediction, card: Card, error: NoCudaDispatchError, kernels: str) -> TargetPrediction:
+def _from_the_cpu(
+    found: PeakPrediction, card: Card, error: NoCudaDispatchError, kernels: str, settings: AllocatorSettings
+) -> TargetPrediction:
     """Predicts from probes on the CPU where CUDA's dispatch cannot be had, with an interval that says so."""
     peak, margin, context = found.peak_bytes, found.half_width_bytes, _context(card, kernels)
     gaps, most_tensors = FRAGMENTATION * peak, _CPU_MOST * peak + margin
+    most_gaps = gaps * (2 if settings.expandable_segments else _PLAIN_GAPS_MOST)
     return TargetPrediction(
         card=card,
         tensors=MemoryTerm(
             what=TENSORS, num_bytes=peak, least_bytes=_CPU_LEAST * peak - margin, most_bytes=most_tensors
         ),
         workspaces=(),
-        fragmentation=MemoryTerm(what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=2 * gaps),
+        fragmentation=MemoryTerm(what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=most_gaps),
         context=context,
         fits_card=most_tensors + gaps + context.num_bytes + screen_bytes(card) <= card.total_bytes,
         notices=(
@@ -595,7 +732,11 @@ def _of_model(of: _Step) -> PeakPrediction:
 
     def step(rows: NDArray[np.int64]) -> None:
         try:
-            of.loss(rows, "cpu").backward()
+            if of.loop.keeps_alive:
+                for parameter in of.trained:
+                    parameter.grad = torch.zeros_like(parameter)
+            is_first = of.loop.accumulation_steps == 1
+            of.loop.backward(lambda: of.loss(rows, "cpu"), of.trained, is_first=is_first)
         finally:
             for parameter in model.parameters():
                 parameter.grad = None

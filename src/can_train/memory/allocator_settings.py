@@ -24,22 +24,24 @@ _ELSEWHERE: Final = re.compile(
 T = TypeVar("T")
 
 
-def read_allocator_settings(environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
-    """Reads the user's settings, or can-train's where there are none; raises ConfigError where PyTorch would, or
-    where a number cannot be read.
+def read_allocator_settings(
+    environment: Mapping[str, str] = os.environ, default: str = OWN_SETTINGS
+) -> AllocatorSettings:
+    """Reads the user's settings, or `default` (can-train's) where there are none; raises ConfigError where PyTorch
+    would, or where a number cannot be read.
     """
     given: dict[str, str] = {}
-    for item in re.split(r",(?![^\[]*\])", "".join(allocator_settings(environment).split())):
+    for item in re.split(r",(?![^\[]*\])", "".join(allocator_settings(environment, default).split())):
         key, _, value = item.partition(":")
         if item and not (key and value):
-            raise _malformed("An allocator setting is not written key:value", item, _variable(environment))
+            raise _malformed("An allocator setting is not written key:value", item, settings_variable(environment))
         given |= {key: value} if item else {}
 
     def take(key: str, rule: str, read: Callable[[str], T | None], default: T) -> T:
         if (text := given.pop(key, None)) is None:
             return default
         if (value := read(text)) is None:
-            raise _malformed(f"{key} is not {rule}", f"{key}:{text}", _variable(environment))
+            raise _malformed(f"{key} is not {rule}", f"{key}:{text}", settings_variable(environment))
         return value
 
     def mebibytes(key: str, least: int, default: float) -> float:
@@ -71,9 +73,9 @@ def read_allocator_settings(environment: Mapping[str, str] = os.environ) -> Allo
     )
 
 
-def allocator_settings(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the user's allocator settings, or can-train's where there are none."""
-    return environment.get(_variable(environment), OWN_SETTINGS)
+def allocator_settings(environment: Mapping[str, str] = os.environ, default: str = OWN_SETTINGS) -> str:
+    """Returns the user's allocator settings, or `default` (can-train's) where there are none."""
+    return environment.get(settings_variable(environment), default)
 
 
 def settings_expand(settings: str) -> bool:
@@ -81,7 +83,8 @@ def settings_expand(settings: str) -> bool:
     return re.search(r"\bexpandable_segments\s*:\s*True\b", settings) is not None
 
 
-def _variable(environment: Mapping[str, str]) -> str:
+def settings_variable(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the name of the variable that has the user's settings; empty where none has."""
     return next((name for name in SETTINGS_VARIABLES if name in environment), "")
 
 
