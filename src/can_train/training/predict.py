@@ -184,7 +184,7 @@ class Portion:
     """Samples that are computed at a time.
 
     Attributes:
-        rows: [R] their numbers, by which a message names them.
+        rows: [R] numbers of the samples, for messages.
         samples: The R samples.
         first: Number of the first sample in its set.
         set: Name of their set, where there are several sets; else empty.
@@ -391,7 +391,7 @@ class SampleModel(LoadedModel):
         return samples
 
     def parts(self, samples: SamplesToPredict) -> FolderFiles | None:
-        """Returns the files of a folder of predictions: those of the task, or one for each of several sets."""
+        """Returns the files of a folder of predictions: the files of the task, or a file for each of several sets."""
         if self.task.prediction_parts:
             column, file = self.task.prediction_parts
             return FolderFiles(column=column, file=file)

@@ -380,7 +380,7 @@ def open_preview(place: str, opens: Callable[[Path], AbstractContextManager[Watc
 
 @contextmanager
 def _writing_preview(place: str) -> Iterator[None]:
-    # Not around the whole block: the error of a full disk may be that of the file of predictions.
+    # Not around the whole block: the file of predictions may have the error of a full disk.
     try:
         yield
     except OSError as error:

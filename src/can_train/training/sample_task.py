@@ -1131,7 +1131,7 @@ def _validates(name: str) -> bool:
 
 
 def _flat_sets(sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Names each of several validation sets `validation/NAME`; a dict of test sets is the same as its sets."""
+    """Names each of several validation sets `validation/NAME`; test sets of a dict have their names in it."""
     flat: dict[str, Any] = {}
     for name, samples in sets.items():
         if name == VALIDATION and isinstance(samples, Mapping):

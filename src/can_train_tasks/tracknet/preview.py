@@ -99,7 +99,7 @@ def open_sheet(path: Path, *, is_one_clip: bool) -> Iterator[Sheet]:
 
     Args:
         path: The empty folder, or the file.
-        is_one_clip: Whether all pictures are those of one clip.
+        is_one_clip: Whether there is a single clip.
 
     Raises:
         ConfigError: The file is no video, or a package that writes it is not installed.
