@@ -195,3 +195,41 @@ def test_a_run_saved_before_there_was_a_monitor_has_its_defaults() -> None:
 def test_a_monitor_that_makes_no_sense_is_refused(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(sets=(setting,))
+
+
+# A second composition
+
+
+def composed_lr(folder: Path) -> float:
+    return resolve(RunRequest(model="gat", dataset="mine", config_dir=str(folder))).training.lr
+
+
+def test_a_preset_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    preset = tmp_path / "dataset" / "mine.yaml"
+    preset.parent.mkdir()
+    for lr in (0.1, 0.2, 0.3):
+        preset.write_text(f"defaults: [synthetic]\ntraining: {{lr: {lr}}}\n")
+        assert composed_lr(tmp_path) == lr
+    (tmp_path / "mode").mkdir()
+    preset.write_text("defaults: [synthetic]\n")
+    before = composed_lr(tmp_path)
+    (tmp_path / "mode" / "normal.yaml").write_text("training: {lr: 0.7}\n")
+    assert (before, composed_lr(tmp_path)) == (pytest.approx(before), 0.7)
+
+
+def test_a_preset_that_refers_to_the_environment_is_read_again(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "mine.yaml").write_text(
+        "defaults: [synthetic]\ntraining: {lr: '${oc.decode:${oc.env:MY_LR}}'}\n"
+    )
+    for lr in (0.1, 0.2):
+        monkeypatch.setenv("MY_LR", str(lr))
+        assert composed_lr(tmp_path) == lr
+
+
+def test_a_run_does_not_change_the_next_one() -> None:
+    first = resolve(RunRequest(model="gat", dataset="synthetic", sets=("training.lr=0.5", "training.betas=[0.5,0.6]")))
+    second = resolve(RunRequest(model="gat", dataset="synthetic"))
+    assert first.training.lr == 0.5
+    assert second.training.lr != 0.5
+    assert list(second.training.betas) != [0.5, 0.6]

@@ -8,9 +8,11 @@ Every value that a person gives becomes an `Override`, and `_apply` is the only 
 """
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -52,6 +54,7 @@ _SUGGESTIONS: Final = 5
 _TRANSLATIONS: Final = {"training.scheduler_interval": {"true": "step", "false": "epoch"}}
 # Groups that every run has once: a preset of another group may have a block of them.
 _SIDE_GROUPS: Final = ("training", "factor", "monitor")
+_RESOLVER: Final = re.compile(r"\$\{\s*[\w.]+\s*:")
 _PACKAGE: Final = re.compile(r"\s*#\s*@package\s+(\S+)")
 _COMMA_OUTSIDE_BRACKETS: Final = re.compile(r",(?![^\[({]*[\])}])")
 
@@ -124,7 +127,8 @@ def resolve(request: RunRequest) -> ResolvedRun:
     choices = {
         group: name if name in resolved.presets(group, folders) else "schema" for group, name in named_presets.items()
     }
-    config = _compose(task, classes, choices | ({"memory": request.memory} if request.memory else {}), folders)
+    choices |= {"memory": request.memory} if request.memory else {}
+    config = deepcopy(_compose(_Composition.of(task, classes, choices, folders)))
     scalars = {"task": task_name, "model_name": model, "size": size, "device": request.device,
                "paths.code_dir": code_dir, "paths.config_dir": request.config_dir}  # fmt: skip
     for key, value in (scalars | {"mode.name": mode} | named).items():
@@ -682,10 +686,57 @@ def _classes(task: TaskSettings, spec: ModelSpec, mode: str) -> dict[str, type]:
 _schema: Final[Any] = make_custom_builds_fn(populate_full_signature=True)
 
 
-def _compose(
-    task: TaskSettings, classes: Mapping[str, type], choices: Mapping[str, str], folders: Sequence[Path]
-) -> DictConfig:
+_FileState = tuple[Path, int, int, int]  # path, number, time of change and size of a file
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Composition:
+    """All that decides a composition. Two that are equal compose alike, so that a sweep composes once.
+
+    Attributes:
+        classes: The settings class of each group.
+        choices: The preset of each group.
+        folders: Folders of presets; a later one wins.
+        files: Their files.
+        environment: The variables that presets may refer to; empty where none calls a resolver.
+        defaults: The task's own defaults of training, and its aliases, as text.
+        task: The task.
+    """
+
+    classes: Sequence[tuple[str, type]]
+    choices: Sequence[tuple[str, str]]
+    folders: Sequence[Path]
+    files: Sequence[_FileState]
+    environment: Sequence[tuple[str, str]]
+    defaults: str
+    task: TaskSettings = field(compare=False)
+
+    @classmethod
+    def of(
+        cls, task: TaskSettings, classes: Mapping[str, type], choices: Mapping[str, str], folders: Sequence[Path]
+    ) -> "_Composition":
+        """Reads the files of presets that have changed.
+
+        Raises:
+            ConfigError: A preset would take Hydra for ever.
+        """
+        paths = sorted(path for folder in folders for path in folder.glob("*/*.yaml") if is_file(path))
+        files = [(path, status.st_ino, status.st_mtime_ns, status.st_size) for path in paths if (status := path.stat())]
+        try:
+            # Each of them is checked.
+            calls = [_checked_preset(*file) for file in files]
+        except ValueError as error:
+            raise _unfit(error, folders) from error
+        return cls(classes=tuple(classes.items()), choices=tuple(choices.items()), folders=tuple(folders),
+                   files=tuple(files), environment=tuple(os.environ.items()) if any(calls) else (),
+                   defaults=repr((sorted(task.training.items()), sorted(task.aliases.items()))), task=task)  # fmt: skip
+
+
+@lru_cache(maxsize=32)
+def _compose(composition: _Composition) -> DictConfig:
     """Composes one preset of each group over the defaults of its settings class."""
+    task, classes, choices = composition.task, dict(composition.classes), dict(composition.choices)
+    folders = composition.folders
     store = ZenStore(overwrite_ok=True)
     for group in _CHOSEN_GROUPS:
         store(_schema(classes[group]), group=group, name="schema")
@@ -703,8 +754,6 @@ def _compose(
     store.add_to_hydra_store(overwrite_ok=True)
     GlobalHydra.instance().clear()
     try:
-        for path in (path for folder in folders for path in folder.glob("*/*.yaml") if is_file(path)):
-            _check_preset(path)
         with (
             _rewritten_presets(choices, folders, task.aliases) as first,
             initialize_config_dir(str(first.absolute()), version_base="1.3"),
@@ -723,19 +772,31 @@ def _compose(
         OmegaConf.to_container(config, resolve=True)
     # A person's file makes YAML's reader, Hydra and OmegaConf stumble each in ways of its own.
     except Exception as error:
-        raise ConfigError("A preset does not fit the settings", value=_reason(error.__cause__ or error).rstrip("."),
-                          remedy=f"Mend it in {' or '.join(map(str, reversed(folders)))}") from error  # fmt: skip
+        raise _unfit(error.__cause__ or error, folders) from error
     return config
 
 
-def _check_preset(path: Path) -> None:
-    """Raises ValueError where a preset would take Hydra for ever."""
+def _unfit(error: BaseException, folders: Sequence[Path]) -> ConfigError:
+    return ConfigError("A preset does not fit the settings", value=_reason(error).rstrip("."),
+                       remedy=f"Mend it in {' or '.join(map(str, reversed(folders)))}")  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _checked_preset(path: Path, *_state: int) -> bool:
+    """Returns whether a preset calls a resolver of OmegaConf, as for a variable of the environment.
+
+    Raises:
+        ValueError: It would take Hydra for ever.
+    """
+    text = ""
     try:
-        resolved.check_yaml(path.read_text())
+        text = path.read_text()
+        resolved.check_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         pass  # Hydra's error when it reads the preset is better
     except ValueError as error:
         raise ValueError(f"{path.parent.name}/{path.name}: {error}") from None
+    return _RESOLVER.search(text) is not None
 
 
 @contextmanager
