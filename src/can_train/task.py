@@ -305,6 +305,14 @@ class BatchTask(ABC):
         """
         return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
 
+    def epoch_size(self, rows: NDArray[np.int64]) -> int | None:
+        """Returns the number of samples that `epoch_order` has in every epoch; None: epochs may have different numbers.
+
+        Args:
+            rows: [R] samples of the epoch, ascending.
+        """
+        return len(rows) if type(self).epoch_order is BatchTask.epoch_order else None
+
     def planned_order(self, rows: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
         """Returns the training samples of an epoch for a plan, in their order; has the arguments of `epoch_order`."""
         return self.epoch_order(rows, seed=seed, epoch=epoch)

@@ -97,3 +97,20 @@ def test_bucketed_batches_come_in_another_order_in_each_epoch() -> None:
     largest = [[sizes[step - 100].max() for step in run.steps(epoch)] for epoch in (0, 1)]
     assert sorted(largest[0]) == sorted(largest[1]) == list(range(9, 100, 10))
     assert largest[0] != largest[1]
+
+
+@given(st.integers(1, 100), st.integers(1, 40), st.integers(1, 5))
+def test_steps_of_a_run_are_counted_by_size_as_by_order(size: int, logical_batch: int, number: int) -> None:
+    rows = ROWS[:size]
+    counted, ordered = (
+        epochs(rows=lambda epoch: rows, logical_batch=logical_batch, size=given) for given in (size, None)
+    )
+    assert counted.total_steps(number) == ordered.total_steps(number)
+
+
+def test_a_million_epochs_are_not_put_into_order() -> None:
+    def order(epoch: int) -> Any:
+        raise AssertionError(f"epoch {epoch} was put into order")
+
+    run = Epochs(order, len, seed=0, logical_batch=30, preflight_units=np.inf, size=100)
+    assert run.total_steps(10**6) == 4 * 10**6

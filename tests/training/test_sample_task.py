@@ -18,6 +18,7 @@ from can_train.training.session import Session
 from can_train.training.train import make_session, train
 from fakes.line_fit import fixed, line_parts
 from fakes.sample_tasks import Losses, TwoPhases, TwoTerms, Words
+from fakes.streams import streamed
 
 
 def trained(folder: Path, task: Task, **training: Any) -> Session:
@@ -335,3 +336,18 @@ def test_epochs_have_as_many_steps_as_their_sampler_asks_for(tmp_path: Path) -> 
     kept = set((task.validation_rows - 10).tolist())
     assert sizes == [len(set(range(8)) - kept), len(set(range(24)) - kept)]
     assert session.progress.step == session.total_steps == sum(len(session.epochs.steps(epoch)) for epoch in (0, 1))
+
+
+class Growing(Words):
+    """Another number of samples in each epoch."""
+
+    def sampler(self, epoch: int) -> list[int]:
+        return [*range(10 + 3 * epoch)]
+
+
+@pytest.mark.parametrize(("kind", "has_size"), [(Words, True), (Growing, False), (streamed(), True)])
+def test_the_size_of_an_epoch_is_that_of_its_order(kind: type[Task], has_size: bool) -> None:
+    task = kind()
+    orders = [task.epoch_order(task.train_rows, seed=1, epoch=epoch) for epoch in range(3)]
+    assert task.epoch_size(task.train_rows) == (len(orders[0]) if has_size else None)
+    assert len({*map(len, orders)}) == (1 if has_size else 3)

@@ -694,6 +694,11 @@ def order_by_epoch(task: BatchTask, skipped: Sequence[int], training: TrainingSe
     return lambda epoch: task.epoch_order(rows(epoch), seed=training.seed, epoch=epoch)
 
 
+def size_of_epochs(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> int | None:
+    """Returns the training samples of every epoch, without skipped ones; None: epochs may have different numbers."""
+    return None if epochs_differ(task, epochs) else task.epoch_size(kept_rows(task, skipped))
+
+
 def epoch_shares(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> tuple[float, ...]:
     """Returns the samples of each epoch ÷ samples of the last; a single one where epochs are alike."""
     if not epochs_differ(task, epochs):
@@ -754,6 +759,7 @@ class Epochs:
     logical_batch: int
     preflight_units: float  # A batch of more units of the main feature becomes several steps; infinite: never
     packed: Callable[[Rows], Rows] = lambda rows: rows  # Returns the samples of a step in the order of `packing_order`
+    size: int | None = None  # Samples of every epoch; None: `order` tells it of each
     bucketed: bool = False  # Whether batches hold samples of about the same size
 
     def steps(self, epoch: int) -> Steps:
@@ -776,6 +782,9 @@ class Epochs:
 
     def total_steps(self, epochs: int) -> int:
         """Returns the optimizer steps of a whole run, which is the length of its schedule."""
+        if self.preflight_units == np.inf and self.size is not None:
+            # An order of each of a million epochs takes a minute.
+            return epochs * -(-self.size // self.logical_batch)
         if self.preflight_units == np.inf:
             return sum(-(-len(self.order(epoch)) // self.logical_batch) for epoch in range(epochs))
         return sum(len(self.steps(epoch)) for epoch in range(epochs))

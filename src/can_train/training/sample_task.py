@@ -620,6 +620,12 @@ class Task(BatchTask):
         first = self._first_train_row
         return _sampled(np.asarray(numbers), first, len(self.sets[TRAIN]), rows, seed=int(mixed[0]))
 
+    def epoch_size(self, rows: Rows) -> int | None:
+        """Returns the number of samples of every epoch; None: `sampler` decides."""
+        if self.stream is not None:
+            return len(self.stream)
+        return len(rows) if type(self).sampler is Task.sampler else None
+
     def planned_order(self, rows: Rows, *, seed: int, epoch: int) -> Rows:
         """Returns the samples of an epoch for a plan; the first ones of a stream stand for the others."""
         return rows if self.in_order else super().planned_order(rows, seed=seed, epoch=epoch)

@@ -36,7 +36,16 @@ from can_train.fit.optimizer import (
     state_bytes,
     step_generator,
 )
-from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, order_by_epoch, packed_rows, still_fits
+from can_train.fit.planner import (
+    Epochs,
+    Planner,
+    Planners,
+    RunPlan,
+    order_by_epoch,
+    packed_rows,
+    size_of_epochs,
+    still_fits,
+)
 from can_train.fit.rescue import Backoff
 from can_train.io.records import read_text, write_json_atomic
 from can_train.io.units import size_text
@@ -222,6 +231,7 @@ class Session(Parts):
             logical_batch=own.phase_plan.logical_batch,
             preflight_units=training.preflight_units,
             packed=lambda rows: packed_rows(task, rows),
+            size=size_of_epochs(task, own.skipped, epochs=training.epochs),
             bucketed=training.order == "bucketed",
         )
         self.total_steps = self.epochs.total_steps(training.epochs)
