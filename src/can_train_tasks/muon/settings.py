@@ -49,7 +49,7 @@ class ShowerDatasetSettings:
     name: str = "synthetic"
     """Name in keys and run ids; `synthetic` is simulated."""
     path: str = ""
-    """File, or folder of files: parquet, HDF5 or CSV."""
+    """File, or folder of files: parquet, HDF5 or CSV; empty: `name` under the data root."""
     variables: list[str] = field(default_factory=list)
     """Variables of each muon that the model learns: x and y, then energy and time; []: those that the files have."""
     depth_g_cm2: float = _SEA_LEVEL_G_CM2

@@ -111,15 +111,12 @@ def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
     """Lists the files of a data set, sorted; the list is empty for simulated showers.
 
     Raises:
-        MissingDataError: The data set has no path, the path does not exist, or it holds no showers in a known format.
+        MissingDataError: The path does not exist, or it holds no showers in a known format.
     """
     if dataset.is_synthetic:
         return []
     suffixes = ", ".join(sorted(READERS))
-    if not dataset.path:
-        raise MissingDataError("A data set of showers is synthetic, or a file or folder", value=repr(dataset.name),
-                               remedy="Give --dataset synthetic or --dataset PATH")  # fmt: skip
-    path = expanded(dataset.path)
+    path = expanded(dataset.path) if dataset.path else data_root / dataset.name
     if not path.is_absolute() and not path.exists():
         path = data_root / path
     paths = path.rglob("*") if path.is_dir() else [path]

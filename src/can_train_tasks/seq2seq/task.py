@@ -87,6 +87,11 @@ class Seq2seq(Task):
 
     def datasets(self) -> Mapping[str, Sequence[Sample]]:
         """Reads the tables; the vocabulary holds the symbols of the training pairs only."""
+        if self._separates_features and not self.vocabulary.has_features:
+            raise ConfigError("model.features_encoder reads a column of features",
+                              value="the training table has none",
+                              remedy="Name it: --set dataset.features_col=3, or leave model.features_encoder away"
+                              )  # fmt: skip
         return {
             _SETS[name]: [
                 replace(self._unlabelled(pair), target=torch.tensor(self.vocabulary.target(pair))) for pair in pairs
@@ -97,11 +102,6 @@ class Seq2seq(Task):
     def model(self) -> nn.Module:
         """Makes the network that `--model` names."""
         symbols = len(self.vocabulary)
-        if self._separates_features and not self.vocabulary.has_features:
-            raise ConfigError("model.features_encoder reads a column of features",
-                              value="the training table has none",
-                              remedy="Name it: --set dataset.features_col=3, or leave model.features_encoder away"
-                              )  # fmt: skip
         if self.context.model_name == "transformer":
             return Transformer(self.model_settings, symbols)
         return AttentiveLstm(self.model_settings, symbols)

@@ -14,6 +14,7 @@ import numpy as np
 import polars
 import pytest
 
+from can_train.config.compose import RunRequest, resolve
 from can_train.errors import DataError
 from can_train.training.sample_task import TaskContext
 from can_train.training.streams import is_stream
@@ -22,7 +23,7 @@ from can_train_tasks.muon import task as muon
 from can_train_tasks.muon.event_table import EventTable
 from can_train_tasks.muon.primaries import PrimaryFile
 from can_train_tasks.muon.settings import MuonGanSettings, MuonSettings, ShowerDatasetSettings
-from can_train_tasks.muon.showers import ShowerReader, read_showers
+from can_train_tasks.muon.showers import ShowerReader, read_showers, shower_files
 from can_train_tasks.muon.task import MuonTask
 from fakes.muon_tasks import muon_task
 
@@ -237,3 +238,16 @@ def test_showers_above_a_million_are_numbered_as_the_files_number_them(
     assert sorted(few) == list(range(20)) != few
     monkeypatch.setattr(muon, "_MOST_NUMBERED", 19)
     assert [event.seed for event in primaries_of(path)] == list(range(20))
+
+
+def test_the_recipe_of_cr_muons_is_a_data_set_under_the_data_root(tmp_path: Path) -> None:
+    (tmp_path / "cr_muons").mkdir()
+    path = write_events(tmp_path / "cr_muons/a.parquet", COUNTS)
+    run = resolve(RunRequest(task="muon", dataset="cr_muons"))
+    assert shower_files(run.dataset, tmp_path) == [path]
+    assert (run.settings.critic_steps, run.settings.gradient_penalty) == (5, 0.0)
+    training = run.training
+    assert (training.batch_size, training.optimizer, training.lr, training.tf32) == (48_000, "sgd", 2e-5, True)
+    assert (dict(training.optimizer_args), training.grad_clip_norm) == ({"momentum": 0.5}, 1e7)
+    other = resolve(RunRequest(task="muon", dataset="cr_muons", sets=(f"dataset.path={path}",)))
+    assert shower_files(other.dataset, tmp_path / "elsewhere") == [path]

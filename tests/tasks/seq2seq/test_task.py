@@ -41,7 +41,7 @@ def test_an_encoder_of_features_needs_a_column_of_features(make_task: MakeTask, 
     (tmp_path / "train.tsv").write_text("ev\tevler\n" * 50)
     task = make_task("lstm+", dataset=Seq2seqDatasetSettings(name="few", path=str(tmp_path / "train.tsv")))
     with pytest.raises(ConfigError, match="reads a column of features: the training table has none"):
-        task.build_model()
+        task.datasets()
 
 
 @pytest.mark.parametrize("name", MODELS)
