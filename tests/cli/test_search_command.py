@@ -87,6 +87,13 @@ def test_compare_and_report_take_the_name_of_a_search(own: tuple[str, ...], tmp_
     page = (tmp_path / "page.html").read_text()
     assert "6 trials, the best first" in page
     assert page.count("<h2 id=") == 6
+    for setting in ("training.lr", "task.hidden"):
+        chart = next(part for part in page.split("<figure")[1:] if setting in part)
+        for number in range(1, 7):
+            assert f"trial {number}: {setting.rpartition('.')[2]} " in chart
+    # Not on the page of one trial.
+    assert main(("report", "last", "--output", "one.html")) == 0
+    assert "loss by lr" not in (tmp_path / "one.html").read_text()
 
 
 def test_trials_that_lose_end_early_and_count_as_ended(own: tuple[str, ...], tmp_path: Path, capsys) -> None:

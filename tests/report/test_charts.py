@@ -13,6 +13,7 @@ from can_train.report.charts import (
     Chart,
     Series,
     byte_axis,
+    decade_axis,
     figure_html,
     focused_axis,
     mean,
@@ -149,3 +150,13 @@ def test_a_thinned_line_keeps_what_is_asked_for(values: list[float]) -> None:
     assert max(y for _, y in highest if y is not None) == max(values)
     assert highest[-1][0] == points[-1][0]
     assert thinned([(0, 1.0), (1, None)], mean) == [(0, 1.0), (1, None)]
+
+
+@given(low=st.floats(1e-9, 1e6), ratio=st.floats(10, 1e9))
+def test_ticks_of_a_logarithmic_axis_lie_on_it_at_their_values(low: float, ratio: float) -> None:
+    axis = decade_axis(low, low * ratio, "rate")
+    assert axis.ticks
+    for place, text in axis.ticks:
+        assert axis.low - 1e-6 <= place <= axis.high + 1e-6
+        assert 10**place == pytest.approx(float(text), rel=1e-5)
+    assert len({text for _, text in axis.ticks}) == len(axis.ticks) <= 19

@@ -72,6 +72,17 @@ def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole
     return Axis(low=low, high=high, ticks=ticks, label=label)
 
 
+def decade_axis(low: float, high: float, label: str) -> Axis:
+    """Makes an axis of the common logarithms of positive values, with a tick at each power of ten, and between two of
+    them where there are few.
+    """
+    ends = floor(log10(low)), ceil(log10(high))
+    digits = (1,) if log10(high / low) >= _MOST_TICKS / 2 else (1, 2, 5)
+    values = [digit * 10.0**power for power in range(ends[0], ends[1] + 1) for digit in digits]
+    ticks = [(log10(value), f"{value:g}") for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+    return Axis(low=log10(low), high=log10(high), ticks=ticks, label=label)
+
+
 def focused_axis(values: Sequence[float], label: str) -> Axis:
     """Makes an axis of values, at least one, that begins at 0 unless all of them are far from it."""
     low, high = min(values), max(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import log10
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.io.units import size_text
@@ -13,6 +14,7 @@ from can_train.report.charts import (
     Point,
     Series,
     byte_axis,
+    decade_axis,
     focused_axis,
     mean,
     number_axis,
@@ -23,6 +25,7 @@ from can_train.report.charts import (
 if TYPE_CHECKING:
     from can_train.factors.summary import FactorSummary
     from can_train.runs.recording import MemoryLimits, StepRecord
+    from can_train.runs.trials import SettingsSearch, TrialRun
     from can_train.task import Predictions
 
 _STEP: Final = "optimizer step"
@@ -93,6 +96,31 @@ def losses_chart(runs: Mapping[str, Sequence[tuple[int, float]]]) -> Chart | Non
         y=focused_axis(values, "validation loss"),
         series=series,
     )
+
+
+def search_charts(search: SettingsSearch, trials: Sequence[TrialRun]) -> list[Chart]:
+    """Draws the best objective of each trial of a search over each of its numeric settings."""
+    best = [(trial.trial, value) for trial in trials if (value := search.best(trial.curve)) is not None]
+    kinds = (("trained to its end", 1, [each for each in best if not each[0].stopped_after]),
+             ("ended early", 2, [each for each in best if each[0].stopped_after]))  # fmt: skip
+    charts = []
+    for axis in (each for each in search.axes if best and not each.choices):
+        name, place = axis.key.rpartition(".")[2], log10 if axis.is_logarithmic else float
+        series = []
+        for kind, color, ended in kinds:
+            values = [(trial.number, (trial.values or {})[axis.key], value) for trial, value in ended]
+            texts = [f"trial {number}: {name} {x}, {search.objective} {value:.4g}" for number, x, value in values]
+            points = [(place(float(x)), value) for _, x, value in values]
+            series += [Series(name=kind, color=color, kind="dots", points=points, texts=texts)] if values else []
+        charts.append(Chart(
+            title=f"{search.objective} by {name}",
+            description=f"The best validation of {len(best)} trials; {axis}.",
+            x=(decade_axis if axis.is_logarithmic else number_axis)(axis.low, axis.high, axis.key),
+            y=focused_axis([value for _, value in best], f"best validation {search.objective}"),
+            series=series,
+            height=_SMALL,
+        ))  # fmt: skip
+    return charts
 
 
 def _color(index: int) -> int:

@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import sha256
@@ -15,7 +16,15 @@ from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.report import figures
 from can_train.report.charts import Chart, figure_html, read_style
-from can_train.report.run_facts import ComparedRun, full_plan, head_facts, memory_lines, read_plan, score_tables
+from can_train.report.run_facts import (
+    ComparedRun,
+    full_plan,
+    head_facts,
+    memory_lines,
+    read_plan,
+    score_tables,
+    trial_of,
+)
 from can_train.report.text import value_text
 from can_train.reporter import TextTable
 from can_train.runs.run_folder import RunFolder
@@ -142,7 +151,7 @@ def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[TextTable]") ->
 
 def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[TextTable]") -> str:
     losses = figures.losses_chart({run.run.name: run.validation for run in runs if run.validation})
-    curves = []
+    curves, charts = [], _search_charts(runs)
     for name in dict.fromkeys(name for run in runs for name in run.predictions):
         predictions = {run.run.name: run.predictions[name] for run in runs
                        if name in run.predictions and figures.has_both_classes(run.predictions[name])}  # fmt: skip
@@ -151,10 +160,21 @@ def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[TextTable]") -> s
     return "\n".join([
         "<section>",
         _tables(tables),
+        f'<div class="grid">{_figures(charts)}</div>' if charts else "",
         _figures([losses]) if losses else _missing("None of the runs has a validation loss yet."),
         f'<h3>Precision and recall by test set</h3><div class="grid">{_figures(curves)}</div>' if curves else "",
         "</section>",
     ])  # fmt: skip
+
+
+def _search_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Draws the search whose trials the runs are; none where they are of several, or no trials."""
+    trials = [trial for run in runs if (trial := trial_of(run.run)) is not None]
+    if len({trial.trial.search for trial in trials}) != 1:
+        return []
+    with suppress(StateError):
+        return figures.search_charts(trials[0].search.search, trials)
+    return []
 
 
 def _run_section(run: ReportedRun, *, alone: bool) -> str:

@@ -317,7 +317,7 @@ def sweep_table(runs: Sequence[ComparedRun]) -> TextTable:
     """Makes a table with a row for each run of a sweep or of a search, the best first: for more runs than fit side by
     side.
     """
-    trials = [_trial(run) for run in runs]
+    trials = [trial_of(run) for run in runs]
     headlines = [_headline(run, trial) for run, trial in zip(runs, trials, strict=True)]
     best = next((each for each in headlines if each is not None), _Headline(metric="", value=0, is_higher_better=True))
     settings, rows = differences([run.settings for run in runs]), []
@@ -339,7 +339,7 @@ def sweep_table(runs: Sequence[ComparedRun]) -> TextTable:
     return TextTable(title, columns, [row for _, row in rows], [note] if best.metric else [])
 
 
-def _trial(run: ComparedRun) -> TrialRun | None:
+def trial_of(run: ComparedRun) -> TrialRun | None:
     """Returns the trial of a search that a run is; None: it is none, or its file is damaged."""
     with suppress(RunError):
         return TrialRun.of(run.status.known.folder)
