@@ -186,6 +186,17 @@ def test_a_plan_shows_the_axes_and_writes_nothing(own: tuple[str, ...], tmp_path
     assert not (tmp_path / "state" / "searches").exists()
 
 
+@pytest.mark.parametrize(("more", "array"), [((), "0-8%3"), (("--max-parallel", "5"), "0-8%5")])
+def test_the_script_that_would_be_sent_is_an_array_of_the_trials(
+    own: tuple[str, ...], tmp_path: Path, capsys, more: tuple[str, ...], array: str
+) -> None:
+    assert main((*own, *AXES, "--trials", "9", "--dry-run", "--submit", "--cluster", "slurm", *more)) == 0
+    out = capsys.readouterr().out
+    assert out.count("#SBATCH --array=") == 1
+    assert f"#SBATCH --array={array}\n" in out
+    assert not (tmp_path / "runs").exists()
+
+
 def test_the_objective_is_the_figure_that_chooses_the_weights(own: tuple[str, ...], tmp_path: Path, capsys) -> None:
     assert main((*own, *AXES, "--trials", "2", "--no-asha", "--best-by", "accuracy", "--json")) == 0
     found = json.loads(capsys.readouterr().out)

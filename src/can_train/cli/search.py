@@ -69,6 +69,13 @@ class PlannedSearch:
         goal = f"{self.trials} trials for the {direction} validation {search.objective}, {by}{early}"
         return [f"Search {search.name}: {goal}", *(f"  {axis}" for axis in search.axes)]
 
+    @property
+    def jobs(self) -> list[ResolvedRun]:
+        """The runs of the array that is submitted: the base for each trial that has no run."""
+        at_once = self.base.cluster.max_parallel or math.ceil(self.trials / _SHARE_AT_ONCE)
+        base = replace(self.base, cluster=replace(self.base.cluster, max_parallel=at_once))
+        return [base] * len(self.missing())
+
     def make(self) -> None:
         """Makes the folder of the search."""
         SearchFolder.make(state_dir(self.base.paths), self.search)
@@ -229,10 +236,9 @@ def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str
     if not numbers:
         _print_complete(planned, as_json=as_json)
         return
-    at_once = base.cluster.max_parallel or math.ceil(planned.trials / _SHARE_AT_ONCE)
-    base = replace(base, cluster=replace(base.cluster, max_parallel=at_once))
-    code, partitions = code_of_runs([base]), read_cluster([base])
-    plan = plan_submission([base] * len(numbers), code.digest, partitions, after=after, force=True)
+    runs = planned.jobs
+    code, partitions = code_of_runs(runs), read_cluster(runs)
+    plan = plan_submission(runs, code.digest, partitions, after=after, force=True)
     plan = replace(plan, sweep=planned.search.name)
     print_notices(plan)
     (group,) = plan.groups
@@ -257,7 +263,8 @@ def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str
                     "submitted": [job_json(job, RunFolder(base.runs_dir / job.run_id)) for job in jobs]})  # fmt: skip
         return
     print_jobs(base, jobs, expects)
-    print_wrapped(f"At most {at_once} train at once (--max-parallel), so that later trials learn from earlier ones.")
+    at_once = f"At most {runs[0].cluster.max_parallel} train at once (--max-parallel)"
+    print_wrapped(f"{at_once}, so that later trials learn from earlier ones.")
     print_text(with_command_name(f"Trials: can-train compare {planned.search.name}"))
 
 

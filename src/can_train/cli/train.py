@@ -303,7 +303,10 @@ def _search(flags: Flags, after: Sequence[str], resolve: "Callable[[Flags], Sequ
         if not flags["json"]:
             print_search(planned)
             output.print_wrapped("The plan is for the middle of each setting:")
-        start_runs([planned.base], flags, after)
+        check_started_once("A plan")
+        # Of the array all jobs have one script.
+        runs = (planned.jobs or [planned.base]) if flags["submit"] else [planned.base]
+        _print_dry_runs(runs, flags, after, Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"]), alike=True)
     elif flags["submit"]:
         check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
         submit_trials(continue_in_job, planned, after=after, as_json=flags["json"])
@@ -364,14 +367,20 @@ def _search_goes_on(verbosity: Verbosity) -> Iterator[None]:
 # --dry-run
 
 
-def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str], verbosity: Verbosity) -> None:
-    """Plans each run and prints the plan, in full for one device and as a table for several."""
+def _print_dry_runs(
+    runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str], verbosity: Verbosity, *, alike: bool = False
+) -> None:
+    """Plans each run and prints the plan, in full for one device and as a table for several; runs that are alike have
+    one plan.
+    """
     jobs: Sequence[PlannedJob | None] = [None] * len(runs)
     if flags["submit"]:
         # Before the plans: they take seconds, and an error in a job is known at once.
         from can_train.cli.submit import plan_jobs
 
         jobs = plan_jobs(runs, after, quiet=flags["quiet"])
+    if alike:
+        runs, jobs = runs[:1], jobs[:1]
     reporter, objects, failure = output.make_reporter(verbosity), [], None
     for number, (run, job) in enumerate(zip(runs, jobs, strict=True), start=1):
         script = {} if job is None else {"script": job.script}
