@@ -111,7 +111,7 @@ def test_a_flag_that_is_mistyped_is_named_with_what_it_takes(
 @pytest.mark.parametrize(
     ("arguments", "listed"),
     [
-        ((*TRAIN, "--target-gpu", "h10"), "Nearest of 38: h100-94gb, h100-80gb, a10-24gb, a100-40gb, a100-80gb; or"),
+        ((*TRAIN, "--target-gpu", "h10"), "Nearest of 82: h100-94gb, h100-80gb, a10-24gb, a100-40gb, a100-80gb; or"),
         ((*TRAIN, "--model-args", "hiden=3"), "hidden, "),
     ],
 )

@@ -411,6 +411,19 @@ def test_a_card_may_be_named_by_its_memory(dispatched: None) -> None:
     assert of_target(perceptron(), 10, target="16GiB").card.total_bytes == 16 * 2**30
 
 
+def test_a_slice_takes_as_much_as_its_gpu_and_has_less_room(dispatched: None) -> None:
+    part, whole = (of_target(perceptron(), 500, target=target) for target in ("a100_1g.5gb", "a100-40gb"))
+    assert part.tensors == whole.tensors
+    assert part.card.total_bytes < whole.card.total_bytes / 8
+
+
+def test_an_amd_gpu_is_predicted_from_small_batches_and_says_why() -> None:
+    found = of_target(perceptron(), 500, target="mi300x")
+    assert found.card.key == "amd-instinct-mi300x-192gb"
+    assert "ROCm's kernels" in found.notices[0]
+    assert found.context.what.startswith("HIP")
+
+
 def test_a_precision_counts_without_a_target_too() -> None:
     model = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 10))
     assert of_target(model, 20_000, precision="bf16").peak_bytes < 0.7 * of_target(model, 20_000).peak_bytes

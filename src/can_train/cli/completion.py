@@ -135,9 +135,9 @@ def _keys() -> set[str]:
 
 
 def _cards() -> list[str]:
-    from can_train.memory.catalogue import CARDS
+    from can_train.memory.catalogue import AMD_CARDS, CARDS, SLICES
 
-    return [card.key for card in CARDS]
+    return [card.key for card in (*CARDS, *SLICES, *AMD_CARDS)]
 
 
 def _presets(group: str, name: str, task: TaskSettings) -> Iterable[str]:

@@ -31,7 +31,16 @@ from can_train.errors import CanTrainError, ConfigError, DeviceError, first_sent
 from can_train.io.ownership import Account, is_private_group, other_writer, places_on_the_way
 from can_train.io.units import counted, size_text
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
-from can_train.memory.catalogue import CARDS, cards_named, find_card, gpu_key, read_gpu_constants, usable
+from can_train.memory.catalogue import (
+    AMD_CARDS,
+    CARDS,
+    SLICES,
+    cards_named,
+    find_card,
+    gpu_key,
+    read_gpu_constants,
+    usable,
+)
 from can_train.reporter import COLUMNS, wrapped
 from can_train.runs.scheduler import NoControllerError
 from can_train.slurm.client import Partition, is_installed, read_partitions
@@ -330,7 +339,7 @@ def _examine_cards(
     sizes = {find_card(name).key: 0 for name in names} or {card.key: card.total_bytes for card in cards}
     kinds = sorted({kind for partition in partitions for node in partition.nodes for kind in node.gpus if kind})
     findings = [] if sizes else [check_kind(kind) for kind in kinds]
-    catalogue = {card.key: card for card in CARDS}
+    catalogue = {card.key: card for card in (*CARDS, *SLICES, *AMD_CARDS)}
     for key, total_bytes in sizes.items():
         if key in catalogue:
             use = usable(catalogue[key], read_gpu_constants(state, key, make_reporter()))

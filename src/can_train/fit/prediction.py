@@ -64,6 +64,8 @@ from can_train.memory.catalogue import (
     CUBLAS_KERNELS,
     CUDNN_KERNELS,
     FRAGMENTATION,
+    ROCM,
+    ROCM_CAVEAT,
     Card,
     context_bytes,
     find_card,
@@ -283,9 +285,9 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         accumulation_steps: For a model: batches, each as large as `batch`, whose gradients make one optimizer step.
         keep_gradients: For a model: whether gradients are filled with zeros and not freed, as
             `zero_grad(set_to_none=False)` does.
-        target: A card, `rtx3090`, or the memory of another one, `16GiB`. Two steps on the whole batch are recorded as
-            CUDA would run them, with tensors that have no values; a model of your own may be on any device, `meta`
-            included.
+        target: A card or a slice of one, `rtx3090`, `a100_3g.40gb`, or the memory of another one, `16GiB`. Two steps on
+            the whole batch are recorded as CUDA would run them, with tensors that have no values; a model of your own
+            may be on any device, `meta` included.
         allocator: For a card: settings of PyTorch's allocator, as PYTORCH_CUDA_ALLOC_CONF has them; empty: PyTorch's
             defaults. None: the settings in this process's variables; without any, can-train's for a task, and PyTorch's
             defaults for a model, whose loop sets no others.
@@ -545,6 +547,8 @@ def _allocator(given: str | None, default: str) -> tuple[AllocatorSettings, str]
 
 def _recorded(step: _Step | _TaskStep, card: Card, settings: AllocatorSettings) -> TargetPrediction:
     try:
+        if card.generation == ROCM:
+            raise NoCudaDispatchError(ROCM_CAVEAT, value=card.key)
         trace = record_on_cuda(
             step.model, step.train_on_gpu, generation=card.generation, resident_threads=card.resident_threads
         )
@@ -627,7 +631,8 @@ def _with_larger_workspaces(trace: AllocationTrace) -> AllocationTrace:
 
 def _context(card: Card, kernels: str) -> MemoryTerm:
     least, assumed, most = context_bytes(card, kernels)
-    return MemoryTerm(what=f"CUDA context with {kernels}", num_bytes=assumed, least_bytes=least, most_bytes=most)
+    runtime = "HIP" if card.generation == ROCM else "CUDA"
+    return MemoryTerm(what=f"{runtime} context with {kernels}", num_bytes=assumed, least_bytes=least, most_bytes=most)
 
 
 def _from_the_cpu(

@@ -1,7 +1,7 @@
-"""The catalogue of NVIDIA GPUs: names, memory sizes, and how much of each a training can use."""
+"""The catalogue of GPUs: names, memory sizes, and how much of each a training can use."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ from can_train.io.records import SCHEMA, Count, parse_document, read_bytes, writ
 from can_train.reporter import Reporter
 
 MIB: Final = 2**20
+GIB: Final = 2**30
 UNKNOWN: Final = "unknown"  # generation of a GPU that is not in the catalogue
 
 
@@ -27,12 +28,19 @@ class Card:
     spellings: tuple[str, ...] = ()  # names without a size that mean it, in letters and digits alone
     desktop: bool = False  # whether it is sold to have a screen attached
     also_gb: tuple[int, ...] = ()  # other sizes in its names, of memory that is not the GPU's
+    common: bool = True  # whether it is proposed where memory is short
 
     @property
     def key(self) -> str:
         """Its name in plans and in the factor store, `a100-80gb`."""
         return f"{self.name.lower().replace(' ', '-')}-{self.nominal_gb}gb"
 
+
+_PRO_6000: Final = tuple(
+    f"rtxpro6000{more}"
+    for more in ("", "blackwell", "blackwellworkstationedition", "blackwellserveredition",
+                 "blackwellmaxqworkstationedition")
+)  # fmt: skip
 
 # Source of the sizes: the least that PyTorch's out-of-memory messages ("has a total capacity of …") and the start lines
 # of training programs ("CUDA:0 (Tesla T4, 14912MiB)") show in public logs and issues, rounded down; newer drivers keep
@@ -79,7 +87,111 @@ CARDS: Final = (
     Card("RTX 4090", 24, 24_070 * MIB, "ada", 128 * 1536, ("rtx4090", "4090"), desktop=True),
     Card("RTX 5080", 16, 15_830 * MIB, "blackwell", 84 * 1536, ("rtx5080", "5080"), desktop=True),
     Card("RTX 5090", 32, 32_080 * MIB, "blackwell", 170 * 1536, ("rtx5090", "5090"), desktop=True),
+    # Logs show the RTX PRO 6000 (94.97 GiB) and the RTX 5060 Ti (15,816 MiB). Sizes of the others are those of their
+    # data sheets and nvidia-smi, less the memory that drivers keep of the card above that is most like them.
+    Card("A2", 16, 14_860 * MIB, "ampere", 10 * 1536, ("a2",), common=False),
+    Card("P40", 24, 22_900 * MIB, "pascal", 30 * 2048, ("p40",), common=False),
+    Card("A800", 40, 40_320 * MIB, "ampere", 108 * 2048, ("a800", "a80040gbactive"), common=False),
+    Card("A800", 80, 81_000 * MIB, "ampere", 108 * 2048, ("a800",), common=False),
+    Card("L20", 48, 45_370 * MIB, "ada", 92 * 1536, ("l20",), common=False),
+    Card("H20", 96, 97_250 * MIB, "hopper", 78 * 2048, ("h20",), common=False),
+    Card("H20", 141, 143_070 * MIB, "hopper", 78 * 2048, ("h20", "h203e"), common=False),
+    Card("H800", 80, 80_990 * MIB, "hopper", 132 * 2048, ("h800",), common=False),
+    Card("GB200", 186, 188_700 * MIB, "blackwell", 152 * 2048, ("gb200",)),
+    Card("B300", 288, 273_900 * MIB, "blackwell", 148 * 2048, ("b300", "b300ac")),
+    Card("RTX PRO 6000", 96, 97_240 * MIB, "blackwell", 188 * 1536, _PRO_6000, desktop=True),
+    Card("TITAN Xp", 12, 12_180 * MIB, "pascal", 30 * 2048, ("titanxp",), desktop=True, common=False),
+    Card("TITAN V", 12, 12_050 * MIB, "volta", 80 * 2048, ("titanv",), desktop=True, common=False),
+    Card("TITAN RTX", 24, 24_100 * MIB, "turing", 72 * 1024, ("titanrtx",), desktop=True, common=False),
+    *(
+        Card(
+            f"RTX {name}",
+            size,
+            shown * MIB,
+            generation,
+            threads,
+            tuple(f"{start}{name.lower().replace(' ', '')}" for start in ("rtx", "")),
+            desktop=True,
+            common=False,
+        )
+        for name, size, shown, generation, threads in (
+            ("2060", 6, 5_900, "turing", 30 * 1024),
+            ("2060", 12, 11_890, "turing", 34 * 1024),
+            ("2060 Super", 8, 7_780, "turing", 34 * 1024),
+            ("2070", 8, 7_780, "turing", 36 * 1024),
+            ("2070 Super", 8, 7_780, "turing", 40 * 1024),
+            ("2080", 8, 7_780, "turing", 46 * 1024),
+            ("2080 Super", 8, 7_780, "turing", 48 * 1024),
+            ("3060 Ti", 8, 7_780, "ampere", 38 * 1536),
+            ("3070 Ti", 8, 7_780, "ampere", 48 * 1536),
+            ("3080 Ti", 12, 11_740, "ampere", 80 * 1536),
+            ("3090 Ti", 24, 24_070, "ampere", 84 * 1536),
+            ("4060", 8, 7_680, "ada", 24 * 1536),
+            ("4060 Ti", 8, 7_680, "ada", 34 * 1536),
+            ("4060 Ti", 16, 15_830, "ada", 34 * 1536),
+            ("4070 Super", 12, 11_740, "ada", 56 * 1536),
+            ("4070 Ti Super", 16, 15_830, "ada", 66 * 1536),
+            ("4080 Super", 16, 15_830, "ada", 80 * 1536),
+            ("5060", 8, 7_660, "blackwell", 30 * 1536),
+            ("5060 Ti", 8, 7_660, "blackwell", 36 * 1536),
+            ("5060 Ti", 16, 15_810, "blackwell", 36 * 1536),
+            ("5070", 12, 11_700, "blackwell", 48 * 1536),
+            ("5070 Ti", 16, 15_800, "blackwell", 70 * 1536),
+        )
+    ),
 )
+
+# Slices of a GPU (MIG): the GPU, its generation, the threads of all its compute slices and their number, and for each
+# profile the gigabytes in its name and the MiB that `nvidia-smi mig -lgip` shows, or 0. Sources: NVIDIA's MIG User
+# Guide for profiles, and listings in public issues (NVIDIA/mig-parted#101, NVIDIA/gpu-operator#1303; an A100's 2g.20gb
+# shows 19,968 MiB). An H100's slices are taken to have what an A100's have. A profile without a listing is taken to
+# have the least share of the size in its name that a listing shows: a GB200's 1g.24gb has 20.0 GiB.
+_UNLISTED: Final = 0.83
+_H100_SLICES: Final = ((1, 10, 9_728), (1, 20, 19_968), (2, 20, 19_968), (3, 40, 40_192), (4, 40, 40_192),
+                       (7, 80, 80_640))  # fmt: skip
+_SLICED: Final = (
+    ("A30", "ampere", 56 * 2048, 4, ((1, 6, 5_940), (2, 12, 11_960), (4, 24, 23_990))),
+    ("A100", "ampere", 108 * 2048, 7, ((1, 5, 4_864), (1, 10, 9_728), (2, 10, 9_856), (3, 20, 20_096), (4, 20, 20_096),
+     (7, 40, 40_320), *_H100_SLICES[1:])),
+    ("H100", "hopper", 132 * 2048, 7, (*_H100_SLICES, (1, 12, 11_008), (1, 24, 22_144), (2, 24, 22_144),
+     (3, 47, 47_488), (3, 48, 47_488), (4, 47, 47_488), (4, 48, 47_488), (7, 94, 95_230), (7, 96, 95_230))),
+    ("GH200", "hopper", 132 * 2048, 7, ((1, 12, 11_008), (1, 24, 22_144), (2, 24, 22_144), (3, 48, 47_488),
+     (4, 48, 47_488), (7, 96, 95_230))),
+    ("H200", "hopper", 132 * 2048, 7, ((1, 18, 0), (1, 35, 0), (2, 35, 0), (3, 71, 0), (4, 71, 0), (7, 141, 0))),
+    ("B200", "blackwell", 148 * 2048, 7, ((1, 23, 0), (1, 45, 0), (2, 45, 0), (3, 90, 0), (4, 90, 0), (7, 180, 0))),
+    ("GB200", "blackwell", 152 * 2048, 7, ((1, 24, 20_480), (1, 47, 46_592), (2, 47, 46_592), (3, 95, 0), (4, 95, 0),
+     (7, 189, 0))),
+    ("RTX PRO 6000", "blackwell", 188 * 1536, 4, ((1, 24, 0), (2, 48, 0), (4, 96, 0))),
+)  # fmt: skip
+SLICES: Final = tuple(
+    Card(
+        f"{gpu} MIG {parts}g",
+        size,
+        (shown or int(_UNLISTED * size * GIB / MIB)) * MIB,
+        generation,
+        -(-threads * parts // whole),
+        common=False,
+    )
+    for gpu, generation, threads, whole, profiles in _SLICED
+    for parts, size, shown in profiles
+)
+"""Slices of GPUs, with the keys that their drivers' names have: `a100-mig-3g-40gb`."""
+
+# AMD's GPUs are memory with a name. Source of the sizes: AMD's data sheets; rocm-smi shows 196,592 MiB of an MI300X, in
+# a public issue, and as much less is taken of the others. Half an MI250 or MI250X is one device.
+ROCM: Final = "rocm"  # in place of a generation
+ROCM_CAVEAT: Final = (
+    "An AMD GPU is planned as memory with a name: ROCm's kernels, MIOpen's workspaces and HIP's context are taken to "
+    "be as large as CUDA's, which nobody has measured"
+)
+_INSTINCT: Final = (("MI210", 64), ("MI250", 64), ("MI250X", 64), ("MI300A", 128), ("MI300X", 192), ("MI325X", 256),
+                    ("MI350X", 288), ("MI355X", 288))  # fmt: skip
+AMD_CARDS: Final = tuple(
+    Card(f"AMD Instinct {name}", size, int(0.98 * size * 1024) * MIB, ROCM, 0,
+         tuple(f"{maker}{name.lower()}" for maker in ("", "amd", "instinct", "amdinstinct")),
+         common=False)
+    for name, size in _INSTINCT
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +215,6 @@ class GpuConstants:
 # Measurements that come with can-train, by key. There is none yet: every plan for a card that nobody has measured on
 # the same cluster uses assumed figures, and says so.
 MEASURED: Final[Mapping[str, GpuConstants]] = {}
-GIB: Final = 2**30
 ASSUMED: Final = "assumed, on the safe side"  # source of figures that nobody has measured
 
 
@@ -117,7 +228,7 @@ _OVERHEADS: Final = {
     **dict.fromkeys(("pascal", "volta", "turing"), (512 * MIB, 32 * MIB)),
     **dict.fromkeys(("ampere", "ada"), (640 * MIB, 32 * MIB)),
     "hopper": (768 * MIB, 128 * MIB),
-    **dict.fromkeys(("blackwell", UNKNOWN), (1024 * MIB, 128 * MIB)),
+    **dict.fromkeys(("blackwell", UNKNOWN, ROCM), (1024 * MIB, 128 * MIB)),
 }
 
 # Libraries whose kernels a training loads into the context.
@@ -183,7 +294,8 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
         context, workspace_bytes = _OVERHEADS[card.generation]
         if shares_workspaces(version("torch")):
             workspace_bytes = min(workspace_bytes, _SHARED_WORKSPACE_BYTES)
-        uses.append(MemoryUse("CUDA context and the libraries' kernels", context))
+        runtime = "HIP" if card.generation == ROCM else "CUDA"
+        uses.append(MemoryUse(f"{runtime} context and the libraries' kernels", context))
         if card.desktop:
             uses.append(MemoryUse("a screen and its programs", screen_bytes(card)))
     else:
@@ -228,7 +340,7 @@ def other_card(total_bytes: int) -> Card:
 
 def cards_that_hold(need_bytes: float) -> str:
     """Names the three smallest common GPUs that would hold `need_bytes`, as text."""
-    capacities = sorted((usable(card).capacity_bytes, card.key) for card in CARDS)
+    capacities = sorted((usable(card).capacity_bytes, card.key) for card in CARDS if card.common)
     names = [key for capacity_bytes, key in capacities if predicted_room(capacity_bytes) >= need_bytes]
     return ", ".join(names[:3]) if names else "no common GPU"
 
@@ -263,9 +375,10 @@ def find_card(text: str, *, by_memory: str = "--target-memory 16GiB") -> Card:
         return cards[0]
     if cards:
         names = " or ".join(card.key for card in cards)
-        raise ConfigError("This name stands for cards of several sizes", value=repr(text), remedy=f"Say {names}")
+        of_several = "slices of several GPUs" if cards[0] in SLICES else "cards of several sizes"
+        raise ConfigError(f"This name stands for {of_several}", value=repr(text), remedy=f"Say {names}")
     more = f"; or the memory of another GPU, or of a slice: {by_memory}"
-    unknown = unknown_name("GPU", "-".join(_words(text)), (card.key for card in CARDS), more=more)
+    unknown = unknown_name("GPU", "-".join(_words(text)), (card.key for card in (*CARDS, *AMD_CARDS)), more=more)
     raise ConfigError(unknown.rule, value=repr(text), remedy=unknown.remedy)
 
 
@@ -276,7 +389,34 @@ def cards_named(text: str) -> list[Card]:
     ['v100-16gb', 'v100-32gb']
     """
     request = _REQUEST.fullmatch(text.strip().lower())
-    return _spelled(request["name"] if request else text)
+    name = request["name"] if request else text
+    return _spelled(name, (*CARDS, *AMD_CARDS)) or _slices(name)
+
+
+# The name of a slice: `1g.10gb`, `mig-1g.10gb`, `a100_3g.40gb`, `NVIDIA A100-SXM4-80GB MIG 1c.3g.40gb+me`.
+_SLICE: Final = re.compile(
+    r"(?P<gpu>.*?)(?:mig)?[ ._-]*(?:[1-7]c[ ._-])?(?P<parts>[1-7])g[ ._-]?(?P<size>\d+)(?:gb?)?"
+    r"(?:[ .+_-]?me(?:[ .+_-]?all)?)?"
+)
+_SIZE_OF_GPU: Final = re.compile(r"\d+gb|nvl|blackwell|workstation|server|edition|com")
+
+
+def _slices(text: str) -> list[Card]:
+    """Finds the slices of GPUs that a name may mean. Drivers round a size down by 1, as in `a100_3g.39gb`."""
+    match = _SLICE.fullmatch(text.strip().lower())
+    if match is None:
+        return []
+    gpu = "".join(word for word in _words(match["gpu"]) if not _SIZE_OF_GPU.fullmatch(word))
+    size, start = int(match["size"]), f" MIG {match['parts']}g"
+    cards = [
+        card for card in SLICES if card.name.endswith(start) and gpu in ("", _compact(card.name.removesuffix(start)))
+    ]
+    exact = [card for card in cards if card.nominal_gb == size]
+    return exact or [card for card in cards if card.nominal_gb == size + 1]
+
+
+def _compact(name: str) -> str:
+    return name.lower().replace(" ", "")
 
 
 def gpu_key(name: str, total_bytes: int) -> str:
@@ -299,12 +439,12 @@ def _words(text: str) -> list[str]:
     return [word for word in re.findall(r"[a-z0-9]+", text.lower()) if not _NO_NAME.fullmatch(word)]
 
 
-def _spelled(text: str) -> list[Card]:
+def _spelled(text: str, cards: Sequence[Card] = CARDS) -> list[Card]:
     """Finds the cards that have this name, with a size or without."""
     compact = "".join(_words(text))
     return [
         card
-        for card in CARDS
+        for card in cards
         if compact in (card.key.replace("-", ""), *card.spellings)
         or any(
             compact == f"{name}{size}{unit}"

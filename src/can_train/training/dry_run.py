@@ -106,9 +106,10 @@ class DryPlan:
     @property
     def warnings(self) -> list[str]:
         """Sentences for the user."""
+        caveats = [catalogue.ROCM_CAVEAT] if self.target.generation == catalogue.ROCM else []
         if self.plan is None:
-            return []
-        notices = [*self.plan.all_notices]
+            return caveats
+        notices = [*caveats, *self.plan.all_notices]
         if any(plan.costs for plan in self.reference_models) and not self.target.key.startswith("cpu-"):
             note = "Samples per second were measured on this machine's CPU; the run measures them on its device"
             notices.append(note)
