@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from can_train.memory.catalogue import find_card, usable
-from can_train.training.dry_run import plans_of_sample
+from can_train.memory.catalogue import ROCM_CAVEAT, find_card, usable
+from can_train.training.dry_run import DryPlan, plans_of_sample
 from fakes.line_fit import LineTask, Notices, line_run
 
 TARGETS = [usable(find_card(name)) for name in ("v100-16gb", "h100-80gb")]
@@ -36,3 +37,9 @@ def test_planning_leaves_the_task_as_it_was(tmp_path: Path) -> None:
     assert vars(task).keys() == before.keys()
     assert all(vars(task)[name] is value for name, value in before.items())
     assert np.array_equal(task.train_rows, np.arange(60))
+
+
+@pytest.mark.parametrize(("name", "warnings"), [("mi300x", [ROCM_CAVEAT]), ("a100_3g.40gb", [])])
+def test_what_is_not_known_of_an_amd_gpu_is_said_in_its_plan(name: str, warnings: list[str]) -> None:
+    plan = DryPlan(target=usable(find_card(name)), plan=None, error=None, num_samples=1, sample_note="")
+    assert plan.warnings == warnings
