@@ -122,6 +122,7 @@ def test_a_network_on_the_data_of_a_built_in_task_is_trained_scored_and_predicts
     truth = [Pair(source=(), target=tuple(target)) for _, target, _ in rows]
     scored = score(truth, [tuple(row["prediction"]) for row in written[::2]])
     assert scored == {name: scores["model"][name] for name in scored}
+    assert main(("export", "last", "gru.pt2")) == 0
 
 
 def test_a_class_has_what_the_built_in_task_has_that_it_derives_from(folder: Path) -> None:

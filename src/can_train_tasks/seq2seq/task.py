@@ -140,11 +140,11 @@ class Seq2seq(Task):
         return counted
 
     def call_model(self, model: nn.Module, batch: Batch) -> None:
-        """Computes the logits of each next symbol. An exported LSTM has fixed lengths, since PyTorch unrolls its loop:
-        the batch is padded to the longest source and the longest target of the data.
+        """Computes the logits of each next symbol. An exported recurrent network has fixed lengths: PyTorch unrolls
+        its loop: the batch is padded to the longest source and the longest target of the data.
         """
         inputs = [batch.source, batch.before, *([] if batch.features is None else [batch.features])]
-        if isinstance(model, AttentiveLstm):
+        if not isinstance(model, Transformer):
             samples = [sample for name in self.sets for sample in self.sets[name]]
             longest = (max(len(each.source) for each in samples), max(map(_target_length, samples)),
                        max(map(_features_length, samples)))  # fmt: skip
