@@ -141,7 +141,7 @@ class Seq2seq(Task):
 
     def call_model(self, model: nn.Module, batch: Batch) -> None:
         """Computes the logits of each next symbol. An exported recurrent network has fixed lengths: PyTorch unrolls
-        its loop: the batch is padded to the longest source and the longest target of the data.
+        its loop. The batch is padded to the longest source and the longest target of the data.
         """
         inputs = [batch.source, batch.before, *([] if batch.features is None else [batch.features])]
         if not isinstance(model, Transformer):
