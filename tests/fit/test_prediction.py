@@ -22,7 +22,7 @@ from can_train.fit.prediction import (
     predict_peak,
     price_trace,
 )
-from can_train.memory.catalogue import UsableMemory, find_card, usable
+from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
 from can_train.memory.cuda_dispatch import AllocationTrace
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_workspaces import CUDNN
@@ -411,6 +411,31 @@ def test_a_card_may_be_named_by_its_memory(dispatched: None) -> None:
     assert of_target(perceptron(), 10, target="16GiB").card.total_bytes == 16 * 2**30
 
 
+class Attention(nn.Module):
+    """Attends in bf16, for which older generations have no fused kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x).view(len(x), 1, 1, 64).expand(-1, 1, 256, 64)
+        return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)
+
+
+def test_a_card_named_by_its_memory_takes_as_much_as_the_worst_generation(dispatched: None) -> None:
+    found, t4, h100 = (
+        of_target(Attention(), 200, precision="bf16", target=name) for name in ("15GiB", "t4", "h100-80gb")
+    )
+    assert t4.peak_bytes > 1.5 * h100.peak_bytes
+    assert found.peak_bytes >= t4.peak_bytes
+    assert found.tensors.least_bytes <= h100.tensors.num_bytes
+    assert found.tensors.most_bytes >= t4.tensors.num_bytes
+    told = found.assumptions[1]
+    assert told.startswith("A GPU that is named by its memory may be of any generation: ")
+    assert told.endswith(" less")
+
+
 def test_a_slice_takes_as_much_as_its_gpu_and_has_less_room(dispatched: None) -> None:
     part, whole = (of_target(perceptron(), 500, target=target) for target in ("a100_1g.5gb", "a100-40gb"))
     assert part.tensors == whole.tensors
@@ -757,6 +782,25 @@ def test_a_plans_limits_are_corrected_by_batches_recorded_as_cuda_would_run_them
     assert of_probes != pytest.approx(peak, rel=0.01)
     # Evaluation is corrected by a batch of its own.
     assert recorded.evaluation.measured_ratio != recorded.training.measured_ratio
+
+
+class AttentionTask(ImageTask):
+    """Points that attend to themselves in bf16."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 64), Attention(), nn.Flatten(), nn.Linear(256 * 64, 1))
+
+
+def test_a_plan_for_an_unknown_generation_holds_on_the_worst(dispatched: None) -> None:
+    def peak(target: UsableMemory) -> float:
+        explorer = explorer_of(AttentionTask(), target)
+        explorer.training = TrainingSettings(precision="bf16")
+        limits = predict_limits(explorer, whole_epoch)
+        assert limits.recorded
+        return limits.step_peak_bytes(limits.training.model.cost(np.ones((200, 1))), 0.0)
+
+    t4, h100 = (peak(usable(find_card(name))) for name in ("t4", "h100-80gb"))
+    assert peak(usable(other_card(15 * 2**30))) >= 0.99 * t4 > 1.5 * h100
 
 
 def test_a_recording_leaves_model_and_generators_as_they_were(dispatched: None) -> None:

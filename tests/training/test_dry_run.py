@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from can_train.memory.catalogue import ROCM_CAVEAT, find_card, usable
+from can_train.memory.catalogue import ROCM_CAVEAT, UNKNOWN_CAVEAT, UsableMemory, find_card, other_card, usable
 from can_train.training.dry_run import DryPlan, plans_of_sample
 from fakes.line_fit import LineTask, Notices, line_run
 
@@ -39,7 +39,16 @@ def test_planning_leaves_the_task_as_it_was(tmp_path: Path) -> None:
     assert np.array_equal(task.train_rows, np.arange(60))
 
 
-@pytest.mark.parametrize(("name", "warnings"), [("mi300x", [ROCM_CAVEAT]), ("a100_3g.40gb", [])])
-def test_what_is_not_known_of_an_amd_gpu_is_said_in_its_plan(name: str, warnings: list[str]) -> None:
-    plan = DryPlan(target=usable(find_card(name)), plan=None, error=None, num_samples=1, sample_note="")
+@pytest.mark.parametrize(
+    ("target", "warnings"),
+    [
+        (usable(find_card("mi300x")), [ROCM_CAVEAT]),
+        (usable(find_card("a100_3g.40gb")), []),
+        (usable(other_card(2**34)), [UNKNOWN_CAVEAT]),
+        (UsableMemory(key="cpu-2gb", name="CPU", total_bytes=2**31, subtracted=(), source="simulated"), []),
+    ],
+    ids=["amd", "slice", "by memory", "processor"],
+)
+def test_what_is_not_known_of_a_gpu_is_said_in_its_plan(target: UsableMemory, warnings: list[str]) -> None:
+    plan = DryPlan(target=target, plan=None, error=None, num_samples=1, sample_note="")
     assert plan.warnings == warnings

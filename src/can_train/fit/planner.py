@@ -31,7 +31,7 @@ from can_train.fit.optimizer import (
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.plan import PhasePlan, PlanRequest, bucketed, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
-from can_train.memory.catalogue import cards_that_hold, predicted_room
+from can_train.memory.catalogue import UNKNOWN, cards_that_hold, predicted_room
 from can_train.memory.cuda_workspaces import AMPERE, Capability, capability_of
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory
@@ -666,7 +666,8 @@ def _format_notices(training: TrainingSettings, model: nn.Module, meter: Meter) 
 
 def _capability(meter: Meter) -> Capability:
     if isinstance(meter, AbsentGpuMeter):
-        return capability_of(meter.target.generation)
+        generation = meter.target.generation
+        return AMPERE if generation == UNKNOWN else capability_of(generation)
     return torch.cuda.get_device_capability(meter.device)
 
 

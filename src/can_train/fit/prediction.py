@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Final, cast, overload
+from typing import Any, Final, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ from can_train.memory.catalogue import (
 )
 from can_train.memory.cuda_dispatch import AllocationTrace, RecordedGpu, compute_on_cuda, record_on_cuda
 from can_train.memory.cuda_library import NoCudaDispatchError
-from can_train.memory.cuda_workspaces import AMPERE, CUBLAS, CUDNN, TENSORS
+from can_train.memory.cuda_workspaces import AMPERE, CUBLAS, CUDNN, TENSORS, generations_like
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, cudnn_notices
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.simulated.allocator import AllocatorSettings, CachingAllocator
@@ -127,8 +127,11 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
             return work.peak(gpu, positions).allocated
 
         try:
-            peak = compute_on_cuda(
-                recorded.model, measure, generation=card.generation, resident_threads=card.resident_threads
+            peak = max(
+                _of_generations(
+                    card.generation,
+                    partial(compute_on_cuda, recorded.model, measure, resident_threads=card.resident_threads),
+                ).values()
             )
         except NoCudaDispatchError as error:
             sentences = filter(None, (f"{error.rule}: {error.value}", error.remedy))
@@ -141,6 +144,24 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
     recorded.record = record
     limits = recorded.explore(upper)
     return replace(limits, recorded=bool(peaks) and not failures, not_recorded_because=failures[0] if failures else "")
+
+
+Result = TypeVar("Result")
+
+
+def _of_generations(generation: str, record: Callable[..., Result]) -> dict[str, Result]:
+    """Returns what is recorded on each generation that a GPU may be of; raises NoCudaDispatchError where nothing can
+    be recorded on the first.
+    """
+    results: dict[str, Result] = {}
+    for like in generations_like(generation):
+        try:
+            results[like] = record(generation=like)
+        except NoCudaDispatchError:
+            # An old generation may lack what a program needs.
+            if not results:
+                raise
+    return results
 
 
 Counts = Sequence[float] | NDArray[Any] | Tensor
@@ -522,7 +543,7 @@ def _of_target(step: _Step | _TaskStep, card: Card, allocator: str | None, defau
     notices = found.notices
     if settings.ignored:
         notices = (*notices, f"Settings of the allocator that no prediction knows: {', '.join(settings.ignored)}")
-    return replace(found, notices=notices, assumptions=(told,))
+    return replace(found, notices=notices, assumptions=(told, *found.assumptions))
 
 
 def _allocator(given: str | None, default: str) -> tuple[AllocatorSettings, str]:
@@ -549,8 +570,9 @@ def _recorded(step: _Step | _TaskStep, card: Card, settings: AllocatorSettings) 
     try:
         if card.generation == ROCM:
             raise NoCudaDispatchError(ROCM_CAVEAT, value=card.key)
-        trace = record_on_cuda(
-            step.model, step.train_on_gpu, generation=card.generation, resident_threads=card.resident_threads
+        traces = _of_generations(
+            card.generation,
+            partial(record_on_cuda, step.model, step.train_on_gpu, resident_threads=card.resident_threads),
         )
     except NoCudaDispatchError as error:
         if any(parameter.is_meta for parameter in step.model.parameters()):
@@ -559,7 +581,38 @@ def _recorded(step: _Step | _TaskStep, card: Card, settings: AllocatorSettings) 
                 remedy=error.remedy or "Give a model on the CPU",
             ) from error  # fmt: skip
         return _from_the_cpu(step.on_cpu(), card, error, loaded_kernels(step.model), settings)
-    return price_trace(trace, card, settings, loaded_kernels(step.model))
+    kernels = loaded_kernels(step.model)
+    return _of_any({generation: price_trace(trace, card, settings, kernels) for generation, trace in traces.items()})
+
+
+def _of_any(predictions: Mapping[str, TargetPrediction]) -> TargetPrediction:
+    """Returns the prediction of the generation that takes most, with an interval that has those of all of them."""
+    ordered = sorted(predictions, key=lambda generation: predictions[generation].device_bytes)
+    most, least = predictions[ordered[-1]], predictions[ordered[0]]
+    if len(ordered) == 1:
+        return most
+
+    def spanned(term: MemoryTerm, number: int) -> MemoryTerm:
+        alike = [prediction.terms[number] for prediction in predictions.values()]
+        return replace(
+            term,
+            least_bytes=min(other.least_bytes for other in alike),
+            most_bytes=max(other.most_bytes for other in alike),
+        )
+
+    tensors, *workspaces, fragmentation, context = (spanned(term, number) for number, term in enumerate(most.terms))
+    told = "A GPU that is named by its memory may be of any generation"
+    if saved := most.device_bytes - least.device_bytes:
+        told = f"{told}: {ordered[-1]} takes most, and {ordered[0]} takes {size_text(saved)} less"
+    return replace(
+        most,
+        tensors=tensors,
+        workspaces=tuple(workspaces),
+        fragmentation=fragmentation,
+        context=context,
+        fits_card=all(prediction.fits_card for prediction in predictions.values()),
+        assumptions=(told,),
+    )
 
 
 def loaded_kernels(model: nn.Module) -> str:

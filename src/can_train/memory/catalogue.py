@@ -14,6 +14,9 @@ from can_train.reporter import Reporter
 MIB: Final = 2**20
 GIB: Final = 2**30
 UNKNOWN: Final = "unknown"  # generation of a GPU that is not in the catalogue
+UNKNOWN_CAVEAT: Final = (
+    "A GPU that is named by its memory may be of any generation: the plan is for the one whose kernels take most"
+)
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,23 @@ _CAPABILITIES: Final[Mapping[str, Capability]] = {
     "ampere": AMPERE,
     "ada": (8, 9),
     "hopper": (9, 0),
+    "blackwell": (10, 0),
 }  # the lowest of each generation's cards in the catalogue
-_NEWEST: Final[Capability] = (10, 0)
+_OLDEST: Final[Capability] = (6, 0)
+# Generations whose kernels take different memory: Volta's take as much as Turing's, and Blackwell's as Hopper's.
+_DIFFERENT: Final = ("hopper", "ada", "ampere", "turing", "pascal")
 
 
 def capability_of(generation: str) -> Capability:
-    """Returns the compute capability of a generation of the catalogue; the newest one's where it is unknown."""
-    return _CAPABILITIES.get(generation, _NEWEST)
+    """Returns the compute capability of a generation of the catalogue; where it is unknown, that of the oldest, whose
+    attention takes most.
+    """
+    return _CAPABILITIES.get(generation, _OLDEST)
+
+
+def generations_like(generation: str) -> tuple[str, ...]:
+    """Returns the generations that a GPU may be of: its own, or all that differ where it is unknown."""
+    return (generation,) if generation in _CAPABILITIES else _DIFFERENT
 
 
 def kernel_bytes(func: Any, args: tuple[Any, ...], result: Any, *, resident_threads: int) -> Iterator[int]:

@@ -187,7 +187,8 @@ class AbsentGpuMeter(CpuMeter):
     is_host = False
 
     def __init__(self, target: UsableMemory) -> None:
-        super().__init__(cuda=capability_of(target.generation))
+        # A device without a generation that is no unknown NVIDIA GPU is simulated with the newest kernels.
+        super().__init__(cuda=capability_of(target.generation if target.resident_threads else "blackwell"))
         self.target = target
         # A probe that would not fit on the GPU still gives its cost.
         self.host_bytes = self.capacity_bytes

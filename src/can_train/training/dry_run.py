@@ -86,6 +86,10 @@ def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, repo
     return [UsableMemory(key=meter.key, name=name, total_bytes=size, subtracted=others, source=source)]
 
 
+_CAVEATS: Final = {catalogue.ROCM: catalogue.ROCM_CAVEAT, catalogue.UNKNOWN: catalogue.UNKNOWN_CAVEAT}
+"""What is not known of GPUs of some generations."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DryPlan:
     """The plan for one device."""
@@ -104,9 +108,13 @@ class DryPlan:
         return limits is not None and limits.recorded
 
     @property
+    def _is_gpu(self) -> bool:
+        return self.target.resident_threads > 0 or self.target.generation == catalogue.ROCM
+
+    @property
     def warnings(self) -> list[str]:
         """Sentences for the user."""
-        caveats = [catalogue.ROCM_CAVEAT] if self.target.generation == catalogue.ROCM else []
+        caveats = [caveat] if (caveat := _CAVEATS.get(self.target.generation)) and self._is_gpu else []
         if self.plan is None:
             return caveats
         notices = [*caveats, *self.plan.all_notices]
