@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -104,16 +105,8 @@ class RunFolder:
         Raises:
             RunError: It cannot be written.
         """
-        libraries, packages = dict.fromkeys(_LIBRARIES, ""), list(_LIBRARIES)
-        with suppress(PackageNotFoundError):
-            # The extras of can-train are the packages of tasks, as `polars>=1.34 ; extra == 'all'`.
-            extras = [text for text in requires("can-train") or [] if "extra ==" in text]
-            packages += sorted({re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in extras} - {*_LIBRARIES})
-        for name in packages:
-            with suppress(PackageNotFoundError):
-                libraries[name] = version(name)
         environment = {"python": platform.python_version(), "platform": platform.platform(),
-                       "processors": os.cpu_count(), "libraries": libraries, "command": sys.argv}  # fmt: skip
+                       "processors": os.cpu_count(), "libraries": _libraries(), "command": sys.argv}  # fmt: skip
         try:
             self.path.mkdir(mode=_FOLDER_MODE, parents=True)
             self.configure(config, changed)
@@ -389,6 +382,20 @@ def _unreadable(what: str, path: Path, error: OSError | ValueError) -> RunError:
     why = f": {error.strerror}" if isinstance(error, OSError) else ""
     return RunError(f"The run's {what} cannot be read", value=f"{path}{why}",
                     remedy="Mend its permissions, copy the run once more, or train anew")  # fmt: skip
+
+
+@cache
+def _libraries() -> dict[str, str]:
+    """The versions of the packages that a run depends on; read once in a process, since that takes 0.1 s."""
+    libraries, packages = dict.fromkeys(_LIBRARIES, ""), list(_LIBRARIES)
+    with suppress(PackageNotFoundError):
+        # The extras of can-train are the packages of tasks, as `polars>=1.34 ; extra == 'all'`.
+        extras = [text for text in requires("can-train") or [] if "extra ==" in text]
+        packages += sorted({re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in extras} - {*_LIBRARIES})
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            libraries[name] = version(name)
+    return libraries
 
 
 def make_run(
