@@ -11,16 +11,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from can_train.config.resolved import EvaluationData, FinishedModel
-from can_train.reporter import TextTable
+from can_train.errors import CanTrainError
+from can_train.reporter import SilentReporter, TextTable
 from can_train.task import UpcomingBatch
 from can_train.training.evaluate import Evaluation, Scorer, Verdict
 from can_train.training.sample_task import VALIDATION, SampleBatch, Task, make_task, tables
 
 
 class SampleEvaluation(Evaluation):
-    """A finished model of a task, and its test sets; on data without test sets, all samples."""
+    """A finished model of a task, and its test sets; on data without test sets, all samples.
 
-    def __init__(self, finished: FinishedModel, task: Task, data: EvaluationData) -> None:
+    Args:
+        finished: The model.
+        task: The task with the data that are evaluated.
+        trained: The task with the data that the model was trained on, for the baselines; None: they are left out.
+        data: The data, and how they are evaluated.
+    """
+
+    def __init__(self, finished: FinishedModel, task: Task, trained: Task | None, data: EvaluationData) -> None:
+        self._trained = trained
         self.dataset = data.dataset.path or data.dataset.name or finished.run.task
         self.own_split, self._task = data.own, task
         # Other data without a test set are judged as a whole: nothing was trained on them.
@@ -39,7 +48,7 @@ class SampleEvaluation(Evaluation):
         with score.stage("scoring"):
             with self._task.read_ahead(UpcomingBatch(rows=rows) for rows in self._sets.values()):
                 parts = {name: score.parts(self._judged, rows) for name, rows in self._sets.items()}
-            tests = {name: self._task.judge_rows(rows, parts[name]) for name, rows in self._sets.items()}
+            tests = {name: self._task.judge_rows(rows, parts[name], self._trained) for name, rows in self._sets.items()}
         predictions = [each for name in self._sets for part in parts[name] for each in part.predictions or ()]
         columns = {
             "set": [name for name, rows in self._sets.items() for _ in rows],
@@ -68,7 +77,20 @@ def evaluator(
     # With other data, perhaps.
     task = make_task(replace(finished.run, dataset=data.dataset), models, data.data_root, data.cache, data.reporter,
                      state=finished.state, evaluation=data.options)  # fmt: skip
-    return SampleEvaluation(finished, task, data)
+    trained = task if data.own or type(task).baselines is Task.baselines else _trained(finished, models, data)
+    return SampleEvaluation(finished, task, trained, data)
+
+
+def _trained(finished: FinishedModel, models: Mapping[str, FinishedModel], data: EvaluationData) -> Task | None:
+    """Makes the task with the run's own data: baselines that learned from the data that are evaluated would know the
+    answers. None where the data are gone.
+    """
+    try:
+        return make_task(finished.run, models, data.data_root, data.cache, SilentReporter(), state=finished.state)
+    except CanTrainError as error:
+        why = f"{error.rule}{f': {error.value}' if error.value else ''}"
+        data.reporter.notice(f"The baselines are left out, since the run's training data cannot be read: {why}")
+        return None
 
 
 def _dtype_of(weights: Mapping[str, Tensor]) -> torch.dtype:

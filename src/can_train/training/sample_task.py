@@ -827,17 +827,21 @@ class Task(BatchTask):
         validated = self.validation_sets
         with self.read_ahead(UpcomingBatch(rows=rows) for rows in (*validated.values(), *self.test_sets.values())):
             parts = {name: score.parts(rows) for name, rows in validated.items()}
-            tests = {name: self.judge_rows(rows, score.parts(rows)) for name, rows in self.test_sets.items()}
+            tests = {name: self.judge_rows(rows, score.parts(rows), self) for name, rows in self.test_sets.items()}
         whole = self._scores(self.validation_rows, [part for of_set in parts.values() for part in of_set])
         if len(validated) == 1:
             return {VALIDATION: whole, TEST: tests}
         several = {name: self._scores(rows, parts[name]) for name, rows in validated.items()}
         return {VALIDATION: whole, _VALIDATION_SETS: several, TEST: tests}
 
-    def judge_rows(self, rows: Rows, parts: Sequence[PartOutcome]) -> dict[str, Any]:
-        """Judges the model and the baselines on some samples."""
-        with self.asked("baselines"), seeded(0):
-            baselines = self.baselines(Samples(self, rows))
+    def judge_rows(self, rows: Rows, parts: Sequence[PartOutcome], trained: "Task | None") -> dict[str, Any]:
+        """Judges the model on some samples, and the baselines, which learn from the training samples of the task
+        `trained`; None: there are none.
+        """
+        baselines: Mapping[str, Mapping[str, float]] = {}
+        if trained is not None:
+            with self.asked("baselines"), seeded(0):
+                baselines = trained.baselines(Samples(self, rows))
         return {"samples": len(rows), MODEL: self._scores(rows, parts),
                 "baselines": {name: dict(scores) for name, scores in baselines.items()}}  # fmt: skip
 
