@@ -450,18 +450,22 @@ def test_a_killed_prediction_leaves_no_half_file(
 
 
 PEAK = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from can_train.cli.main import main
 assert main(sys.argv[1:]) == 0
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+# `ru_maxrss` would be at least that of the process that started this one.
+print(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_a_million_samples_take_the_memory_of_a_few(run_of: Callable[[str], Path], tmp_path: Path, ending: str) -> None:
+def test_hundreds_of_thousands_of_samples_take_the_memory_of_a_few(
+    run_of: Callable[[str], Path], tmp_path: Path, ending: str
+) -> None:
     run, peaks = run_of("Endless"), []
-    for number in (100_000, 1_000_000):
+    for number in (70_000, 350_000):  # Parquet collects 65,536 rows before it writes them.
         data, out = tmp_path / f"{number}.txt", tmp_path / f"{number}.{ending}"
         data.write_text(str(number))
         line = [sys.executable, "-P", "-c", PEAK, "predict", str(run), "--dataset", str(data), "--out", str(out),
@@ -471,7 +475,7 @@ def test_a_million_samples_take_the_memory_of_a_few(run_of: Callable[[str], Path
             with out.open() as file:
                 assert sum(1 for _ in file) == number + 1
     few, many = peaks
-    assert many - few < 64 * 1024, f"{few:,} KiB, then {many:,} KiB"
+    assert many - few < 16 * 1024, f"{few:,} KiB, then {many:,} KiB"
 
 
 # From Python
