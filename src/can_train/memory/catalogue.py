@@ -47,9 +47,10 @@ _PRO_6000: Final = tuple(
 
 # Source of the sizes: the least that PyTorch's out-of-memory messages ("has a total capacity of …") and the start lines
 # of training programs ("CUDA:0 (Tesla T4, 14912MiB)") show in public logs and issues, rounded down; newer drivers keep
-# more for themselves than older ones. Cards with error correction have it on, as they are delivered. No log
-# shows the A16 and the Quadros: their sizes are nvidia-smi's, or fifteen sixteenths of the size on the box, less the
-# memory that the driver keeps of similar cards.
+# more for themselves than older ones. Cards with error correction have it on, as they are delivered. No log shows the
+# A16, the Quadros, the A2, P40, A800, L20, H20, H800, GB200, B300, the TITANs, the RTX 20xx and the RTX 5070s: their
+# sizes are nvidia-smi's, or fifteen sixteenths of the size on the box, less the memory that the driver keeps of similar
+# cards.
 CARDS: Final = (
     Card("P100", 16, 16_280 * MIB, "pascal", 56 * 2048, ("p100",)),
     Card("V100", 16, 16_128 * MIB, "volta", 80 * 2048, ("v100",)),
@@ -147,7 +148,8 @@ CARDS: Final = (
 # Slices of a GPU (MIG): the GPU, its generation, the threads of all its compute slices and their number, and for each
 # profile the gigabytes in its name and the MiB that `nvidia-smi mig -lgip` shows, or 0. Sources: NVIDIA's MIG User
 # Guide for profiles, and listings in public issues (NVIDIA/mig-parted#101, NVIDIA/gpu-operator#1303; an A100's 2g.20gb
-# shows 19,968 MiB). An H100's slices are taken to have what an A100's have. A profile without a listing is taken to
+# shows 19,968 MiB). The sizes of an A30's and of the other slices of A100 and GH200 were seen in no listing. An H100's
+# slices are taken to have what an A100's have. A profile without a listing is taken to
 # have the least share of the size in its name that a listing shows: a GB200's 1g.24gb has 20.0 GiB.
 _UNLISTED: Final = 0.83
 _H100_SLICES: Final = ((1, 10, 9_728), (1, 20, 19_968), (2, 20, 19_968), (3, 40, 40_192), (4, 40, 40_192),
