@@ -275,18 +275,18 @@ def test_a_model_without_one_of_transformers_is_no_folder(line: Line, tmp_path: 
 SMALL_GAMES = ("--precision fp32 --set dataset.synthetic.frames=12 --set dataset.synthetic.width=64 --set "
                "dataset.width=32 --set dataset.height=16 --set model.width=4 --set model.levels=2")  # fmt: skip
 BUILT_IN = {
-    "gat": "--model gat --set dataset.synthetic.seconds=5 --no-baselines",
-    "vgae": "--model vgae --set dataset.synthetic.seconds=5 --no-baselines",
+    "gat": "--model gat --set dataset.synthetic.seconds=5 --set model.layers=2 --set model.hidden=16 --no-baselines",
+    "vgae": "--model vgae --set dataset.synthetic.seconds=5 --set model.hidden=[16,8] --no-baselines",
     "bendr": "--task bendr --mode classify",
     "bendr pretrain": "--task bendr",
     "muon": "--task muon --set dataset.synthetic.showers=40",
     "seq2seq": "--task seq2seq --set model.hidden=16 --set model.embedding=8 --set dataset.synthetic.words=100",
     "transformer": "--task seq2seq --model transformer --set model.hidden=16 --set model.embedding=8 "
-                   "--set model.heads=2 --set dataset.synthetic.words=100",
+                   "--set model.heads=2 --set model.layers=1 --set dataset.synthetic.words=100",
     "encoder of features": "--task seq2seq --set model.hidden=16 --set model.embedding=8 "
                            "--set model.features_encoder=true --set dataset.synthetic.words=100",
     "transformer of features": "--task seq2seq --model transformer --set model.hidden=16 --set model.embedding=8 "
-                               "--set model.heads=2 --set model.features_encoder=true "
+                               "--set model.heads=2 --set model.layers=2 --set model.features_encoder=true "
                                "--set model.share_embeddings=false --set dataset.synthetic.words=100",
     "tracknet": f"--task tracknet {SMALL_GAMES}",
 }  # fmt: skip
