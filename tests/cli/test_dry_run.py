@@ -107,11 +107,11 @@ def test_a_training_that_does_not_fit_is_an_error_and_in_a_table_a_row(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     line = (*LINE, "--state-dir", str(tmp_path), "--target-memory", "1700MiB")
-    assert main((*line, "--model-args", "hidden=512")) == 2
+    assert main((*line, "--model-args", "hidden=512,layers=1")) == 2
     said = capsys.readouterr()
     assert "must fit" in said.err
     assert "Traceback" not in said.err
-    assert main((*line, "--model-args", "hidden=512", "--target-gpu", "h100")) == 0
+    assert main((*line, "--model-args", "hidden=512,layers=1", "--target-gpu", "h100")) == 0
     assert "does not fit" in capsys.readouterr().out
 
 
