@@ -25,6 +25,12 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuses a name that differs between processes: workers would collect different tests, and none would run."""
+    if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"the name of a test has an address of memory: {named[0]}")
+
+
 def pytest_report_header() -> str:
     packages = ("torch", "torch_geometric", "numpy", "polars", "hydra-core", "hydra-zen", "submitit", "typer")
     return ", ".join(f"{package} {version(package)}" for package in packages)

@@ -240,7 +240,6 @@ class NeedsRate(torch.optim.SGD):
         ("folder/lion.py:make", rmsprop),
         (NeedsRate, lambda p: torch.optim.SGD(p, momentum=0.9)),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
 def test_an_optimizer_is_given_by_its_name_its_class_or_a_function(
