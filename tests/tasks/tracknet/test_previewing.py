@@ -339,7 +339,7 @@ print(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 @pytest.mark.parametrize("place", ["seen", "seen.mp4"])
 def test_a_long_video_takes_the_memory_of_a_short_one(run: Path, tmp_path: Path, place: str) -> None:
     peaks, size = [], (640, 360)
-    for count in (100, 500):
+    for count in (100, 400):
         with av.open(str(tmp_path / f"{count}.mp4"), "w") as container:
             stream = container.add_stream("mpeg4", rate=30)
             stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
@@ -349,8 +349,8 @@ def test_a_long_video_takes_the_memory_of_a_short_one(run: Path, tmp_path: Path,
             container.mux(stream.encode())
         line = [sys.executable, "-P", "-c", PEAK, "predict", str(run), "--dataset", str(tmp_path / f"{count}.mp4"),
                 "--out", str(tmp_path / f"{count}.csv"), "--preview", str(tmp_path / f"{count}-{place}"),
-                "--device", "cpu", "--quiet"]  # fmt: skip
+                "--batch-size", "32", "--device", "cpu", "--quiet"]  # fmt: skip
         ended = subprocess.run(line, capture_output=True, check=True, text=True, env={**os.environ})
         peaks.append(int(ended.stdout))
-    # 400 pictures of 675 KiB would be 264 MiB.
+    # Several portions of both; 300 pictures of 675 KiB would be 198 MiB.
     assert peaks[1] - peaks[0] < 48 * 1024, f"{peaks[0]:,} KiB, then {peaks[1]:,} KiB"
