@@ -108,18 +108,21 @@ class RunLocator:
         """Finds runs by their names, and their status; a run with two names is listed once. The name of a sweep or of a
         search stands for all of its runs.
         """
-        from can_train.runs.status import run_statuses
+        from can_train.runs.status import find_run, run_statuses
         from can_train.slurm import client as slurm
 
-        runs = {run.run_id: run for name in names for run in self._sweep(name) or [self.find(name)]}
+        # Read once: a search has a name for each of its trials.
+        known = self.runs()
+        runs = {run.run_id: run for name in names for run in _sweep(known, name) or [find_run(known, name)]}
         return run_statuses(runs.values(), self.registry, slurm)
-
-    def _sweep(self, name: str) -> "list[KnownRun]":
-        """Returns the runs of a sweep, the oldest first; none: no sweep has the name."""
-        return [run for run in reversed(self.runs()) if name and run.record.sweep == name]
 
     def trust(self, *, trusts_all: bool) -> "CodeTrust":
         """Makes the rule that decides whether the code of a run may run."""
         from can_train.runs.trust import CodeTrust
 
         return CodeTrust(state=self.state_folder, trusts_all=trusts_all)
+
+
+def _sweep(runs: "Sequence[KnownRun]", name: str) -> "list[KnownRun]":
+    """Returns the runs of a sweep, the oldest first, of all runs, the newest first; none: no sweep has the name."""
+    return [run for run in reversed(runs) if name and run.record.sweep == name]

@@ -3,9 +3,9 @@ another, or as an array of jobs (`--submit`); a job chooses the values of its tr
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from can_train.cli.output import print_json, print_tables, print_text, print_wrapped
 from can_train.cli.run_locator import RunLocator
@@ -69,12 +69,10 @@ class PlannedSearch:
         goal = f"{self.trials} trials for the {direction} validation {search.objective}, {by}{early}"
         return [f"Search {search.name}: {goal}", *(f"  {axis}" for axis in search.axes)]
 
-    @property
-    def jobs(self) -> list[ResolvedRun]:
-        """The runs of the array that is submitted: the base for each trial that has no run."""
+    def jobs(self, number: int) -> list[ResolvedRun]:
+        """Returns the runs of an array of so many trials: each is the base until its job chooses its values."""
         at_once = self.base.cluster.max_parallel or math.ceil(self.trials / _SHARE_AT_ONCE)
-        base = replace(self.base, cluster=replace(self.base.cluster, max_parallel=at_once))
-        return [base] * len(self.missing())
+        return [replace(self.base, cluster=replace(self.base.cluster, max_parallel=at_once))] * number
 
     def make(self) -> None:
         """Makes the folder of the search."""
@@ -234,9 +232,11 @@ def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str
     if not as_json:
         print_search(planned)
     if not numbers:
-        _print_complete(planned, as_json=as_json)
+        if not as_json:
+            print_wrapped(f"All {planned.trials} trials have runs. Raise --trials for more.")
+        _print_next(planned, [], as_json=as_json)
         return
-    runs = planned.jobs
+    runs = planned.jobs(len(numbers))
     code, partitions = code_of_runs(runs), read_cluster(runs)
     plan = plan_submission(runs, code.digest, partitions, after=after, force=True)
     plan = replace(plan, sweep=planned.search.name)
@@ -244,7 +244,8 @@ def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str
     (group,) = plan.groups
     expects = expectation(base, Registry(state).runs())
     keep(code, state)
-    folder = SearchFolder.make(state, planned.search)
+    planned.make()
+    folder = planned.folder
 
     def prepare(submitted: "PlannedRun", run: RunFolder) -> None:
         trial = TrialRun(run, Trial(search=str(folder.path.absolute()), number=numbers[submitted.index]))
@@ -258,19 +259,16 @@ def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str
         for number, run in folder.runs().items():
             if number in numbers and not run.path.is_dir():
                 folder.discard(number)
-    if as_json:
-        print_json({"search": planned.search.name, "identical": [],
-                    "submitted": [job_json(job, RunFolder(base.runs_dir / job.run_id)) for job in jobs]})  # fmt: skip
-        return
-    print_jobs(base, jobs, expects)
-    at_once = f"At most {runs[0].cluster.max_parallel} train at once (--max-parallel)"
-    print_wrapped(f"{at_once}, so that later trials learn from earlier ones.")
-    print_text(with_command_name(f"Trials: can-train compare {planned.search.name}"))
+    if not as_json:
+        print_jobs(base, jobs, expects)
+        at_once = f"At most {runs[0].cluster.max_parallel} train at once (--max-parallel)"
+        print_wrapped(f"{at_once}, so that later trials learn from earlier ones.")
+    objects = [job_json(job, RunFolder(base.runs_dir / job.run_id)) for job in jobs]
+    _print_next(planned, objects, as_json=as_json)
 
 
-def _print_complete(planned: PlannedSearch, *, as_json: bool) -> None:
+def _print_next(planned: PlannedSearch, submitted: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
     if as_json:
-        print_json({"search": planned.search.name, "identical": [], "submitted": []})
-        return
-    print_wrapped(f"All {planned.trials} trials have runs. Raise --trials for more.")
-    print_text(with_command_name(f"Trials: can-train compare {planned.search.name}"))
+        print_json({"search": planned.search.name, "identical": [], "submitted": submitted})
+    else:
+        print_text(with_command_name(f"Trials: can-train compare {planned.search.name}"))

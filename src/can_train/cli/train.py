@@ -305,8 +305,9 @@ def _search(flags: Flags, after: Sequence[str], resolve: "Callable[[Flags], Sequ
             output.print_wrapped("The plan is for the middle of each setting:")
         check_started_once("A plan")
         # Of the array all jobs have one script.
-        runs = (planned.jobs or [planned.base]) if flags["submit"] else [planned.base]
-        _print_dry_runs(runs, flags, after, Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"]), alike=True)
+        runs = planned.jobs(len(planned.missing())) if flags["submit"] else []
+        verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
+        _print_dry_runs(runs or [planned.base], flags, after, verbosity, alike=True)
     elif flags["submit"]:
         check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
         submit_trials(continue_in_job, planned, after=after, as_json=flags["json"])

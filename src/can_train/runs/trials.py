@@ -121,7 +121,7 @@ class TrialRun:
         """Reads the trial of a run; None: the run is no trial.
 
         Raises:
-            StateError: The file is damaged.
+            RunError: The file is damaged.
         """
         path = folder.trial_path
         try:

@@ -32,7 +32,16 @@ from can_train.runs.trust import CodeTrust
 from can_train.task import UpcomingBatch
 from can_train.training.inference import PART_SAMPLES, BatchedInference, InferenceDevice, Rows
 from can_train.training.loading import finished_model, load_finished, with_cache
-from can_train.training.prediction_files import SET, Columns, DefaultColumns, FolderFiles, Format, Watcher, in_set
+from can_train.training.prediction_files import (
+    SET,
+    Columns,
+    DefaultColumns,
+    FolderFiles,
+    Format,
+    Watcher,
+    guarded,
+    in_set,
+)
 from can_train.training.read_ahead import SampleReader, is_in_memory
 from can_train.training.sample_task import Task, make_task, make_unread, read_seeded, seeded_host
 from can_train.training.streams import is_stream, length_of
@@ -401,17 +410,8 @@ class SampleModel(LoadedModel):
     def preview(self, samples: SamplesToPredict, path: Path) -> Iterator[Watcher]:
         """Opens the preview of the task."""
         task = samples.task
-        with ExitStack() as stack:
-            with _drawing(task):
-                show = stack.enter_context(task.preview(path))
-
-            def draw(portion: Sequence[Any], predictions: Sequence[Any]) -> None:
-                with _drawing(task):
-                    show(portion, predictions)
-
+        with guarded(lambda: task.preview(path), lambda: _drawing(task)) as draw:
             yield draw
-            with _drawing(task):
-                stack.close()
 
     def predict(self, samples: Any) -> list[Any]:
         """Returns the predictions of some samples, in their order."""

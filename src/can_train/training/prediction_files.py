@@ -364,23 +364,39 @@ def open_preview(place: str, opens: Callable[[Path], AbstractContextManager[Watc
     Raises:
         StateError: It cannot be written.
     """
+
+    @contextmanager
+    def opened() -> Iterator[Watcher]:
+        with writing_place(Path(place), as_folder=is_preview_folder(place)) as staged, opens(staged) as watch:
+            yield watch
+
+    # Not around the whole block: the file of predictions may have the error of a full disk.
+    with guarded(opened, lambda: _writing_preview(place)) as draw:
+        yield draw
+
+
+@contextmanager
+def guarded(
+    opens: Callable[[], AbstractContextManager[Watcher]], guard: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Watcher]:
+    """Opens a preview; its own errors, while it is opened, called and closed, come through a guard, and errors of the
+    block do not.
+    """
     with ExitStack() as stack:
-        with _writing_preview(place):
-            staged = stack.enter_context(writing_place(Path(place), as_folder=is_preview_folder(place)))
-            watch = stack.enter_context(opens(staged))
+        with guard():
+            watch = stack.enter_context(opens())
 
         def draw(samples: Sequence[Any], predictions: Sequence[Any]) -> None:
-            with _writing_preview(place):
+            with guard():
                 watch(samples, predictions)
 
         yield draw
-        with _writing_preview(place):
+        with guard():
             stack.close()
 
 
 @contextmanager
 def _writing_preview(place: str) -> Iterator[None]:
-    # Not around the whole block: the file of predictions may have the error of a full disk.
     try:
         yield
     except OSError as error:
