@@ -5,7 +5,8 @@ is larger than a probe takes another 12 % of the GPU, which no probe shows.
 
 `measured --data FILE` compares predictions with a table of published peaks of real GPUs (published_peaks.py has its
 columns). timm and torchvision, for rows of their models, come from the package index:
-`pip install --no-deps timm torchvision`.
+`pip install --no-deps timm torchvision`. `programs --data FILE` compares `predict_peak` with a table of published
+programs, each with its loop and its allocator (published_programs.py).
 """
 
 import argparse
@@ -59,9 +60,9 @@ WIDTH: Final = 64
 def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
     parser = BENCHMARK.parser()
-    parser.add_argument("on", nargs="?", choices=("simulated", "measured"), default="simulated")
+    parser.add_argument("on", nargs="?", choices=("simulated", "measured", "programs"), default="simulated")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="simulated: models of gpu-check")
-    parser.add_argument("--data", type=Path, help="measured: the table of published peaks, CSV")
+    parser.add_argument("--data", type=Path, help="measured, programs: the published table, CSV")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, help="measured: some families; all by default")
     parser.add_argument("--most", type=int, default=10_000, help="measured: rows of each source and family")
     parser.add_argument("--save", type=Path, help="measured: folder that keeps recordings, for another run")
@@ -71,7 +72,9 @@ def main() -> None:
     if options.on == "simulated":
         measure_simulated(options)
     elif options.data is None or not options.data.exists():
-        parser.error("measured needs --data FILE, a table of published peaks")
+        parser.error(f"{options.on} needs --data FILE, a table of published peaks")
+    elif options.on == "programs":
+        compare_programs(options)
     else:
         measure_published(options)
 
@@ -118,6 +121,16 @@ def measure_published(options: argparse.Namespace) -> None:
     print(text)
     if not options.families and not options.no_write:
         write_section("prediction-measured", text)
+
+
+def compare_programs(options: argparse.Namespace) -> None:
+    """Prints the comparison with published programs and writes it into RESULTS.md."""
+    from bench.published_programs import measure_programs, read_programs
+
+    text = measure_programs(read_programs(options.data))
+    print(text)
+    if not options.no_write:
+        write_section("prediction-programs", text)
 
 
 class Batch(NamedTuple):

@@ -278,7 +278,7 @@ def _by_name(forward: Callable[..., Any]) -> Callable[[Mapping[str, Tensor]], An
 
 
 def _torchvision(row: Row, size: int) -> Program:
-    models = _import_vision("torchvision.models")
+    models = import_vision("torchvision.models")
     name = _TORCHVISION.get(row["model"], row["model"])
     is_xmem = row["family"] == "torchvision"
     # MobileNets of xMem have as many classes as CIFAR10, all other networks 1000.
@@ -297,7 +297,7 @@ def _torchvision(row: Row, size: int) -> Program:
 
 
 def _timm(row: Row, size: int) -> Program:
-    timm = _import_vision("timm")
+    timm = import_vision("timm")
     # Names of earlier versions are not listed, and lead to the same networks.
     if not timm.is_model(row["model"]):
         raise NoDefinitionError(f"timm {timm.__version__} has no {row['model']}")
@@ -338,7 +338,7 @@ def _decaying_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return _sgd([{"params": kept, "weight_decay": 0.0}, {"params": decaying, "weight_decay": 2e-5}], foreach=True)
 
 
-def _import_vision(package: str) -> Any:
+def import_vision(package: str) -> Any:
     """Imports torchvision, or a package that needs it; raises NoDefinitionError where that is not installed."""
     try:
         return import_module(package)

@@ -20,6 +20,7 @@ from bench.prediction_measured import (
     reserved_mib,
 )
 from bench.published_peaks import NoDefinitionError, program_of
+from bench.published_programs import reserved_by
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 
@@ -127,3 +128,19 @@ def test_a_saved_recording_is_read_again_and_a_row_without_one_is_left_out(tmp_p
 )
 def test_a_row_tells_what_cudnn_adds_to_its_context(family: str, model: str, more_mib: int) -> None:
     assert MORE_CONTEXT[kernels_of({"family": family, "model": model})] == more_mib
+
+
+@pytest.mark.parametrize(
+    ("program", "precision", "measured_mib"),
+    [("gpt2 b8 bf16", "bf16", 14118), ("gpt2 b8 bf16 flash", "bf16", 6042), ("gpt2 b8 fp32", "fp32", 26872)],
+)
+def test_a_published_program_reserves_what_its_author_saw(program: str, precision: str, measured_mib: int) -> None:
+    try:
+        compiled_library()
+    except NoCudaDispatchError as error:
+        pytest.skip(f"CUDA's dispatch cannot be had here: {error.value}")
+    reserved = reserved_by(
+        {"program": program, "precision": precision, "batch": "8", "gpu": "a100-40gb", "mib": str(measured_mib)}
+    )
+    assert reserved.error == pytest.approx(0, abs=0.005)
+    assert reserved.is_inside
