@@ -24,7 +24,7 @@ from bench.harness import Table, environment, render, versions_of
 from bench.published_peaks import NoDefinitionError, Program, Row, allow_foreign_torchvision, program_of
 from can_train import predict_peak
 from can_train.errors import CanTrainError
-from can_train.fit.prediction import price_trace
+from can_train.fit.peak_prediction import price_trace
 from can_train.memory import cuda_dispatch
 from can_train.memory.catalogue import ALL_KERNELS, CUBLAS_KERNELS, CUDNN_KERNELS, Card, context_bytes, find_card
 from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
@@ -277,10 +277,10 @@ def kernels_of(row: Row) -> str:
 
 def judge_two_sided(row: Row, card: Card, recorder: Recorder, judged: Judged) -> None:
     """Predicts whether a batch that trained fits, and the next larger one, which did not."""
-    judged.fits.append(price_trace(recorder.trace(row, card), card, PLAIN).fits_card)
+    judged.fits.append(bool(price_trace(recorder.trace(row, card), card, PLAIN).fits_card))
     if following := re.search(r"next larger tried (\d+)", row["notes"]):
         trace = recorder.trace(row, card, int(following[1]))
-        judged.fits_next.append(price_trace(trace, card, PLAIN).fits_card)
+        judged.fits_next.append(bool(price_trace(trace, card, PLAIN).fits_card))
 
 
 def reserved_mib(program: Program, card: Card) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bench.harness import Table, environment, render, versions_of
 from bench.published_peaks import NoDefinitionError, Row, allow_foreign_torchvision, import_vision
 from can_train import predict_peak
-from can_train.fit.prediction import TargetPrediction
+from can_train.fit.peak_prediction import PeakPrediction
 
 MIB: Final = 2**20
 WIDTH: Final = 768
@@ -117,7 +117,7 @@ def reserved_by(row: Row) -> Reserved:
     return Reserved(**dict(zip(("predicted", "least", "most"), sizes, strict=True)), measured=float(row["mib"]))
 
 
-def predict_program(row: Row) -> TargetPrediction:
+def predict_program(row: Row) -> PeakPrediction:
     """Predicts a program from its row; raises NoDefinitionError."""
     return (_vit if row["program"].startswith("vit") else _gpt)(row)
 
@@ -128,7 +128,7 @@ def read_programs(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _vit(row: Row) -> TargetPrediction:
+def _vit(row: Row) -> PeakPrediction:
     with torch.device("meta"):
         model = import_vision("torchvision.models").vit_l_16()
         model.heads.head = nn.Linear(model.hidden_dim, _CLASSES)
@@ -145,7 +145,7 @@ def _vit(row: Row) -> TargetPrediction:
     )  # fmt: skip
 
 
-def _gpt(row: Row) -> TargetPrediction:
+def _gpt(row: Row) -> PeakPrediction:
     name = row["program"]
     is_half, is_compiled = "bf16" in name, "compiled" in name
     style = Style(native="native" in name or "flash" in name or is_compiled, flash="flash" in name or is_compiled)

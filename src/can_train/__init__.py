@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from can_train.factors.policies import FactorPoint as FactorPoint
     from can_train.factors.policies import MomentumPolicy as MomentumPolicy
     from can_train.factors.store import get_safety_factor_db as get_safety_factor_db
-    from can_train.fit.cost_model import PeakPrediction as PeakPrediction
     from can_train.fit.micro_batcher import BatchResult as BatchResult
     from can_train.fit.micro_batcher import MicroBatcher as MicroBatcher
     from can_train.fit.packing import solve_accumulation as solve_accumulation
-    from can_train.fit.prediction import TargetPrediction as TargetPrediction
+    from can_train.fit.peak_prediction import PeakPrediction as PeakPrediction
     from can_train.fit.prediction import predict_peak as predict_peak
     from can_train.fit.search import SizeSearch as SizeSearch
     from can_train.fit.search import find_max_size as find_max_size
@@ -40,10 +39,10 @@ _HOMES: Final = {
     "errors": ("CanTrainError",),
     "factors.policies": ("AffinePolicy", "FactorPoint", "MomentumPolicy"),
     "factors.store": ("get_safety_factor_db",),
-    "fit.cost_model": ("PeakPrediction",),
     "fit.micro_batcher": ("BatchResult", "MicroBatcher"),
     "fit.packing": ("solve_accumulation",),
-    "fit.prediction": ("TargetPrediction", "predict_peak"),
+    "fit.peak_prediction": ("PeakPrediction",),
+    "fit.prediction": ("predict_peak",),
     "fit.search": ("SizeSearch", "find_max_size"),
     "memory.meters": ("simulated_gpu",),
     "memory.monitor": ("MemoryMonitor",),

@@ -14,13 +14,11 @@ from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.explore import Explorer
 from can_train.fit.packing import BatchCosts
+from can_train.fit.peak_prediction import PeakPrediction, loaded_kernels, price_trace
 from can_train.fit.prediction import (
     LossOf,
-    TargetPrediction,
-    loaded_kernels,
     predict_limits,
     predict_peak,
-    price_trace,
 )
 from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
 from can_train.memory.cuda_dispatch import AllocationTrace
@@ -190,7 +188,8 @@ def test_a_task_is_predicted_from_its_own_samples() -> None:
     task = LineTask()
     few, many = predict_peak(task, 10), predict_peak(task, 10_000)
     assert few.peak_bytes < many.peak_bytes
-    assert predict_peak(task, task.train_rows[:10]).base_bytes == few.base_bytes
+    assert predict_peak(task, task.train_rows[:10]).explains
+    assert not few.notices
 
 
 @pytest.mark.parametrize(
@@ -283,7 +282,7 @@ def test_the_optimizer_of_a_task_is_one_of_its_settings() -> None:
         predict_peak(LineTask(), 4, optimizer="sgd")
 
 
-def of_target(model: nn.Module, size: int, **others: Any) -> TargetPrediction:
+def of_target(model: nn.Module, size: int, **others: Any) -> PeakPrediction:
     return predict_peak(model, size, loss_of=lambda rows: model(DATA[rows % 64]).square().sum(), **others)
 
 
@@ -353,6 +352,22 @@ def test_a_scripted_model_is_predicted_from_small_batches(dispatched: None) -> N
     assert plain_bytes <= found.peak_bytes < 2 * plain_bytes
 
 
+def test_both_predictions_are_read_alike(dispatched: None) -> None:
+    model = perceptron()
+    for found in (of_target(model, 20_000), of_target(model, 20_000, target="rtx3090")):
+        least, most = found.interval_bytes
+        assert least < sum(term.num_bytes for term in found.terms) == found.device_bytes < most
+        assert found.fits(most)
+        assert not found.fits(found.peak_bytes)
+        assert "between" in str(found)
+
+
+def test_no_limits_follow_from_the_prediction_for_a_card(dispatched: None) -> None:
+    found = of_target(perceptron(), 20_000, target="rtx3090")
+    with pytest.raises(ArgumentError, match="Leave target out of predict_peak"):
+        found.on_device("cpu-1gb", 2**30, 2**30)
+
+
 def test_a_batch_that_is_too_large_for_a_card_does_not_fit_it(dispatched: None) -> None:
     model = nn.Linear(64, 2048)
     rows = 24 * 2**30 // (2048 * 4)
@@ -360,7 +375,7 @@ def test_a_batch_that_is_too_large_for_a_card_does_not_fit_it(dispatched: None) 
     assert not of_target(model, rows // 2, target="rtx3090").fits_card
 
 
-def priced(sizes: Sequence[int], workspace: int = 0) -> TargetPrediction:
+def priced(sizes: Sequence[int], workspace: int = 0) -> PeakPrediction:
     """Of tensors of so many MiB, and then a workspace of cuDNN."""
     events = [(number, size * MIB) for number, size in enumerate(sizes)]
     used = [(len(events), workspace * MIB), (len(events), 0)] if workspace else []
@@ -496,7 +511,7 @@ def test_a_compiled_step_is_predicted_as_it_is_with_an_interval_that_reaches_low
     found = predict_peak(LineTask(), 30, training=training, target=target)
     assert found.peak_bytes == plain.peak_bytes
     # Workspaces and the context stay as they are.
-    tensors = plain.tensors.least_bytes if isinstance(plain, TargetPrediction) else plain.peak_bytes
+    tensors = plain.tensors.least_bytes
     assert found.interval_bytes[0] == pytest.approx(plain.interval_bytes[0] - 0.2 * tensors)
     assert found.interval_bytes[1] == plain.interval_bytes[1]
     assert "compiled, it takes up to 20% less" in found.notices[-1]
@@ -552,7 +567,7 @@ def test_images_have_the_format_that_is_asked_for(target: str | None, dispatched
     )
     assert all(formats)
     assert bool(formats) == (target is None)
-    assert not (isinstance(found, TargetPrediction) and found.notices)
+    assert not found.notices
     assert model(images.contiguous(memory_format=torch.channels_last)).shape[1] == 8
     assert not model._forward_pre_hooks
 
@@ -601,7 +616,7 @@ def test_gradients_are_alive_as_in_the_callers_loop(
     loop: dict[str, Any] = {"zero_grad": zero_grad, "accumulation_steps": steps, "keep_gradients": keep}
     found = predict_peak(model, size, loss_of=loss_of, optimizer=torch.optim.SGD, target=target, **loop)
     peak, gradient_bytes = in_loop(model, loss_of, np.arange(size), zero_grad, steps, keep)
-    tensors = found.tensors.num_bytes if isinstance(found, TargetPrediction) else found.peak_bytes
+    tensors = found.tensors.num_bytes
     assert tensors == pytest.approx(peak, rel=0.01)
     plain_bytes, _ = in_loop(model, loss_of, np.arange(size), "before", 1, False)
     assert plain_bytes <= peak <= plain_bytes + gradient_bytes
@@ -656,7 +671,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_allocator_of_a_callers_loop_has_the_settings_of_its_environment(
     dispatched: None, unset: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(**others: Any) -> TargetPrediction:
+    def found(**others: Any) -> PeakPrediction:
         return of_target(perceptron(), 20_000, target="t4", **others)
 
     plain, expanding = found(), found(allocator=EXPANDING)

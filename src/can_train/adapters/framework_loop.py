@@ -35,7 +35,7 @@ from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, rule_after
 from can_train.fit.batch_dependence import UNKNOWN, BatchDependence, change_by_draws
 from can_train.fit.collate import Rows, leaves, samples_in, select_samples
-from can_train.fit.cost_model import DeviceLimits, PeakPrediction, SearchResult
+from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.engine import Engine
 from can_train.fit.explore import Search, SearchTime, Workload, find_limit
 from can_train.fit.factor_rule import UNUSED, Aim, FactorRule, RememberedLimit, RememberedLimits, SafetyFactor
@@ -43,6 +43,7 @@ from can_train.fit.micro_batcher import BatchResult, Counts, Losses, MicroBatche
 from can_train.fit.observed_peaks import ObservedPeaks
 from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, Snapshot, state_bytes
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of, cut
+from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings

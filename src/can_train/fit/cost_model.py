@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from can_train.errors import ArgumentError, DoesNotFitError
+from can_train.errors import ArgumentError
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of
-from can_train.io.units import size_text
 from can_train.memory.catalogue import predicted_room
 from can_train.task import Feature
 
@@ -258,58 +257,6 @@ class DeviceLimits:
         first = self.training.peak_bytes(largest_cost) - self.gradient_bytes
         later = self.training.peak_bytes(largest_later_cost) if largest_later_cost else 0.0
         return max(first, later, self.optimizer_peak_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakPrediction:
-    """The predicted peak of a training step on a batch that is not split."""
-
-    peak_bytes: float  # Peak of forward and backward, or of the optimizer's step where that is higher
-    half_width_bytes: float  # Half-width of the interval around it
-    base_bytes: float  # Weights, gradients and optimizer state
-    explains: bool  # Whether the features explain the memory of the batches that were run; if not, it says little
-    limits: DeviceLimits = field(repr=False)  # Of a device that any batch fits, with the cost models
-    notices: tuple[str, ...] = ()  # Sentences without a full stop
-    assumptions: tuple[str, ...] = ()  # On the loop: sentences without a full stop
-
-    def __str__(self) -> str:
-        least, most = (size_text(num_bytes) for num_bytes in self.interval_bytes)
-        lines = [f"{size_text(self.peak_bytes)}, between {least} and {most}"]
-        return "\n".join([*lines, *(f"{sentence}." for sentence in (*self.assumptions, *self.notices))])
-
-    @property
-    def interval_bytes(self) -> tuple[float, float]:
-        """The interval around `peak_bytes`, which reaches lower where the steps are compiled."""
-        least = (1 - self.limits.saved_share) * self.peak_bytes - self.half_width_bytes
-        return least, self.peak_bytes + self.half_width_bytes
-
-    def fits(self, capacity_bytes: float) -> bool | None:
-        """Tells whether the upper end of the interval fits; None where the features do not explain the memory."""
-        return self.peak_bytes + self.half_width_bytes <= capacity_bytes if self.explains else None
-
-    def on_device(self, device_key: str, capacity_bytes: int, room_bytes: float) -> DeviceLimits:
-        """Returns the limits of a device, within which the upper end of the interval fits into the room that its
-        capacity is predicted to have for tensors.
-
-        Raises:
-            ArgumentError: The features do not explain the memory.
-            DoesNotFitError: Not even the optimizer's step fits.
-        """
-        if not self.explains:
-            raise ArgumentError(
-                "Limits follow from a prediction whose features explain the memory", value="they do not",
-                remedy="Give predict_peak the counts that memory grows with, or limits that find_max_size found",
-            )  # fmt: skip
-        widest = self.limits.training.half_width(self.limits.training.cost_within(room_bytes))
-        limits = self.limits.predicted_on(device_key, capacity_bytes, room_bytes - widest)
-        if limits.optimizer_peak_bytes > capacity_bytes or not limits.training.tuned_limit:
-            raise DoesNotFitError(
-                "Weights, gradients and optimizer state must fit on the device",
-                value=f"they take {size_text(max(self.base_bytes, limits.optimizer_peak_bytes))} of "
-                f"{size_text(capacity_bytes)}",
-                remedy="Take a larger device or a smaller model",
-            )
-        return limits
 
 
 def typical_totals(model: CostModel, mean_totals: Sequence[float], cost: float) -> NDArray[np.float64]:

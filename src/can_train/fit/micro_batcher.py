@@ -19,9 +19,10 @@ from torch.nn.parameter import is_lazy
 
 from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
-from can_train.fit.cost_model import DeviceLimits, PeakPrediction
+from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.optimizer import parameters_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
+from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.rescue import Backoff, Rescue, RescueSettings, Try, Undo, leaves_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room

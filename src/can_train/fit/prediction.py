@@ -15,13 +15,12 @@ from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Final, TypeVar, cast, overload
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -29,7 +28,7 @@ from can_train.config.settings import TrainingSettings, is_code
 from can_train.config.task_settings import import_from, load_optimizer, locate_optimizer
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.compiled import SAVED_SHARE
-from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, SearchResult
+from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import (
     Explorer,
     Positions,
@@ -51,6 +50,14 @@ from can_train.fit.optimizer import (
     use_channels_last,
 )
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
+from can_train.fit.peak_prediction import (
+    MemoryTerm,
+    PeakPrediction,
+    from_small_batches,
+    loaded_kernels,
+    of_any,
+    price_trace,
+)
 from can_train.io.units import parse_size, size_text
 from can_train.memory.allocator_settings import (
     OWN_SETTINGS,
@@ -59,51 +66,24 @@ from can_train.memory.allocator_settings import (
     read_allocator_settings,
     settings_variable,
 )
-from can_train.memory.catalogue import (
-    ALL_KERNELS,
-    CUBLAS_KERNELS,
-    CUDNN_KERNELS,
-    FRAGMENTATION,
-    ROCM,
-    ROCM_CAVEAT,
-    Card,
-    context_bytes,
-    find_card,
-    other_card,
-    screen_bytes,
-)
-from can_train.memory.cuda_dispatch import AllocationTrace, RecordedGpu, compute_on_cuda, record_on_cuda
+from can_train.memory.catalogue import ROCM, ROCM_CAVEAT, Card, find_card, other_card
+from can_train.memory.cuda_dispatch import RecordedGpu, compute_on_cuda, record_on_cuda
 from can_train.memory.cuda_library import NoCudaDispatchError
-from can_train.memory.cuda_workspaces import AMPERE, CUBLAS, CUDNN, TENSORS, generations_like
-from can_train.memory.meters import AbsentGpuMeter, CpuMeter, cudnn_notices
+from can_train.memory.cuda_workspaces import AMPERE, TENSORS, generations_like
+from can_train.memory.meters import AbsentGpuMeter, CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
-from can_train.memory.simulated.allocator import AllocatorSettings, CachingAllocator
+from can_train.memory.simulated.allocator import AllocatorSettings
 from can_train.task import BatchTask, Feature, Phase
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
 _PROBED: Final = 256
 _PRECISIONS: Final = ("fp32", "bf16", "fp16")
 _GPU: Final = torch.device("cuda")
-_MATRIX_DIMS: Final = 2
 _IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
-_UNLIMITED: Final = 2**50
 _CLEARED: Final = ("before", "after")
 _TOLD_SHARE: Final = 0.01  # of the peak, from which on gradients that are alive matter
 _ANY_LR: Final = 1e-3  # a learning rate decides no memory
-# Upper ends of the workspaces, as multiples of the assumed ones: cuBLASLt may keep as much again and twice of it; the
-# workspaces of cuDNN differ most between networks, and this multiple leaves 1 of 100 published peaks of generated CNNs
-# above.
-_CUBLAS_MOST: Final = 3
-_CUDNN_MOST: Final = 3
-# Gaps beyond the replay's, as a share of the peak: networks without dense convolutions need it for as many.
-_GAPS_MOST: Final = 0.1
-# Memory of the same step on CUDA, as a share of the prediction from small batches on the CPU: operators without a table
-# keep somewhat less, and workspaces of cuDNN come on top (CNNs, 95 of 100 published peaks).
-_CPU_LEAST: Final = 0.9
-_CPU_MOST: Final = 1.4
-# Most gaps without a replay, as a multiple of the usual ones, where segments do not expand: cautious, and not measured.
-_PLAIN_GAPS_MOST: Final = 4
 _CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
 
 
@@ -176,94 +156,6 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 """Makes an optimizer of some parameters: a class, or a function."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryTerm:
-    """A part of a training's memory on a GPU, with the interval that it is expected in; in bytes."""
-
-    what: str
-    num_bytes: float
-    least_bytes: float
-    most_bytes: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetPrediction:
-    """The memory of a training step on a card of the catalogue."""
-
-    card: Card
-    tensors: MemoryTerm  # weights, gradients, optimizer state and the batch's tensors, at their peak
-    workspaces: tuple[MemoryTerm, ...]  # of libraries, inside PyTorch's allocator; each as far as it adds to the peak
-    fragmentation: MemoryTerm  # bytes that the allocator reserves beyond the peak
-    context: MemoryTerm  # bytes of CUDA and of the loaded libraries' kernels, outside the allocator
-    fits_card: bool  # whether the allocations fit, one after the other, beside the largest context, or a screen
-    notices: tuple[str, ...] = ()  # sentences without a full stop
-    assumptions: tuple[str, ...] = ()  # on the allocator and the loop: sentences without a full stop
-
-    def __str__(self) -> str:
-        least, most = (size_text(num_bytes) for num_bytes in self.interval_bytes)
-        fits = "it fits" if self.fits_card else "it does not fit"
-        lines = [f"{self.card.key}: {size_text(self.device_bytes)}, between {least} and {most}: {fits}"]
-        lines += [f"  {term.what}: {size_text(term.num_bytes)}" for term in self.terms]
-        return "\n".join([*lines, *(f"{sentence}." for sentence in (*self.assumptions, *self.notices))])
-
-    @property
-    def terms(self) -> tuple[MemoryTerm, ...]:
-        """All parts, which add up to the memory that the driver shows."""
-        return (self.tensors, *self.workspaces, self.fragmentation, self.context)
-
-    @property
-    def peak_bytes(self) -> float:
-        """The peak of allocated bytes, `torch.cuda.max_memory_allocated`."""
-        return self.tensors.num_bytes + sum(term.num_bytes for term in self.workspaces)
-
-    @property
-    def reserved_bytes(self) -> float:
-        """The peak of reserved bytes where nothing limits them, `torch.cuda.max_memory_reserved`."""
-        return self.peak_bytes + self.fragmentation.num_bytes
-
-    @property
-    def device_bytes(self) -> float:
-        """The memory of the process in `nvidia-smi`."""
-        return sum(term.num_bytes for term in self.terms)
-
-    @property
-    def interval_bytes(self) -> tuple[float, float]:
-        """The interval around `device_bytes`."""
-        return sum(term.least_bytes for term in self.terms), sum(term.most_bytes for term in self.terms)
-
-
-@overload
-def predict_peak(
-    task_or_model: BatchTask | nn.Module,
-    batch: BatchCounts,
-    *,
-    loss_of: LossOf | None = None,
-    optimizer: str | MakeOptimizer | None = None,
-    training: TrainingSettings | None = None,
-    precision: str = ...,
-    memory_format: torch.memory_format = ...,
-    zero_grad: str = ...,
-    accumulation_steps: int = ...,
-    keep_gradients: bool = ...,
-    target: None = None,
-    allocator: None = None,
-) -> PeakPrediction: ...
-@overload
-def predict_peak(
-    task_or_model: BatchTask | nn.Module,
-    batch: BatchCounts,
-    *,
-    loss_of: LossOf | None = None,
-    optimizer: str | MakeOptimizer | None = None,
-    training: TrainingSettings | None = None,
-    precision: str = ...,
-    memory_format: torch.memory_format = ...,
-    zero_grad: str = ...,
-    accumulation_steps: int = ...,
-    keep_gradients: bool = ...,
-    target: str,
-    allocator: str | None = None,
-) -> TargetPrediction: ...
 def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of their own
     task_or_model: BatchTask | nn.Module,
     batch: BatchCounts,
@@ -278,7 +170,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
     keep_gradients: bool = False,
     target: str | None = None,
     allocator: str | None = None,
-) -> PeakPrediction | TargetPrediction:
+) -> PeakPrediction:
     """Predicts the peak of a training step without a GPU: from small ones, or for a card from the step itself.
 
     For a model of your own, here with a batch far larger than the data at hand:
@@ -314,7 +206,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
             defaults for a model, whose loop sets no others.
 
     Returns:
-        The prediction; of a target, a `TargetPrediction` with a term for each part of its memory.
+        The prediction; of a target with terms for workspaces, fragmentation and the context.
 
     Raises:
         ArgumentError: An argument has the wrong type or shape; or a model on `meta` has no target, or one whose step
@@ -364,12 +256,11 @@ def _is_compiled(module: nn.Module) -> bool:
 _COMPILED: Final = f"The model is predicted as it is; compiled, it takes up to {SAVED_SHARE:.0%} less"
 
 
-def _of_compiled(found: PeakPrediction | TargetPrediction) -> PeakPrediction | TargetPrediction:
+def _of_compiled(found: PeakPrediction) -> PeakPrediction:
     """Widens the interval of a step that was predicted as it is, and is compiled."""
-    if isinstance(found, PeakPrediction):
-        return replace(found, limits=replace(found.limits, saved_share=SAVED_SHARE), notices=(_COMPILED,))
     tensors = replace(found.tensors, least_bytes=(1 - SAVED_SHARE) * found.tensors.least_bytes)
-    return replace(found, tensors=tensors, notices=(*found.notices, _COMPILED))
+    limits = None if found.limits is None else replace(found.limits, saved_share=SAVED_SHARE)
+    return replace(found, tensors=tensors, limits=limits, notices=(*found.notices, _COMPILED))
 
 
 def _card(target: str) -> Card:
@@ -537,7 +428,7 @@ class _TaskStep:
         return np.resize(rows[np.argsort(-each, kind="stable")], _size(self.batch))
 
 
-def _of_target(step: _Step | _TaskStep, card: Card, allocator: str | None, default: str) -> TargetPrediction:
+def _of_target(step: _Step | _TaskStep, card: Card, allocator: str | None, default: str) -> PeakPrediction:
     settings, told = _allocator(allocator, default)
     found = _recorded(step, card, settings)
     notices = found.notices
@@ -566,7 +457,7 @@ def _allocator(given: str | None, default: str) -> tuple[AllocatorSettings, str]
     return replace(settings, memory_fraction=1.0), f"PyTorch's allocator has {what}, {source}"
 
 
-def _recorded(step: _Step | _TaskStep, card: Card, settings: AllocatorSettings) -> TargetPrediction:
+def _recorded(step: _Step | _TaskStep, card: Card, settings: AllocatorSettings) -> PeakPrediction:
     try:
         if card.generation == ROCM:
             raise NoCudaDispatchError(ROCM_CAVEAT, value=card.key)
@@ -580,136 +471,9 @@ def _recorded(step: _Step | _TaskStep, card: Card, settings: AllocatorSettings) 
                 "A model on meta is predicted from the allocations of CUDA", value=f"{error.rule}: {error.value}",
                 remedy=error.remedy or "Give a model on the CPU",
             ) from error  # fmt: skip
-        return _from_the_cpu(step.on_cpu(), card, error, loaded_kernels(step.model), settings)
+        return from_small_batches(step.on_cpu(), card, error, loaded_kernels(step.model), settings)
     kernels = loaded_kernels(step.model)
-    return _of_any({generation: price_trace(trace, card, settings, kernels) for generation, trace in traces.items()})
-
-
-def _of_any(predictions: Mapping[str, TargetPrediction]) -> TargetPrediction:
-    """Returns the prediction of the generation that takes most, with an interval that has those of all of them."""
-    ordered = sorted(predictions, key=lambda generation: predictions[generation].device_bytes)
-    most, least = predictions[ordered[-1]], predictions[ordered[0]]
-    if len(ordered) == 1:
-        return most
-
-    def spanned(term: MemoryTerm, number: int) -> MemoryTerm:
-        alike = [prediction.terms[number] for prediction in predictions.values()]
-        return replace(
-            term,
-            least_bytes=min(other.least_bytes for other in alike),
-            most_bytes=max(other.most_bytes for other in alike),
-        )
-
-    tensors, *workspaces, fragmentation, context = (spanned(term, number) for number, term in enumerate(most.terms))
-    told = "A GPU that is named by its memory may be of any generation"
-    if saved := most.device_bytes - least.device_bytes:
-        told = f"{told}: {ordered[-1]} takes most, and {ordered[0]} takes {size_text(saved)} less"
-    return replace(
-        most,
-        tensors=tensors,
-        workspaces=tuple(workspaces),
-        fragmentation=fragmentation,
-        context=context,
-        fits_card=all(prediction.fits_card for prediction in predictions.values()),
-        assumptions=(told,),
-    )
-
-
-def loaded_kernels(model: nn.Module) -> str:
-    """Returns which libraries' kernels a training of a model loads."""
-    modules = list(model.modules())
-    norms = [module for module in modules if isinstance(module, _BatchNorm)]
-    # A parameter of three dimensions or more may be a convolution's filters, in a module of any class. PyTorch
-    # normalizes vectors, which BatchNorm1d is called with elsewhere, without cuDNN.
-    if (
-        any(parameter.dim() > _MATRIX_DIMS for parameter in model.parameters())
-        or any(isinstance(module, nn.RNNBase) for module in modules)
-        or any(not isinstance(norm, nn.BatchNorm1d) for norm in norms)
-    ):
-        return ALL_KERNELS if norms else CUDNN_KERNELS
-    return CUBLAS_KERNELS
-
-
-def price_trace(
-    trace: AllocationTrace, card: Card, settings: AllocatorSettings, kernels: str = ALL_KERNELS
-) -> TargetPrediction:
-    """Predicts a card's memory from the allocations of a program, under settings of PyTorch's allocator, and the
-    kernels that it loads.
-    """
-    peaks, reserved = [], 0
-    for kinds in ((TENSORS,), (TENSORS, CUBLAS), (TENSORS, CUBLAS, CUDNN)):
-        allocator = _replayed(trace, settings, kinds)
-        peaks.append(allocator.peak_allocated_bytes)
-        reserved = allocator.peak_reserved_bytes
-    tensors, with_cublas, with_all = peaks
-    cublas, cudnn = with_cublas - tensors, with_all - with_cublas
-    # Larger workspaces may raise the reserved bytes where they do not raise the peak: freed blocks do not hold them.
-    further = max(0, _replayed(_with_larger_workspaces(trace), settings).peak_reserved_bytes - reserved)
-    context = _context(card, kernels)
-    taken_bytes = max(context.most_bytes, context.num_bytes + screen_bytes(card))
-    on_card = CachingAllocator(int(card.total_bytes - taken_bytes), settings=settings)
-    # A cache that is too large is released when memory runs out, so the interval of fragmentation begins at none.
-    gaps = reserved - with_all
-    return TargetPrediction(
-        card=card,
-        tensors=MemoryTerm(what=TENSORS, num_bytes=tensors, least_bytes=tensors, most_bytes=tensors),
-        workspaces=(
-            MemoryTerm(what=CUBLAS, num_bytes=cublas, least_bytes=0, most_bytes=_CUBLAS_MOST * cublas),
-            MemoryTerm(what=CUDNN, num_bytes=cudnn, least_bytes=0, most_bytes=cudnn + further),
-        ),
-        fragmentation=MemoryTerm(
-            what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=gaps + _GAPS_MOST * with_all
-        ),
-        context=context,
-        fits_card=trace.replay(on_card),
-        notices=cudnn_notices(),
-    )
-
-
-def _replayed(
-    trace: AllocationTrace, settings: AllocatorSettings, kinds: Sequence[str] = (TENSORS, CUBLAS, CUDNN)
-) -> CachingAllocator:
-    allocator = CachingAllocator(_UNLIMITED, settings=settings)
-    trace.replay(allocator, kinds)
-    return allocator
-
-
-def _with_larger_workspaces(trace: AllocationTrace) -> AllocationTrace:
-    """Returns a program whose workspaces of cuDNN are as large as they may be."""
-    events = [
-        (number, size * (_CUDNN_MOST if trace.workspaces.get(number) == CUDNN else 1)) for number, size in trace.events
-    ]
-    return replace(trace, events=events)
-
-
-def _context(card: Card, kernels: str) -> MemoryTerm:
-    least, assumed, most = context_bytes(card, kernels)
-    runtime = "HIP" if card.generation == ROCM else "CUDA"
-    return MemoryTerm(what=f"{runtime} context with {kernels}", num_bytes=assumed, least_bytes=least, most_bytes=most)
-
-
-def _from_the_cpu(
-    found: PeakPrediction, card: Card, error: NoCudaDispatchError, kernels: str, settings: AllocatorSettings
-) -> TargetPrediction:
-    """Predicts from probes on the CPU where CUDA's dispatch cannot be had, with an interval that says so."""
-    peak, margin, context = found.peak_bytes, found.half_width_bytes, _context(card, kernels)
-    gaps, most_tensors = FRAGMENTATION * peak, _CPU_MOST * peak + margin
-    most_gaps = gaps * (2 if settings.expandable_segments else _PLAIN_GAPS_MOST)
-    return TargetPrediction(
-        card=card,
-        tensors=MemoryTerm(
-            what=TENSORS, num_bytes=peak, least_bytes=_CPU_LEAST * peak - margin, most_bytes=most_tensors
-        ),
-        workspaces=(),
-        fragmentation=MemoryTerm(what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=most_gaps),
-        context=context,
-        fits_card=most_tensors + gaps + context.num_bytes + screen_bytes(card) <= card.total_bytes,
-        notices=(
-            f"Predicted from small batches on the CPU, which show no workspaces: {error.rule}: {error.value}"
-            + (f". {error.remedy}" if error.remedy else ""),
-            *(() if found.explains else ("The counts do not explain the memory of the batches that were run",)),
-        ),
-    )  # fmt: skip
+    return of_any({generation: price_trace(trace, card, settings, kernels) for generation, trace in traces.items()})
 
 
 def _model_of(task: BatchTask, training: TrainingSettings) -> nn.Module:
@@ -744,12 +508,15 @@ def _of_phase(explorer: Explorer, batch: Any) -> PeakPrediction:
         rows = np.asarray(batch, dtype=np.int64)
     cost = phase.model.cost(task.batch_features(rows))
     return PeakPrediction(
-        peak_bytes=limits.step_peak_bytes(cost, 0.0),
-        half_width_bytes=phase.half_width(cost),
-        base_bytes=phase.model.base_bytes,
+        tensors=_around(limits.step_peak_bytes(cost, 0.0), phase.half_width(cost)),
         explains=phase.model.explains,
         limits=limits,
     )
+
+
+def _around(peak_bytes: float, half_width_bytes: float) -> MemoryTerm:
+    least, most = peak_bytes - half_width_bytes, peak_bytes + half_width_bytes
+    return MemoryTerm(what=TENSORS, num_bytes=peak_bytes, least_bytes=least, most_bytes=most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -834,9 +601,7 @@ def _of_model(of: _Step) -> PeakPrediction:
     means = tuple(batch.counts.mean(axis=0).tolist())
     phase = SearchResult(model=fit.model, tuned_limit=math.inf, capped=True, mean_totals=means)
     return PeakPrediction(
-        peak_bytes=max(peak, float(optimizer_step)),
-        half_width_bytes=fit.model.half_width(batch.totals),
-        base_bytes=fit.model.base_bytes,
+        tensors=_around(max(peak, float(optimizer_step)), fit.model.half_width(batch.totals)),
         explains=explains,
         limits=DeviceLimits(
             device_key=meter.key, capacity_bytes=meter.capacity_bytes, training=phase, evaluation=phase,

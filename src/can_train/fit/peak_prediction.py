@@ -1,0 +1,286 @@
+"""The predicted peak of a training step: its terms with their intervals, and of a recorded step the memory that its
+allocations take of a card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from can_train.errors import ArgumentError, DoesNotFitError
+from can_train.io.units import size_text
+from can_train.memory.catalogue import (
+    ALL_KERNELS,
+    CUBLAS_KERNELS,
+    CUDNN_KERNELS,
+    FRAGMENTATION,
+    ROCM,
+    Card,
+    context_bytes,
+    screen_bytes,
+)
+from can_train.memory.cuda_workspaces import CUBLAS, CUDNN, TENSORS
+from can_train.memory.meters import cudnn_notices
+from can_train.memory.simulated.allocator import AllocatorSettings, CachingAllocator
+
+if TYPE_CHECKING:
+    from can_train.fit.cost_model import DeviceLimits
+    from can_train.memory.cuda_dispatch import AllocationTrace
+    from can_train.memory.cuda_library import NoCudaDispatchError
+
+_MATRIX_DIMS: Final = 2
+_UNLIMITED: Final = 2**50
+# Upper ends of the workspaces, as multiples of the assumed ones: cuBLASLt may keep as much again and twice of it; the
+# workspaces of cuDNN differ most between networks, and this multiple leaves 1 of 100 published peaks of generated CNNs
+# above.
+_CUBLAS_MOST: Final = 3
+_CUDNN_MOST: Final = 3
+# Gaps beyond the replay's, as a share of the peak: networks without dense convolutions need it for as many.
+_GAPS_MOST: Final = 0.1
+# Memory of the same step on CUDA, as a share of the prediction from small batches on the CPU: operators without a table
+# keep somewhat less, and workspaces of cuDNN come on top (CNNs, 95 of 100 published peaks).
+_CPU_LEAST: Final = 0.9
+_CPU_MOST: Final = 1.4
+# Most gaps without a replay, as a multiple of the usual ones, where segments do not expand: cautious, and not measured.
+_PLAIN_GAPS_MOST: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTerm:
+    """A part of a training's memory on a GPU, with the interval that it is expected in; in bytes."""
+
+    what: str
+    num_bytes: float
+    least_bytes: float
+    most_bytes: float
+
+
+_NO_GAPS: Final = MemoryTerm(what="fragmentation", num_bytes=0, least_bytes=0, most_bytes=0)
+_NO_CONTEXT: Final = MemoryTerm(what="CUDA context", num_bytes=0, least_bytes=0, most_bytes=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakPrediction:
+    """The predicted memory of a training step on a batch that is not split. Without a card it is the peak of the
+    allocated bytes alone.
+    """
+
+    tensors: MemoryTerm  # weights, gradients, optimizer state and the batch's tensors, at their peak
+    workspaces: tuple[MemoryTerm, ...] = ()  # of libraries, inside PyTorch's allocator; as far as they raise the peak
+    fragmentation: MemoryTerm = _NO_GAPS  # bytes that the allocator reserves beyond the peak
+    context: MemoryTerm = _NO_CONTEXT  # bytes of CUDA and of the loaded libraries' kernels, outside the allocator
+    card: Card | None = None
+    # Whether the allocations fit, one after the other, beside the largest context, or a screen; None without a card
+    fits_card: bool | None = None
+    explains: bool = (
+        True  # Whether the features explain the memory of the batches that were run; if not, it says little
+    )
+    limits: DeviceLimits | None = field(default=None, repr=False)  # Of small batches, for a device that any batch fits
+    notices: tuple[str, ...] = ()  # sentences without a full stop
+    assumptions: tuple[str, ...] = ()  # on the allocator and the loop: sentences without a full stop
+
+    def __str__(self) -> str:
+        least, most = (size_text(num_bytes) for num_bytes in self.interval_bytes)
+        lines = [f"{size_text(self.device_bytes)}, between {least} and {most}"]
+        if self.card is not None:
+            lines = [f"{self.card.key}: {lines[0]}: {'it fits' if self.fits_card else 'it does not fit'}"]
+            lines += [f"  {term.what}: {size_text(term.num_bytes)}" for term in self.terms]
+        return "\n".join([*lines, *(f"{sentence}." for sentence in (*self.assumptions, *self.notices))])
+
+    @property
+    def terms(self) -> tuple[MemoryTerm, ...]:
+        """All terms, which add up to the memory that the driver shows."""
+        return (*self._in_allocator, self.context)
+
+    @property
+    def _in_allocator(self) -> tuple[MemoryTerm, ...]:
+        return (self.tensors, *self.workspaces, self.fragmentation)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The peak of allocated bytes, `torch.cuda.max_memory_allocated`."""
+        return self.tensors.num_bytes + sum(term.num_bytes for term in self.workspaces)
+
+    @property
+    def reserved_bytes(self) -> float:
+        """The peak of reserved bytes where nothing limits them, `torch.cuda.max_memory_reserved`."""
+        return self.peak_bytes + self.fragmentation.num_bytes
+
+    @property
+    def device_bytes(self) -> float:
+        """The memory of the process in `nvidia-smi`; without a card `peak_bytes`."""
+        return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def interval_bytes(self) -> tuple[float, float]:
+        """The interval around `device_bytes`."""
+        return sum(term.least_bytes for term in self.terms), sum(term.most_bytes for term in self.terms)
+
+    def fits(self, capacity_bytes: float) -> bool | None:
+        """Tells whether the step surely fits into bytes that PyTorch's allocator may use; None where the features do
+        not explain the memory.
+        """
+        return sum(term.most_bytes for term in self._in_allocator) <= capacity_bytes if self.explains else None
+
+    def on_device(self, device_key: str, capacity_bytes: int, room_bytes: float) -> DeviceLimits:
+        """Returns the limits of a device, within which the upper end of the interval fits into the room that its
+        capacity is predicted to have for tensors.
+
+        Raises:
+            ArgumentError: The features do not explain the memory, or the prediction is of one batch on a card.
+            DoesNotFitError: Not even the optimizer's step fits.
+        """
+        if self.limits is None:
+            raise ArgumentError(
+                "Limits follow from small batches, and a prediction for a card is of one batch",
+                value="" if self.card is None else f"target={self.card.key!r}",
+                remedy="Leave target out of predict_peak: the limits are then the device's own",
+            )  # fmt: skip
+        if not self.explains:
+            raise ArgumentError(
+                "Limits follow from a prediction whose features explain the memory", value="they do not",
+                remedy="Give predict_peak the counts that memory grows with, or limits that find_max_size found",
+            )  # fmt: skip
+        training = self.limits.training
+        widest = training.half_width(training.cost_within(room_bytes))
+        limits = self.limits.predicted_on(device_key, capacity_bytes, room_bytes - widest)
+        if limits.optimizer_peak_bytes > capacity_bytes or not limits.training.tuned_limit:
+            raise DoesNotFitError(
+                "Weights, gradients and optimizer state must fit on the device",
+                value=f"they take {size_text(max(training.model.base_bytes, limits.optimizer_peak_bytes))} of "
+                f"{size_text(capacity_bytes)}",
+                remedy="Take a larger device or a smaller model",
+            )
+        return limits
+
+
+def of_any(predictions: Mapping[str, PeakPrediction]) -> PeakPrediction:
+    """Returns the prediction of the generation that takes most, with an interval that has those of all of them."""
+    ordered = sorted(predictions, key=lambda generation: predictions[generation].device_bytes)
+    most, least = predictions[ordered[-1]], predictions[ordered[0]]
+    if len(ordered) == 1:
+        return most
+
+    def spanned(term: MemoryTerm, number: int) -> MemoryTerm:
+        alike = [prediction.terms[number] for prediction in predictions.values()]
+        return replace(
+            term,
+            least_bytes=min(other.least_bytes for other in alike),
+            most_bytes=max(other.most_bytes for other in alike),
+        )
+
+    tensors, *workspaces, fragmentation, context = (spanned(term, number) for number, term in enumerate(most.terms))
+    told = "A GPU that is named by its memory may be of any generation"
+    if saved := most.device_bytes - least.device_bytes:
+        told = f"{told}: {ordered[-1]} takes most, and {ordered[0]} takes {size_text(saved)} less"
+    return replace(
+        most,
+        tensors=tensors,
+        workspaces=tuple(workspaces),
+        fragmentation=fragmentation,
+        context=context,
+        fits_card=all(prediction.fits_card for prediction in predictions.values()),
+        assumptions=(told,),
+    )
+
+
+def loaded_kernels(model: nn.Module) -> str:
+    """Returns which libraries' kernels a training of a model loads."""
+    modules = list(model.modules())
+    norms = [module for module in modules if isinstance(module, _BatchNorm)]
+    # A parameter of three dimensions or more may be a convolution's filters, in a module of any class. PyTorch
+    # normalizes vectors, which BatchNorm1d is called with elsewhere, without cuDNN.
+    if (
+        any(parameter.dim() > _MATRIX_DIMS for parameter in model.parameters())
+        or any(isinstance(module, nn.RNNBase) for module in modules)
+        or any(not isinstance(norm, nn.BatchNorm1d) for norm in norms)
+    ):
+        return ALL_KERNELS if norms else CUDNN_KERNELS
+    return CUBLAS_KERNELS
+
+
+def price_trace(
+    trace: AllocationTrace, card: Card, settings: AllocatorSettings, kernels: str = ALL_KERNELS
+) -> PeakPrediction:
+    """Predicts a card's memory from the allocations of a program, under settings of PyTorch's allocator, and the
+    kernels that it loads.
+    """
+    peaks, reserved = [], 0
+    for kinds in ((TENSORS,), (TENSORS, CUBLAS), (TENSORS, CUBLAS, CUDNN)):
+        allocator = _replayed(trace, settings, kinds)
+        peaks.append(allocator.peak_allocated_bytes)
+        reserved = allocator.peak_reserved_bytes
+    tensors, with_cublas, with_all = peaks
+    cublas, cudnn = with_cublas - tensors, with_all - with_cublas
+    # Larger workspaces may raise the reserved bytes where they do not raise the peak: freed blocks do not hold them.
+    further = max(0, _replayed(_with_larger_workspaces(trace), settings).peak_reserved_bytes - reserved)
+    context = _context(card, kernels)
+    taken_bytes = max(context.most_bytes, context.num_bytes + screen_bytes(card))
+    on_card = CachingAllocator(int(card.total_bytes - taken_bytes), settings=settings)
+    # A cache that is too large is released when memory runs out, so the interval of fragmentation begins at none.
+    gaps = reserved - with_all
+    return PeakPrediction(
+        card=card,
+        tensors=MemoryTerm(what=TENSORS, num_bytes=tensors, least_bytes=tensors, most_bytes=tensors),
+        workspaces=(
+            MemoryTerm(what=CUBLAS, num_bytes=cublas, least_bytes=0, most_bytes=_CUBLAS_MOST * cublas),
+            MemoryTerm(what=CUDNN, num_bytes=cudnn, least_bytes=0, most_bytes=cudnn + further),
+        ),
+        fragmentation=MemoryTerm(
+            what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=gaps + _GAPS_MOST * with_all
+        ),
+        context=context,
+        fits_card=trace.replay(on_card),
+        notices=cudnn_notices(),
+    )
+
+
+def _replayed(
+    trace: AllocationTrace, settings: AllocatorSettings, kinds: Sequence[str] = (TENSORS, CUBLAS, CUDNN)
+) -> CachingAllocator:
+    allocator = CachingAllocator(_UNLIMITED, settings=settings)
+    trace.replay(allocator, kinds)
+    return allocator
+
+
+def _with_larger_workspaces(trace: AllocationTrace) -> AllocationTrace:
+    """Returns a program whose workspaces of cuDNN are as large as they may be."""
+    events = [
+        (number, size * (_CUDNN_MOST if trace.workspaces.get(number) == CUDNN else 1)) for number, size in trace.events
+    ]
+    return replace(trace, events=events)
+
+
+def _context(card: Card, kernels: str) -> MemoryTerm:
+    least, assumed, most = context_bytes(card, kernels)
+    runtime = "HIP" if card.generation == ROCM else "CUDA"
+    return MemoryTerm(what=f"{runtime} context with {kernels}", num_bytes=assumed, least_bytes=least, most_bytes=most)
+
+
+def from_small_batches(
+    found: PeakPrediction, card: Card, error: NoCudaDispatchError, kernels: str, settings: AllocatorSettings
+) -> PeakPrediction:
+    """Predicts a card's memory from probes on the CPU where CUDA's dispatch cannot be had, with an interval that says
+    so.
+    """
+    peak, context = found.peak_bytes, _context(card, kernels)
+    margin = found.tensors.most_bytes - peak
+    gaps, most_tensors = FRAGMENTATION * peak, _CPU_MOST * peak + margin
+    most_gaps = gaps * (2 if settings.expandable_segments else _PLAIN_GAPS_MOST)
+    return replace(
+        found,
+        card=card,
+        tensors=replace(found.tensors, least_bytes=_CPU_LEAST * peak - margin, most_bytes=most_tensors),
+        fragmentation=MemoryTerm(what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=most_gaps),
+        context=context,
+        fits_card=most_tensors + gaps + context.num_bytes + screen_bytes(card) <= card.total_bytes,
+        notices=(
+            f"Predicted from small batches on the CPU, which show no workspaces: {error.rule}: {error.value}"
+            + (f". {error.remedy}" if error.remedy else ""),
+            *(() if found.explains else ("The counts do not explain the memory of the batches that were run",)),
+        ),
+    )  # fmt: skip
