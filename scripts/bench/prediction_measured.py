@@ -26,8 +26,9 @@ from can_train import predict_peak
 from can_train.errors import CanTrainError
 from can_train.fit.peak_prediction import price_trace
 from can_train.memory import cuda_dispatch
+from can_train.memory.allocation_trace import AllocationTrace
 from can_train.memory.catalogue import ALL_KERNELS, CUBLAS_KERNELS, CUDNN_KERNELS, Card, context_bytes, find_card
-from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
+from can_train.memory.cuda_dispatch import record_on_cuda
 from can_train.memory.simulated.allocator import PLAIN, CachingAllocator
 
 MIB: Final = 2**20

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from can_train.fit.prediction import predict_peak as predict_peak
     from can_train.fit.search import SizeSearch as SizeSearch
     from can_train.fit.search import find_max_size as find_max_size
+    from can_train.memory.allocation_trace import MemoryPart as MemoryPart
     from can_train.memory.meters import simulated_gpu as simulated_gpu
     from can_train.memory.monitor import MemoryMonitor as MemoryMonitor
     from can_train.memory.out_of_memory import is_out_of_memory as is_out_of_memory
@@ -44,6 +45,7 @@ _HOMES: Final = {
     "fit.peak_prediction": ("PeakPrediction",),
     "fit.prediction": ("predict_peak",),
     "fit.search": ("SizeSearch", "find_max_size"),
+    "memory.allocation_trace": ("MemoryPart",),
     "memory.meters": ("simulated_gpu",),
     "memory.monitor": ("MemoryMonitor",),
     "memory.out_of_memory": ("is_out_of_memory",),

@@ -20,8 +20,8 @@ from can_train.fit.prediction import (
     predict_limits,
     predict_peak,
 )
+from can_train.memory.allocation_trace import AllocationTrace
 from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
-from can_train.memory.cuda_dispatch import AllocationTrace
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_workspaces import CUDNN
 from can_train.memory.meters import AbsentGpuMeter
@@ -360,6 +360,7 @@ def test_both_predictions_are_read_alike(dispatched: None) -> None:
         assert found.fits(most)
         assert not found.fits(found.peak_bytes)
         assert "between" in str(found)
+        assert sum(part.num_bytes for part in found.parts) == found.peak_bytes
 
 
 def test_no_limits_follow_from_the_prediction_for_a_card(dispatched: None) -> None:
@@ -500,6 +501,8 @@ def test_a_task_is_predicted_for_a_card(batch: Any, dispatched: None) -> None:
     found, near = predict_peak(task, batch, target="t4"), predict_peak(task, batch)
     assert not found.notices
     assert found.tensors.num_bytes == pytest.approx(near.peak_bytes, rel=0.02)
+    for either in (found, near):
+        assert sum(part.num_bytes for part in either.parts) == either.peak_bytes
 
 
 @pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
+from can_train.memory.allocation_trace import AllocationTrace
+from can_train.memory.cuda_dispatch import record_on_cuda
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_workspaces import CUBLAS, CUDNN, TENSORS
 from can_train.memory.simulated.allocator import MIN_BLOCK_BYTES, PLAIN, CachingAllocator

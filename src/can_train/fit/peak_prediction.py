@@ -29,7 +29,7 @@ from can_train.memory.simulated.allocator import AllocatorSettings, CachingAlloc
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
-    from can_train.memory.cuda_dispatch import AllocationTrace
+    from can_train.memory.allocation_trace import AllocationTrace, MemoryPart
     from can_train.memory.cuda_library import NoCudaDispatchError
 
 _MATRIX_DIMS: Final = 2
@@ -80,6 +80,7 @@ class PeakPrediction:
         True  # Whether the features explain the memory of the batches that were run; if not, it says little
     )
     limits: DeviceLimits | None = field(default=None, repr=False)  # Of small batches, for a device that any batch fits
+    parts: tuple[MemoryPart, ...] = field(default=(), repr=False)  # of `peak_bytes`, whose sum it is; largest first
     notices: tuple[str, ...] = ()  # sentences without a full stop
     assumptions: tuple[str, ...] = ()  # on the allocator and the loop: sentences without a full stop
 
@@ -235,6 +236,7 @@ def price_trace(
         ),
         context=context,
         fits_card=trace.replay(on_card),
+        parts=trace.parts(settings) if trace.labels else (),
         notices=cudnn_notices(),
     )
 

@@ -59,6 +59,7 @@ from can_train.fit.peak_prediction import (
     price_trace,
 )
 from can_train.io.units import parse_size, size_text
+from can_train.memory.allocation_trace import FIXED, GROWING, MemoryPart
 from can_train.memory.allocator_settings import (
     OWN_SETTINGS,
     SETTINGS_VARIABLES,
@@ -507,11 +508,21 @@ def _of_phase(explorer: Explorer, batch: Any) -> PeakPrediction:
     else:
         rows = np.asarray(batch, dtype=np.int64)
     cost = phase.model.cost(task.batch_features(rows))
+    peak_bytes = limits.step_peak_bytes(cost, 0.0)
     return PeakPrediction(
-        tensors=_around(limits.step_peak_bytes(cost, 0.0), phase.half_width(cost)),
+        tensors=_around(peak_bytes, phase.half_width(cost)),
+        parts=_line_parts(peak_bytes, phase.model.base_bytes),
         explains=phase.model.explains,
         limits=limits,
     )
+
+
+def _line_parts(peak_bytes: float, base_bytes: float) -> tuple[MemoryPart, ...]:
+    """Returns the base and the cost of a line as parts. A whole number of bytes is taken off without rounding."""
+    base = min(int(base_bytes), peak_bytes)
+    parts = ((FIXED, base), (GROWING, peak_bytes - base))
+    ordered = sorted(parts, key=lambda part: -part[1])
+    return tuple(MemoryPart(kind=kind, module="", operation="", num_bytes=size) for kind, size in ordered if size)
 
 
 def _around(peak_bytes: float, half_width_bytes: float) -> MemoryTerm:
@@ -600,8 +611,10 @@ def _of_model(of: _Step) -> PeakPrediction:
     optimizer_step = resident_bytes + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
     means = tuple(batch.counts.mean(axis=0).tolist())
     phase = SearchResult(model=fit.model, tuned_limit=math.inf, capped=True, mean_totals=means)
+    peak = max(peak, float(optimizer_step))
     return PeakPrediction(
-        tensors=_around(max(peak, float(optimizer_step)), fit.model.half_width(batch.totals)),
+        tensors=_around(peak, fit.model.half_width(batch.totals)),
+        parts=_line_parts(peak, fit.model.base_bytes),
         explains=explains,
         limits=DeviceLimits(
             device_key=meter.key, capacity_bytes=meter.capacity_bytes, training=phase, evaluation=phase,

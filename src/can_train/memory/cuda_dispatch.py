@@ -14,7 +14,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from itertools import accumulate
@@ -34,13 +34,13 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from can_train.memory import cuda_workspaces
+from can_train.memory.allocation_trace import CACHE_RELEASED, AllocationRecorder, AllocationTrace
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.cuda_library import MAX_QUOTED_CHARACTERS, NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_operators import AttentionCall, composed_attention, recurrent_kernels, register
 from can_train.memory.cuda_workspaces import CUBLAS, CUDNN, TENSORS, Capability, is_on_gpu
 from can_train.memory.meters import Meter
 from can_train.memory.simulated.allocator import CachingAllocator
-from can_train.memory.simulated.gpu import StorageTracker
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from can_train.memory.simulated.allocator import Block
 
 A100_THREADS: Final = 108 * 2048
-CACHE_RELEASED: Final = -1
-"""In place of an allocation's number: the cache is given back to the driver (`torch.cuda.empty_cache`)."""
-
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
 _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 _UNLIMITED: Final = 2**50
@@ -73,43 +70,6 @@ _FUSED_ON_CUDA: Final = [
     for name in ("silu_backward", "mish_backward", "_fused_rms_norm")
     if hasattr(_aten, name)
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllocationTrace:
-    """The allocations of a program on a CUDA GPU, in order."""
-
-    # (number of an allocation, its bytes); (the same number, 0) when it is freed; (CACHE_RELEASED, 0)
-    events: Sequence[tuple[int, int]]
-    workspaces: Mapping[int, str]  # number of an allocation to `CUBLAS` or `CUDNN`; all others are tensors
-
-    def replay(
-        self,
-        allocator: CachingAllocator,
-        kinds: Sequence[str] = (TENSORS, CUBLAS, CUDNN),
-        blocks: dict[int, Block] | None = None,
-    ) -> bool:
-        """Repeats the allocations of these kinds with an allocator; returns whether all of them fitted. `blocks` of an
-        earlier part of the program are added to, and freed where this part frees them.
-
-        A workspace of cuDNN that does not fit is passed over: PyTorch then takes an algorithm that needs none.
-        """
-        blocks = {} if blocks is None else blocks
-        for number, size in self.events:
-            if number == CACHE_RELEASED:
-                allocator.release_cached()
-                continue
-            kind = self.workspaces.get(number, TENSORS)
-            if kind not in kinds:
-                continue
-            if not size:
-                if (block := blocks.pop(number, None)) is not None:
-                    allocator.free(block)
-            elif (block := allocator.malloc(size)) is not None:
-                blocks[number] = block
-            elif kind != CUDNN:
-                return False
-        return True
 
 
 def record_on_cuda(
@@ -232,7 +192,7 @@ class RecordedGpu(Meter):
     @property
     def trace(self) -> AllocationTrace:
         """The allocations so far."""
-        return AllocationTrace(events=self._recorder.events, workspaces=self._recorder.workspaces)
+        return self._recorder.trace
 
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
@@ -282,13 +242,11 @@ class _FakeGpu(fake_tensor.FakeTensorMode):
     avoid_device_init = True
 
 
-class _Recorder(StorageTracker[int]):
+class _Recorder(AllocationRecorder):
     """Records the allocations on a fake GPU, which it puts a model on."""
 
     def __init__(self, model: nn.Module, generation: str, resident_threads: int, real_host: bool) -> None:
-        super().__init__(cuda=None)
-        self.events: list[tuple[int, int]] = []
-        self.workspaces: dict[int, str] = {}
+        super().__init__(model, cuda=None)
         self._capability = cuda_workspaces.capability_of(generation)
         self._resident_threads = resident_threads
         self._real_host = real_host
@@ -327,7 +285,7 @@ class _Recorder(StorageTracker[int]):
             self._move_model()
         self._model.register_forward_pre_hook(move_inputs, with_kwargs=True)
         self.seed_resident([*self._model.parameters(), *self._model.buffers()])
-        with self._fake, self:
+        with self._fake, self, self.following():
             return compute()
 
     @contextmanager
@@ -441,14 +399,10 @@ class _Recorder(StorageTracker[int]):
         return (tensor.untyped_storage(),) if is_on_gpu(tensor) and tensor.layout is torch.strided else ()
 
     def _allocate(self, size: int) -> int:
-        number = len(self.events)
-        self.events.append((number, size))
+        number = super()._allocate(size)
         if self._span:
             self.workspaces[number] = self._span
         return number
-
-    def _free(self, allocation: int) -> None:
-        self.events.append((allocation, 0))
 
     def release_cached(self) -> None:
         """Gives the cache back to the driver."""
