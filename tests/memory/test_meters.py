@@ -5,7 +5,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from can_train.errors import DeviceError
 from can_train.memory.allocator_settings import read_allocator_settings
@@ -335,3 +335,37 @@ def test_settings_of_the_users_own_are_left_as_they_are(name: str, value: str) -
 def test_a_driver_has_a_version_or_there_is_none() -> None:
     version = nvidia_driver_version()
     assert version == "" or version[0].isdigit()
+
+
+@pytest.mark.parametrize("autocast", [torch.float32, torch.bfloat16])
+def test_products_of_a_gpu_that_is_not_there_take_their_memory_uncomputed(
+    autocast: torch.dtype,
+) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.Flatten(), nn.Linear(32 * 256, 64))
+
+    def peak(meter: CpuMeter, *, computes: bool) -> tuple[int, Tensor]:
+        meter._computes = computes
+        with (
+            meter.measuring(network.parameters()),
+            torch.autocast("cpu", autocast, enabled=autocast is not torch.float32),
+        ):
+            results = network(torch.ones(4, 3, 16, 16))
+            results.float().square().mean().backward()
+        network.zero_grad()
+        return meter.peak_bytes(), results
+
+    drawn_bytes, drawn = peak(AbsentGpuMeter(TARGET), computes=False)
+    computed_bytes, computed = peak(AbsentGpuMeter(TARGET), computes=True)
+    assert drawn_bytes == computed_bytes
+    # Samples that are alike have unlike results only where these are drawn.
+    assert torch.equal(computed[0], computed[1])
+    assert not torch.equal(drawn[0], drawn[1])
+    assert drawn.isfinite().all()
+
+
+def test_a_gpu_that_is_not_there_computes_no_products_and_a_processor_computes_them() -> None:
+    weights, inputs = torch.ones(512, 512), torch.ones(2, 512)
+    with CpuMeter().measuring([]):
+        assert torch.equal(inputs @ weights, torch.full((2, 512), 512.0))
+    with AbsentGpuMeter(TARGET).measuring([]):
+        assert not torch.equal(inputs @ weights, torch.full((2, 512), 512.0))

@@ -138,6 +138,8 @@ class CpuMeter(Meter):
 
     def __init__(self, *, cuda: Capability | None = None) -> None:
         self._cuda = cuda
+        # Only memory is read of a GPU's spans, which nothing trains.
+        self._computes = cuda is None
         self.device = torch.device("cpu")
         self.name = "cpu"
         self.total_bytes = psutil.virtual_memory().total
@@ -149,7 +151,9 @@ class CpuMeter(Meter):
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Counts storages inside the block; more than the capacity raises `torch.OutOfMemoryError`."""
-        tracker = LiveStorageTracker(self.host_bytes or self.capacity_bytes, resident, cuda=self._cuda)
+        tracker = LiveStorageTracker(
+            self.host_bytes or self.capacity_bytes, resident, cuda=self._cuda, computes=self._computes
+        )
         self._open.append(tracker)
         try:
             with tracker:
@@ -312,12 +316,17 @@ class SimulatedMeter(Meter):
     """Reads a simulated GPU, `gpu`. `contention` returns the bytes that other processes hold of it."""
 
     def __init__(
-        self, total_bytes: int, settings: AllocatorSettings = PLAIN, contention: Callable[[], int] = no_contention
+        self,
+        total_bytes: int,
+        settings: AllocatorSettings = PLAIN,
+        contention: Callable[[], int] = no_contention,
+        *,
+        computes: bool = True,
     ) -> None:
         self.device = torch.device("cpu")
         self.name = "Simulated GPU"
         self.total_bytes = total_bytes
-        self.gpu = SimulatedGpu(total_bytes, settings, contention=contention)
+        self.gpu = SimulatedGpu(total_bytes, settings, contention=contention, computes=computes)
         if settings.ignored:
             self.notices = (f"The simulated GPU ignores these allocator settings: {', '.join(settings.ignored)}",)
         self.capacity_bytes = self.gpu.allocator.available_bytes
@@ -539,7 +548,7 @@ def _settings_of_a_capacity() -> AllocatorSettings:
 
 def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[int, int]:
     """Runs a batch on a simulated GPU without a limit; returns allocated and reserved bytes at their peaks."""
-    meter = SimulatedMeter(_UNLIMITED, _settings_of_a_capacity())
+    meter = SimulatedMeter(_UNLIMITED, _settings_of_a_capacity(), computes=False)
     with meter.measuring(resident):
         run()
     return meter.peak_bytes(), meter.peak_reserved_bytes()
@@ -548,7 +557,7 @@ def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[
 def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: int) -> bool:
     """Tells whether a batch runs on a simulated GPU of a capacity."""
     with CatchOutOfMemory():
-        meter = SimulatedMeter(capacity_bytes, _settings_of_a_capacity())
+        meter = SimulatedMeter(capacity_bytes, _settings_of_a_capacity(), computes=False)
         with meter.measuring(resident):
             run()
             # The cache that the first run leaves may be in the way of the second run.

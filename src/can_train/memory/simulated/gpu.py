@@ -1,4 +1,6 @@
-"""A simulated GPU: tensors live on the CPU, and a model of CUDA's allocator counts the memory that they would take."""
+"""A simulated GPU: tensors live on the CPU, and a model of CUDA's allocator counts the memory that they would take.
+For predictions, products are drawn at random: they take the same memory, and nearly none of the time.
+"""
 
 import weakref
 from abc import abstractmethod
@@ -6,11 +8,12 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from can_train.memory.cuda_operators import CUDA_OPERATORS, DeviceMode
 from can_train.memory.cuda_workspaces import AMPERE, Capability
@@ -25,6 +28,36 @@ from can_train.memory.simulated.allocator import (
 )
 
 Allocation = TypeVar("Allocation")
+
+_aten: Final = torch.ops.aten
+# Products of matrices, and convolutions: nearly all of the time of a step. In half precision many processors have only
+# a slow reference kernel for the gradient of a convolution's weights, which takes 80 times as long as in single.
+_PRODUCTS: Final = frozenset(
+    getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+)
+_SMALL_PRODUCT: Final = 2**16  # numbers of the operands, up to which a product takes less time than to make its shape
+_DRAWN: Final = 2**16  # random numbers, which products without values repeat
+
+
+@cache
+def _drawn(dtype: torch.dtype) -> Tensor:
+    """Returns random numbers of the standard normal distribution; the process's generator stays as it is."""
+    return torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _draw_product(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Makes the results of a product at random, of the right shapes."""
+
+    def draw(shape: Tensor) -> Tensor:
+        made = torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype)
+        flat, numbers = made.as_strided((made.numel(),), (1,)), _drawn(made.dtype)
+        whole = len(flat) - len(flat) % _DRAWN
+        flat[:whole].view(-1, _DRAWN).copy_(numbers)
+        flat[whole:].copy_(numbers[: len(flat) - whole])
+        return made
+
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    return tree_map_only(Tensor, draw, func(*args, **kwargs))
 
 
 class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Allocation]):
@@ -43,9 +76,10 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
     `seed_resident`, is a view of memory outside the device: it takes nothing.
     """
 
-    def __init__(self, *, cuda: Capability | None) -> None:
+    def __init__(self, *, cuda: Capability | None, computes: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cuda = cuda  # of the GPU whose operators run; None: the CPU's own do
+        self._computes = computes  # whether large products have values; if not, random numbers are in their place
         self._outside = False
         self._tracked: dict[int, _TrackedStorage[Allocation]] = {}
         # Garbage may be collected at any moment, also while the books are being changed, so dead storages wait here
@@ -96,7 +130,7 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
 
     def _run_counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operation as it is, then counts the storages of its results."""
-        result = func(*args, **kwargs)
+        result = _draw_product(func, args, kwargs) if self._is_drawn(func, args) else func(*args, **kwargs)
         self.free_dead()
         try:
             # Most operations return one tensor, and `tree_iter` is slow.
@@ -114,6 +148,14 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         # The error's traceback holds this frame: the result would live as long as the error.
         del result, tensor, storage, tracked
         raise torch.OutOfMemoryError(failure)
+
+    def _is_drawn(self, func: Any, args: tuple[Any, ...]) -> bool:
+        if self._computes or func not in _PRODUCTS:
+            return False
+        tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+        is_dense = all(tensor.is_cpu and tensor.is_floating_point() and tensor.layout is torch.strided
+                       for tensor in tensors)  # fmt: skip
+        return is_dense and sum(tensor.numel() for tensor in tensors) > _SMALL_PRODUCT
 
     def seed_resident(self, tensors: Iterable[Tensor]) -> None:
         """Counts tensors that were made before the mode was entered, or outside the device, from now on."""
@@ -200,11 +242,18 @@ class LiveStorageTracker(StorageTracker[int]):
 
     Sizes are rounded up as CUDA's caching allocator rounds them, so that figures compare across devices. `resident` are
     the tensors alive before the mode is entered (parameters, gradients, optimizer state); `cuda` is the capability of
-    the GPU whose operators run, None for the CPU's own.
+    the GPU whose operators run, None for the CPU's own. Without `computes`, large products are random numbers.
     """
 
-    def __init__(self, limit_bytes: int, resident: Iterable[Tensor] = (), *, cuda: Capability | None = AMPERE) -> None:
-        super().__init__(cuda=cuda)
+    def __init__(
+        self,
+        limit_bytes: int,
+        resident: Iterable[Tensor] = (),
+        *,
+        cuda: Capability | None = AMPERE,
+        computes: bool = True,
+    ) -> None:
+        super().__init__(cuda=cuda, computes=computes)
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0  # the most that was live or asked for at once
         self._live_bytes = 0
@@ -251,8 +300,9 @@ class SimulatedGpu(StorageTracker[Block]):
         *,
         resident: Iterable[Tensor] = (),
         contention: Callable[[], int] = no_contention,
+        computes: bool = True,
     ) -> None:
-        super().__init__(cuda=AMPERE)
+        super().__init__(cuda=AMPERE, computes=computes)
         self._allocator = CachingAllocator(capacity_bytes, settings, contention)
         self.seed_resident(resident)
 
