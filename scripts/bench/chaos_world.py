@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from bench.chaos_cases import escaped
 from can_train.cli.main import main
+from can_train.errors import DOES_NOT_FIT, GREW
 
 TASK: Final = """
 import torch
@@ -79,11 +80,11 @@ class Answer(NamedTuple):
     def _wrong(self) -> str:
         if _TRACEBACK in self.err + self.out:
             return "traceback"
-        if self.code not in (0, 2, 3, *_SIGNALS):
+        if self.code not in (0, 2, 3, GREW, DOES_NOT_FIT, *_SIGNALS):
             return f"exit code {self.code}"
         # Problems are the result of `doctor`.
         has_sentence = "error: " in self.err or "doctor" in self.words[:1]
-        if self.code in (2, 3) and not has_sentence:
+        if self.code in (2, 3, GREW, DOES_NOT_FIT) and not has_sentence:
             return f"exit code {self.code} without a sentence"
         return "" if self._is_json_where_asked() else "no JSON on standard output"
 

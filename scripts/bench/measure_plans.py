@@ -88,7 +88,7 @@ def compare(folder: Path, model: str, size: str, batches: Sequence[int]) -> list
         values = {"training.batch_size": batch, "training.epochs": 1, "dataset.synthetic.seconds": SECONDS}
         run = resolve_in(folder, DEVICE, values, model=model, size=size)
         task = task or load_task(run, SilentReporter())
-        (dry,) = dry_plans(run, find_targets(run, [], None, SilentReporter()), SilentReporter())
+        (dry,) = dry_plans(run, find_targets(run, [], SilentReporter()), SilentReporter()).cards
         if dry.plan is None or dry.plan.limits is None:
             raise dry.error or DoesNotFitError("A plan has limits", value=run.key)
         limits, (measured, rows, sizes) = dry.plan.limits, measured_peak(folder, run, task)

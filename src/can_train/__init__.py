@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from can_train.adapters.lightning_callback import MicroBatchCallback as MicroBatchCallback
     from can_train.adapters.lightning_sizes import scale_batch_size as scale_batch_size
     from can_train.adapters.transformers_trainer import MicroBatchTrainerMixin as MicroBatchTrainerMixin
+    from can_train.cli.planning import plan as plan
     from can_train.errors import CanTrainError as CanTrainError
     from can_train.factors.policies import AffinePolicy as AffinePolicy
     from can_train.factors.policies import FactorPoint as FactorPoint
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from can_train.memory.out_of_memory import is_out_of_memory as is_out_of_memory
     from can_train.task import Feature as Feature
     from can_train.task import Phase as Phase
+    from can_train.training.dry_run import CardPlan as CardPlan
+    from can_train.training.dry_run import Plans as Plans
     from can_train.training.dry_run import get_effective_safety_factor as get_effective_safety_factor
     from can_train.training.predict import LoadedModel as LoadedModel
     from can_train.training.predict import load as load
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES: Final = {
+    "cli.planning": ("plan",),
     "errors": ("CanTrainError",),
     "factors.policies": ("AffinePolicy", "FactorPoint", "MomentumPolicy"),
     "factors.store": ("get_safety_factor_db",),
@@ -52,7 +56,7 @@ _HOMES: Final = {
     "training.predict": ("LoadedModel", "load"),
     "training.sample_task": ("Task", "TaskContext"),
     "task": ("Feature", "Phase"),
-    "training.dry_run": ("get_effective_safety_factor",),
+    "training.dry_run": ("CardPlan", "Plans", "get_effective_safety_factor"),
     "adapters.framework_loop": ("LoopSettings",),
     "adapters.lightning_callback": ("MemoryMonitorCallback", "MicroBatchCallback"),
     "adapters.lightning_sizes": ("scale_batch_size",),

@@ -1,7 +1,7 @@
 """The errors a user can cause. Each states a rule, the value that broke it, and a remedy; the command line prints them
 without a traceback and exits with `exit_code`.
 
-CanTrainError
+CanTrainError                                     2
 ├── ConfigError
 │   └── ArgumentError (also a ValueError)
 ├── DataError
@@ -10,12 +10,13 @@ CanTrainError
 ├── RunError
 │   ├── EarlierAttemptError
 │   └── UntrustedCodeError
-├── FailedRunError
+├── FailedRunError                                3, as any other error once a run has begun to train
 │   └── RankGoneError
 ├── StateError
 ├── DeviceError
 ├── TaskError
-└── DoesNotFitError
+├── GrewError                                     4
+└── DoesNotFitError                               5
 """
 
 import errno
@@ -56,6 +57,12 @@ _SENTENCE_END: Final = re.compile(r"\.\s|\.?$", re.MULTILINE)
 
 RUN_FAILED: Final = 3
 """Exit code of a run that began to train and failed."""
+
+GREW: Final = 4
+"""Exit code of `can-train diff` where a peak grew by more than `--fail-above`."""
+
+DOES_NOT_FIT: Final = 5
+"""Exit code of a training that does not fit and has not begun."""
 
 
 COMMAND_VARIABLE: Final = "CAN_TRAIN_COMMAND"
@@ -251,8 +258,16 @@ class TaskError(CanTrainError):
         return f"{self.in_short}\n{self.traceback}"
 
 
+class GrewError(CanTrainError):
+    """A predicted peak grew by more than is allowed."""
+
+    exit_code = GREW
+
+
 class DoesNotFitError(CanTrainError):
     """A batch, model or sample needs more memory than the device has; `details` has the facts."""
+
+    exit_code = DOES_NOT_FIT
 
     def __init__(
         self, rule: str, *, value: str = "", remedy: str = "", details: OutOfMemoryDetails | None = None

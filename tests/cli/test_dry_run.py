@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from can_train.cli.main import main
+from can_train.errors import DOES_NOT_FIT
 from can_train.factors.store import get_safety_factor_db
 from can_train.memory.catalogue import GpuConstants, write_gpu_constants
 
@@ -106,13 +107,17 @@ def test_memory_decides_on_a_small_gpu_and_what_was_learned_there_holds(
 def test_a_training_that_does_not_fit_is_an_error_and_in_a_table_a_row(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    line = (*LINE, "--state-dir", str(tmp_path), "--target-memory", "1700MiB")
-    assert main((*line, "--model-args", "hidden=512,layers=1")) == 2
+    line = (*LINE, "--state-dir", str(tmp_path), "--model-args", "hidden=512,layers=1")
+    assert main((*line, "--target-memory", "1700MiB")) == DOES_NOT_FIT
     said = capsys.readouterr()
     assert "must fit" in said.err
     assert "Traceback" not in said.err
-    assert main((*line, "--model-args", "hidden=512,layers=1", "--target-gpu", "h100")) == 0
+    assert main((*line, "--target-memory", "1700MiB", "--target-gpu", "h100")) == 0
     assert "does not fit" in capsys.readouterr().out
+    assert main((*line, "--target-gpu", "sim:1MiB,sim:2MiB", "--json")) == DOES_NOT_FIT
+    said = capsys.readouterr()
+    assert [plan["fits"] for plan in json.loads(said.out)["plans"]] == [False, False]
+    assert "The training fits none of the devices: sim-1mib, sim-2mib" in said.err
 
 
 @pytest.mark.parametrize(

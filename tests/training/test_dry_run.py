@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from can_train.memory.catalogue import ROCM_CAVEAT, UNKNOWN_CAVEAT, UsableMemory, find_card, other_card, usable
-from can_train.training.dry_run import DryPlan, plans_of_sample
+from can_train.training.dry_run import CardPlan, plans_of_sample
 from fakes.line_fit import LineTask, Notices, line_run
 
 TARGETS = [usable(find_card(name)) for name in ("v100-16gb", "h100-80gb")]
@@ -50,5 +50,5 @@ def test_planning_leaves_the_task_as_it_was(tmp_path: Path) -> None:
     ids=["amd", "slice", "by memory", "processor"],
 )
 def test_what_is_not_known_of_a_gpu_is_said_in_its_plan(target: UsableMemory, warnings: list[str]) -> None:
-    plan = DryPlan(target=target, plan=None, error=None, num_samples=1, sample_note="")
+    plan = CardPlan(target=target, plan=None, error=None, num_samples=1, sample_note="")
     assert plan.warnings == warnings

@@ -119,8 +119,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: Without the program's name.
 
     Returns:
-        The exit code: 0; 2 for a wrong command line or configuration; 3 for a run that failed; 128 + the number of
-        a signal.
+        The exit code: 0; 2 for a wrong command line or configuration; 3 for a run that failed; 4 for a `diff` that
+        found too large a growth; 5 for a training that does not fit; 128 + the number of a signal.
     """
     debug = "--debug" in arguments
     try:
@@ -183,9 +183,14 @@ def _parser(name: str, words: Sequence[str] = ()) -> Any:
                            for command, (arguments, text) in _usages().items())  # fmt: skip
         texts = {"help": _HELP.format(example=load_task_settings(default_task()).example),
                  "epilog": _EPILOG.format(listed=listed)}  # fmt: skip
+    return make_parser(_load_command(name, words), **texts)
+
+
+def make_parser(command: Any, **texts: Any) -> Any:
+    """Makes the parser of a command, which calls it with the flags of a line; `texts` has its help and epilog."""
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(cls=Command, **texts)(_load_command(name, words))
+    app.command(cls=Command, **texts)(command)
     return typer.main.get_command(app)
 
 

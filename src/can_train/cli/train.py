@@ -48,33 +48,40 @@ if TYPE_CHECKING:
     from can_train.runs.run_folder import RunFolder
     from can_train.slurm.script import Submission
     from can_train.training.distributed import RankPlace, Ranks
-    from can_train.training.dry_run import DryPlan
+    from can_train.training.dry_run import Plans
     from can_train.training.train import Outcome
 
 
-def make_train_command(words: Sequence[str]) -> Callable[..., None]:
-    """Makes the command, with the options of the task that its words name."""
+def make_train_command(words: Sequence[str], act: Callable[[Any, Flags], None] | None = None) -> Callable[..., None]:
+    """Makes the command, with the options of the task that its words name.
+
+    Args:
+        words: The line.
+        act: Gets a function that resolves the line's runs from flags and the runs to wait for, and the flags; None:
+            the runs are started.
+    """
+    act = act or _start
     given, options = flag_values(words), {**OPTIONS, **_SEARCH_OPTIONS, "config": _CONFIG}
     if given.get("--config"):
         # Its task decides which options there are, and its device is the default.
         file = RunFile.read(given["--config"])
         options["device"] = _AS_BEFORE["device"]
         words = words if "--task" in given or file.task not in task_names() else [*words, "--task", file.task]
-        return make_command(options, partial(_train_file, file), words=words)
+        return make_command(options, partial(act, partial(resolve_file, file)), words=words)
     # The class of a task of one's own, which imports torch, tells its options.
     if ":" in given.get("--task", ""):
         output.print_starting(Verbosity.QUIET if {"-q", "--quiet"} & {*words} else Verbosity.NORMAL)
-    return make_command(options, _train, words=words)
+    return make_command(options, partial(act, resolve_runs), words=words)
 
 
-def _train(flags: Flags) -> None:
+def _start(resolve: "Callable[[Flags, Sequence[str]], list[ResolvedRun]]", flags: Flags) -> None:
     after = _check_train_flags(flags)
     _check_search_flags(flags)
     _print_starting(flags)
     if flags["trials"] is not None:
-        _search(flags, after, lambda each: resolve_runs(each, after))
+        _search(flags, after, lambda each: resolve(each, after))
     else:
-        start_runs(resolve_runs(flags, after), flags, after)
+        start_runs(resolve(flags, after), flags, after)
 
 
 # A run as a file
@@ -112,16 +119,6 @@ class RunFile:
         """The task that it names, found without parsing it; empty: none."""
         found = _TASK_LINE.search(self.text)
         return found[1] if found is not None else ""
-
-
-def _train_file(file: RunFile, flags: Flags) -> None:
-    after = _check_train_flags(flags)
-    _check_search_flags(flags)
-    _print_starting(flags)
-    if flags["trials"] is not None:
-        _search(flags, after, lambda each: resolve_file(file, each, after))
-    else:
-        start_runs(resolve_file(file, flags, after), flags, after)
 
 
 def resolve_file(file: RunFile, flags: Flags, after: Sequence[str]) -> "list[ResolvedRun]":
@@ -382,33 +379,41 @@ def _print_dry_runs(
         jobs = plan_jobs(runs, after, quiet=flags["quiet"])
     if alike:
         runs, jobs = runs[:1], jobs[:1]
-    reporter, objects, failure = output.make_reporter(verbosity), [], None
+    reporter, objects = output.make_reporter(verbosity), list[Any]()
+    failures: list[CanTrainError] = []
     for number, (run, job) in enumerate(zip(runs, jobs, strict=True), start=1):
         script = {} if job is None else {"script": job.script}
         try:
-            plans, unknown = _dry_plans(run, job, flags, reporter)
-            if flags["json"]:
-                objects.append(_dry_object(run, plans, unknown) | script)
-            elif plans:
-                if number > 1:
-                    output.print_text("")
+            plans = _dry_plans(run, job, flags, reporter)
+            objects.append({**plans.to_plain(), **script})
+            if not flags["json"]:
+                output.print_text("", end="\n" if number > 1 else "")
                 if len(runs) > 1:
                     output.print_wrapped(f"Run {number} of {len(runs)}: {_title(run, runs)}")
                 _print_plans(run, plans, flags, verbosity)
-            else:
-                output.print_note(unknown)
+            failures += [] if plans.fits else [plans.error]
+        except _NoPlanError as unknown:
+            objects.append({"config_key": run.key, "data": None, "plans": [], "unknown": str(unknown),
+                            "config": dict(run.config), **script})  # fmt: skip
+            if not flags["json"]:
+                output.print_note(str(unknown))
         except CanTrainError as error:
             if job is None:
                 raise
             # The script is printed all the same: it does not depend on the plan.
-            failure, error.in_json = error, flags["json"]
+            failures.append(error)
             objects.append({"config_key": run.key, "error": error.to_plain(), **script})
     if flags["json"]:
         output.print_json(objects[0] if len(objects) == 1 else objects)
     else:
         _print_scripts(runs, jobs)
-    if failure is not None:
+    for failure in failures[:1]:
+        failure.in_json = flags["json"]
         raise failure
+
+
+class _NoPlanError(Exception):
+    """A plan cannot be made here, for a reason that is no error of the user's."""
 
 
 def _print_scripts(runs: Sequence["ResolvedRun"], jobs: Sequence["PlannedJob | None"]) -> None:
@@ -421,57 +426,58 @@ def _print_scripts(runs: Sequence["ResolvedRun"], jobs: Sequence["PlannedJob | N
         output.print_text(f"\nNo script: --cluster {executor} trains in {place}.")
 
 
-def _dry_plans(
-    run: "ResolvedRun", job: "PlannedJob | None", flags: Flags, reporter: "Reporter"
-) -> "tuple[Sequence[DryPlan], str]":
-    """Plans a run for the targets that are named, else for the device of its job, else for its device here; returns
-    why there is no plan where the job's device is not known, or torch is missing.
+def _dry_plans(run: "ResolvedRun", job: "PlannedJob | None", flags: Flags, reporter: "Reporter") -> "Plans":
+    """Plans a run for the targets that are named, else for the device of its job, else for its device here; raises
+    _NoPlanError where the job's device is not known, or torch is missing.
     """
-    gpus, memory = split_list(flags["target_gpu"] or ""), flags["target_memory"]
+    names = target_names(flags)
     device = None if job is None or job.script is None else job.device
-    if device is not None and not (gpus or memory):
+    if device is not None and not names:
         remedy = "--target-gpu or --target-memory says what else to plan for"
         if device.unknown and not device.cards:
-            return [], f"No plan is made. {device.unknown}; {remedy}"
+            raise _NoPlanError(f"No plan is made. {device.unknown}; {remedy}")
         if device.unknown:
             reporter.notice(f"{device.unknown}; {remedy}")
-        gpus = device.cards
     if job is not None:
         try:
             import torch  # noqa: F401
         except (ImportError, OSError, RuntimeError) as error:
             # As on many login nodes.
             problem = f"torch cannot be imported ({' '.join(str(error).split())})"
-            return [], f"No plan is made here: {problem}. The job plans on its device"
+            raise _NoPlanError(f"No plan is made here: {problem}. The job plans on its device") from error
     from can_train.training.dry_run import dry_plans, find_targets, host_target, nothing_left_behind
 
     with nothing_left_behind():
-        if device is not None and device.memory_mib and not (gpus or memory) and not run.device.startswith("sim:"):
+        if device is not None and device.memory_mib and not names and not run.device.startswith("sim:"):
             targets = [host_target(device.memory_mib)]
         else:
-            targets = find_targets(run, gpus, memory, reporter)
-        return dry_plans(run, targets, reporter, ranks=device.ranks if device is not None else 1), ""
+            targets = find_targets(run, names or (() if device is None else device.cards), reporter)
+        return dry_plans(run, targets, reporter, ranks=1 if device is None else device.ranks)
 
 
-def _dry_object(run: "ResolvedRun", plans: "Sequence[DryPlan]", unknown: str) -> dict[str, Any]:
-    if not plans:
-        return {"config_key": run.key, "data": None, "plans": [], "unknown": unknown, "config": dict(run.config)}
-    from can_train.training.report import dry_json
+def target_names(flags: Flags) -> list[str]:
+    """Returns the names of the devices that flags name to plan for.
 
-    return dry_json(run.config, run.key, plans)
+    Raises:
+        ConfigError: --target-memory is no size.
+    """
+    from can_train.io.units import parse_size
+
+    if flags["target_memory"]:
+        parse_size(flags["target_memory"])
+    return [*split_list(flags["target_gpu"] or ""), *filter(None, [flags["target_memory"]])]
 
 
-def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"], flags: Flags, verbosity: Verbosity) -> None:
+def _print_plans(run: "ResolvedRun", planned: "Plans", flags: Flags, verbosity: Verbosity) -> None:
     from can_train.config.resolved import plain_to_yaml
     from can_train.training.report import RECORDED, data_text, dry_lines, dry_table
 
-    details = verbosity == Verbosity.VERBOSE
-    # Before anything is printed: a plan that does not fit is an error.
-    lines = dry_lines(run.key, plans[0], details=details) if len(plans) == 1 else []
+    details, plans = verbosity == Verbosity.VERBOSE, planned.cards
     if flags["show_config"]:
         output.print_text(plain_to_yaml(run.config))
-    if lines:
-        for line in lines:
+    if len(plans) == 1:
+        # A training that does not fit is an error, and nothing else is printed of it.
+        for line in dry_lines(run.key, plans[0], details=details) if planned.fits else []:
             output.print_wrapped(line)
         return
     warnings = dict.fromkeys(warning for dry in plans for warning in dry.warnings)

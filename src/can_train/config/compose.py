@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -23,6 +23,7 @@ from typing import Any, Final, get_origin, get_type_hints
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.version import VersionBase
 from hydra_zen import ZenStore, make_config, make_custom_builds_fn
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -752,6 +753,8 @@ def _compose(composition: _Composition) -> DictConfig:
     values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(_CHOSEN_GROUPS), **always}
     store(make_config(hydra_defaults=defaults, **values), name="root")
     store.add_to_hydra_store(overwrite_ok=True)
+    # A program that plans may have its own Hydra, which goes on as it was.
+    hydra, version = copy(GlobalHydra.instance()), copy(VersionBase.instance())
     GlobalHydra.instance().clear()
     try:
         with (
@@ -773,6 +776,9 @@ def _compose(composition: _Composition) -> DictConfig:
     # A person's file makes YAML's reader, Hydra and OmegaConf stumble each in ways of its own.
     except Exception as error:
         raise _unfit(error.__cause__ or error, folders) from error
+    finally:
+        GlobalHydra.set_instance(hydra)
+        VersionBase.set_instance(version)
     return config
 
 

@@ -566,8 +566,15 @@ def describe(cls: Any) -> TaskSettings:
         # Its own methods, where it has written any, in place of functions that read without torch.
         files="" if has_own("files") else parent.files,
         digest="" if has_own("data_digest") else parent.digest,
-        configs=str(Path(inspect.getfile(cls)).parent / "configs"),
+        configs=_configs_beside(cls),
     )  # fmt: skip
+
+
+def _configs_beside(cls: type) -> str:
+    """Returns the folder of presets beside a class; empty where the class has no file, as in a notebook."""
+    with suppress(TypeError, OSError):
+        return str(Path(inspect.getfile(cls)).parent / "configs")
+    return ""
 
 
 def _parent(cls: Any, base: Any) -> tuple[TaskSettings, Any, str]:

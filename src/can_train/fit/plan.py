@@ -92,6 +92,7 @@ class PhasePlan:
     lr_factor: float  # Multiplier of the learning rate
     safety_factor: float | None  # Share of the tuned limit in use; None without a search
     notices: tuple[str, ...]  # Sentences for the user
+    batch_cost: float = 0.0  # Cost of the costliest logical batch, or of a rank's share of it, where it is not split
 
 
 def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
@@ -151,6 +152,7 @@ def resolve_plan(
         largest_micro_batch=max(max(parts) for parts in sizes),
         largest_cost=max(max(parts) for parts in costs),
         largest_later_cost=max(max(parts[1:], default=0.0) for parts in costs),
+        batch_cost=max(share.total for share in shares),
         binding_limit=binding,
         batches_per_step=request.batches_per_step if binding in ("requested", "preset") else 1,
         lr_factor=_lr_factor(request, logical),

@@ -88,6 +88,7 @@ class RunPlan:
     later: tuple[RunPlan, ...] = ()  # The plans of the phases after the first
     fixed_size: PredictedLimit | None = None  # Prediction for micro-batches whose size was given
     data: DataPlacement = DataPlacement()  # Of the run, in the plan of its first phase; the limits include the data
+    room_samples: int | None = None  # Predicted to fit at once on all devices; None without a search
 
     @property
     def phases(self) -> tuple[RunPlan, ...]:
@@ -133,6 +134,11 @@ class RunPlan:
         if self.limits is None:
             return None
         return self.limits.step_peak_bytes(self.phase_plan.largest_cost, self.phase_plan.largest_later_cost)
+
+    @property
+    def whole_batch_peak_bytes(self) -> float | None:
+        """Peak of a step whose logical batch is not split, on each rank its share; None without a cost model."""
+        return None if self.limits is None else self.limits.step_peak_bytes(self.phase_plan.batch_cost, 0.0)
 
     def without_data(self, reason: str) -> RunPlan:
         """Returns the plan with the data back on the host, for a reason."""
@@ -413,18 +419,19 @@ class Planner:
                 "training.order=bucketed: batches hold samples of about the same size, which changes training"
             )
         notices += self.batch_dependence.sentences(split=plan.most_parts > 1, ranks=self.ranks)
+        samples = None
         if limits is not None:
             if limits.not_recorded_because:
                 notices.append(f"Small batches on the CPU alone predict the memory: {limits.not_recorded_because}")
             if request.searches:
-                room = self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9)
-                notices += spare_room(request, plan.logical_batch, len(order), int(room))
+                samples = int(self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9))
+                notices += spare_room(request, plan.logical_batch, len(order), samples)
             notices += _too_large_notices(plan, limits, training)
             notices += _limits_notices(limits)
         if skipped:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(phase_plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
-                       notices=tuple(notices), phase=self.phase.name)  # fmt: skip
+                       notices=tuple(notices), phase=self.phase.name, room_samples=samples)  # fmt: skip
 
     @property
     def _counted_rows(self) -> Rows:

@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,9 @@ import numpy as np
 import torch
 
 from can_train.config.compose import from_plain
-from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
+from can_train.config.resolved import PathSettings, ResolvedRun, cache_folder, state_dir
+from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
+from can_train.config.task_settings import TaskSettings, describe
 from can_train.errors import ConfigError, DoesNotFitError
 from can_train.factors.store import factor_rule, read_factor_rule
 from can_train.fit.explore import model_does_not_fit
@@ -32,6 +35,7 @@ from can_train.reporter import Reporter, SilentReporter
 from can_train.training.chosen_weights import average_tensors
 from can_train.training.loading import fresh_model, load_task, sample_task
 from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
+from can_train.training.sample_task import Task, TaskContext
 
 if TYPE_CHECKING:
     from can_train.task import BatchTask
@@ -45,34 +49,47 @@ _TRIALS: Final = 4
 _TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, reporter: Reporter) -> list[UsableMemory]:
-    """Returns the devices to plan for: the named GPUs, or the run's own device where none is named.
+def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> list[UsableMemory]:
+    """Returns the devices to plan for: the named ones, or the run's own device where none is named.
 
     Args:
         run: The resolved run.
-        gpus: Names of GPUs, in the spelling of the catalogue, a driver or a scheduler.
-        memory: Whole memory of a GPU that the catalogue does not have; None: there is no such GPU.
+        names: Names of GPUs, in the spelling of the catalogue, a driver or a scheduler; the whole memory of a GPU that
+            the catalogue does not have, `16GiB`; simulated GPUs, `sim:2GiB`.
         reporter: Receives notices of measurements that cannot be read.
 
     Raises:
         ConfigError: A name or a size is not understood.
         DeviceError: The run's device cannot be used.
     """
-    cards = [catalogue.find_card(name) for name in gpus]
-    if memory:
-        card = catalogue.other_card(parse_size(memory))
-        reserved = sum(use.num_bytes for use in catalogue.usable(card).subtracted)
-        if reserved >= card.total_bytes:
-            rule = f"--target-memory is the whole memory of a GPU, of which a training cannot use {size_text(reserved)}"
-            remedy = "Give a larger one: 16GiB; or give what a training can use: --device sim:512MiB"
-            raise ConfigError(rule, value=memory, remedy=remedy)
-        cards.append(card)
-    state = state_dir(run.paths)
-    targets = [catalogue.usable(card, catalogue.read_gpu_constants(state, card.key, reporter)) for card in cards]
-    if targets:
-        # The same card in two spellings is one target.
-        return list({target.key: target for target in targets}.values())
-    meter = meters.open_meter(run.device)
+    # The same card in two spellings is one target.
+    targets = {target.key: target for name in names for target in [_named_target(run, name, reporter)]}
+    return [*targets.values()] or [_device_target(run.device, reporter)]
+
+
+def _named_target(run: ResolvedRun, name: str, reporter: Reporter) -> UsableMemory:
+    if name.startswith("sim:"):
+        return _device_target(name, reporter)
+    card = _card_of_size(name) or catalogue.find_card(name)
+    return catalogue.usable(card, catalogue.read_gpu_constants(state_dir(run.paths), card.key, reporter))
+
+
+def _card_of_size(text: str) -> catalogue.Card | None:
+    """Makes a card of the memory of a GPU; None where the text is no size."""
+    try:
+        card = catalogue.other_card(parse_size(text))
+    except ConfigError:
+        return None
+    reserved = sum(use.num_bytes for use in catalogue.usable(card).subtracted)
+    if reserved >= card.total_bytes:
+        rule = f"A GPU is named by its whole memory, of which a training cannot use {size_text(reserved)}"
+        remedy = "Give a larger one: 16GiB; or give what a training can use: --device sim:512MiB"
+        raise ConfigError(rule, value=text, remedy=remedy)
+    return card
+
+
+def _device_target(device: str, reporter: Reporter) -> UsableMemory:
+    meter = meters.open_meter(device)
     others: tuple[catalogue.MemoryUse, ...] = ()
     if isinstance(meter, meters.SimulatedMeter):
         size, name, source = meter.total_bytes, meter.name, "simulated"
@@ -83,7 +100,7 @@ def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, repo
     else:
         size, name, source = meter.total_bytes, meter.name, "as this machine has it now"
         others = (catalogue.MemoryUse("in use already", meter.total_bytes - meter.capacity_bytes),)
-    return [UsableMemory(key=meter.key, name=name, total_bytes=size, subtracted=others, source=source)]
+    return UsableMemory(key=meter.key, name=name, total_bytes=size, subtracted=others, source=source)
 
 
 _CAVEATS: Final = {catalogue.ROCM: catalogue.ROCM_CAVEAT, catalogue.UNKNOWN: catalogue.UNKNOWN_CAVEAT}
@@ -91,8 +108,10 @@ _CAVEATS: Final = {catalogue.ROCM: catalogue.ROCM_CAVEAT, catalogue.UNKNOWN: cat
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryPlan:
-    """The plan for one device."""
+class CardPlan:
+    """The plan for one device. Of a task with several phases, the figures are those of the phase with the highest peak;
+    all are None where the training does not fit, and the peak's where nothing predicts it.
+    """
 
     target: UsableMemory  # The device
     plan: RunPlan | None  # The plan; None where the training does not fit
@@ -100,6 +119,59 @@ class DryPlan:
     num_samples: int  # Training samples, estimated where only a part of the data was read
     sample_note: str  # Which part was read, as a sentence; empty where all was
     reference_models: tuple[ReferenceModelPlan, ...] = ()  # How reference models would be consulted
+
+    @property
+    def name(self) -> str:
+        """The device's key: `h100-80gb`."""
+        return self.target.key
+
+    @property
+    def fits(self) -> bool:
+        """Whether the training fits."""
+        return self.plan is not None
+
+    @property
+    def batch(self) -> int | None:
+        """Samples that an optimizer step sees."""
+        return None if self.plan is None else self.plan.fullest.phase_plan.logical_batch
+
+    @property
+    def micro_batches(self) -> tuple[int, int] | None:
+        """The fewest and the most micro-batches of a step."""
+        if self.plan is None:
+            return None
+        parts = [phase.phase_plan for phase in self.plan.phases]
+        return min(each.fewest_parts for each in parts), max(each.most_parts for each in parts)
+
+    @property
+    def binding_limit(self) -> str | None:
+        """The limit that decided the batch: `requested`, `preset`, `memory`, `dataset` or `min_steps`."""
+        return None if self.plan is None else self.plan.fullest.phase_plan.binding_limit
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """The predicted peak of a step."""
+        return None if self.plan is None else self.plan.fullest.predicted_peak_bytes
+
+    @property
+    def interval_bytes(self) -> tuple[float, float] | None:
+        """The interval around `peak_bytes`."""
+        fullest = None if self.plan is None else self.plan.fullest
+        if fullest is None or fullest.limits is None or fullest.predicted_peak_bytes is None:
+            return None
+        return fullest.limits.peak_interval(fullest.predicted_peak_bytes, fullest.phase_plan.largest_cost)
+
+    @property
+    def whole_batch_peak_bytes(self) -> float | None:
+        """The predicted peak of a step whose batch is not split, whether that fits or not."""
+        peaks = [] if self.plan is None else [phase.whole_batch_peak_bytes for phase in self.plan.phases]
+        return max((peak for peak in peaks if peak is not None), default=None)
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Samples of the largest batch that the device is predicted to hold at once, however many the data set has."""
+        sizes = [] if self.plan is None else [phase.room_samples for phase in self.plan.phases]
+        return min((size for size in sizes if size is not None), default=None)
 
     @property
     def is_recorded(self) -> bool:
@@ -124,12 +196,46 @@ class DryPlan:
         return notices
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """The plans of a run for some devices: the figures of `can-train --dry-run`."""
+
+    key: str  # The configuration's name in the factor store
+    config: Mapping[str, Any]  # All settings, as plain values
+    cards: tuple[CardPlan, ...]  # At least one
+
+    @property
+    def fits(self) -> bool:
+        """Whether the training fits at least one of the devices."""
+        return any(card.fits for card in self.cards)
+
+    @property
+    def error(self) -> DoesNotFitError:
+        """The error of a training that fits none of the devices."""
+        first = self.cards[0].error
+        if first is not None and len(self.cards) == 1:
+            return first
+        names = ", ".join(card.name for card in self.cards)
+        remedy = f"Named alone, a device says why: --target-gpu {self.cards[0].name}"
+        return DoesNotFitError("The training fits none of the devices", value=names, remedy=remedy)
+
+    def __getitem__(self, name: str) -> CardPlan:
+        return next(card for card in self.cards if card.name == name)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the values of `can-train --dry-run --json`."""
+        from can_train.training.report import dry_json
+
+        return dry_json(self.config, self.key, self.cards)
+
+
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Gives libraries a temporary folder of their own and removes it.
-
-    torch_geometric leaves the source of each kind of layer in it, torch an empty cache.
+    """Opens a block that plans: what it changes for the whole process is as before afterwards. Libraries get a
+    temporary folder, which is removed: torch_geometric leaves the source of each kind of layer in it, torch an empty
+    cache.
     """
+    generators, threads = capture_generators(), torch.get_num_threads()
     with TemporaryDirectory(prefix="can-train-", ignore_cleanup_errors=True) as folder:
         before, had_cache = tempfile.tempdir, _TORCH_CACHE in os.environ
         tempfile.tempdir = folder
@@ -139,6 +245,8 @@ def nothing_left_behind() -> Iterator[None]:
             tempfile.tempdir = before
             if not had_cache:
                 os.environ.pop(_TORCH_CACHE, None)
+            torch.set_num_threads(threads)
+            restore_generators(generators)
 
 
 def host_target(memory_mib: int) -> UsableMemory:
@@ -149,17 +257,77 @@ def host_target(memory_mib: int) -> UsableMemory:
 
 
 def dry_plans(
-    run: ResolvedRun, targets: Sequence[UsableMemory], reporter: Reporter, *, ranks: int = 1
-) -> list[DryPlan]:
-    """Plans a run, which some processes train together, for each of the targets, at least one."""
+    run: ResolvedRun,
+    targets: Sequence[UsableMemory],
+    reporter: Reporter,
+    *,
+    sampled: BatchTask | None = None,
+    ranks: int = 1,
+) -> Plans:
+    """Plans a run for each of the targets, at least one.
+
+    Args:
+        run: The resolved run.
+        targets: Devices.
+        reporter: Receives notices and progress.
+        sampled: Its task with a sample of the data; None: the task is made.
+        ranks: Processes that train it together.
+    """
     # On a login node's many cores, tiny batches wait for threads longer than they compute.
     torch.set_num_threads(1)
-    return plans_of_sample(run, sample_task(run, reporter), targets, reporter, ranks=ranks)
+    task = sample_task(run, reporter) if sampled is None else sampled
+    cards = plans_of_sample(run, task, targets, reporter, ranks=ranks)
+    return Plans(key=run.key, config=run.config, cards=tuple(cards))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunOfTask(ResolvedRun):
+    """The run of a task that is at hand, so that nothing is imported by its name."""
+
+    described: TaskSettings
+
+    @property
+    def task_settings(self) -> TaskSettings:
+        return self.described
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "described"}
+
+
+def plans_of_task(
+    task: BatchTask | type[Task], names: Sequence[str], training: TrainingSettings | None, reporter: Reporter
+) -> Plans:
+    """Plans a task that is at hand, without presets, for named devices.
+
+    Args:
+        task: A class, whose data are sampled; or a task with its data.
+        names: Devices, as `find_targets` takes them.
+        training: Settings of the training; None: the defaults of the class.
+        reporter: Receives notices and progress.
+    """
+    cls = task if isinstance(task, type) else type(task)
+    described = describe(cls) if issubclass(cls, Task) else TaskSettings()
+    model = described.default_model or next(iter(described.models))
+    mode = described.models[model].modes[0]
+    context = task.context if isinstance(task, Task) else TaskContext(
+        settings=described.settings(), dataset=described.dataset(), model_name=model,
+        model=described.models[model].settings(), mode=described.modes[mode](name=mode),
+    )  # fmt: skip
+    run = _RunOfTask(
+        task=f"{cls.__module__}:{cls.__name__}", model_name=context.model_name or model, size="", device="auto",
+        settings=context.settings, dataset=context.dataset, model=context.model, mode=context.mode,
+        cluster=ClusterSettings(), training=training or TrainingSettings(**described.training),
+        factor=FactorSettings(), monitor=MonitorSettings(), paths=PathSettings(), described=described,
+    )  # fmt: skip
+    with nothing_left_behind():
+        sampled = None if isinstance(task, type) else task
+        return dry_plans(run, find_targets(run, names, reporter), reporter, sampled=sampled)
 
 
 def plans_of_sample(
     run: ResolvedRun, sampled: BatchTask, targets: Sequence[UsableMemory], reporter: Reporter, *, ranks: int = 1
-) -> list[DryPlan]:
+) -> list[CardPlan]:
     """Plans a run for each of the targets from a task that has read a sample of its data."""
     # A copy: planning gives the task rows and outputs of reference models that differ from a training's.
     task = copy(sampled)
@@ -187,7 +355,7 @@ def plans_of_sample(
             )
             explored[kind] = _ExploredRun(Planners.of_phases(on_largest))
         plan, error = explored[kind].plan_for(target)
-        plans.append(DryPlan(target=target, plan=plan, error=error, num_samples=num_samples,
+        plans.append(CardPlan(target=target, plan=plan, error=error, num_samples=num_samples,
                              sample_note=sampled.sample_note, reference_models=here))  # fmt: skip
     return plans
 

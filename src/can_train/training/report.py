@@ -12,7 +12,7 @@ from can_train.io.units import counted, size_text
 if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel, DeviceLimits
     from can_train.fit.planner import RunPlan
-    from can_train.training.dry_run import DryPlan
+    from can_train.training.dry_run import CardPlan
     from can_train.training.reference_models import ReferenceModelPlan
 
 _REASONS: Final = {
@@ -117,10 +117,9 @@ def detail_lines(run_plan: RunPlan, reference_models: Sequence[ReferenceModelPla
     return lines
 
 
-def dry_lines(key: str, dry: DryPlan, *, details: bool) -> list[str]:
-    """Writes a plan as lines, with its warnings below; raises its error where it does not fit."""
-    if dry.plan is None:
-        raise dry.error or AssertionError("a target without a plan has a reason")
+def dry_lines(key: str, dry: CardPlan, *, details: bool) -> list[str]:
+    """Writes the plan of a training that fits as lines, with its warnings below."""
+    assert dry.plan is not None, "what does not fit has an error in place of a plan"
     target = dry.target
     lines = [f"{key}: {data_text(dry)}", *plan_summary(dry.plan, target.key, target.capacity_bytes)]
     if details:
@@ -132,13 +131,13 @@ def dry_lines(key: str, dry: DryPlan, *, details: bool) -> list[str]:
     return [*lines, *(f"note: {text}" for text in dry.warnings)]
 
 
-def data_text(dry: DryPlan) -> str:
+def data_text(dry: CardPlan) -> str:
     """Writes how much data there is, and how that is known."""
     samples = "sample" if dry.num_samples == 1 else "samples"
     return f"{dry.num_samples:,} training {samples}" + (f", {dry.sample_note}" if dry.sample_note else "")
 
 
-def dry_table(plans: Sequence[DryPlan], *, details: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def dry_table(plans: Sequence[CardPlan], *, details: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Writes the plans for several devices as a table; returns its headings and its rows."""
     rows = []
     for dry in plans:
@@ -162,7 +161,7 @@ def dry_table(plans: Sequence[DryPlan], *, details: bool) -> tuple[tuple[str, ..
     return tuple(_COLUMNS[index] for index in shown), [tuple(row[index] for index in shown) for row in rows]
 
 
-def dry_json(config: Mapping[str, Any], key: str, plans: Sequence[DryPlan]) -> dict[str, Any]:
+def dry_json(config: Mapping[str, Any], key: str, plans: Sequence[CardPlan]) -> dict[str, Any]:
     """Makes plain values of plans; sizes are bytes, peaks also shares of the capacity."""
     first, objects = plans[0], []
     for dry in plans:
@@ -176,7 +175,7 @@ def dry_json(config: Mapping[str, Any], key: str, plans: Sequence[DryPlan]) -> d
                 "capacity_bytes": target.capacity_bytes,
                 "source": target.source,
             },
-            "fits": dry.plan is not None,
+            "fits": dry.fits,
             "error": None if error is None else {"rule": error.rule, "value": error.value, "remedy": error.remedy},
             "warnings": dry.warnings,
             "reference_models": [asdict(plan) for plan in dry.reference_models],
@@ -204,6 +203,7 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
             "largest_cost_bytes": round(plan.largest_cost),
             "accumulation_splits": plan.rules.splits,
         },
+        "largest_batch": run_plan.room_samples,
         "lr_factor": plan.lr_factor,
         "safety_factor": plan.safety_factor,
         "safety_factor_reason": run_plan.factor.reason if searched else "",
@@ -211,7 +211,9 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
         "target_reason": run_plan.factor.aim.reason,
     }
     if limits is None or peak is None:
-        unknown = ("cost_model", "tuned_limit_bytes", "safe_limit_bytes", "predicted_peak_bytes")
+        unknown = (
+            "cost_model", "tuned_limit_bytes", "safe_limit_bytes", "predicted_peak_bytes", "whole_batch_peak_bytes",
+        )  # fmt: skip
         return {**decision, **dict.fromkeys(unknown)}
     model = limits.training.model
     coefficients = zip(model.features, model.coefficients, strict=True)
@@ -231,6 +233,7 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
         "predicted_peak_bytes": round(peak),
         "predicted_peak_interval_bytes": [round(end) for end in limits.peak_interval(peak, plan.largest_cost)],
         "predicted_peak_pct": peak / limits.capacity_bytes,
+        "whole_batch_peak_bytes": round(run_plan.whole_batch_peak_bytes or 0),
         "is_recorded": limits.recorded,
         "optimizer_peak_bytes": limits.optimizer_peak_bytes,
     }
