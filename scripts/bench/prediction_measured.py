@@ -1,8 +1,7 @@
 """Compares predictions with peaks of GPU memory that other people measured and published.
 
 Each row's training loop is recorded as CUDA would run it, and its allocations are replayed under PyTorch's own settings
-on the row's card. The context, which the driver shows beyond the allocator, is one constant for each source and family:
-it is fitted on every second row, and judged on the other rows.
+on the row's card. Its prediction is `device_bytes` of `predict_peak`, the context of the catalogue included.
 """
 
 import csv
@@ -24,22 +23,17 @@ from bench.harness import Table, environment, render, versions_of
 from bench.published_peaks import NoDefinitionError, Program, Row, allow_foreign_torchvision, program_of
 from can_train import predict_peak
 from can_train.errors import CanTrainError
-from can_train.fit.peak_prediction import price_trace
+from can_train.fit.peak_prediction import loaded_kernels, price_trace
 from can_train.memory import cuda_dispatch
 from can_train.memory.allocation_trace import AllocationTrace
-from can_train.memory.catalogue import ALL_KERNELS, CUBLAS_KERNELS, CUDNN_KERNELS, Card, context_bytes, find_card
+from can_train.memory.catalogue import Card, find_card
 from can_train.memory.cuda_dispatch import record_on_cuda
-from can_train.memory.simulated.allocator import PLAIN, CachingAllocator
+from can_train.memory.simulated.allocator import PLAIN
 
 MIB: Final = 2**20
-# A family with fewer rows has no constant of its own: it takes the constant of the card's first family, or else the
-# catalogue's largest constant for cuBLAS alone.
-FEW: Final = 4
+FEW: Final = 4  # estimates of other tools that a constant is fitted for
 BEFORE_MOST: Final = 8  # rows of a family that are predicted from small batches, too: each takes half a minute
 BEFORE_EVERY: Final = 10  # so many rows apart
-# Size of a context above its size without cuDNN, in MiB, as published for that A100: 1,429, 1,679 and 1,721.
-MORE_CONTEXT: Final = {CUBLAS_KERNELS: 0, CUDNN_KERNELS: 250, ALL_KERNELS: 292}
-WITHOUT_CUDNN: Final = ("mlp", "bert", "xlnet", "gpt2")  # families
 NAMED: Final = 12  # models that a reason for leaving out names
 NOT_RECORDED: Final = "not recorded"
 NO_WHOLE_STEP: Final = "less was measured than FakeTensor estimates of the tensors alone, so no whole step ran"
@@ -59,40 +53,34 @@ class Judged:
     rows: int
     models: list[str] = field(default_factory=list)  # of the measured rows, with their batches
     measured: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)  # reserved, and the contribution of cuDNN's kernels to the context
-    ends: list[tuple[float, float]] = field(default_factory=list)  # of the interval
+    predicted: list[float] = field(default_factory=list)  # the driver's figure, as `predict_peak` states it
+    ends: list[tuple[float, float]] = field(default_factory=list)  # of its interval
     fake: list[float] = field(default_factory=list)  # FakeTensor's estimates; NaN where there is none
     before: list[tuple[float, float]] = field(default_factory=list)  # predicted from small batches, and measured
     fits: list[bool] = field(default_factory=list)  # of batches that trained
     fits_next: list[bool] = field(default_factory=list)  # of batches that did not
     left_out: dict[str, str] = field(default_factory=dict)  # model to reason
 
-    def table_rows(self, name: str, contexts: dict[str, float], card: str) -> list[list[str]]:
-        """Returns the family's rows of the table; `contexts` has the constants of cards so far."""
-        replayed, measured = np.array(self.after), np.array(self.measured)
-        context, chosen = 0.0, np.arange(len(replayed))
-        if len(replayed) and not name.startswith("xMem"):
-            context = contexts.get(card, context_bytes(find_card(card), CUBLAS_KERNELS)[2] / MIB)
-            if len(replayed) >= FEW:
-                context, chosen = float(median(measured[::2] - replayed[::2])), chosen[1::2]
-                contexts.setdefault(card, context)
+    def table_rows(self, name: str) -> list[list[str]]:
+        """Returns the family's rows of the table."""
         kinds = [next((kind for kind, words in KINDS.items() if re.search(words, model)), "other CNNs")
                  for model in self.models if name.endswith("timm")]  # fmt: skip
-        rows = [self._table_row(name, context, chosen)]
+        rows = [self._table_row(name, np.arange(len(self.measured)))]
         for kind in dict.fromkeys(kinds):
-            of_kind = np.array([index for index in chosen if kinds[index] == kind], dtype=int)
-            rows.append(self._table_row(f"… {kind}", context, of_kind)[:7] + [""] * 3)
+            of_kind = np.array([index for index, each in enumerate(kinds) if each == kind], dtype=int)
+            rows.append([*self._table_row(f"… {kind}", of_kind)[:6], "", "", ""])
         return rows
 
-    def _table_row(self, name: str, context: float, chosen: np.ndarray) -> list[str]:
+    def _table_row(self, name: str, chosen: np.ndarray) -> list[str]:
         cells = [name, f"{len(chosen)} of {self.rows}"]
         if len(chosen):
             measured, (least, most) = np.array(self.measured)[chosen], np.array(self.ends)[chosen].T
-            errors = np.array(self.after)[chosen] + context - measured
+            errors = np.array(self.predicted)[chosen] - measured
             cells += [*_errors(errors, measured), f"{(errors < -0.02 * measured).mean():.0%}"]
-            cells += [f"{context:,.0f} MiB", f"{(measured < least).mean():.1%}, {(measured > most).mean():.1%}"]
+            outside = (measured < least).mean(), (measured > most).mean()
+            cells.append(f"{1 - sum(outside):.1%}; {outside[0]:.1%}, {outside[1]:.1%}")
         else:
-            cells += [""] * 5
+            cells += [""] * 4
         fake = np.array(list(zip(self.fake, self.measured, strict=True))).reshape(-1, 2)
         cells.append(", ".join(_held_out(fake[~np.isnan(fake[:, 0])])))
         cells.append(", ".join(_held_out(np.array(self.before).reshape(-1, 2))))
@@ -100,13 +88,23 @@ class Judged:
         cells.append("; ".join(f"{sum(right)} of {len(right)}" for right in verdicts if right))
         return cells
 
-    def far(self, context: float) -> list[str]:
+    def far(self) -> list[str]:
         """Names the rows that the prediction misses by far."""
         return [
-            f"{model} ({replayed + context:,.0f} MiB, measured {measured:,.0f})"
-            for model, replayed, measured in zip(self.models, self.after, self.measured, strict=True)
-            if abs(replayed + context - measured) > FAR * measured
+            f"{model} ({predicted:,.0f} MiB, measured {measured:,.0f})"
+            for model, predicted, measured in zip(self.models, self.predicted, self.measured, strict=True)
+            if abs(predicted - measured) > FAR * measured
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The allocations of a program, and the libraries whose kernels it loads, as `predict_peak` reads them from its
+    model.
+    """
+
+    trace: AllocationTrace
+    kernels: str
 
 
 def recorded_on(program: Program, card: Card) -> AllocationTrace:
@@ -140,31 +138,32 @@ class Recorder:
     folder: Path | None = None
     only_saved: bool = False  # whether a row without a recording is left out
 
-    def trace(self, row: Row, card: Card, batch: int | None = None) -> AllocationTrace:
-        """Returns a row's recording, with a batch of its own where one is given."""
+    def record(self, row: Row, card: Card, batch: int | None = None) -> Recording:
+        """Returns a row's recording, with a batch of its own where one is given; raises NoDefinitionError."""
         path = (self.folder or Path()) / f"{_key(row, batch)}.npz"
         if self.folder and path.exists():
             saved = np.load(path)
             if saved["reason"]:
                 raise NoDefinitionError(str(saved["reason"]))
             kinds = dict(zip(saved["numbers"].tolist(), saved["kinds"].tolist(), strict=True))
-            return AllocationTrace(events=saved["events"].tolist(), workspaces=kinds)
+            trace = AllocationTrace(events=saved["events"].tolist(), workspaces=kinds)
+            return Recording(trace=trace, kernels=str(saved["kernels"]))
         if self.only_saved:
             raise NoDefinitionError(NOT_RECORDED)
-        trace, reason = AllocationTrace(events=[(0, 0)], workspaces={}), ""
+        trace, kernels, reason = AllocationTrace(events=[(0, 0)], workspaces={}), "", ""
         try:
             program = program_of(row, batch)
-            trace = recorded_on(program, card)
+            trace, kernels = recorded_on(program, card), loaded_kernels(program.model)
         except (NoDefinitionError, CanTrainError) as error:
             reason = str(error)
         if self.folder:
             np.savez_compressed(
-                path, reason=reason, events=np.array(trace.events), numbers=np.array(list(trace.workspaces)),
-                kinds=np.array(list(trace.workspaces.values()), dtype="U32"),
+                path, reason=reason, kernels=kernels, events=np.array(trace.events),
+                numbers=np.array(list(trace.workspaces)), kinds=np.array(list(trace.workspaces.values()), dtype="U32"),
             )  # fmt: skip
         if reason:
             raise NoDefinitionError(reason)
-        return trace
+        return Recording(trace=trace, kernels=kernels)
 
 
 def _key(row: Row, batch: int | None) -> str:
@@ -187,17 +186,16 @@ def measure(rows: Sequence[Row], most: int, before: Sequence[str], recorder: Rec
     families that are predicted from small batches on the CPU, too, which takes long for large models.
     """
     allow_foreign_torchvision()
-    table = Table("rows of", "rows", "error: median", "p95", "under", "context", "below, above", "FakeTensor", "before",
+    table = Table("rows of", "rows", "error: median", "p95", "under", "inside; below, above", "FakeTensor", "before",
                   "two-sided")  # fmt: skip
-    contexts, left_out, far = dict[str, float](), [], []
+    left_out, far = [], []
     for (_, source), group in groupby(rows, key=lambda row: (row["family"], _source(row))):
         members = list(group)
         family = members[0]["family"]
         judged = judge(members[:: -(-len(members) // most)], recorder, before=family in before)
-        added = judged.table_rows(f"{source}, {family}", contexts, members[0]["gpu"])
-        for cells in added:
+        for cells in judged.table_rows(f"{source}, {family}"):
             table.add(*cells)
-        far += judged.far(float((added[0][5] or "0").split()[0].replace(",", "")))
+        far += judged.far()
         left_out += [f"{source}, {family}: {line}" for line in _reasons(judged.left_out)]
     saved = ", as far as they were recorded (`--only-saved`)" if recorder.only_saved else ""
     lists = {name: "\n".join(f"- {line}" for line in lines) for name, lines in (("left_out", left_out), ("far", far))}
@@ -233,7 +231,7 @@ def judge(rows: Sequence[Row], recorder: Recorder, *, before: bool) -> Judged:
                 raise NoDefinitionError(NO_WHOLE_STEP)
             card = find_card(row["gpu"])
             if row["measured_mib"]:
-                judge_measured(row, card, recorder.trace(row, card), judged)
+                judge_measured(row, card, recorder.record(row, card), judged)
                 is_next = len(judged.measured) % BEFORE_EVERY == 0 and len(judged.before) < BEFORE_MOST
                 if before and is_next:
                     predicted = before_mib(program_of(row), int(row["batch"]))
@@ -247,18 +245,19 @@ def judge(rows: Sequence[Row], recorder: Recorder, *, before: bool) -> Judged:
     return judged
 
 
-def judge_measured(row: Row, card: Card, trace: AllocationTrace, judged: Judged) -> None:
+def judge_measured(row: Row, card: Card, recording: Recording, judged: Judged) -> None:
     """Adds the memory that a row's recording takes on a card, and the interval that is stated for it."""
-    kernels = kernels_of(row)
-    priced = price_trace(trace, card, PLAIN, kernels)
-    # xMem has taken the context off.
-    has_context = "context not in it" not in row["measured_kind"]
-    taken_off = (0, 0) if has_context else (priced.context.least_bytes, priced.context.most_bytes)
-    ends = [(end - context) / MIB for end, context in zip(priced.interval_bytes, taken_off, strict=True)]
+    priced = price_trace(recording.trace, card, PLAIN, recording.kernels)
+    taken_off = (0.0, 0.0, 0.0)
+    if "context not in it" in row["measured_kind"]:
+        # xMem has taken the context off.
+        taken_off = priced.context.num_bytes, priced.context.least_bytes, priced.context.most_bytes
+    stated = (priced.device_bytes, *priced.interval_bytes)
+    predicted, least, most = ((size - context) / MIB for size, context in zip(stated, taken_off, strict=True))
     judged.models.append(f"{row['model']} at {row['batch']}")
     judged.measured.append(float(row["measured_mib"]))
-    judged.after.append(replayed_mib(trace, card) + has_context * MORE_CONTEXT[kernels])
-    judged.ends.append((ends[0], ends[1]))
+    judged.predicted.append(predicted)
+    judged.ends.append((least, most))
     judged.fake.append(fake_tensor_mib(row))
 
 
@@ -268,32 +267,16 @@ def fake_tensor_mib(row: Row) -> float:
     return float(estimate[1]) if estimate else float("nan")
 
 
-def kernels_of(row: Row) -> str:
-    """Returns the libraries whose kernels the training of a row loads, as far as the row tells."""
-    if row["family"] in WITHOUT_CUDNN:
-        return CUBLAS_KERNELS
-    plain = "batchnorm:False" in row["model"] or re.match("vgg|convnext", row["model"], re.IGNORECASE)
-    return CUDNN_KERNELS if plain and row["family"] != "timm" else ALL_KERNELS
-
-
 def judge_two_sided(row: Row, card: Card, recorder: Recorder, judged: Judged) -> None:
     """Predicts whether a batch that trained fits, and the next larger one, which did not."""
-    judged.fits.append(bool(price_trace(recorder.trace(row, card), card, PLAIN).fits_card))
+
+    def fits(batch: int | None = None) -> bool:
+        recording = recorder.record(row, card, batch)
+        return bool(price_trace(recording.trace, card, PLAIN, recording.kernels).fits_card)
+
+    judged.fits.append(fits())
     if following := re.search(r"next larger tried (\d+)", row["notes"]):
-        trace = recorder.trace(row, card, int(following[1]))
-        judged.fits_next.append(bool(price_trace(trace, card, PLAIN).fits_card))
-
-
-def reserved_mib(program: Program, card: Card) -> float:
-    """Returns the memory of a card that PyTorch would reserve, in MiB."""
-    return replayed_mib(recorded_on(program, card), card)
-
-
-def replayed_mib(trace: AllocationTrace, card: Card) -> float:
-    """Returns the memory of a card that PyTorch would reserve for a recording, in MiB."""
-    allocator = CachingAllocator(card.total_bytes - context_bytes(card)[1], settings=PLAIN)
-    trace.replay(allocator)
-    return allocator.peak_reserved_bytes / MIB
+        judged.fits_next.append(fits(int(following[1])))
 
 
 def before_mib(program: Program, batch: int) -> float:

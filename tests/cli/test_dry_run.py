@@ -108,7 +108,7 @@ def test_a_training_that_does_not_fit_is_an_error_and_in_a_table_a_row(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     line = (*LINE, "--state-dir", str(tmp_path), "--model-args", "hidden=512,layers=1")
-    assert main((*line, "--target-memory", "1700MiB")) == DOES_NOT_FIT
+    assert main((*line, "--target-memory", "2400MiB")) == DOES_NOT_FIT
     said = capsys.readouterr()
     assert "must fit" in said.err
     assert "Traceback" not in said.err

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from can_train.errors import ConfigError, StateError
 from can_train.io.records import SCHEMA
 from can_train.memory.catalogue import (
+    ALL_KERNELS,
     ASSUMED,
     CARDS,
+    CUBLAS_KERNELS,
+    CUDNN_KERNELS,
     GIB,
     MEASURED,
     MIB,
@@ -21,6 +24,7 @@ from can_train.memory.catalogue import (
     Card,
     GpuConstants,
     cards_that_hold,
+    context_bytes,
     find_card,
     gpu_key,
     other_card,
@@ -50,7 +54,7 @@ CONSTANTS = GpuConstants(
     [
         (1, "rtx-3070-8gb, rtx-3080-10gb, rtx-2080-ti-11gb"),
         (14, "v100-16gb, p100-16gb, quadro-rtx-6000-24gb"),
-        (60, "h100-80gb, a100-80gb, h100-94gb"),
+        (60, "a100-80gb, h100-80gb, h100-94gb"),
         (150, "b200-180gb, gb200-186gb, b300-288gb"),
         (260, "no common GPU"),
     ],
@@ -487,3 +491,29 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
     (tmp_path / "gpus").write_text("a file")
     with pytest.raises(StateError, match=r"cannot be written: .*gpus"):
         write_gpu_constants(tmp_path, MEASUREMENT)
+
+
+@pytest.mark.parametrize(
+    ("card", "kernels", "loading", "mib"),
+    [
+        ("a100-40gb", CUBLAS_KERNELS, "", 1429),
+        ("a100-80gb", CUDNN_KERNELS, "", 1679),
+        ("a100-80gb", ALL_KERNELS, "LAZY", 1721),
+        ("a100_3g.40gb", ALL_KERNELS, "LAZY", 640),
+        ("h100-80gb", CUBLAS_KERNELS, "", 685),
+        ("rtx3090", ALL_KERNELS, "", 640),
+        ("rtx3090", CUBLAS_KERNELS, "eager", 1429),
+    ],
+)
+def test_a_context_follows_from_the_card_the_libraries_and_how_kernels_are_loaded(
+    card: str, kernels: str, loading: str, mib: int
+) -> None:
+    least, assumed, most = context_bytes(find_card(card), kernels, environment={"CUDA_MODULE_LOADING": loading})
+    assert assumed == mib * MIB
+    assert least < assumed <= most
+
+
+def test_a_plan_subtracts_the_context_that_a_prediction_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    for card in CARDS:
+        assert usable(card).subtracted[0].num_bytes == context_bytes(card)[1]

@@ -108,7 +108,9 @@ class PeakPrediction:
 
     @property
     def reserved_bytes(self) -> float:
-        """The peak of reserved bytes where nothing limits them, `torch.cuda.max_memory_reserved`."""
+        """The peak of reserved bytes on the card, `torch.cuda.max_memory_reserved`; of a step that does not fit, the
+        bytes that it would take.
+        """
         return self.peak_bytes + self.fragmentation.num_bytes
 
     @property
@@ -222,6 +224,10 @@ def price_trace(
     context = _context(card, kernels)
     taken_bytes = max(context.most_bytes, context.num_bytes + screen_bytes(card))
     on_card = CachingAllocator(int(card.total_bytes - taken_bytes), settings=settings)
+    fits_card = trace.replay(on_card)
+    if fits_card:
+        # Where memory runs out, the cache is released.
+        reserved = max(with_all, min(reserved, on_card.peak_reserved_bytes))
     # A cache that is too large is released when memory runs out, so the interval of fragmentation begins at none.
     gaps = reserved - with_all
     return PeakPrediction(
@@ -235,7 +241,7 @@ def price_trace(
             what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=gaps + _GAPS_MOST * with_all
         ),
         context=context,
-        fits_card=trace.replay(on_card),
+        fits_card=fits_card,
         parts=trace.parts(settings) if trace.labels else (),
         notices=cudnn_notices(),
     )

@@ -1,5 +1,6 @@
 """The catalogue of GPUs: names, memory sizes, and how much of each a training can use."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -223,28 +224,35 @@ MEASURED: Final[Mapping[str, GpuConstants]] = {}
 ASSUMED: Final = "assumed, on the safe side"  # source of figures that nobody has measured
 
 
-# Overheads of each generation of GPUs: bytes outside the allocator (the CUDA context and the kernels that PyTorch and
-# its libraries load), and bytes inside it (workspaces of cuBLAS and cuBLASLt, in the forward and the backward thread).
-# Sources: PyTorch's issues report 270 to 430 MiB for the context since CUDA 11.7 loads kernels when they are first
-# used. Each library adds its own, so that is rounded up by half and more: an H100 and an H200 showed 527 MiB for the
-# context, and 695 with all libraries (scripts/bench/gpu-check-*.md). PyTorch's source (CublasHandlePool.cpp) gives
-# cuBLAS 8.1 MiB for each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32 MiB.
-_OVERHEADS: Final = {
-    **dict.fromkeys(("pascal", "volta", "turing"), (512 * MIB, 32 * MIB)),
-    **dict.fromkeys(("ampere", "ada"), (640 * MIB, 32 * MIB)),
-    "hopper": (768 * MIB, 128 * MIB),
-    **dict.fromkeys(("blackwell", UNKNOWN, ROCM), (1024 * MIB, 128 * MIB)),
-}
-
 # Libraries whose kernels a training loads into the context.
 CUBLAS_KERNELS: Final = "cuBLAS"
 CUDNN_KERNELS: Final = "cuBLAS and cuDNN"
 ALL_KERNELS: Final = "cuBLAS, cuDNN and its batch norm"
 
-# Bounds of the context's size. Least: the smallest report above. Most, by the libraries loaded: sizes that GPUMemNet's
-# MLPs, CNNs and CNNs with batch norm show on an A100, where all kernels of a library were loaded at once.
-_CONTEXT_LEAST_BYTES: Final = 270 * MIB
-_CONTEXT_MOST_BYTES: Final = {CUBLAS_KERNELS: 1429 * MIB, CUDNN_KERNELS: 1679 * MIB, ALL_KERNELS: 1721 * MIB}
+# Size of CUDA's context with the kernels of these libraries, in MiB, where all kernels of a library are loaded at once:
+# fitted on every second published row of an A100 (scripts/bench/prediction measured). CUDA loads them so before 11.7,
+# with older drivers than 515, and where $CUDA_MODULE_LOADING is EAGER.
+_AT_ONCE: Final = {CUBLAS_KERNELS: 1429, CUDNN_KERNELS: 1679, ALL_KERNELS: 1721}
+# And where each kernel is loaded when it is first used: measured on an H100 and an H200 with driver 580 and CUDA 13.0,
+# 527 of them for the context alone (scripts/bench/gpu-check-*.json).
+_WHEN_USED: Final = {CUBLAS_KERNELS: 685, CUDNN_KERNELS: 693, ALL_KERNELS: 695}
+# Cards whose published rows show a context: their kernels were loaded at once.
+_SHOWN_AT_ONCE: Final = ("A100", "A800")
+# Sizes of the contexts of other generations, in MiB, which nobody has measured. PyTorch's issues report 270 to 430 MiB
+# for the context since CUDA 11.7; each library adds its own, so that is rounded up by half and more.
+_ASSUMED_CONTEXT: Final = {
+    **dict.fromkeys(("pascal", "volta", "turing"), 512),
+    **dict.fromkeys(("ampere", "ada"), 640),
+    "blackwell": 1024,
+}
+_LEAST_CONTEXT: Final = 270  # the smallest report
+
+# Bytes inside the allocator: workspaces of cuBLAS and cuBLASLt, in the forward and the backward thread. PyTorch's
+# source (CublasHandlePool.cpp) gives cuBLAS 8.1 MiB for each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32
+# MiB.
+_OLD_WORKSPACE_BYTES: Final = 32 * MIB
+_WORKSPACE_BYTES: Final = 128 * MIB
+_OLD_GENERATIONS: Final = ("pascal", "volta", "turing", "ampere", "ada")
 
 # In torch 2.11 the two libraries were seen to use one workspace together. Earlier versions are taken to have one for
 # each.
@@ -296,7 +304,8 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     """
     total_bytes, source, uses = card.total_bytes, ASSUMED, []
     if measured is None:
-        context, workspace_bytes = _OVERHEADS[card.generation]
+        _, context, _ = context_bytes(card)
+        workspace_bytes = _OLD_WORKSPACE_BYTES if card.generation in _OLD_GENERATIONS else _WORKSPACE_BYTES
         if shares_workspaces(version("torch")):
             workspace_bytes = min(workspace_bytes, _SHARED_WORKSPACE_BYTES)
         runtime = "HIP" if card.generation == ROCM else "CUDA"
@@ -313,12 +322,19 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     )  # fmt: skip
 
 
-def context_bytes(card: Card, kernels: str = ALL_KERNELS) -> tuple[int, int, int]:
-    """Returns the bytes of CUDA's context and the libraries' kernels on a card: least, assumed and most. The assumed
-    bytes are enough for all libraries.
+def context_bytes(
+    card: Card, kernels: str = ALL_KERNELS, *, environment: Mapping[str, str] = os.environ
+) -> tuple[int, int, int]:
+    """Returns the bytes of CUDA's context and the libraries' kernels on a card: least, assumed and most. They depend
+    most on whether the driver loads all kernels of a library at once.
     """
-    assumed, _ = _OVERHEADS[card.generation]
-    return _CONTEXT_LEAST_BYTES, assumed, max(_CONTEXT_MOST_BYTES[kernels], assumed)
+    at_once = _AT_ONCE[kernels]
+    is_eager = environment.get("CUDA_MODULE_LOADING", "").upper() == "EAGER"
+    if is_eager or card.name in _SHOWN_AT_ONCE or card.generation in (UNKNOWN, ROCM):
+        assumed = at_once
+    else:
+        assumed = _ASSUMED_CONTEXT.get(card.generation, _WHEN_USED[kernels])
+    return _LEAST_CONTEXT * MIB, assumed * MIB, max(at_once, assumed) * MIB
 
 
 def screen_bytes(card: Card) -> int:
