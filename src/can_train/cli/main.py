@@ -55,6 +55,7 @@ _COMMANDS: Final = {
     "doctor": "check what a training needs: GPU, SLURM, data, versions",
     "factors": "what earlier runs taught; reset, pin, export, import it",
     "runs": "runs by data set, with scores; --best METRIC ranks them",
+    "explain": "which modules and operations take the memory of a step",
     "show": "its scores, plan, memory and settings, and how to go on",
     "compare": "two runs or more side by side: settings, scores, memory",
     "report": "one HTML file about runs: curves, loss, memory, settings",
@@ -74,6 +75,7 @@ _MODULES: Final = {"status": "runs", "compare": "show", "report": "show", "resub
 _ARGUMENTS: Final = {
     "factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL", "export": "RUN FILE",
     **dict.fromkeys(("show", "status", "logs", "cancel", "resume", "evaluate", "predict", "resubmit"), "RUN"),
+    "explain": "RUN",
 }  # fmt: skip
 
 # Commands of scripts, which no help shows: of jobs, and of shells that complete a line.
@@ -81,7 +83,7 @@ _JOB_COMMAND: Final = "after-job"
 _COMPLETE: Final = "complete-line"
 
 # Commands that several processes of a launcher would each do for themselves. Training forms one run of them.
-_OF_ONE_PROCESS: Final = ("demo", "evaluate", "export", "predict", "pipeline")
+_OF_ONE_PROCESS: Final = ("demo", "evaluate", "explain", "export", "predict", "pipeline")
 
 _ON: Final = ("true", "yes", "on", "1")
 _OFF: Final = ("false", "no", "off", "0")

@@ -614,9 +614,16 @@ class Explorer:
 
 def weighted_loss(losses: Losses, weights: Mapping[str, float]) -> Tensor:
     """Returns the loss of a whole batch: the weighted sum of its terms, each over its own denominator."""
-    parts = [weights.get(term, 1.0) * total / (float(own) or 1.0) for term, (total, own) in losses.items()]
+    parts = [weights.get(term, 1.0) * total / _divisor(own) for term, (total, own) in losses.items()]
     total: Tensor = sum(parts[1:], start=parts[0])
     return total
+
+
+def _divisor(denominator: float | Tensor) -> float | Tensor:
+    """Returns a denominator, and 1 in place of 0. On a GPU its value is not read: the GPU of a recording has none."""
+    if isinstance(denominator, Tensor) and denominator.device.type != "cpu":
+        return torch.where(denominator == 0, 1.0, denominator)
+    return float(denominator) or 1.0
 
 
 def model_does_not_fit(need_bytes: int, capacity_bytes: int, foreign_bytes: int = 0) -> DoesNotFitError:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from can_train.config.settings import TrainingSettings, is_code
 from can_train.config.task_settings import import_from, load_optimizer, locate_optimizer
@@ -59,7 +60,7 @@ from can_train.fit.peak_prediction import (
     price_trace,
 )
 from can_train.io.units import parse_size, size_text
-from can_train.memory.allocation_trace import FIXED, GROWING, MemoryPart
+from can_train.memory.allocation_trace import FIXED, GROWING, AllocationRecorder, MemoryPart
 from can_train.memory.allocator_settings import (
     OWN_SETTINGS,
     SETTINGS_VARIABLES,
@@ -227,7 +228,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
             raise ArgumentError("A task is trained by can-train's loop", value=f"{loop}",
                                 remedy="Leave zero_grad, accumulation_steps and keep_gradients out")  # fmt: skip
         chosen = training or TrainingSettings()
-        of_task = _TaskStep(task=task_or_model, batch=batch, training=chosen)
+        of_task = TaskStep(task=task_or_model, batch=batch, training=chosen)
         found = of_task.on_cpu() if target is None else _of_target(of_task, _card(target), allocator, OWN_SETTINGS)
         return found if chosen.compile == "off" else _of_compiled(found)
     if loss_of is None:
@@ -379,42 +380,67 @@ class _Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TaskStep:
+class TaskStep:
     """The training step of a task that is predicted."""
 
     task: BatchTask
     batch: Any
     training: TrainingSettings
+    device: torch.device = _GPU
+    num_parts: int = 1  # Micro-batches of a step, each of them this batch: gradients are alive from the second one on
+    recomputed: tuple[str, ...] = ()  # Modules whose activations the backward pass computes again
 
     @cached_property
     def model(self) -> nn.Module:
-        return _model_of(self.task, self.training)
+        """The task's model, on the CPU."""
+        model = _model_of(self.task, self.training)
+        for name in self.recomputed:
+            module = model.get_submodule(name)
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        return model
 
     def on_cpu(self) -> PeakPrediction:
         """Predicts from small batches on the CPU."""
         return _of_task(self.task, self.batch, self.training)
 
+    def on_card(self, card: Card) -> PeakPrediction:
+        """Predicts from the step itself; raises NoCudaDispatchError where it cannot be recorded."""
+        settings, told = _allocator(None, OWN_SETTINGS)
+        found = _priced(self, card, settings)
+        return replace(found, assumptions=(told, *found.assumptions))
+
+    def parts_on_host(self) -> tuple[MemoryPart, ...]:
+        """Runs the step on the CPU, and returns the parts of the peak that the simulated GPU counts."""
+        recorder = AllocationRecorder(self.model, cuda=AMPERE)
+        recorder.seed_resident([*self.model.parameters(), *self.model.buffers()])
+        with recorder, recorder.following():
+            self.train_on_gpu()
+        return recorder.trace.parts(_allocator(None, OWN_SETTINGS)[0])
+
     def train_on_gpu(self) -> None:
         """Trains every phase for some steps on the whole batch, once the model is on a GPU."""
         phases = [(phase, phase_training(self.training, phase)) for phase in self.task.phases()]
         optimizers = [
-            _as_on_a_gpu(partial(make_optimizer, training=training, lr=training.lr, device=_GPU))(
-                [parameter for _, parameter in phase_parameters(self.model, phase)]
-            )
+            self._maker(training)([parameter for _, parameter in phase_parameters(self.model, phase)])
             for phase, training in phases
         ]
         for _ in range(_RECORDED_STEPS):
             for (phase, training), optimizer in zip(phases, optimizers, strict=True):
                 with only_trained(self.model, phase):
-                    self._loss(phase, training).backward()
+                    for _ in range(min(self.num_parts, _RECORDED_STEPS)):
+                        self._loss(phase, training).backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
+    def _maker(self, training: TrainingSettings) -> MakeOptimizer:
+        make = partial(make_optimizer, training=training, lr=training.lr, device=self.device)
+        return _as_on_a_gpu(make) if self.device.type == "cuda" else make
+
     def _loss(self, phase: Phase, training: TrainingSettings) -> Tensor:
         task, precision = self.task.in_phase(phase), Precision.named(training.precision)
-        rows = self._rows
-        batch = task.logical_batch(rows, _GPU, precision.dtype, step_generator(seed=training.seed, step=0))
-        with precision.context(_GPU):
+        rows, seed = self._rows, training.seed
+        batch = task.logical_batch(rows, self.device, precision.dtype, step_generator(seed=seed, step=0))
+        with precision.context(self.device):
             losses = batch.losses(self.model, 0, len(rows))
         return weighted_loss(losses, task.loss_weights)
 
@@ -429,7 +455,7 @@ class _TaskStep:
         return np.resize(rows[np.argsort(-each, kind="stable")], _size(self.batch))
 
 
-def _of_target(step: _Step | _TaskStep, card: Card, allocator: str | None, default: str) -> PeakPrediction:
+def _of_target(step: _Step | TaskStep, card: Card, allocator: str | None, default: str) -> PeakPrediction:
     settings, told = _allocator(allocator, default)
     found = _recorded(step, card, settings)
     notices = found.notices
@@ -458,14 +484,9 @@ def _allocator(given: str | None, default: str) -> tuple[AllocatorSettings, str]
     return replace(settings, memory_fraction=1.0), f"PyTorch's allocator has {what}, {source}"
 
 
-def _recorded(step: _Step | _TaskStep, card: Card, settings: AllocatorSettings) -> PeakPrediction:
+def _recorded(step: _Step | TaskStep, card: Card, settings: AllocatorSettings) -> PeakPrediction:
     try:
-        if card.generation == ROCM:
-            raise NoCudaDispatchError(ROCM_CAVEAT, value=card.key)
-        traces = _of_generations(
-            card.generation,
-            partial(record_on_cuda, step.model, step.train_on_gpu, resident_threads=card.resident_threads),
-        )
+        return _priced(step, card, settings)
     except NoCudaDispatchError as error:
         if any(parameter.is_meta for parameter in step.model.parameters()):
             raise ArgumentError(
@@ -473,6 +494,22 @@ def _recorded(step: _Step | _TaskStep, card: Card, settings: AllocatorSettings) 
                 remedy=error.remedy or "Give a model on the CPU",
             ) from error  # fmt: skip
         return from_small_batches(step.on_cpu(), card, error, loaded_kernels(step.model), settings)
+
+
+def _priced(step: _Step | TaskStep, card: Card, settings: AllocatorSettings) -> PeakPrediction:
+    if card.generation == ROCM:
+        raise NoCudaDispatchError(ROCM_CAVEAT, value=card.key)
+    traces = _of_generations(
+        card.generation,
+        # A task reads real samples, and may compute with their values before they are on the device.
+        partial(
+            record_on_cuda,
+            step.model,
+            step.train_on_gpu,
+            resident_threads=card.resident_threads,
+            real_host=isinstance(step, TaskStep),
+        ),
+    )
     kernels = loaded_kernels(step.model)
     return of_any({generation: price_trace(trace, card, settings, kernels) for generation, trace in traces.items()})
 

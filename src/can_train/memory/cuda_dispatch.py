@@ -72,12 +72,13 @@ _FUSED_ON_CUDA: Final = [
 ]
 
 
-def record_on_cuda(
+def record_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
     model: nn.Module,
     run: Callable[[], object],
     *,
     generation: str,
     resident_threads: int = A100_THREADS,
+    real_host: bool = False,
     timeout_s: float = _TIMEOUT_S,
 ) -> AllocationTrace:
     """Records the allocations of a program, of steps of training for example, on a CUDA GPU. `compute_on_cuda`
@@ -89,7 +90,12 @@ def record_on_cuda(
         return gpu.trace
 
     return compute_on_cuda(
-        model, record, generation=generation, resident_threads=resident_threads, real_host=False, timeout_s=timeout_s
+        model,
+        record,
+        generation=generation,
+        resident_threads=resident_threads,
+        real_host=real_host,
+        timeout_s=timeout_s,
     )
 
 

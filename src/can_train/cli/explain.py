@@ -1,0 +1,107 @@
+"""`can-train explain LINE` and `can-train explain RUN`: which parts make the peak of a training step."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from can_train.cli import output
+from can_train.cli.output import Verbosity
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode, flag_values
+from can_train.cli.train import RunFile, resolve_file
+from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, resolve_runs
+from can_train.config.settings import split_list
+from can_train.config.task_settings import task_names
+from can_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
+    from can_train.fit.planner import RunPlan
+
+# Options of a training line that only a training has.
+_NOT_HERE = ("submit", "dry_run", "show_config", "force", "after", "target_memory")
+
+
+def make_explain_command(words: Sequence[str]) -> Callable[..., None]:
+    """Makes the command: of a run where the first word names one, else of a training line."""
+    if not words or not words[0].startswith("-") or words[0] in ("-h", "--help"):
+        return explain
+    given = flag_values(words)
+    options = {**OPTIONS, "config": (str | None, None, "File of a run: can-train show RUN --config.")}
+    options["target_gpu"] = (str | None, None, "The GPU to explain it on: h100-80gb. Several: a100-40gb,t4.")
+    if not given.get("--config"):
+        return make_command(options, _explain_line, words=words)
+    file = RunFile.read(given["--config"])
+    words = words if "--task" in given or file.task not in task_names() else [*words, "--task", file.task]
+    return make_command(options, partial(_explain_file, file), words=words)
+
+
+def explain(  # noqa: PLR0913 - Typer makes an option of each argument
+    run: Run,
+    *,
+    target_gpu: Annotated[
+        str | None, typer.Option(help="The GPU to explain it on: h100-80gb. [the run's device]", metavar="TARGET-GPU")
+    ] = None,
+    as_json: AsJson = False,
+    trust_code: TrustCode = False,
+    quiet: output.Quiet = False,
+    runs_dir: RunsDir = "runs",
+    state_dir: StateDir = None,
+) -> None:
+    """Show which parts make the peak of a run's training step, and changes that shrink it; or of a training line:
+    can-train explain --model ... --dataset ...
+    """
+    locator = RunLocator(runs_dir, state_dir)
+    folder = locator.find(run).folder
+    output.print_starting(Verbosity.of(quiet=quiet, verbose=False))
+    from can_train.config.compose import from_plain
+    from can_train.fit.planner import RunPlan
+    from can_train.report.run_facts import read_plan
+
+    resolved = from_plain(locator.trust(trusts_all=trust_code).config(folder))
+    plain = {} if target_gpu else read_plan(folder)
+    plan = RunPlan.from_plain(plain) if plain else None
+    _print([resolved], target_gpu, as_json=as_json, quiet=quiet, plan=plan)
+
+
+def _explain_line(flags: Flags) -> None:
+    """Show which parts make the peak of a training step, and changes that shrink it."""
+    _check(flags)
+    output.print_starting(Verbosity.of(quiet=flags["quiet"], verbose=False))
+    _print(resolve_runs(flags, ()), flags["target_gpu"], as_json=flags["json"], quiet=flags["quiet"])
+
+
+def _explain_file(file: RunFile, flags: Flags) -> None:
+    """Show which parts make the peak of a training step, and changes that shrink it."""
+    _check(flags)
+    output.print_starting(Verbosity.of(quiet=flags["quiet"], verbose=False))
+    _print(resolve_file(file, flags, ()), flags["target_gpu"], as_json=flags["json"], quiet=flags["quiet"])
+
+
+def _check(flags: Flags) -> None:
+    for name in _NOT_HERE:
+        if flags.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} has no effect with can-train explain", remedy="Leave it out")
+    check_flags(flags)
+
+
+def _print(
+    runs: "Sequence[ResolvedRun]", target_gpu: str | None, *, as_json: bool, quiet: bool, plan: "RunPlan | None" = None
+) -> None:
+    from can_train.training.explain import explain_run, explanation_tables
+
+    gpus = split_list(target_gpu or "")
+    if target_gpu is not None and not gpus:
+        raise ConfigError("--target-gpu names no GPU", value=repr(target_gpu), remedy="Name one: h100-80gb")
+    reporter = output.make_reporter(Verbosity.of(quiet=quiet, verbose=False))
+    explained = [each for run in runs for each in explain_run(run, gpus, reporter, plan=plan)]
+    if as_json:
+        objects: list[Any] = [each.to_plain() for each in explained]
+        output.print_json(objects[0] if len(objects) == 1 else objects)
+        return
+    for each in explained:
+        output.print_tables(explanation_tables(each))
+        for notice in each.notices:
+            output.print_wrapped(f"{notice}.")

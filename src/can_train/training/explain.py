@@ -1,0 +1,250 @@
+"""Explains the memory of a run: the parts of a step's peak, and changes that would shrink it, each of them recorded."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from can_train.errors import CanTrainError
+from can_train.fit.prediction import TaskStep
+from can_train.fit.search import pack_worst_case
+from can_train.io.units import counted, size_text
+from can_train.memory.allocation_trace import KINDS, ROUNDING, SAVED, MemoryPart
+from can_train.memory.catalogue import Card, find_card
+from can_train.memory.cuda_library import NoCudaDispatchError
+from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.reporter import Reporter, TextTable
+from can_train.training.loading import sample_task
+
+if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
+    from can_train.fit.planner import RunPlan
+    from can_train.memory.catalogue import UsableMemory
+    from can_train.task import BatchTask
+
+_LARGEST: Final = 5  # modules whose recomputation is tried
+_SHOWN: Final = 12  # rows of the table
+_LIST_ITEM: Final = re.compile(r"(.*\.|^)(\d+)(?=\.|$)")  # a dotted name up to its first number
+_MIB: Final = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A change that makes the peak smaller."""
+
+    change: str  # a flag of the command line, or what to do in the model
+    num_bytes: float  # that it saves, recorded with it
+    keeps_gradient: bool  # whether the training stays the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The parts of the peak of a run's step on one device."""
+
+    device: str
+    samples: int  # of the micro-batch
+    num_parts: int  # micro-batches of a step
+    parts: tuple[MemoryPart, ...]  # largest first
+    savings: tuple[Saving, ...]  # largest first
+    basis: str  # a clause
+    notices: tuple[str, ...] = ()  # sentences without a full stop
+
+    @property
+    def peak_bytes(self) -> float:
+        """The sum of the parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Bytes of each kind that there is."""
+        sizes: Counter[str] = Counter()
+        for part in self.parts:
+            sizes[part.kind] += part.num_bytes  # type: ignore[assignment]  # of small batches they are no whole numbers
+        ordered = [*KINDS, *(kind for kind in sizes if kind not in KINDS)]
+        return {kind: sizes[kind] for kind in ordered if sizes[kind]}
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns strict JSON values."""
+        return {
+            "device": self.device, "samples": self.samples, "micro_batches": self.num_parts, "basis": self.basis,
+            "peak_bytes": self.peak_bytes, "kinds": self.by_kind, "parts": [vars(part) for part in self.parts],
+            "savings": [vars(saving) for saving in self.savings], "notices": list(self.notices),
+        }  # fmt: skip
+
+
+def explain_run(
+    run: ResolvedRun, gpus: Sequence[str], reporter: Reporter, *, plan: RunPlan | None = None
+) -> list[Explanation]:
+    """Explains the largest micro-batch of a run on each of the GPUs, or on its device where none is named.
+
+    Args:
+        run: The resolved run.
+        gpus: Names of GPUs.
+        reporter: Receives notices.
+        plan: The plan that a run was trained by, on its device; None: it is planned for each device.
+    """
+    # Plans have the longest chain of imports.
+    from can_train.training.dry_run import dry_plans, find_targets, nothing_left_behind
+
+    torch.set_num_threads(1)
+    with nothing_left_behind():
+        targets = find_targets(run, gpus, reporter)
+        task = sample_task(run, reporter)
+        explained = []
+        for target in targets:
+            planned, notices = plan, list[str]()
+            if planned is None:
+                (dry,) = dry_plans(run, [target], reporter).cards
+                planned = dry.plan
+                if dry.error is not None:
+                    notices.append(f"It does not fit: {dry.error.rule}: {dry.error.value}. One sample is explained")
+            explained.append(_explained(run, task, target, planned, notices))
+        return explained
+
+
+def _explained(
+    run: ResolvedRun, task: BatchTask, target: UsableMemory, plan: RunPlan | None, notices: Sequence[str]
+) -> Explanation:
+    rows = _largest_micro_batch(task, plan)
+    num_parts = plan.fullest.phase_plan.most_parts if plan is not None else 1
+    step = TaskStep(task=task, batch=rows, training=run.training, num_parts=num_parts)
+    if target.resident_threads:
+        card = find_card(target.key)
+        try:
+            found = step.on_card(card)
+            basis = "recorded as CUDA would allocate it"
+        except NoCudaDispatchError as error:
+            notices = [*notices, f"{error.rule}: {error.value}"]
+            return _on_host(step, target, notices)
+        savings = _savings(step, found.parts, partial(_peak_on_card, card=card))
+        return Explanation(device=target.key, samples=len(rows), num_parts=num_parts, parts=found.parts,
+                           savings=savings, basis=basis, notices=(*notices, *found.notices))  # fmt: skip
+    return _on_host(step, target, notices)
+
+
+def _on_host(step: TaskStep, target: UsableMemory, notices: Sequence[str]) -> Explanation:
+    step = replace(step, device=torch.device("cpu"))
+    parts = step.parts_on_host()
+    return Explanation(
+        device=target.key, samples=len(step.batch), num_parts=step.num_parts, parts=parts,
+        savings=_savings(step, parts, _peak_on_host), basis="run on the CPU, as the simulated GPU counts it",
+        notices=tuple(notices),
+    )  # fmt: skip
+
+
+def _peak_on_card(step: TaskStep, card: Card) -> float:
+    return step.on_card(card).peak_bytes
+
+
+def _peak_on_host(step: TaskStep) -> float:
+    return sum(part.num_bytes for part in step.parts_on_host())
+
+
+def _largest_micro_batch(task: BatchTask, plan: RunPlan | None) -> NDArray[np.int64]:
+    """Returns the rows of the costliest micro-batch of a plan; of the costliest sample where there is none."""
+    rows: NDArray[np.int64] = np.asarray(task.train_rows, dtype=np.int64)
+    if plan is None:
+        counts = task.batch_features(task.train_rows)
+        return rows[[int(np.argmax(counts.sum(axis=1)))]]
+    phase = plan.fullest
+    costs = phase.training_costs(task, rows)
+    if phase.limits is None:
+        ranked = np.argsort(-costs.each(), kind="stable")
+        return np.resize(rows[ranked], phase.phase_plan.largest_micro_batch)
+    packed = pack_worst_case(costs, phase.phase_plan.largest_cost)
+    return rows[packed if len(packed) else [int(np.argmax(costs.each()))]]
+
+
+def _savings(step: TaskStep, parts: Sequence[MemoryPart], peak_of: Any) -> tuple[Saving, ...]:
+    """Records each change, and returns those that save memory, the largest saving first."""
+    peak, savings = sum(part.num_bytes for part in parts), []
+    for change, changed, keeps_gradient in _changes(step, parts):
+        # A change that fails saves nothing.
+        try:
+            with CatchOutOfMemory():
+                saved = peak - peak_of(changed)
+                if saved > 0:
+                    savings.append(Saving(change=change, num_bytes=saved, keeps_gradient=keeps_gradient))
+        except (CanTrainError, RuntimeError, TypeError, ValueError):
+            continue
+    return tuple(sorted(savings, key=lambda saving: -saving.num_bytes))
+
+
+def _changes(step: TaskStep, parts: Sequence[MemoryPart]) -> Iterator[tuple[str, TaskStep, bool]]:
+    """Yields changes to a step, each with its name, and whether the gradient stays."""
+    training, size = step.training, len(step.batch)
+    if size > 1:
+        half = size // 2
+        yield f"--micro-batch-size {half}", replace(step, batch=step.batch[:half], num_parts=2), True
+    for pattern, names in _to_recompute(step, parts).items():
+        yield f"recompute {pattern} (torch.utils.checkpoint)", replace(step, recomputed=names), True
+    if training.precision == "fp32":
+        yield "--precision bf16", replace(step, training=replace(training, precision="bf16")), False
+    if training.optimizer != "sgd":
+        yield "--optimizer sgd", replace(step, training=replace(training, optimizer="sgd", optimizer_args={})), False
+
+
+def _to_recompute(step: TaskStep, parts: Sequence[MemoryPart]) -> dict[str, tuple[str, ...]]:
+    """Returns the modules to recompute for the largest saved activations: all blocks of a list, or one module."""
+    names = {name for name, _ in step.model.named_modules() if name}
+    chosen: dict[str, tuple[str, ...]] = {}
+    for part in [part for part in parts if part.kind == SAVED and part.module in names][:_LARGEST]:
+        if block := _LIST_ITEM.match(part.module):
+            alike = re.compile(rf"{re.escape(block[1])}\d+")
+            chosen[f"{block[1]}*"] = tuple(sorted(name for name in names if alike.fullmatch(name)))
+        else:
+            chosen[part.module] = (part.module,)
+    return chosen
+
+
+def explanation_tables(explanation: Explanation) -> list[TextTable]:
+    """Writes kinds, the largest parts, and the changes that save memory as tables."""
+    peak = explanation.peak_bytes
+    several = f", {explanation.num_parts} a step" if explanation.num_parts > 1 else ""
+    title = (f"{explanation.device}: peak of {size_text(peak)}, micro-batch of "
+             f"{counted(explanation.samples, 'sample')}{several}")  # fmt: skip
+    kinds = [(kind, _mib(size), _share(size, peak)) for kind, size in explanation.by_kind.items()]
+    named = [part for part in explanation.parts if part.kind != ROUNDING]
+    rest = sum(part.num_bytes for part in named[_SHOWN:])
+    largest = [(part.kind, _short(part.module), _short(part.operation), _mib(part.num_bytes))
+               for part in named[:_SHOWN]]  # fmt: skip
+    if rest:
+        largest.append(("", f"{len(named) - _SHOWN} smaller parts", "", _mib(rest)))
+    tables = [
+        TextTable(
+            title,
+            ("kind", "MiB", "share"),
+            [*kinds, ("peak", _mib(peak), "100.0%")],
+            notes=[f"The step was {explanation.basis}."],
+        ),
+        TextTable("Largest parts", ("kind", "module", "operation", "MiB"), largest),
+    ]
+    if explanation.savings:
+        rows = [(saving.change, f"-{_mib(saving.num_bytes)}", "the same" if saving.keeps_gradient else "another")
+                for saving in explanation.savings]  # fmt: skip
+        tables.append(TextTable("Changes, each recorded", ("change", "MiB", "gradient"), rows))
+    return tables
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / _MIB:,.2f}"
+
+
+def _share(size: float, of: float) -> str:
+    return f"{size / of:.1%}"
+
+
+_CELL: Final = 26  # characters of a module's or an operation's name
+
+
+def _short(name: str) -> str:
+    """Shortens a name at its beginning: the end of a dotted name says most."""
+    return name if len(name) <= _CELL else f"…{name[-_CELL + 1 :]}"

@@ -1,0 +1,123 @@
+"""The parts of the peak of a run's training step, and the changes that shrink it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from can_train.cli.main import main
+from can_train.config.compose import RunRequest, resolve
+from can_train.errors import ConfigError
+from can_train.fit.prediction import TaskStep
+from can_train.memory.allocation_trace import FIXED, GROWING, SAVED, AllocationTrace
+from can_train.memory.catalogue import find_card
+from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
+from can_train.reporter import SilentReporter
+from can_train.training.loading import sample_task
+
+LINE = ("explain", "--model", "gat", "--size", "student", "--dataset", "synthetic", "--batch-size", "64")
+SIMULATED = (*LINE, "--device", "sim:64MiB")
+
+
+@pytest.fixture
+def dispatched() -> None:
+    try:
+        compiled_library()
+    except NoCudaDispatchError as error:
+        pytest.skip(f"CUDA's dispatch cannot be had here: {error.value}")
+
+
+@pytest.fixture
+def explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def explain(*line: str) -> dict[str, Any]:
+        assert main((*line, "--state-dir", str(tmp_path), "--json")) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return explain
+
+
+def check(found: dict[str, Any]) -> None:
+    assert sum(part["num_bytes"] for part in found["parts"]) == found["peak_bytes"] == sum(found["kinds"].values())
+    assert not {FIXED, GROWING} & found["kinds"].keys()
+    assert found["savings"]
+    assert all(0 < saving["num_bytes"] < found["peak_bytes"] for saving in found["savings"])
+
+
+TASKS = {
+    "can": {"model": "gat", "size": "student"},
+    "seq2seq": {"task": "seq2seq"},
+    "bendr": {"task": "bendr"},
+    "tracknet": {"task": "tracknet"},
+    "muon": {"task": "muon"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_the_parts_of_every_tasks_step_add_up(name: str, dispatched: None, tmp_path: Path) -> None:
+    request: dict[str, Any] = TASKS[name]
+    run = resolve(RunRequest(dataset="synthetic", values={"paths.state_dir": str(tmp_path)}, **request))
+    task = sample_task(run, SilentReporter())
+    step = TaskStep(task=task, batch=np.resize(task.train_rows, 2), training=run.training, num_parts=2)
+    found = step.on_card(find_card("a100-40gb"))
+    assert sum(part.num_bytes for part in found.parts) == found.peak_bytes
+    assert len({part.module for part in found.parts}) > 3
+
+
+def test_a_line_is_explained_on_the_simulated_gpu(explained: Any) -> None:
+    found = explained(*SIMULATED)
+    check(found)
+    assert (found["device"], found["micro_batches"]) == ("sim-64mib", 1)
+    assert any(part["module"].startswith("layers.") for part in found["parts"] if part["kind"] == SAVED)
+    changes = {saving["change"]: saving for saving in found["savings"]}
+    assert changes["recompute layers.* (torch.utils.checkpoint)"]["keeps_gradient"]
+    assert not changes["--precision bf16"]["keeps_gradient"]
+
+
+def test_a_change_saves_as_much_as_the_step_takes_less_with_it(explained: Any) -> None:
+    plain, half = explained(*SIMULATED), explained(*SIMULATED, "--precision", "bf16")
+    (saving,) = (each for each in plain["savings"] if each["change"] == "--precision bf16")
+    # Each plan packs samples of its own.
+    per_sample = half["peak_bytes"] / half["samples"] * plain["samples"]
+    assert plain["peak_bytes"] - per_sample == pytest.approx(saving["num_bytes"], rel=0.1)
+    assert "--precision bf16" not in {each["change"] for each in half["savings"]}
+
+
+def test_a_line_is_explained_for_a_card_that_is_not_there(explained: Any, dispatched: None) -> None:
+    found = explained(*LINE, "--target-gpu", "t4")
+    check(found)
+    assert found["device"] == "t4-16gb"
+    assert found["kinds"]["workspaces"] > 0
+
+
+def test_the_table_fits_a_narrow_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*SIMULATED, "--state-dir", str(tmp_path), "--quiet")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("saved activations") for line in lines)
+
+
+def test_a_trained_run_is_explained_by_its_plan(
+    explained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ("--runs-dir", str(tmp_path / "runs"), "--state-dir", str(tmp_path))
+    assert main((*SIMULATED[1:], "--epochs", "1", "--quiet", *runs)) == 0
+    capsys.readouterr()
+    found = explained("explain", "last", "--runs-dir", str(tmp_path / "runs"), "--quiet")
+    check(found)
+    assert found["device"] == "sim-64mib"
+
+
+@pytest.mark.parametrize("flags", [("--submit",), ("--dry-run",), ("--after", "last"), ("--target-memory", "16GiB")])
+def test_a_flag_that_explains_nothing_is_refused(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*SIMULATED, *flags)) == ConfigError.exit_code
+    assert "has no effect with can-train explain" in " ".join(capsys.readouterr().err.split())
+
+
+def test_parts_that_do_not_add_up_are_noticed(explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AllocationTrace, "_at_peak", lambda self, settings: iter(()))
+    with pytest.raises(AssertionError):
+        check(explained(*SIMULATED))
