@@ -16,7 +16,7 @@ CanTrainError                                     2
 ├── DeviceError
 ├── TaskError
 ├── GrewError                                     4
-└── DoesNotFitError                               5
+└── DoesNotFitError                               5 of a plan (`--dry-run`)
 """
 
 import errno
@@ -62,7 +62,7 @@ GREW: Final = 4
 """Exit code of `can-train diff` where a peak grew by more than `--fail-above`."""
 
 DOES_NOT_FIT: Final = 5
-"""Exit code of a training that does not fit and has not begun."""
+"""Exit code of a plan whose training fits none of its devices."""
 
 
 COMMAND_VARIABLE: Final = "CAN_TRAIN_COMMAND"
@@ -266,8 +266,6 @@ class GrewError(CanTrainError):
 
 class DoesNotFitError(CanTrainError):
     """A batch, model or sample needs more memory than the device has; `details` has the facts."""
-
-    exit_code = DOES_NOT_FIT
 
     def __init__(
         self, rule: str, *, value: str = "", remedy: str = "", details: OutOfMemoryDetails | None = None

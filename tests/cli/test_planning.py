@@ -117,7 +117,7 @@ def test_a_line_that_is_no_single_training_is_refused(line: str, more: str, said
         (3, (), "a training line, or a task: 3"),
         (Words, "t4", r"Targets are a list of names: 't4'\.\nGive \['t4'\]"),
         (Words, ["h1000"], "Unknown GPU"),
-        (Words, ["1700MiB", "16MiB"], "of which a training cannot use .*: 16MiB"),
+        (Words, ["2400MiB", "16MiB"], "of which a training cannot use .*: 16MiB"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_said(task: object, targets: "str | list[str]", said: str) -> None:

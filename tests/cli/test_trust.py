@@ -40,6 +40,8 @@ LINES = {
     "predict": ["predict RUN DIRS", "predict FOLDER"],
     "detect": ["detect RUN DIRS", "detect FOLDER"],
     "export": ["export RUN HTML.pt DIRS", "export FOLDER HTML.pt"],
+    "explain": ["explain RUN DIRS", "explain RUN --json DIRS", "explain FOLDER"],
+    "diff": ["diff RUN RUN DIRS", "diff RUN OTHER --json DIRS", "diff FOLDER FOLDER"],
     "resubmit": ["resubmit RUN --seed 1 DIRS", "resubmit RUN --submit --cluster local DIRS"],
     "pipeline": [f"pipeline {SMALL} DIRS"],
     "completion": ["completion bash"],
@@ -48,8 +50,21 @@ LINES = {
 }  # fmt: skip
 """Lines of every command, with each way to name a run that it has."""
 
-ABOUT_RUNS = ("runs", "show", "compare", "report", "resume", "evaluate", "export", "predict", "detect", "resubmit")
-NEED_CODE = ("resume", "evaluate", "export", "predict", "detect", "resubmit")
+ABOUT_RUNS = (
+    "runs",
+    "show",
+    "compare",
+    "report",
+    "resume",
+    "evaluate",
+    "export",
+    "predict",
+    "detect",
+    "explain",
+    "diff",
+    "resubmit",
+)
+NEED_CODE = ("resume", "evaluate", "export", "predict", "detect", "explain", "diff", "resubmit")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train.fit.planner import RunPlan
 
+_CHANGES: Final = "Record also changes that would shrink the peak."
 # Options of a training line that only a training has.
 _NOT_HERE = ("submit", "dry_run", "show_config", "force", "after", "target_memory")
 
@@ -30,6 +31,7 @@ def make_explain_command(words: Sequence[str]) -> Callable[..., None]:
     given = flag_values(words)
     options = {**OPTIONS, "config": (str | None, None, "File of a run: can-train show RUN --config.")}
     options["target_gpu"] = (str | None, None, "The GPU to explain it on: h100-80gb. Several: a100-40gb,t4.")
+    options["changes"] = (bool | None, None, f"{_CHANGES} [yes]")
     if not given.get("--config"):
         return make_command(options, _explain_line, words=words)
     file = RunFile.read(given["--config"])
@@ -43,6 +45,7 @@ def explain(  # noqa: PLR0913 - Typer makes an option of each argument
     target_gpu: Annotated[
         str | None, typer.Option(help="The GPU to explain it on: h100-80gb. [the run's device]", metavar="TARGET-GPU")
     ] = None,
+    changes: Annotated[bool, typer.Option(help=_CHANGES)] = True,
     as_json: AsJson = False,
     trust_code: TrustCode = False,
     quiet: output.Quiet = False,
@@ -62,21 +65,21 @@ def explain(  # noqa: PLR0913 - Typer makes an option of each argument
     resolved = from_plain(locator.trust(trusts_all=trust_code).config(folder))
     plain = {} if target_gpu else read_plan(folder)
     plan = RunPlan.from_plain(plain) if plain else None
-    _print([resolved], target_gpu, as_json=as_json, quiet=quiet, plan=plan)
+    _print([resolved], target_gpu, as_json=as_json, quiet=quiet, plan=plan, changes=changes)
 
 
 def _explain_line(flags: Flags) -> None:
     """Show which parts make the peak of a training step, and changes that shrink it."""
     _check(flags)
     output.print_starting(Verbosity.of(quiet=flags["quiet"], verbose=False))
-    _print(resolve_runs(flags, ()), flags["target_gpu"], as_json=flags["json"], quiet=flags["quiet"])
+    _print_flags(resolve_runs(flags, ()), flags)
 
 
 def _explain_file(file: RunFile, flags: Flags) -> None:
     """Show which parts make the peak of a training step, and changes that shrink it."""
     _check(flags)
     output.print_starting(Verbosity.of(quiet=flags["quiet"], verbose=False))
-    _print(resolve_file(file, flags, ()), flags["target_gpu"], as_json=flags["json"], quiet=flags["quiet"])
+    _print_flags(resolve_file(file, flags, ()), flags)
 
 
 def _check(flags: Flags) -> None:
@@ -87,8 +90,20 @@ def _check(flags: Flags) -> None:
     check_flags(flags)
 
 
-def _print(
-    runs: "Sequence[ResolvedRun]", target_gpu: str | None, *, as_json: bool, quiet: bool, plan: "RunPlan | None" = None
+def _print_flags(runs: "Sequence[ResolvedRun]", flags: Flags) -> None:
+    _print(
+        runs, flags["target_gpu"], as_json=flags["json"], quiet=flags["quiet"], changes=flags["changes"] is not False
+    )
+
+
+def _print(  # noqa: PLR0913 - what is explained, and how it is printed
+    runs: "Sequence[ResolvedRun]",
+    target_gpu: str | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+    changes: bool,
+    plan: "RunPlan | None" = None,
 ) -> None:
     from can_train.training.explain import explain_run, explanation_tables
 
@@ -96,7 +111,7 @@ def _print(
     if target_gpu is not None and not gpus:
         raise ConfigError("--target-gpu names no GPU", value=repr(target_gpu), remedy="Name one: h100-80gb")
     reporter = output.make_reporter(Verbosity.of(quiet=quiet, verbose=False))
-    explained = [each for run in runs for each in explain_run(run, gpus, reporter, plan=plan)]
+    explained = [each for run in runs for each in explain_run(run, gpus, reporter, plan=plan, changes=changes)]
     if as_json:
         objects: list[Any] = [each.to_plain() for each in explained]
         output.print_json(objects[0] if len(objects) == 1 else objects)

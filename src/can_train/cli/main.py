@@ -56,6 +56,7 @@ _COMMANDS: Final = {
     "factors": "what earlier runs taught; reset, pin, export, import it",
     "runs": "runs by data set, with scores; --best METRIC ranks them",
     "explain": "which modules and operations take the memory of a step",
+    "diff": "the memory of two trainings, or of one at two commits",
     "show": "its scores, plan, memory and settings, and how to go on",
     "compare": "two runs or more side by side: settings, scores, memory",
     "report": "one HTML file about runs: curves, loss, memory, settings",
@@ -75,7 +76,7 @@ _MODULES: Final = {"status": "runs", "compare": "show", "report": "show", "resub
 _ARGUMENTS: Final = {
     "factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL", "export": "RUN FILE",
     **dict.fromkeys(("show", "status", "logs", "cancel", "resume", "evaluate", "predict", "resubmit"), "RUN"),
-    "explain": "RUN",
+    "explain": "RUN", "diff": "LINE LINE",
 }  # fmt: skip
 
 # Commands of scripts, which no help shows: of jobs, and of shells that complete a line.
@@ -83,7 +84,7 @@ _JOB_COMMAND: Final = "after-job"
 _COMPLETE: Final = "complete-line"
 
 # Commands that several processes of a launcher would each do for themselves. Training forms one run of them.
-_OF_ONE_PROCESS: Final = ("demo", "evaluate", "explain", "export", "predict", "pipeline")
+_OF_ONE_PROCESS: Final = ("demo", "diff", "evaluate", "explain", "export", "predict", "pipeline")
 
 _ON: Final = ("true", "yes", "on", "1")
 _OFF: Final = ("false", "no", "off", "0")
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         The exit code: 0; 2 for a wrong command line or configuration; 3 for a run that failed; 4 for a `diff` that
-        found too large a growth; 5 for a training that does not fit; 128 + the number of a signal.
+        found too large a growth; 5 for a plan that fits no device; 128 + the number of a signal.
     """
     debug = "--debug" in arguments
     try:

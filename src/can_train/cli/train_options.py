@@ -111,6 +111,7 @@ _NOT_SETTINGS: Final = {
     "asha",
     "run",
     "config",
+    "changes",
     "stages",
     "show",
     "preset",

@@ -22,7 +22,7 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import PathSettings, ResolvedRun, cache_folder, state_dir
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
 from can_train.config.task_settings import TaskSettings, describe
-from can_train.errors import ConfigError, DoesNotFitError
+from can_train.errors import DOES_NOT_FIT, ConfigError, DoesNotFitError
 from can_train.factors.store import factor_rule, read_factor_rule
 from can_train.fit.explore import model_does_not_fit
 from can_train.fit.factor_rule import PROVISIONAL, FactorRule
@@ -214,10 +214,13 @@ class Plans:
         """The error of a training that fits none of the devices."""
         first = self.cards[0].error
         if first is not None and len(self.cards) == 1:
+            first.exit_code = DOES_NOT_FIT
             return first
         names = ", ".join(card.name for card in self.cards)
         remedy = f"Named alone, a device says why: --target-gpu {self.cards[0].name}"
-        return DoesNotFitError("The training fits none of the devices", value=names, remedy=remedy)
+        error = DoesNotFitError("The training fits none of the devices", value=names, remedy=remedy)
+        error.exit_code = DOES_NOT_FIT
+        return error
 
     def __getitem__(self, name: str) -> CardPlan:
         return next(card for card in self.cards if card.name == name)

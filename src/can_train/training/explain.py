@@ -56,6 +56,10 @@ class Explanation:
     savings: tuple[Saving, ...]  # largest first
     basis: str  # a clause
     notices: tuple[str, ...] = ()  # sentences without a full stop
+    # Of the plan for the device; None where it was not made here, the first two also where nothing predicts them.
+    whole_batch_peak_bytes: float | None = None
+    largest_batch: int | None = None
+    fits: bool | None = None
 
     @property
     def peak_bytes(self) -> float:
@@ -75,13 +79,15 @@ class Explanation:
         """Returns strict JSON values."""
         return {
             "device": self.device, "samples": self.samples, "micro_batches": self.num_parts, "basis": self.basis,
-            "peak_bytes": self.peak_bytes, "kinds": self.by_kind, "parts": [vars(part) for part in self.parts],
+            "peak_bytes": self.peak_bytes, "whole_batch_peak_bytes": self.whole_batch_peak_bytes,
+            "largest_batch": self.largest_batch, "fits": self.fits,
+            "kinds": self.by_kind, "parts": [vars(part) for part in self.parts],
             "savings": [vars(saving) for saving in self.savings], "notices": list(self.notices),
         }  # fmt: skip
 
 
 def explain_run(
-    run: ResolvedRun, gpus: Sequence[str], reporter: Reporter, *, plan: RunPlan | None = None
+    run: ResolvedRun, gpus: Sequence[str], reporter: Reporter, *, plan: RunPlan | None = None, changes: bool = True
 ) -> list[Explanation]:
     """Explains the largest micro-batch of a run on each of the GPUs, or on its device where none is named.
 
@@ -90,6 +96,7 @@ def explain_run(
         gpus: Names of GPUs.
         reporter: Receives notices.
         plan: The plan that a run was trained by, on its device; None: it is planned for each device.
+        changes: Whether changes that may shrink the peak are recorded, each as long as the step itself.
     """
     # Plans have the longest chain of imports.
     from can_train.training.dry_run import dry_plans, find_targets, nothing_left_behind
@@ -100,18 +107,29 @@ def explain_run(
         task = sample_task(run, reporter)
         explained = []
         for target in targets:
-            planned, notices = plan, list[str]()
-            if planned is None:
-                (dry,) = dry_plans(run, [target], reporter).cards
-                planned = dry.plan
-                if dry.error is not None:
-                    notices.append(f"It does not fit: {dry.error.rule}: {dry.error.value}. One sample is explained")
-            explained.append(_explained(run, task, target, planned, notices))
+            if plan is not None:
+                explained.append(_explained(run, task, target, plan, (), changes=changes))
+                continue
+            (dry,) = dry_plans(run, [target], reporter).cards
+            notices = (
+                []
+                if dry.error is None
+                else [f"It does not fit: {dry.error.rule}: {dry.error.value}. One sample is explained"]
+            )
+            explanation = _explained(run, task, target, dry.plan, notices, changes=changes)
+            explained.append(replace(explanation, whole_batch_peak_bytes=dry.whole_batch_peak_bytes,
+                                     largest_batch=dry.largest_batch, fits=dry.fits))  # fmt: skip
         return explained
 
 
-def _explained(
-    run: ResolvedRun, task: BatchTask, target: UsableMemory, plan: RunPlan | None, notices: Sequence[str]
+def _explained(  # noqa: PLR0913 - the step, and whether its changes are recorded
+    run: ResolvedRun,
+    task: BatchTask,
+    target: UsableMemory,
+    plan: RunPlan | None,
+    notices: Sequence[str],
+    *,
+    changes: bool,
 ) -> Explanation:
     rows = _largest_micro_batch(task, plan)
     num_parts = plan.fullest.phase_plan.most_parts if plan is not None else 1
@@ -123,20 +141,20 @@ def _explained(
             basis = "recorded as CUDA would allocate it"
         except NoCudaDispatchError as error:
             notices = [*notices, f"{error.rule}: {error.value}"]
-            return _on_host(step, target, notices)
-        savings = _savings(step, found.parts, partial(_peak_on_card, card=card))
+            return _on_host(step, target, notices, changes=changes)
+        savings = _savings(step, found.parts, partial(_peak_on_card, card=card)) if changes else ()
         return Explanation(device=target.key, samples=len(rows), num_parts=num_parts, parts=found.parts,
                            savings=savings, basis=basis, notices=(*notices, *found.notices))  # fmt: skip
-    return _on_host(step, target, notices)
+    return _on_host(step, target, notices, changes=changes)
 
 
-def _on_host(step: TaskStep, target: UsableMemory, notices: Sequence[str]) -> Explanation:
+def _on_host(step: TaskStep, target: UsableMemory, notices: Sequence[str], *, changes: bool) -> Explanation:
     step = replace(step, device=torch.device("cpu"))
     parts = step.parts_on_host()
     return Explanation(
         device=target.key, samples=len(step.batch), num_parts=step.num_parts, parts=parts,
-        savings=_savings(step, parts, _peak_on_host), basis="run on the CPU, as the simulated GPU counts it",
-        notices=tuple(notices),
+        savings=_savings(step, parts, _peak_on_host) if changes else (),
+        basis="run on the CPU, as the simulated GPU counts it", notices=tuple(notices),
     )  # fmt: skip
 
 
@@ -156,7 +174,8 @@ def _largest_micro_batch(task: BatchTask, plan: RunPlan | None) -> NDArray[np.in
         return rows[[int(np.argmax(counts.sum(axis=1)))]]
     phase = plan.fullest
     costs = phase.training_costs(task, rows)
-    if phase.limits is None:
+    if phase.limits is None or phase.phase_plan.safety_factor is None:
+        # The size was given.
         ranked = np.argsort(-costs.each(), kind="stable")
         return np.resize(rows[ranked], phase.phase_plan.largest_micro_batch)
     packed = pack_worst_case(costs, phase.phase_plan.largest_cost)
