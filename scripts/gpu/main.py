@@ -3,12 +3,14 @@ keeps its measurements, and `--resume` measures the rest.
 """
 
 import argparse
+import difflib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -20,13 +22,17 @@ from can_train.config.settings import PRECISIONS
 from can_train.errors import CanTrainError, DeviceError, StateError
 from can_train.io.records import write_json_atomic, write_text_atomic
 from can_train.io.units import parse_size
-from can_train.memory.catalogue import GpuConstants, write_gpu_constants
+from can_train.memory.catalogue import MEASURED, GpuConstants, write_gpu_constants
 from can_train.memory.meters import is_simulated, resolve_device
 from gpu.configurations import CAPACITIES, MODELS, QUICK_CAPACITIES, SIMULATED, Configuration
 from gpu.processes import measure, run_cuda_tests
 from gpu.tables import markdown
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+CATALOGUE: Final = "src/can_train/memory/catalogue.py"
+# The measurements in the catalogue's source.
+_ENTRIES: Final = re.compile(r"(    for measured in \(\n)        GpuConstants\(.*?(    \)\n\}\n)", re.DOTALL)
+_LONG_NUMBER: Final = re.compile(r"(?<==)\d{4,}$")
 PARTS: Final = ("tests", "constants", "models")
 
 
@@ -56,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     if "constants" in given.parts and not is_simulated(given.device):
         results["constants"] = _printed("constants", measure({"part": "constants", "device": given.device}))
         _save(results, path)
-        remember(results)
+        remember(results, path.with_name(f"{path.name}.diff"))
     measured = results["models"]
     wanted = configurations if "models" in given.parts else ()
     wanted = [each for each in wanted if "error" in measured.get(each.label, {"error": "not measured yet"})]
@@ -148,17 +154,24 @@ def _save(results: Mapping[str, Any], path: Path) -> None:
     write_text_atomic(path.with_name(f"{path.name}.md"), markdown(results))
 
 
-def remember(results: Mapping[str, Any]) -> None:
-    """Writes the measured constants to the state folder, where plans for this kind of GPU find them."""
+def remember(results: Mapping[str, Any], diff_path: Path) -> None:
+    """Writes the measured constants to the state folder, where plans for this kind of GPU find them; and prints the
+    change that ships them with can-train, which it writes to a file, too.
+    """
     if "error" in results["constants"]:
         return
     steps, date = results["constants"]["steps"], datetime.now(UTC).date().isoformat()
+    constants = gpu_constants(results["device"], steps, date=date)
     try:
-        path = write_gpu_constants(state_folder(), gpu_constants(results["device"], steps, date=date))
+        path = write_gpu_constants(state_folder(), constants)
     except StateError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
     else:
         print(f"gpu-check: plans for {results['device']['key']} use {path} from now on")
+    change = proposed_change(constants, (ROOT / CATALOGUE).read_text(encoding="utf-8"))
+    if change:
+        write_text_atomic(diff_path, change)
+        print(f"gpu-check: git apply {diff_path} ships them with can-train:\n{change}", end="")
 
 
 def gpu_constants(device: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], *, date: str) -> GpuConstants:
@@ -172,6 +185,25 @@ def gpu_constants(device: Mapping[str, Any], steps: Sequence[Mapping[str, Any]],
         driver=device["driver"],
         torch=device["torch"],
     )
+
+
+def proposed_change(constants: GpuConstants, catalogue: str) -> str:
+    """Returns the difference that ships the constants of a card with can-train, of the catalogue's source; empty where
+    they are in it already.
+    """
+    shipped = {**MEASURED, constants.key: constants}
+    entries = "".join(_source(shipped[key]) for key in sorted(shipped))
+    changed = _ENTRIES.sub(lambda match: f"{match[1]}{entries}{match[2]}", catalogue, count=1)
+    lines = [text.splitlines(keepends=True) for text in (catalogue, changed)]
+    return "".join(difflib.unified_diff(*lines, f"a/{CATALOGUE}", f"b/{CATALOGUE}"))
+
+
+def _source(constants: GpuConstants) -> str:
+    """Writes the constants of a card as the catalogue has them."""
+    values = [f"{each.name}={getattr(constants, each.name)!r}" for each in fields(constants)]
+    values = [_LONG_NUMBER.sub(lambda match: f"{int(match[0]):_}", value) for value in values]
+    lines = "".join(f"            {value},\n" for value in values).replace("'", '"')
+    return f"        GpuConstants(\n{lines}        ),\n"
 
 
 def _earlier(path: Path) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from can_train.fit.packing import BatchCosts
-from can_train.memory.catalogue import read_gpu_constants
+from can_train.memory.catalogue import MEASURED, read_gpu_constants
 from can_train.reporter import SilentReporter
 from gpu.configurations import GIB
-from gpu.main import choose, gpu_constants, read_arguments, remember
+from gpu.main import CATALOGUE, ROOT, choose, gpu_constants, proposed_change, read_arguments, remember
 from gpu.measurements import BEYOND_PROBES, CLOSE, true_limit
 from gpu.processes import read_report, run_limited
 from gpu.tables import markdown
@@ -258,9 +260,11 @@ def test_what_was_measured_of_a_gpu_is_kept_where_plans_look(tmp_path: Path, mon
     monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path))
     step = {"after": "context", "outside_bytes": 500 * MIB, "kept_bytes": 8 * MIB}
     device = DEVICE | {"key": "h100-80gb"}
-    remember({"device": device, "constants": {"error": "no"}})
+    change = tmp_path / "change.diff"
+    remember({"device": device, "constants": {"error": "no"}}, change)
     assert list(tmp_path.iterdir()) == []
-    remember({"device": device, "constants": {"steps": [step]}})
+    remember({"device": device, "constants": {"steps": [step]}}, change)
+    assert '+            driver="580.1"' in change.read_text()
     found = read_gpu_constants(tmp_path, "h100-80gb", SilentReporter())
     assert found is not None
     assert (found.outside_bytes, found.workspace_bytes, found.driver) == (500 * MIB, 8 * MIB, "580.1")
@@ -276,3 +280,25 @@ def test_constants_are_what_gpu_check_found_last_outside_and_all_that_was_kept_i
     found = gpu_constants(device, steps, date="2026-01-31")
     assert (found.outside_bytes, found.workspace_bytes) == (600, 40)
     assert found.source == "measured on 2026-01-31 with driver unknown, torch 2.11.0"
+
+
+@pytest.mark.parametrize("key", sorted(MEASURED))
+def test_the_constants_that_are_shipped_are_those_of_the_cards_file(key: str) -> None:
+    results = json.loads((ROOT / f"scripts/bench/gpu-check-{key}.json").read_text())
+    shipped = MEASURED[key]
+    assert gpu_constants(results["device"], results["constants"]["steps"], date=shipped.date) == shipped
+    assert proposed_change(shipped, (ROOT / CATALOGUE).read_text()) == ""
+
+
+@pytest.mark.parametrize("key", ["t4-16gb", "a100-40gb", "h200-141gb"])
+def test_the_change_that_ships_constants_can_be_applied(key: str, tmp_path: Path) -> None:
+    constants = replace(MEASURED["h100-80gb"], key=key, outside_bytes=500 * MIB, driver="595.1")
+    path = tmp_path / CATALOGUE
+    path.parent.mkdir(parents=True)
+    path.write_text((ROOT / CATALOGUE).read_text())
+    change = proposed_change(constants, path.read_text())
+    subprocess.run(["git", "apply", "-"], input=change, text=True, check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, "-P", "-m", "ruff", "format", "--check", str(path)], check=True, cwd=ROOT)
+    changed: dict[str, Any] = runpy.run_path(str(path))
+    assert vars(changed["MEASURED"][key]) == vars(constants)
+    assert list(changed["MEASURED"]) == sorted({*MEASURED, key})

@@ -218,9 +218,31 @@ class GpuConstants:
         return f"measured on {self.date} with driver {self.driver or 'unknown'}, torch {self.torch}"
 
 
-# Measurements that come with can-train, by key. There is none yet: every plan for a card that nobody has measured on
-# the same cluster uses assumed figures, and says so.
-MEASURED: Final[Mapping[str, GpuConstants]] = {}
+# Measurements that come with can-train, by key, in its order; `scripts/gpu-check` prints the difference that a new one
+# makes here. A plan for a card without one uses assumed figures, and says so.
+MEASURED: Final[Mapping[str, GpuConstants]] = {
+    measured.key: measured
+    for measured in (
+        GpuConstants(
+            key="h100-80gb",
+            total_bytes=85_017_493_504,
+            outside_bytes=728_563_712,
+            workspace_bytes=34_603_008,
+            date="2026-11-24",
+            driver="580.159.04",
+            torch="2.11.0+cu130",
+        ),
+        GpuConstants(
+            key="h200-141gb",
+            total_bytes=150_109_880_320,
+            outside_bytes=728_563_712,
+            workspace_bytes=34_603_008,
+            date="2026-11-24",
+            driver="580.159.04",
+            torch="2.11.0+cu130",
+        ),
+    )
+}
 ASSUMED: Final = "assumed, on the safe side"  # source of figures that nobody has measured
 
 
