@@ -194,8 +194,8 @@ def proposed_change(constants: GpuConstants, catalogue: str) -> str:
     shipped = {**MEASURED, constants.key: constants}
     entries = "".join(_source(shipped[key]) for key in sorted(shipped))
     changed = _ENTRIES.sub(lambda match: f"{match[1]}{entries}{match[2]}", catalogue, count=1)
-    lines = [text.splitlines(keepends=True) for text in (catalogue, changed)]
-    return "".join(difflib.unified_diff(*lines, f"a/{CATALOGUE}", f"b/{CATALOGUE}"))
+    before, after = (text.splitlines(keepends=True) for text in (catalogue, changed))
+    return "".join(difflib.unified_diff(before, after, f"a/{CATALOGUE}", f"b/{CATALOGUE}"))
 
 
 def _source(constants: GpuConstants) -> str:

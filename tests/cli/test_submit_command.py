@@ -14,6 +14,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.resolved import plain_from_yaml
+from can_train.errors import DOES_NOT_FIT
 from can_train.runs.registry import Registry
 from fakes.made_runs import begin, end
 
@@ -268,7 +269,7 @@ def test_a_dry_run_says_which_gpu_it_does_not_know_and_prints_the_script(
 def test_a_dry_run_prints_the_script_of_a_job_that_does_not_fit(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main((*TRAIN, "--submit", *SMALL, "--device", "sim:1MiB")) == 2
+    assert main((*TRAIN, "--submit", *SMALL, "--device", "sim:1MiB")) == DOES_NOT_FIT
     shown = capsys.readouterr()
     assert "Weights, gradients and optimizer state must fit on the device" in shown.err
     assert shown.out.startswith("\nScript that --submit would send:\n\n#!/bin/bash\n")
