@@ -141,7 +141,7 @@ class _Made(NamedTuple):
 
     phase: str
     module: str
-    operation: Any  # an operator of PyTorch
+    operation: Any  # an operator of PyTorch, or a kernel's name
     keeps: bool  # whether autograd may keep it: no backward pass, or one whose graph is kept
 
 
@@ -278,7 +278,9 @@ class Labels:
         }
 
     def _label(self, made: _Made, event: int, freed: int) -> Label:
-        operation = made.operation._schema.name.rpartition("::")[2] if made.operation is not None else ""
+        operation = made.operation or ""
+        if not isinstance(operation, str):
+            operation = operation._schema.name.rpartition("::")[2]
         kind = TEMPORARIES
         if made.phase == _MOVED:
             kind = BATCH
@@ -299,6 +301,7 @@ class AllocationRecorder(StorageTracker[int]):
         self._labels = Labels(model)
         self._operation: Any = None
         self._is_moved = False
+        self._kernel = ""  # that makes tensors now
 
     @property
     def trace(self) -> AllocationTrace:
@@ -317,6 +320,15 @@ class AllocationRecorder(StorageTracker[int]):
         with self._labels.following(self._numbers_of):
             yield
 
+    @contextmanager
+    def kernel(self, name: str) -> Iterator[None]:
+        """Labels the tensors that are made inside the block as a kernel's."""
+        before, self._kernel = self._kernel, name
+        try:
+            yield
+        finally:
+            self._kernel = before
+
     def _numbers_of(self, tensor: Tensor) -> Iterator[int]:
         for storage in self._storages(tensor):
             if (tracked := self._find(storage)) is not None and tracked.allocation is not None:
@@ -324,9 +336,11 @@ class AllocationRecorder(StorageTracker[int]):
 
     def _run_counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._labels.note(func)
-        self._operation = func
+        self._operation = self._kernel or func
         inputs = [value for value in args if isinstance(value, Tensor)]
-        self._is_moved = bool(inputs) and not any(True for value in inputs for _ in self._numbers_of(value))
+        is_outside = bool(inputs) and not any(True for value in inputs for _ in self._numbers_of(value))
+        # A kernel's results are computed on the host.
+        self._is_moved = is_outside and not self._kernel
         return super()._run_counted(func, args, kwargs)
 
     def _allocate(self, size: int) -> int:

@@ -45,6 +45,10 @@ class DeviceMode(TorchDispatchMode):
         """Opens a span whose new tensors are a library's memory, as `CUDNN`; memory of tensors where none is named."""
         return nullcontext()
 
+    def kernel(self, name: str) -> AbstractContextManager[None]:
+        """Opens a span whose new tensors one kernel of the device makes."""
+        return nullcontext()
+
 
 @contextmanager
 def _everywhere(span: Callable[[DeviceMode], AbstractContextManager[None]]) -> Iterator[None]:
@@ -57,6 +61,10 @@ def _everywhere(span: Callable[[DeviceMode], AbstractContextManager[None]]) -> I
 
 
 _on_host: Final = partial(_everywhere, lambda mode: mode.host())
+
+
+def _in_kernel(name: str) -> AbstractContextManager[None]:
+    return _everywhere(lambda mode: mode.kernel(name))
 
 
 class CudaOperators:
@@ -112,6 +120,10 @@ def register(key: str, kernels: Kernels) -> Library:
     return library
 
 
+def _name(operator: OpOverload) -> str:
+    return operator._schema.name.removeprefix("aten::")
+
+
 def composite(operator: OpOverload) -> Callable[..., Any]:
     """Returns the composition of an operator on devices without a kernel of their own for it."""
     return partial(operator._op_dk, DispatchKey.CompositeImplicitAutograd)
@@ -121,12 +133,13 @@ def composite(operator: OpOverload) -> Callable[..., Any]:
 class FusedKernel:
     """A kernel of CUDA's, and the memory that it takes in addition to its inputs and results."""
 
+    name: str
     compute: Callable[..., Sequence[Tensor]]  # makes the results from the inputs, outside the device
     kept_bytes: int = 0  # saved for the backward pass
     is_repeatable: bool = False  # whether it may be computed again, to be differentiated twice
     forward_bytes: int = 0  # workspace while it runs
     backward_bytes: int = 0  # workspace while its backward kernel runs
-    library: str = ""  # that the memory belongs to; empty: PyTorch
+    library: str = ""  # that the workspaces belong to; empty: PyTorch
 
 
 class _Fused(torch.autograd.Function):
@@ -144,9 +157,11 @@ class _Fused(torch.autograd.Function):
             with torch.set_grad_enabled(needs_gradients):
                 computed = kernel.compute(*copies)
         device = next(tensor.device for tensor in inputs if tensor is not None)
-        results = tuple(tensor.detach().clone() for tensor in computed)
-        with _everywhere(lambda mode: mode.library(kernel.library)):
-            workspace = torch.empty(kernel.forward_bytes, dtype=torch.uint8, device=device)
+        with _in_kernel(kernel.name):
+            results = tuple(tensor.detach().clone() for tensor in computed)
+            with _everywhere(lambda mode: mode.library(kernel.library)):
+                workspace = torch.empty(kernel.forward_bytes, dtype=torch.uint8, device=device)
+            # PyTorch saves it like a result. It is no workspace: the backward pass cannot do without it.
             kept = torch.empty(kernel.kept_bytes if needs_gradients else 0, dtype=torch.uint8, device=device)
         del workspace
         ctx.kernel, ctx.graph = kernel, (copies, computed)
@@ -174,10 +189,11 @@ class _Fused(torch.autograd.Function):
                 # The results were computed from shapes alone.
                 input_gradients = tuple(torch.empty_like(tensor) for tensor in trained)
         result: list[Tensor | None] = [None] * len(copies)
-        for place, gradient in zip(places, input_gradients, strict=True):
-            result[place] = None if gradient is None else gradient.clone()
-        with _everywhere(lambda mode: mode.library(ctx.kernel.library)):
-            torch.empty(ctx.kernel.backward_bytes, dtype=torch.uint8, device=saved[-1].device)
+        with _in_kernel(f"{ctx.kernel.name}_backward"):
+            for place, gradient in zip(places, input_gradients, strict=True):
+                result[place] = None if gradient is None else gradient.clone()
+            with _everywhere(lambda mode: mode.library(ctx.kernel.library)):
+                torch.empty(ctx.kernel.backward_bytes, dtype=torch.uint8, device=saved[-1].device)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.graph = None
         return (None, None, *result)
@@ -233,7 +249,8 @@ class _WideSoftmax(torch.autograd.Function):
         """Computes it on the host, and keeps the result."""
         with _on_host():
             computed: Tensor = composite(operator)(inputs, dim, torch.float32)
-        result = computed.clone()
+        with _in_kernel(_name(operator)):
+            result = computed.clone()
         ctx.save_for_backward(result)
         ctx.dtype, ctx.operator, ctx.dim = inputs.dtype, operator, dim
         return result
@@ -257,10 +274,11 @@ def _rms_norm(
         return (composite(_aten.rms_norm.default)(inputs, normalized_shape, weight, eps),)
 
     rows = inputs.shape[: inputs.dim() - len(normalized_shape)].numel()
-    kernel = FusedKernel(compute=compute, kept_bytes=rows * torch.float32.itemsize, is_repeatable=True)
+    kernel = FusedKernel(name="rms_norm", compute=compute, kept_bytes=rows * torch.float32.itemsize, is_repeatable=True)
     return run_fused(kernel, inputs, weight)[0]
 
 
+_ATTENTION: Final = "scaled_dot_product_attention"
 _EFFICIENT_ROWS: Final = 32  # queries that the sums of memory-efficient attention are rounded up to
 
 
@@ -359,11 +377,13 @@ def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
     sums = batch * heads * torch.float32.itemsize
     if backend is SDPBackend.FLASH_ATTENTION:
         compute, backward_bytes = partial(call.composed, is_flash=True), flash_backward_bytes(call.padded()[0])
-        kernel = FusedKernel(compute=compute, kept_bytes=sums * queries, backward_bytes=backward_bytes)
+        kernel = FusedKernel(name=_ATTENTION, compute=compute, kept_bytes=sums * queries, backward_bytes=backward_bytes)
         return run_fused(kernel, *call.padded())[0][..., :width]
     if backend is SDPBackend.EFFICIENT_ATTENTION:
         rows = -(-queries // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
-        kernel = FusedKernel(compute=call.composed, kept_bytes=sums * rows, backward_bytes=sums * queries)
+        kernel = FusedKernel(
+            name=_ATTENTION, compute=call.composed, kept_bytes=sums * rows, backward_bytes=sums * queries
+        )
         return run_fused(kernel, call.query, call.key, call.value, call.bias())[0]
     return composed_attention(*args, **kwargs)
 
@@ -398,7 +418,7 @@ def recurrent_kernels(*, has_values: bool) -> Kernels:
 def _recurrent(operator: OpOverload, has_values: bool, *args: Any) -> tuple[Tensor, ...]:
     """Runs the layers of a recurrent network as cuDNN does, at once."""
     is_packed = operator._overloadname == "data"
-    name = operator._schema.name.removeprefix("aten::")
+    name = _name(operator)
     inputs, states, weights = args[0], args[1 + is_packed], args[2 + is_packed]
     lengths, options = args[1 : 1 + is_packed], args[3 + is_packed :]
     is_lstm = isinstance(states, list | tuple)
@@ -428,6 +448,7 @@ def _recurrent(operator: OpOverload, has_values: bool, *args: Any) -> tuple[Tens
     # cuDNN's steps come first, so tensors whose samples come first are copied: the input, and the result's gradient.
     workspace += tensors[0].nbytes * batch_first
     kernel = FusedKernel(
+        name=name,
         compute=compute,
         kept_bytes=(_KEPT[name] * layers - 1) * size * train,
         forward_bytes=workspace,
@@ -474,7 +495,8 @@ def _cell(operator: OpOverload, has_values: bool, *args: Any) -> tuple[Tensor, .
         return ((state - new) * keep.sigmoid() + new,)
 
     # A GRU keeps a copy of its state beside four gates. Source: aten/src/ATen/native/cuda/RNN.cu, `workspace`.
-    kernel = FusedKernel(compute=compute, kept_bytes=0 if is_lstm else state.nbytes, is_repeatable=True)
+    kept_bytes = 0 if is_lstm else state.nbytes
+    kernel = FusedKernel(name=_name(operator), compute=compute, kept_bytes=kept_bytes, is_repeatable=True)
     results = run_fused(kernel, state, gates)
     return results if is_lstm else results[0]
 
