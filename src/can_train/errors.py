@@ -25,7 +25,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -265,13 +265,31 @@ class GrewError(CanTrainError):
 
 
 class DoesNotFitError(CanTrainError):
-    """A batch, model or sample needs more memory than the device has; `details` has the facts."""
+    """A batch, model or sample needs more memory than the device has; `details` has the facts.
+
+    Attributes:
+        parts: The largest parts of the step that did not fit, as lines; empty where they are not known.
+    """
+
+    parts: Sequence[str] = ()
 
     def __init__(
         self, rule: str, *, value: str = "", remedy: str = "", details: OutOfMemoryDetails | None = None
     ) -> None:
         super().__init__(rule, value=value, remedy=remedy)
         self.details = details or OutOfMemoryDetails()
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the error as plain values."""
+        return {**super().to_plain(), "parts": list(self.parts)} if self.parts else super().to_plain()
+
+    @property
+    def in_short(self) -> str:
+        """The message without the parts."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return printable("\n".join([super().__str__(), *self.parts]))
 
 
 def without_positions(text: str) -> str:

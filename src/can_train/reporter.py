@@ -81,6 +81,10 @@ class Stage(Protocol):
 class Reporter(Protocol):
     """Receives notices and progress."""
 
+    @property
+    def verbose(self) -> bool:
+        """Whether details are shown."""
+
     def notice(self, text: str) -> None:
         """Shows a notice: a sentence, or several sentences, one a line."""
 
@@ -110,6 +114,8 @@ class _SilentStage:
 
 class SilentReporter:
     """A reporter that shows nothing: the default of the Python API."""
+
+    verbose = False
 
     def notice(self, text: str) -> None:
         """Drops the notice."""
@@ -331,6 +337,7 @@ class LoggedReporter:
 
     def __init__(self, shown: Reporter) -> None:
         self._shown = shown
+        self.verbose = shown.verbose
         # Lines wait here until there is a file.
         self._lines = _LogLines(io.StringIO(), verbose=True)
 
@@ -392,6 +399,7 @@ class DemotingReporter:
 
     def __init__(self, shown: Reporter, folder: Path) -> None:
         self._folder = str(folder)
+        self.verbose = shown.verbose
         self.detail = shown.detail
         self.epoch = shown.epoch
         self.stage = shown.stage

@@ -2,20 +2,25 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
-from can_train.errors import ConfigError
+from can_train.errors import RUN_FAILED, ConfigError
 from can_train.fit.prediction import TaskStep
 from can_train.memory.allocation_trace import FIXED, GROWING, SAVED, AllocationTrace
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 from can_train.reporter import SilentReporter
+from can_train.runs.run_folder import RunFolder
+from can_train.training.explain import explain_attempt
 from can_train.training.loading import sample_task
+from fakes.trained_runs import finished_run
 
 LINE = ("explain", "--model", "gat", "--size", "student", "--dataset", "synthetic", "--batch-size", "64")
 SIMULATED = (*LINE, "--device", "sim:64MiB")
@@ -115,6 +120,65 @@ def test_a_trained_run_is_explained_by_its_plan(
 def test_a_flag_that_explains_nothing_is_refused(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*SIMULATED, *flags)) == ConfigError.exit_code
     assert "has no effect with can-train explain" in " ".join(capsys.readouterr().err.split())
+
+
+TITLE = "Its largest parts:"
+
+
+def test_a_plan_with_v_names_the_largest_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*SIMULATED[1:], "--dry-run", "-v", "--state-dir", str(tmp_path))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.endswith(TITLE))
+    assert all("MiB  " in line for line in lines[first + 1 : first + 6])
+    # The plan predicts the peak whose parts these are.
+    (peak,) = (float(line.split()[2]) for line in lines if line.strip().startswith("predicted peak"))
+    assert float(lines[first].split(" has a peak of ")[1].split()[0]) == pytest.approx(peak, rel=0.05)
+
+
+def test_an_out_of_memory_that_ends_a_run_names_the_largest_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = (*LINE[1:-1], "256", "--micro-batch-size", "256", "--no-adaptive-micro-batch", "--device", "sim:24MiB",
+            "--set", "dataset.synthetic.seconds=5", "--runs-dir", str(tmp_path / "runs"), "--json")  # fmt: skip
+    assert main((*line, "--state-dir", str(tmp_path))) == RUN_FAILED
+    found = capsys.readouterr()
+    error = json.loads(found.out)["error"]
+    assert error["parts"][0].endswith(TITLE)
+    assert len(error["parts"]) == 1 + 5
+    assert error["parts"][1] in found.err
+    (run,) = (tmp_path / "runs").iterdir()
+    written = json.loads((run / "memory_parts.json").read_text())
+    assert written["samples"] == 256
+    assert sum(part["num_bytes"] for part in written["parts"]) == written["peak_bytes"] > 24 * 2**20
+    # The record of the attempt has the error in one line.
+    (ended,) = (run / "attempts").glob("*-ended*.json")
+    assert TITLE not in ended.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_starts_with_v_trains_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = (*SIMULATED[1:], "--epochs", "1", "--set", "dataset.synthetic.seconds=5")
+    results = []
+    for name, more in (("plain", ()), ("verbose", ("-v",))):
+        runs = tmp_path / name
+        assert main((*line, *more, "--runs-dir", str(runs), "--state-dir", str(tmp_path / f"{name}-state"))) == 0
+        (run,) = runs.iterdir()
+        results.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"])
+        assert (run / "memory_parts.json").is_file() == (name == "verbose")
+        assert (TITLE in capsys.readouterr().err) == (name == "verbose")
+    assert results[0] == results[1]
+
+
+@pytest.mark.slow
+def test_the_step_of_a_run_on_a_gpu_is_recorded_in_another_process(dispatched: None) -> None:
+    folder = RunFolder(finished_run("gat"))
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), key="t4-16gb")
+    untouched: Any = None
+    lines = explain_attempt(untouched, folder, untouched, on_gpu)
+    assert lines[0].endswith(TITLE)
+    # A process that fails is no error of the run.
+    unknown: Any = SimpleNamespace(device=torch.device("cuda"), key="nobodys-gpu")
+    assert explain_attempt(untouched, folder, untouched, unknown) == []
 
 
 def test_parts_that_do_not_add_up_are_noticed(explained: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def _check_gradients(flags: Flags) -> None:
         raise ConfigError("--gradients and --target-gpu cannot be combined: gradients are computed here",
                           remedy="Leave one out")  # fmt: skip
     # Composition imports Hydra, and computing torch.
-    from can_train.training.dry_run import nothing_left_behind
+    from can_train.training.loading import nothing_left_behind
     from can_train.training.split_gradients import compare_gradients, comparison_json, comparison_lines
 
     comparisons = []

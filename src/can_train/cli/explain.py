@@ -1,6 +1,7 @@
 """`can-train explain LINE` and `can-train explain RUN`: which parts make the peak of a training step."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,6 +19,7 @@ from can_train.errors import ConfigError
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train.fit.planner import RunPlan
+    from can_train.runs.run_folder import RunFolder
 
 _CHANGES: Final = "Record also changes that would shrink the peak."
 # Options of a training line that only a training has.
@@ -63,9 +65,20 @@ def explain(  # noqa: PLR0913 - Typer makes an option of each argument
     from can_train.report.run_facts import read_plan
 
     resolved = from_plain(locator.trust(trusts_all=trust_code).config(folder))
-    plain = {} if target_gpu else read_plan(folder)
+    plain = read_plan(folder)
     plan = RunPlan.from_plain(plain) if plain else None
-    _print([resolved], target_gpu, as_json=as_json, quiet=quiet, plan=plan, changes=changes)
+    if plan is not None and target_gpu and not _is_for(plan, target_gpu):
+        plan = None
+    _print([resolved], target_gpu, as_json=as_json, quiet=quiet, plan=plan, changes=changes, folder=folder)
+
+
+def _is_for(plan: "RunPlan", target_gpu: str) -> bool:
+    """Tells whether a plan is for a GPU. Micro-batches whose size was given are the same on each."""
+    from can_train.memory.catalogue import find_card
+
+    with suppress(ConfigError):
+        return plan.limits is None or plan.limits.device_key == find_card(target_gpu).key
+    return False
 
 
 def _explain_line(flags: Flags) -> None:
@@ -104,14 +117,19 @@ def _print(  # noqa: PLR0913 - what is explained, and how it is printed
     quiet: bool,
     changes: bool,
     plan: "RunPlan | None" = None,
+    folder: "RunFolder | None" = None,
 ) -> None:
-    from can_train.training.explain import explain_run, explanation_tables
+    from can_train.training.dry_run import explain_run
+    from can_train.training.explain import explanation_tables
 
     gpus = split_list(target_gpu or "")
     if target_gpu is not None and not gpus:
         raise ConfigError("--target-gpu names no GPU", value=repr(target_gpu), remedy="Name one: h100-80gb")
     reporter = output.make_reporter(Verbosity.of(quiet=quiet, verbose=False))
     explained = [each for run in runs for each in explain_run(run, gpus, reporter, plan=plan, changes=changes)]
+    if folder is not None and (plan is not None or not gpus):
+        # For its report.
+        explained[0].write(folder)
     if as_json:
         objects: list[Any] = [each.to_plain() for each in explained]
         output.print_json(objects[0] if len(objects) == 1 else objects)

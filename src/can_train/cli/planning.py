@@ -65,7 +65,8 @@ def _plan_line(words: Sequence[str], targets: Sequence[str], training: Any) -> "
         raise ArgumentError("The settings of a line are in the line", value="training", remedy="Add --set training.…")
     run, named = resolve_line(words)
     from can_train.reporter import SilentReporter
-    from can_train.training.dry_run import dry_plans, find_targets, nothing_left_behind
+    from can_train.training.dry_run import dry_plans, find_targets
+    from can_train.training.loading import nothing_left_behind
 
     reporter = SilentReporter()
     with nothing_left_behind():

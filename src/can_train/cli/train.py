@@ -390,7 +390,7 @@ def _print_dry_runs(
                 output.print_text("", end="\n" if number > 1 else "")
                 if len(runs) > 1:
                     output.print_wrapped(f"Run {number} of {len(runs)}: {_title(run, runs)}")
-                _print_plans(run, plans, flags, verbosity)
+                _print_plans(run, plans, flags, verbosity, reporter)
             failures += [] if plans.fits else [plans.error]
         except _NoPlanError as unknown:
             objects.append({"config_key": run.key, "data": None, "plans": [], "unknown": str(unknown),
@@ -445,7 +445,8 @@ def _dry_plans(run: "ResolvedRun", job: "PlannedJob | None", flags: Flags, repor
             # As on many login nodes.
             problem = f"torch cannot be imported ({' '.join(str(error).split())})"
             raise _NoPlanError(f"No plan is made here: {problem}. The job plans on its device") from error
-    from can_train.training.dry_run import dry_plans, find_targets, host_target, nothing_left_behind
+    from can_train.training.dry_run import dry_plans, find_targets, host_target
+    from can_train.training.loading import nothing_left_behind
 
     with nothing_left_behind():
         if device is not None and device.memory_mib and not names and not run.device.startswith("sim:"):
@@ -468,8 +469,11 @@ def target_names(flags: Flags) -> list[str]:
     return [*split_list(flags["target_gpu"] or ""), *filter(None, [flags["target_memory"]])]
 
 
-def _print_plans(run: "ResolvedRun", planned: "Plans", flags: Flags, verbosity: Verbosity) -> None:
+def _print_plans(
+    run: "ResolvedRun", planned: "Plans", flags: Flags, verbosity: Verbosity, reporter: "Reporter"
+) -> None:
     from can_train.config.resolved import plain_to_yaml
+    from can_train.training.explain import explain_planned
     from can_train.training.report import RECORDED, data_text, dry_lines, dry_table
 
     details, plans = verbosity == Verbosity.VERBOSE, planned.cards
@@ -477,8 +481,10 @@ def _print_plans(run: "ResolvedRun", planned: "Plans", flags: Flags, verbosity: 
         output.print_text(plain_to_yaml(run.config))
     if len(plans) == 1:
         # A training that does not fit is an error, and nothing else is printed of it.
-        for line in dry_lines(run.key, plans[0], details=details) if planned.fits else []:
-            output.print_wrapped(line)
+        if planned.fits:
+            parts = explain_planned(run, plans[0], reporter) if details else []
+            for line in dry_lines(run.key, plans[0], details=details, parts=parts):
+                output.print_wrapped(line)
         return
     warnings = dict.fromkeys(warning for dry in plans for warning in dry.warnings)
     sources = dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans)

@@ -78,6 +78,7 @@ class RunFolder:
         self.weights_path = path / "weights"
         self.result_path = path / RESULT
         self.plan_path = path / "plan.json"
+        self.memory_parts_path = path / "memory_parts.json"
         self.trial_path = path / "trial.json"
         self.log_path = path / "log.txt"
         self.predictions_path = path / "predictions"

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -33,20 +29,19 @@ from can_train.memory import catalogue, meters
 from can_train.memory.catalogue import UsableMemory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.training.chosen_weights import average_tensors
-from can_train.training.loading import fresh_model, load_task, sample_task
+from can_train.training.loading import fresh_model, load_task, nothing_left_behind, sample_task
 from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
 from can_train.training.sample_task import Task, TaskContext
 
 if TYPE_CHECKING:
     from can_train.task import BatchTask
+    from can_train.training.explain import Explanation
 
 # Share of an allocator's memory that is in use where it is badly fragmented; on the simulated GPU it was at least 0.83.
 _LITTLE_IN_USE: Final = 0.7
 
 # Batches that are tried for a small GPU: its room is then known to 2 % of itself.
 _TRIALS: Final = 4
-# Where torch puts compiled code; where it is not set, torch makes a folder and sets it.
-_TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> list[UsableMemory]:
@@ -232,26 +227,6 @@ class Plans:
         return dry_json(self.config, self.key, self.cards)
 
 
-@contextmanager
-def nothing_left_behind() -> Iterator[None]:
-    """Opens a block that plans: what it changes for the whole process is as before afterwards. Libraries get a
-    temporary folder, which is removed: torch_geometric leaves the source of each kind of layer in it, torch an empty
-    cache.
-    """
-    generators, threads = capture_generators(), torch.get_num_threads()
-    with TemporaryDirectory(prefix="can-train-", ignore_cleanup_errors=True) as folder:
-        before, had_cache = tempfile.tempdir, _TORCH_CACHE in os.environ
-        tempfile.tempdir = folder
-        try:
-            yield
-        finally:
-            tempfile.tempdir = before
-            if not had_cache:
-                os.environ.pop(_TORCH_CACHE, None)
-            torch.set_num_threads(threads)
-            restore_generators(generators)
-
-
 def host_target(memory_mib: int) -> UsableMemory:
     """Returns the host of a job as the device to plan for."""
     total_bytes = memory_mib * 2**20
@@ -281,6 +256,41 @@ def dry_plans(
     task = sample_task(run, reporter) if sampled is None else sampled
     cards = plans_of_sample(run, task, targets, reporter, ranks=ranks)
     return Plans(key=run.key, config=run.config, cards=tuple(cards))
+
+
+def explain_run(
+    run: ResolvedRun, gpus: Sequence[str], reporter: Reporter, *, plan: RunPlan | None = None, changes: bool = True
+) -> list[Explanation]:
+    """Explains the largest micro-batch of a run on each of the GPUs, or on its device where none is named.
+
+    Args:
+        run: The resolved run.
+        gpus: Names of GPUs.
+        reporter: Receives notices.
+        plan: The plan that a run was trained by, on its device; None: it is planned for each device.
+        changes: Whether changes that may shrink the peak are recorded, each as long as the step itself.
+    """
+    from can_train.training.explain import explain
+
+    torch.set_num_threads(1)
+    with nothing_left_behind():
+        targets = find_targets(run, gpus, reporter)
+        task = sample_task(run, reporter)
+        explained = []
+        for target in targets:
+            if plan is not None:
+                explained.append(explain(run, task, target, plan, (), changes=changes))
+                continue
+            (dry,) = dry_plans(run, [target], reporter).cards
+            notices = (
+                []
+                if dry.error is None
+                else [f"It does not fit: {dry.error.rule}: {dry.error.value}. One sample is explained"]
+            )
+            explanation = explain(run, task, target, dry.plan, notices, changes=changes)
+            explained.append(replace(explanation, whole_batch_peak_bytes=dry.whole_batch_peak_bytes,
+                                     largest_batch=dry.largest_batch, fits=dry.fits))  # fmt: skip
+        return explained
 
 
 @dataclass(frozen=True, kw_only=True)

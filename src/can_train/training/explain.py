@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -16,20 +21,26 @@ from numpy.typing import NDArray
 from can_train.errors import CanTrainError
 from can_train.fit.prediction import TaskStep
 from can_train.fit.search import pack_worst_case
+from can_train.io.records import text_or_nothing, write_json_atomic
 from can_train.io.units import counted, size_text
 from can_train.memory.allocation_trace import KINDS, ROUNDING, SAVED, MemoryPart
 from can_train.memory.catalogue import Card, find_card
 from can_train.memory.cuda_library import NoCudaDispatchError
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter, TextTable
-from can_train.training.loading import sample_task
+from can_train.training.loading import nothing_left_behind, sample_task
+from can_train.training.report import part_lines
 
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train.fit.planner import RunPlan
     from can_train.memory.catalogue import UsableMemory
+    from can_train.memory.meters import Meter
+    from can_train.runs.run_folder import RunFolder
     from can_train.task import BatchTask
+    from can_train.training.dry_run import CardPlan
 
+_CHILD_TIMEOUT_S: Final = 120.0  # a process that records starts anew, and reads a sample of the data
 _LARGEST: Final = 5  # modules whose recomputation is tried
 _SHOWN: Final = 12  # rows of the table
 _LIST_ITEM: Final = re.compile(r"(.*\.|^)(\d+)(?=\.|$)")  # a dotted name up to its first number
@@ -85,44 +96,71 @@ class Explanation:
             "savings": [vars(saving) for saving in self.savings], "notices": list(self.notices),
         }  # fmt: skip
 
+    def write(self, folder: RunFolder) -> None:
+        """Writes the explanation into the folder of its run, where a report finds it; not if it cannot be written."""
+        with suppress(OSError):
+            write_json_atomic(folder.memory_parts_path, self.to_plain())
 
-def explain_run(
-    run: ResolvedRun, gpus: Sequence[str], reporter: Reporter, *, plan: RunPlan | None = None, changes: bool = True
-) -> list[Explanation]:
-    """Explains the largest micro-batch of a run on each of the GPUs, or on its device where none is named.
+    @property
+    def lines(self) -> list[str]:
+        """The largest parts as lines, the first of which says of which peak they are parts."""
+        return part_lines(self.to_plain())
 
-    Args:
-        run: The resolved run.
-        gpus: Names of GPUs.
-        reporter: Receives notices.
-        plan: The plan that a run was trained by, on its device; None: it is planned for each device.
-        changes: Whether changes that may shrink the peak are recorded, each as long as the step itself.
+
+def explain_planned(run: ResolvedRun, dry: CardPlan, reporter: Reporter) -> list[str]:
+    """Returns the largest parts of a planned step as lines; none where it cannot be explained."""
+    # The plan stands without them, whatever a task's code raises.
+    try:
+        with nothing_left_behind():
+            return explain(run, sample_task(run, reporter), dry.target, dry.plan, (), changes=False).lines
+    except Exception:  # noqa: BLE001
+        return []
+
+
+def explain_attempt(run: ResolvedRun, folder: RunFolder, task: BatchTask, meter: Meter) -> list[str]:
+    """Explains the step of a run that is at work, by the plan in its folder, and writes the parts there.
+
+    Nothing is run on a GPU: its step is recorded in another process, which takes seconds.
+
+    Returns:
+        The largest parts as lines; none where the step cannot be explained.
     """
-    # Plans have the longest chain of imports.
-    from can_train.training.dry_run import dry_plans, find_targets, nothing_left_behind
-
-    torch.set_num_threads(1)
-    with nothing_left_behind():
-        targets = find_targets(run, gpus, reporter)
-        task = sample_task(run, reporter)
-        explained = []
-        for target in targets:
-            if plan is not None:
-                explained.append(_explained(run, task, target, plan, (), changes=changes))
-                continue
-            (dry,) = dry_plans(run, [target], reporter).cards
-            notices = (
-                []
-                if dry.error is None
-                else [f"It does not fit: {dry.error.rule}: {dry.error.value}. One sample is explained"]
-            )
-            explanation = _explained(run, task, target, dry.plan, notices, changes=changes)
-            explained.append(replace(explanation, whole_batch_peak_bytes=dry.whole_batch_peak_bytes,
-                                     largest_batch=dry.largest_batch, fits=dry.fits))  # fmt: skip
-        return explained
+    # This is about an error, or a detail: no failure of its own may end the run.
+    try:
+        if meter.device.type != "cpu":
+            return _explain_elsewhere(folder, meter.key)
+        with nothing_left_behind(), meter.host():
+            explained = _on_host(_step(run, task, _plan_in(folder)), meter.key, (), changes=False)
+            explained.write(folder)
+            return explained.lines
+    except Exception:  # noqa: BLE001
+        return []
 
 
-def _explained(  # noqa: PLR0913 - the step, and whether its changes are recorded
+def _explain_elsewhere(folder: RunFolder, device_key: str) -> list[str]:
+    """Explains the step of a run's plan in a process that sees no GPU."""
+    command = [sys.executable, "-P", "-m", "can_train", "explain", str(folder.path), "--target-gpu", device_key,
+               "--no-changes", "--json", "--quiet", "--trust-code"]  # fmt: skip
+    # The code of the run is what this process runs.
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_CHILD_TIMEOUT_S,
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
+    return part_lines(json.loads(done.stdout))
+
+
+def _plan_in(folder: RunFolder) -> RunPlan | None:
+    from can_train.fit.planner import RunPlan
+
+    text = text_or_nothing(folder.plan_path)
+    return RunPlan.from_plain(json.loads(text)) if text else None
+
+
+def _step(run: ResolvedRun, task: BatchTask, plan: RunPlan | None) -> TaskStep:
+    """Returns the step of a plan's costliest micro-batch; of the costliest sample where there is no plan."""
+    num_parts = plan.fullest.phase_plan.most_parts if plan is not None else 1
+    return TaskStep(task=task, batch=_largest_micro_batch(task, plan), training=run.training, num_parts=num_parts)
+
+
+def explain(  # noqa: PLR0913 - the step, and whether its changes are recorded
     run: ResolvedRun,
     task: BatchTask,
     target: UsableMemory,
@@ -131,9 +169,8 @@ def _explained(  # noqa: PLR0913 - the step, and whether its changes are recorde
     *,
     changes: bool,
 ) -> Explanation:
-    rows = _largest_micro_batch(task, plan)
-    num_parts = plan.fullest.phase_plan.most_parts if plan is not None else 1
-    step = TaskStep(task=task, batch=rows, training=run.training, num_parts=num_parts)
+    """Explains the costliest micro-batch of a plan on a device; of the costliest sample where there is no plan."""
+    step = _step(run, task, plan)
     if target.resident_threads:
         card = find_card(target.key)
         try:
@@ -141,18 +178,18 @@ def _explained(  # noqa: PLR0913 - the step, and whether its changes are recorde
             basis = "recorded as CUDA would allocate it"
         except NoCudaDispatchError as error:
             notices = [*notices, f"{error.rule}: {error.value}"]
-            return _on_host(step, target, notices, changes=changes)
+            return _on_host(step, target.key, notices, changes=changes)
         savings = _savings(step, found.parts, partial(_peak_on_card, card=card)) if changes else ()
-        return Explanation(device=target.key, samples=len(rows), num_parts=num_parts, parts=found.parts,
+        return Explanation(device=target.key, samples=len(step.batch), num_parts=step.num_parts, parts=found.parts,
                            savings=savings, basis=basis, notices=(*notices, *found.notices))  # fmt: skip
-    return _on_host(step, target, notices, changes=changes)
+    return _on_host(step, target.key, notices, changes=changes)
 
 
-def _on_host(step: TaskStep, target: UsableMemory, notices: Sequence[str], *, changes: bool) -> Explanation:
+def _on_host(step: TaskStep, device_key: str, notices: Sequence[str], *, changes: bool) -> Explanation:
     step = replace(step, device=torch.device("cpu"))
     parts = step.parts_on_host()
     return Explanation(
-        device=target.key, samples=len(step.batch), num_parts=step.num_parts, parts=parts,
+        device=device_key, samples=len(step.batch), num_parts=step.num_parts, parts=parts,
         savings=_savings(step, parts, _peak_on_host) if changes else (),
         basis="run on the CPU, as the simulated GPU counts it", notices=tuple(notices),
     )  # fmt: skip

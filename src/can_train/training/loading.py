@@ -5,10 +5,13 @@ and the finished models that it builds on.
 import hashlib
 import io
 import json
+import os
 import re
 import shlex
+import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +35,14 @@ from can_train.errors import (
     StateError,
     unknown_name,
 )
-from can_train.fit.optimizer import Precision, freeze, seed_everything, use_channels_last
+from can_train.fit.optimizer import (
+    Precision,
+    capture_generators,
+    freeze,
+    restore_generators,
+    seed_everything,
+    use_channels_last,
+)
 from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_host_memory
@@ -49,6 +59,9 @@ _FORMAT_VERSION: Final = 1  # of checkpoints
 _MAX_FILES: Final = 2
 
 _EPOCH_DIGITS: Final = 4  # in names of files of weights
+
+# Where torch puts compiled code; where it is not set, torch makes a folder and sets it.
+_TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 _REMEDY: Final = "Copy the run once more from where it was trained, or train anew"
 
@@ -68,6 +81,26 @@ def sample_task(run: ResolvedRun, reporter: Reporter) -> BatchTask:
     sampler: Callable[..., BatchTask] = load_object(run.task_settings.sampler)
     import_from(run.paths.code_dir)
     return sampler(run, finished_models(run), data_root(run.paths), cache_folder(run.paths), reporter)
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Opens a block that plans: what it changes for the whole process is as before afterwards. Libraries get a
+    temporary folder, which is removed: torch_geometric leaves the source of each kind of layer in it, torch an empty
+    cache.
+    """
+    generators, threads = capture_generators(), torch.get_num_threads()
+    with TemporaryDirectory(prefix="can-train-", ignore_cleanup_errors=True) as folder:
+        before, had_cache = tempfile.tempdir, _TORCH_CACHE in os.environ
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            if not had_cache:
+                os.environ.pop(_TORCH_CACHE, None)
+            torch.set_num_threads(threads)
+            restore_generators(generators)
 
 
 def with_cache(paths: PathSettings, reporter: Reporter, make: Callable[[Path], T]) -> T:

@@ -33,6 +33,7 @@ _PLACEMENTS: Final = {
 
 RECORDED: Final = "The prediction is corrected by batches recorded as CUDA would run them."
 _FACTOR: Final = "factor"
+_LARGEST_PARTS: Final = 5  # that a plan and an out-of-memory error name
 _COLUMNS: Final = ("device", "usable", _FACTOR, "batch", "micro-batches", "steps", "predicted peak", "decided by")
 
 
@@ -117,8 +118,10 @@ def detail_lines(run_plan: RunPlan, reference_models: Sequence[ReferenceModelPla
     return lines
 
 
-def dry_lines(key: str, dry: CardPlan, *, details: bool) -> list[str]:
-    """Writes the plan of a training that fits as lines, with its warnings below."""
+def dry_lines(key: str, dry: CardPlan, *, details: bool, parts: Sequence[str] = ()) -> list[str]:
+    """Writes the plan of a training that fits as lines, with its warnings below; `parts` are the lines of the largest
+    parts of its peak.
+    """
     assert dry.plan is not None, "what does not fit has an error in place of a plan"
     target = dry.target
     lines = [f"{key}: {data_text(dry)}", *plan_summary(dry.plan, target.key, target.capacity_bytes)]
@@ -127,6 +130,7 @@ def dry_lines(key: str, dry: CardPlan, *, details: bool) -> list[str]:
             f"  device         {target.name}, {size_text(target.total_bytes)}: {target.source}",
             *(f"    less         {size_text(use.num_bytes)} {use.what}" for use in target.subtracted),
             *detail_lines(dry.plan, dry.reference_models),
+            *(f"  {line}" for line in parts),
         ]
     return [*lines, *(f"note: {text}" for text in dry.warnings)]
 
@@ -237,6 +241,23 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
         "is_recorded": limits.recorded,
         "optimizer_peak_bytes": limits.optimizer_peak_bytes,
     }
+
+
+def part_lines(plain: Mapping[str, Any]) -> list[str]:
+    """Writes the largest parts of an explanation, as `Explanation.to_plain` has it, as lines."""
+    largest = plain["parts"][:_LARGEST_PARTS]
+    sizes = [size_text(part["num_bytes"]) for part in largest]
+    width = max(map(len, sizes), default=0)
+    samples, peak = counted(plain["samples"], "sample"), size_text(plain["peak_bytes"])
+    return [
+        f"A micro-batch of {samples} has a peak of {peak}. Its largest parts:",
+        *(f"  {size:>{width}}  {_part_text(part)}" for size, part in zip(sizes, largest, strict=True)),
+    ]
+
+
+def _part_text(part: Mapping[str, Any]) -> str:
+    made_by = " ".join(filter(None, (part["module"], part["operation"])))
+    return f"{part['kind']}: {made_by}" if made_by else str(part["kind"])
 
 
 def spread(fewest: int, most: int, between: str = " to ") -> str:

@@ -268,7 +268,16 @@ def _train_and_judge(parts: Parts) -> Outcome:
         except DoesNotFitError as error:
             if error.details.capacity_bytes is None:
                 error.details = describe_out_of_memory(parts.meter, error.details.need_bytes, known=error.details)
+            if not error.details.of_host:
+                error.parts = _largest_parts(parts)
             raise
+
+
+def _largest_parts(parts: Parts) -> list[str]:
+    # Most runs need none of it.
+    from can_train.training.explain import explain_attempt
+
+    return explain_attempt(parts.run, parts.folder, parts.task, parts.meter)
 
 
 def _tracked(parts: Parts) -> AbstractContextManager[Sequence[Tracker]]:
@@ -376,7 +385,10 @@ def _keep_imports_from_collections() -> None:
 def _show_plan(parts: Parts, plan: RunPlan, references: ReferenceModels) -> None:
     meter, reporter = parts.meter, parts.reporter
     reporter.notice("\n".join(plan_summary(plan, meter.key, meter.capacity_bytes)))
-    reporter.detail("\n".join(detail_lines(plan, references.plans)))
+    details = detail_lines(plan, references.plans)
+    if reporter.verbose:
+        details += [f"  {line}" for line in _largest_parts(parts)]
+    reporter.detail("\n".join(details))
     for notice in plan.all_notices:
         reporter.notice(notice)
 
