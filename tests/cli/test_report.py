@@ -172,7 +172,39 @@ def test_what_is_missing_is_said_in_a_sentence(shelf: Shelf) -> None:
     Elements(text)
 
 
-@pytest.mark.parametrize("name", ["steps.jsonl", "metrics.jsonl", "plan.json", "result.json", "predictions/meta.json"])
+PARTS = [
+    {"kind": "saved activations", "module": f"layers.{number}", "operation": NASTY, "num_bytes": 2**20 / 2**number}
+    for number in range(20)
+]
+EXPLAINED = {"device": "sim-100mib", "samples": 7, "basis": "run on the CPU", "parts": PARTS,
+             "peak_bytes": sum(part["num_bytes"] for part in PARTS)}  # fmt: skip
+
+
+def test_the_parts_of_the_memory_are_a_treemap_and_a_table(shelf: Shelf) -> None:
+    run = shelf.put(1, shelf.resolved("gat", "normal"))
+    record(run)
+    assert f"can-train explain {run.run_id}" in page(run, shelf)
+    run.memory_parts_path.write_text(json.dumps(EXPLAINED))
+    text = page(run, shelf)
+    assert "Parts of the peak of 2.0 MiB" in captions(text)
+    assert "A micro-batch of 7 samples has a peak of 2.0 MiB on sim-100mib, run on the CPU." in text
+    # Parts that are too small to be seen are one tile, and the table has the largest.
+    assert "saved activations: 2.0 MiB, 100%, 13 smaller parts" in text
+    assert "layers.11</td>" in text
+    assert "layers.12</td>" not in text
+    assert f"can-train explain {run.run_id}" not in text
+    Elements(text)
+
+
+@pytest.mark.parametrize("change", [{"parts": []}, {"peak_bytes": 0}, {"parts": [{}]}, {"samples": "x"}])
+def test_parts_that_are_no_parts_are_not_shown(shelf: Shelf, change: dict[str, Any]) -> None:
+    run = shelf.put(1, shelf.resolved("gat", "normal"))
+    run.memory_parts_path.write_text(json.dumps(EXPLAINED | change))
+    assert f"can-train explain {run.run_id}" in page(run, shelf)
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "metrics.jsonl", "plan.json", "memory_parts.json", "result.json",
+                                  "predictions/meta.json"])  # fmt: skip
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '{"judgement": {"test": 1}}', "\x00"])
 def test_a_damaged_file_keeps_no_report_from_being_written(shelf: Shelf, name: str, text: str) -> None:
     run = shelf.put(1, shelf.resolved("gat", "normal"))
@@ -296,5 +328,6 @@ def test_the_recorded_scores_of_a_trained_run_are_those_that_were_judged(tmp_pat
     text = (tmp_path / "r.html").read_text()
     assert "How well the model finds attacks in each test folder" in text
     assert "safety factor" in text
-    assert headings(text) == ["Verdict", "Loss", "Memory", "Plan", "Safety factor over runs", "Curves by test set",
+    assert headings(text) == ["Verdict", "Loss", "Memory", "Parts of the memory", "Plan",
+                              "Safety factor over runs", "Curves by test set",
                               "Scores in full", "Settings that differ from the defaults"]  # fmt: skip

@@ -68,7 +68,7 @@ def test_a_run_that_was_interrupted_is_shown_with_the_line_that_continues_it(
     assert (facts["scores"], facts["plan"]) == (None, None)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl", "result.json"])
+@pytest.mark.parametrize("name", ["plan.json", "memory_parts.json", "metrics.jsonl", "result.json"])
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"plan": {}}', '{"judgement": {"test": 1}}', "\x00"])
 def test_a_damaged_file_keeps_no_run_from_being_shown(
     shelf: Shelf, capsys: pytest.CaptureFixture[str], name: str, text: str

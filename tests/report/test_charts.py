@@ -12,6 +12,8 @@ from can_train.report.charts import (
     Axis,
     Chart,
     Series,
+    Tiles,
+    Treemap,
     byte_axis,
     decade_axis,
     figure_html,
@@ -20,8 +22,10 @@ from can_train.report.charts import (
     number_axis,
     plot_svg,
     share_axis,
+    squarified,
     svg_file,
     thinned,
+    treemap_html,
 )
 
 finite = st.floats(-1e12, 1e12)
@@ -160,3 +164,43 @@ def test_ticks_of_a_logarithmic_axis_lie_on_it_at_their_values(low: float, ratio
         assert axis.low - 1e-6 <= place <= axis.high + 1e-6
         assert 10**place == pytest.approx(float(text), rel=1e-5)
     assert len({text for _, text in axis.ticks}) == len(axis.ticks) <= 19
+
+
+@given(
+    sizes=st.lists(st.floats(1, 1e5), min_size=1, max_size=20), width=st.floats(10, 2000), height=st.floats(10, 2000)
+)
+def test_the_tiles_of_a_treemap_fill_it_in_proportion_to_their_sizes(
+    sizes: list[float], width: float, height: float
+) -> None:
+    ordered = sorted(sizes, reverse=True)
+    boxes = squarified(ordered, (0, 0, width, height))
+    total = sum(ordered)
+    for size, (left, top, across, down) in zip(ordered, boxes, strict=True):
+        assert across * down == pytest.approx(size / total * width * height, rel=1e-6)
+        assert -1e-6 * width <= left <= left + across <= width * (1 + 1e-6)
+        assert -1e-6 * height <= top <= top + down <= height * (1 + 1e-6)
+    # Their areas add up to the whole, so boxes without room in common leave no gap.
+    for index, (left, top, across, down) in enumerate(boxes):
+        for left2, top2, across2, down2 in boxes[index + 1 :]:
+            common_x = min(left + across, left2 + across2) - max(left, left2)
+            common_y = min(top + down, top2 + down2) - max(top, top2)
+            assert min(common_x, common_y) <= 1e-6 * max(width, height)
+
+
+def test_equal_tiles_are_squares() -> None:
+    assert squarified([1.0] * 4, (0, 0, 2, 2)) == [(0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 1, 1)]
+
+
+def test_a_treemap_says_in_words_what_its_colours_say() -> None:
+    groups = [
+        Tiles(name=f"saved {NASTY}", color=1, sizes=[60.0, 30.0], texts=[(NASTY, "mul", "60 MiB"), ("add", "30 MiB")]),
+        Tiles(name="weights", color=2, sizes=[10.0, 1e-6], texts=[("head", "10 MiB"), ("tail", "1 B")]),
+    ]
+    text = treemap_html(Treemap(title=NASTY, description="kinds", groups=groups))
+    figure = ElementTree.fromstring(text)
+    words = [each.text for each in figure.iter("text")]
+    assert words == [f"saved {NASTY}", NASTY, "mul", "60 MiB", "add", "30 MiB", "weights", "head", "10 MiB"]
+    # A tile that is too small for its text has it where the pointer is.
+    titles = [each.text for each in figure.iter("title")]
+    assert titles[-1] == "weights, tail, 1 B"
+    assert figure.find("svg").get("aria-label") == f"{NASTY}: kinds"

@@ -48,6 +48,10 @@ def show(
     _print_part("Plan", [*sentences, *(f"{name:<14} {text}" for name, text in figures), *notices])
     memory = facts.memory_lines(facts.memory_facts(folder, result))
     _print_part("Memory", [f"{name:<13}  {text}" for name, text in memory])
+    if explained := facts.read_memory_parts(folder):
+        from can_train.training.report import part_lines
+
+        _print_part("Parts of the memory", part_lines(explained))
     _print_part("Settings that differ from the defaults", _settings_lines(folder.changed_settings()))
     # Not wrapped: a command that is broken into two lines cannot be typed.
     print_text("".join(["\nTo go on", *(f"\n  {command}" for command in commands)]) if commands else "")

@@ -25,6 +25,13 @@ _LEAST_SPAN: Final = 1e-300
 _MOST_TICKS: Final = 6
 _BYTE_UNITS: Final = ((2**30, "GiB"), (2**20, "MiB"))
 
+# Of a treemap, in pixels.
+_MAP_WIDTH: Final = 1088  # on a wide screen; on a narrow one all tiles are narrower
+_MAP_HEIGHT: Final = 420
+_HEAD: Final = 22  # above the tiles of a group, for its name
+_LINE: Final = 15  # of a tile's text
+_LEAST_TILE: Final = 30  # narrower tiles have no text
+
 # Of a file with one chart, in pixels.
 _FILE_WIDTH: Final = 760
 _FILE_HEIGHT: Final = 400
@@ -270,6 +277,114 @@ def _strips(chart: Chart) -> Iterator[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.4g}%"
+
+
+# A treemap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """The tiles of one name in a treemap.
+
+    Attributes:
+        name: Above the tiles.
+        color: As of a series.
+        sizes: Of each tile, above 0, the largest first.
+        texts: Lines of each tile; the last one is its size, as text.
+    """
+
+    name: str
+    color: int
+    sizes: Sequence[float]
+    texts: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treemap:
+    """Areas as large as sizes: `groups`, the largest first, and in each its tiles. Title and description as of a
+    chart.
+    """
+
+    title: str
+    description: str
+    groups: Sequence[Tiles]
+
+
+Box = tuple[float, float, float, float]  # left, top, width and height
+
+
+def treemap_html(treemap: Treemap) -> str:
+    """Makes the treemap of a page. Names and sizes stand in the tiles, cut off at their edges, and whole where the
+    pointer is: colours only repeat the names of the groups.
+    """
+    shares = [sum(group.sizes) for group in treemap.groups]
+    boxes = squarified(shares, (0, 0, _MAP_WIDTH, _MAP_HEIGHT))
+    drawn = "".join(_group(group, box) for group, box in zip(treemap.groups, boxes, strict=True))
+    label = escape(f"{treemap.title}: {treemap.description}", quote=True)
+    size = f'width="100%" height="{_MAP_HEIGHT}"'
+    svg = f'<svg class="plot" role="img" aria-label="{label}" {size}>{drawn}</svg>'
+    return f'<figure class="map"><figcaption>{escape(treemap.title)}</figcaption>{svg}</figure>'
+
+
+def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
+    """Divides a box into boxes of these sizes, the largest first, which are as square as a division in rows makes them.
+
+    Source: Bruls, Huizing and van Wijk, Squarified Treemaps (2000).
+    """
+    left, top, width, height = box
+    boxes, rest = list[Box](), list(sizes)
+    unit = width * height / sum(rest) if rest else 0.0
+    while rest:
+        side = min(width, height)
+        row = [rest.pop(0) * unit]
+        while rest and _longest([*row, rest[0] * unit], side) <= _longest(row, side):
+            row.append(rest.pop(0) * unit)
+        depth, done = sum(row) / side, 0.0
+        for area in row:
+            length = area / depth
+            is_column = width >= height
+            boxes.append((left, top + done, depth, length) if is_column else (left + done, top, length, depth))
+            done += length
+        if width >= height:
+            left, width = left + depth, max(width - depth, _LEAST_SPAN)
+        else:
+            top, height = top + depth, max(height - depth, _LEAST_SPAN)
+    return boxes
+
+
+def _longest(row: Sequence[float], side: float) -> float:
+    """Returns the longest side of a row's boxes, in units of the other side."""
+    depth = sum(row) / side
+    return max(max(area / depth**2, depth**2 / area) for area in row)
+
+
+def _group(group: Tiles, box: Box) -> str:
+    _, _, width, height = box
+    head = _HEAD if height >= 2 * _HEAD else 0
+    # Across, the group's own width is the unit of its tiles.
+    boxes = squarified(group.sizes, (0, head, width, height - head))
+    tiles = "".join(_tile(group, texts, (left / width, top, across / width, down), across)
+                    for texts, (left, top, across, down) in zip(group.texts, boxes, strict=True))  # fmt: skip
+    name = f'<text class="name" x="6" y="15">{escape(group.name)}</text>' if head else ""
+    place = (box[0] / _MAP_WIDTH, box[1], width / _MAP_WIDTH, height)
+    return f'<svg {_placed(place)}>{name}{tiles}<rect class="edge wide" width="100%" height="100%"/></svg>'
+
+
+def _tile(group: Tiles, texts: Sequence[str], place: Box, width: float) -> str:
+    height = place[3]
+    lines = texts[: int((height - 4) / _LINE)] if width >= _LEAST_TILE else ()
+    words = "".join(f'<text class="name" x="6" y="{_LINE * (row + 1)}">{escape(line)}</text>'
+                    for row, line in enumerate(lines))  # fmt: skip
+    return (
+        f"<svg {_placed(place)}><title>{escape(', '.join([group.name, *texts]))}</title>"
+        f'<rect class="area c{group.color}" width="100%" height="100%"/><rect class="edge" width="100%" height="100%"/>'
+        f"{words}</svg>"
+    )
+
+
+def _placed(place: Box) -> str:
+    left, top, width, height = place
+    return f'x="{_percent(left)}" y="{top:.1f}" width="{_percent(width)}" height="{max(height, 0.1):.1f}"'
 
 
 # A chart in a page, and in a file of its own

@@ -7,12 +7,14 @@ from dataclasses import replace
 from math import log10
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.io.units import size_text
+from can_train.io.units import counted, size_text
 from can_train.report.charts import (
     Axis,
     Chart,
     Point,
     Series,
+    Tiles,
+    Treemap,
     byte_axis,
     decade_axis,
     focused_axis,
@@ -37,6 +39,8 @@ _HEADROOM: Final = 1.05
 _REACH: Final = 20  # limits above this many times the peak are not drawn
 _FEW: Final = 30  # up to this many measured steps, each is marked
 _SMALL: Final = 220  # pixels, the height of charts that stand side by side
+_COLORS: Final = 7
+_SMALLEST: Final = 0.004  # share of a peak: parts below it are added up
 _SECONDS: Final = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, unit, its name
 
 
@@ -358,3 +362,32 @@ def _spans(predictions: Predictions, mask: Any) -> list[tuple[float, float]]:
     gaps = np.flatnonzero(start[1:] - stop[:-1] > predictions.time_s.max() / _TIME_BINS) + 1
     firsts, lasts = [0, *gaps.tolist()], [*(gaps - 1).tolist(), len(start) - 1]
     return [(float(start[first]), float(stop[last])) for first, last in zip(firsts, lasts, strict=True)]
+
+
+def memory_treemap(explained: Mapping[str, Any]) -> Treemap:
+    """Draws the parts of a step's peak, as `run_facts.read_memory_parts` returns them, by kind."""
+    peak, by_kind = explained["peak_bytes"], dict[str, list[Mapping[str, Any]]]()
+    for part in explained["parts"]:
+        by_kind.setdefault(part["kind"], []).append(part)
+    colors = {kind: (number + 1) % _COLORS for number, kind in enumerate(by_kind)}
+    groups = sorted((_tiles(kind, parts, peak, colors[kind]) for kind, parts in by_kind.items()),
+                    key=lambda group: -sum(group.sizes))  # fmt: skip
+    kinds = ", ".join(group.name for group in groups)
+    return Treemap(title=f"Parts of the peak of {size_text(peak)}", description=kinds, groups=groups)
+
+
+def _tiles(kind: str, parts: Sequence[Mapping[str, Any]], peak: float, color: int) -> Tiles:
+    """Makes a tile of each part of a kind, and one of all that are too small to be seen."""
+    shown = sorted(
+        (part for part in parts if part["num_bytes"] >= _SMALLEST * peak), key=lambda part: -part["num_bytes"]
+    )
+    sizes = [part["num_bytes"] for part in shown]
+    texts = [[*filter(None, (part["module"], part["operation"])), size_text(part["num_bytes"])] for part in shown]
+    total = sum(part["num_bytes"] for part in parts)
+    if rest := len(parts) - len(shown):
+        size = sum(part["num_bytes"] for part in parts if part["num_bytes"] < _SMALLEST * peak)
+        sizes.append(size)
+        texts.append([counted(rest, "smaller part"), size_text(size)])
+        ordered = sorted(zip(sizes, texts, strict=True), key=lambda item: -item[0])
+        sizes, texts = [item[0] for item in ordered], [item[1] for item in ordered]
+    return Tiles(name=f"{kind}: {size_text(total)}, {total / peak:.0%}", color=color, sizes=sizes, texts=texts)

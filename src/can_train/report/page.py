@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train import __version__
-from can_train.errors import StateError
+from can_train.errors import StateError, with_command_name
 from can_train.io.records import parse_object, text_or_nothing
-from can_train.io.units import size_text
+from can_train.io.units import counted, size_text
 from can_train.report import figures
-from can_train.report.charts import Chart, figure_html, read_style
+from can_train.report.charts import Chart, figure_html, read_style, treemap_html
 from can_train.report.run_facts import (
     ComparedRun,
     full_plan,
     head_facts,
     memory_lines,
+    read_memory_parts,
     read_plan,
     score_tables,
     trial_of,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from can_train.runs.recording import MemoryLimits, StepRecord
     from can_train.task import Predictions
 
+_LARGEST_PARTS: Final = 12  # rows of the table
 _TEXT_LETTERS: Final = 24  # a longer cell is a text, which may be wrapped
 
 
@@ -190,6 +192,7 @@ def _run_section(run: ReportedRun, *, alone: bool) -> str:
         "Verdict": verdict or _missing(unjudged),
         "Loss": _figures([loss]) if loss else _missing("No step has been recorded yet."),
         "Memory": _memory(run),
+        "Parts of the memory": _memory_parts(run.folder),
         "Plan": _plan(run),
         "Safety factor over runs": _factor(run),
         "Curves by test set": _curves(run),
@@ -213,6 +216,19 @@ def _memory(run: ReportedRun) -> str:
     if limits and len(charts) > 1 and (axis := charts[0].y) and limits[0].capacity_bytes > axis.high:
         missing.append(f"The capacity, {size_text(limits[0].capacity_bytes)}, lies far above what was used.")
     return _facts(memory_lines(run.run.memory)) + "".join(map(_missing, missing)) + _figures(charts)
+
+
+def _memory_parts(folder: RunFolder) -> str:
+    explained = read_memory_parts(folder)
+    if not explained:
+        line = with_command_name(f"can-train explain {folder.run_id}")
+        return _missing(f"They have not been recorded. This line records them, and the next report shows them: {line}")
+    samples, peak = counted(explained["samples"], "sample"), size_text(explained["peak_bytes"])
+    about = f"A micro-batch of {samples} has a peak of {peak} on {explained['device']}, {explained['basis']}."
+    rows = [(part["kind"], part["module"] or "-", part["operation"] or "-", size_text(part["num_bytes"]))
+            for part in explained["parts"][:_LARGEST_PARTS]]  # fmt: skip
+    table = _table(TextTable("Largest parts", ("kind", "module", "operation", "size"), rows))
+    return f"<p>{escape(about)}</p>{treemap_html(figures.memory_treemap(explained))}{table}"
 
 
 def _plan(run: ReportedRun) -> str:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -114,6 +114,7 @@ def run_facts(status: RunStatus) -> dict[str, Any]:
         "scores": result.get("judgement"),
         "plan": read_plan(folder) or None,
         "memory": memory_facts(folder, result),
+        "memory_parts": read_memory_parts(folder) or None,
         "changed_settings": finite(folder.changed_settings()),
         "next_commands": next_commands(status),
     }
@@ -157,6 +158,30 @@ def read_plan(folder: RunFolder) -> dict[str, Any]:
     """Reads a run's plan as plain values; empty if it is missing or damaged."""
     plan = parse_object(text_or_nothing(folder.plan_path))
     return plan if isinstance(plan.get("plan"), dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:  # as `allocation_trace.MemoryPart`, without PyTorch
+    kind: str
+    module: str
+    operation: str
+    num_bytes: Annotated[float, msgspec.Meta(gt=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MemoryParts:
+    device: str
+    samples: int
+    basis: str
+    peak_bytes: Annotated[float, msgspec.Meta(gt=0)]
+    parts: Annotated[list[_Part], msgspec.Meta(min_length=1)]
+
+
+def read_memory_parts(folder: RunFolder) -> dict[str, Any]:
+    """Reads the parts of the peak of a run's step as plain values; empty if they are missing or damaged."""
+    with suppress(msgspec.ValidationError):
+        return asdict(msgspec.convert(parse_object(text_or_nothing(folder.memory_parts_path)), _MemoryParts))
+    return {}
 
 
 def full_plan(plan: Mapping[str, Any], device: str) -> tuple[list[str], list[tuple[str, str]], Sequence[str]]:
