@@ -526,19 +526,69 @@ def test_a_task_is_predicted_for_a_card(batch: Any, dispatched: None) -> None:
         assert sum(part.num_bytes for part in either.parts) == either.peak_bytes
 
 
-@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
-def test_a_compiled_step_is_predicted_as_it_is_with_an_interval_that_reaches_lower(
-    target: str | None, dispatched: None
-) -> None:
-    plain = predict_peak(LineTask(), 30, target=target)
-    training = TrainingSettings(compile="default")
-    found = predict_peak(LineTask(), 30, training=training, target=target)
+def test_a_compiled_step_is_predicted_as_it_is_from_small_batches_with_an_interval_that_reaches_lower() -> None:
+    plain = predict_peak(LineTask(), 30)
+    found = predict_peak(LineTask(), 30, training=TrainingSettings(compile="default"))
     assert found.peak_bytes == plain.peak_bytes
-    # Workspaces and the context stay as they are.
-    tensors = plain.tensors.least_bytes
-    assert found.interval_bytes[0] == pytest.approx(plain.interval_bytes[0] - 0.2 * tensors)
+    assert found.interval_bytes[0] == pytest.approx(plain.interval_bytes[0] - 0.2 * plain.tensors.least_bytes)
     assert found.interval_bytes[1] == plain.interval_bytes[1]
     assert "compiled, it takes up to 20% less" in found.notices[-1]
+
+
+class Waves(nn.Module):
+    """Functions of a product: eager PyTorch saves what each of them needs, and compiled code computes it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = self.linear(x)
+        return product.sin().cos().tanh()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("how", ["asked for", "in place", "wrapped", "a part"])
+def test_the_graphs_of_a_compiled_model_are_recorded_for_a_card(how: str, dispatched: None) -> None:
+    size, model = 50_000, Waves()
+    model.compile() if how == "in place" else None
+    called: Any = torch.compile(model) if how == "wrapped" else model
+    if how == "a part":
+        called = nn.Sequential(model)
+        model.compile()
+
+    def predict(**options: Any) -> PeakPrediction:
+        return predict_peak(
+            called, size, loss_of=lambda rows: called(torch.zeros(len(rows), 64)).sum(), target="t4", **options
+        )
+
+    found = predict(compile=True) if how == "asked for" else predict()
+    each = size * 64 * 4
+    # The input, the product, the result, which the backward pass uses, and its gradient.
+    assert found.tensors.least_bytes == pytest.approx(4 * each, rel=0.01)
+    # Eager PyTorch saves the sine, too.
+    assert found.tensors.most_bytes >= 5 * each
+    assert found.tensors.least_bytes < found.tensors.num_bytes <= found.tensors.most_bytes
+    assert any(sentence.startswith("torch.compile's graphs peak at ") for sentence in found.assumptions)
+    assert not found.notices
+    assert sum(part.num_bytes for part in found.parts) == found.peak_bytes
+    if how == "asked for":
+        plain = predict()
+        assert plain.tensors.least_bytes == plain.tensors.num_bytes >= 5 * each
+        assert model._compiled_call_impl is None
+
+
+def test_a_task_that_is_compiled_is_recorded_for_a_card(dispatched: None) -> None:
+    plain = predict_peak(LineTask(), 20_000, target="t4")
+    found = predict_peak(LineTask(), 20_000, training=TrainingSettings(compile="default"), target="t4")
+    assert found.tensors.least_bytes <= plain.tensors.num_bytes <= found.tensors.most_bytes
+    assert any("torch.compile's graphs peak at" in sentence for sentence in found.assumptions)
+    assert not found.notices
+
+
+def test_a_task_is_compiled_by_its_settings() -> None:
+    with pytest.raises(ArgumentError, match=r'compiled by a setting of its training[^"]*compile="default"'):
+        predict_peak(LineTask(), 30, compile=True)
 
 
 @pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -79,7 +79,7 @@ class CompiledModel:
         if self.is_given_up:
             return
         with self._as_it_is():
-            called = _outermost_calls(self.model, compute)
+            called = outermost_calls(self.model, compute)
         try:
             for module in called:
                 if module not in self._calls:
@@ -175,15 +175,21 @@ def compiler_limits() -> Iterator[None]:
         yield
 
 
-def _compiled_call(module: nn.Module, mode: str | None, backend: Any) -> Callable[..., Any]:
+def compile_in_place(modules: Iterable[nn.Module]) -> None:
+    """Compiles modules for the shapes that they are called with, in a process that may change them."""
+    for module in modules:
+        module._compiled_call_impl = _compiled_call(module, None, "inductor", dynamic=False)
+
+
+def _compiled_call(module: nn.Module, mode: str | None, backend: Any, *, dynamic: bool = True) -> Callable[..., Any]:
     # `nn.Module.compile` compiles nothing of a module whose class is PyTorch's own (`nn.Sequential`).
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    return torch.compile(call, dynamic=True, mode=mode, backend=backend)
+    return torch.compile(call, dynamic=dynamic, mode=mode, backend=backend)
 
 
-def _outermost_calls(model: nn.Module, compute: Callable[[], object]) -> list[nn.Module]:
+def outermost_calls(model: nn.Module, compute: Callable[[], object]) -> list[nn.Module]:
     """Returns the modules of a model that `compute` calls from outside of any other, in the order of their calls."""
     inside, called, modules = 0, dict[nn.Module, None](), set(model.modules())
 

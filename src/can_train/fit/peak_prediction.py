@@ -168,27 +168,35 @@ def of_any(predictions: Mapping[str, PeakPrediction]) -> PeakPrediction:
     if len(ordered) == 1:
         return most
 
-    def spanned(term: MemoryTerm, number: int) -> MemoryTerm:
-        alike = [prediction.terms[number] for prediction in predictions.values()]
-        return replace(
-            term,
-            least_bytes=min(other.least_bytes for other in alike),
-            most_bytes=max(other.most_bytes for other in alike),
-        )
-
-    tensors, *workspaces, fragmentation, context = (spanned(term, number) for number, term in enumerate(most.terms))
     told = "A GPU that is named by its memory may be of any generation"
     if saved := most.device_bytes - least.device_bytes:
         told = f"{told}: {ordered[-1]} takes most, and {ordered[0]} takes {size_text(saved)} less"
-    return replace(
-        most,
-        tensors=tensors,
-        workspaces=tuple(workspaces),
-        fragmentation=fragmentation,
-        context=context,
-        fits_card=all(prediction.fits_card for prediction in predictions.values()),
-        assumptions=(told,),
+    fits_card = all(prediction.fits_card for prediction in predictions.values())
+    return replace(_spanning(most, tuple(predictions.values())), fits_card=fits_card, assumptions=(told,))
+
+
+def of_compiled(plain: PeakPrediction, fused: PeakPrediction, unfused: PeakPrediction) -> PeakPrediction:
+    """Returns the prediction of a compiled step: the step as it is, or the graphs without fusion where these take less.
+    Its interval begins with full fusion.
+    """
+    likely = min(plain, unfused, key=lambda prediction: prediction.device_bytes)
+    least, most = (size_text(prediction.peak_bytes) for prediction in (fused, unfused))
+    told = f"torch.compile's graphs peak at {least} if all that can be fused is, and at {most} if nothing is"
+    told = f"{told}; the model as it is peaks at {size_text(plain.peak_bytes)}"
+    return replace(_spanning(likely, (plain, fused, unfused)), assumptions=(*plain.assumptions, told))
+
+
+def _spanning(likely: PeakPrediction, predictions: Sequence[PeakPrediction]) -> PeakPrediction:
+    """Returns a prediction whose intervals have the intervals of all."""
+    tensors, *workspaces, fragmentation, context = (
+        replace(
+            terms[0],
+            least_bytes=min(term.least_bytes for term in terms),
+            most_bytes=max(term.most_bytes for term in terms),
+        )
+        for terms in zip(likely.terms, *(prediction.terms for prediction in predictions), strict=True)
     )
+    return replace(likely, tensors=tensors, workspaces=tuple(workspaces), fragmentation=fragmentation, context=context)
 
 
 def loaded_kernels(model: nn.Module) -> str:

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from can_train.config.settings import TrainingSettings, is_code
 from can_train.config.task_settings import import_from, load_optimizer, locate_optimizer
 from can_train.errors import ArgumentError, ConfigError
-from can_train.fit.compiled import SAVED_SHARE
+from can_train.fit.compiled import SAVED_SHARE, compile_in_place, outermost_calls
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import (
     Explorer,
@@ -57,6 +57,7 @@ from can_train.fit.peak_prediction import (
     from_small_batches,
     loaded_kernels,
     of_any,
+    of_compiled,
     price_trace,
 )
 from can_train.io.units import parse_size, size_text
@@ -170,6 +171,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
     zero_grad: str = "before",
     accumulation_steps: int = 1,
     keep_gradients: bool = False,
+    compile: bool = False,  # noqa: A002 - as `torch.compile`
     target: str | None = None,
     allocator: str | None = None,
 ) -> PeakPrediction:
@@ -200,6 +202,8 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         accumulation_steps: For a model: batches, each as large as `batch`, whose gradients make one optimizer step.
         keep_gradients: For a model: whether gradients are filled with zeros and not freed, as
             `zero_grad(set_to_none=False)` does.
+        compile: For a model: whether its loop compiles it with `torch.compile`; a model that is compiled already is
+            predicted so. For a card the compiler's graphs are recorded.
         target: A card or a slice of one, `rtx3090`, `a100_3g.40gb`, or the memory of another one, `16GiB`. Two steps on
             the whole batch are recorded as CUDA would run them, with tensors that have no values; a model of your own
             may be on any device, `meta` included.
@@ -224,45 +228,52 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         if optimizer is not None:
             raise ArgumentError("A task's optimizer is a setting of its training", value=repr(optimizer),
                                 remedy='Give training=TrainingSettings(optimizer="sgd")')  # fmt: skip
+        if compile:
+            raise ArgumentError("A task is compiled by a setting of its training", value="compile=True",
+                                remedy='Give training=TrainingSettings(compile="default")')  # fmt: skip
         if loop != _Loop():
             raise ArgumentError("A task is trained by can-train's loop", value=f"{loop}",
                                 remedy="Leave zero_grad, accumulation_steps and keep_gradients out")  # fmt: skip
         chosen = training or TrainingSettings()
         of_task = TaskStep(task=task_or_model, batch=batch, training=chosen)
-        found = of_task.on_cpu() if target is None else _of_target(of_task, _card(target), allocator, OWN_SETTINGS)
-        return found if chosen.compile == "off" else _of_compiled(found)
+        if target is not None:
+            return _of_target(of_task, _card(target), allocator, OWN_SETTINGS)
+        return _widened(of_task.on_cpu()) if of_task.is_compiled else of_task.on_cpu()
     if loss_of is None:
         raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
     name = precision.removeprefix("amp-")
     if name not in _PRECISIONS:
         raise ArgumentError("A model's precision must be a precision of autocast", value=repr(precision),
                             remedy=f"Valid: {', '.join(_PRECISIONS)}")  # fmt: skip
+    has_compiled = any(_is_compiled(module) for module in task_or_model.modules())
     step = _Step(
         model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
-        make=_maker(optimizer), memory_format=memory_format, loop=loop,
+        make=_maker(optimizer), memory_format=memory_format, loop=loop, is_compiled=compile or has_compiled,
     )  # fmt: skip
-    is_compiled = any(_is_compiled(module) for module in task_or_model.modules())
-    # PyTorch would never compile again a module that was called in a dispatch mode.
-    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
-        found = step.on_cpu() if target is None else _of_target(step, _card(target), allocator, "")
+    if target is not None:
+        found = _of_target(step, _card(target), allocator, "")
+    else:
+        # PyTorch would never compile again a module that was called in a dispatch mode.
+        with torch.compiler.set_stance("force_eager") if has_compiled else nullcontext():
+            found = step.on_cpu()
+        found = _widened(found) if step.is_compiled else found
     gradient_bytes = sum(parameter.nbytes for parameter in step.trained)
     if told := loop.told(gradient_bytes, found.peak_bytes):
         found = replace(found, assumptions=(*found.assumptions, told))
-    return _of_compiled(found) if is_compiled else found
+    return found
 
 
 def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
-_COMPILED: Final = f"The model is predicted as it is; compiled, it takes up to {SAVED_SHARE:.0%} less"
-
-
-def _of_compiled(found: PeakPrediction) -> PeakPrediction:
+def _widened(found: PeakPrediction, reason: str = "") -> PeakPrediction:
     """Widens the interval of a step that was predicted as it is, and is compiled."""
     tensors = replace(found.tensors, least_bytes=(1 - SAVED_SHARE) * found.tensors.least_bytes)
     limits = None if found.limits is None else replace(found.limits, saved_share=SAVED_SHARE)
-    return replace(found, tensors=tensors, limits=limits, notices=(*found.notices, _COMPILED))
+    told = f"The model is predicted as it is; compiled, it takes up to {SAVED_SHARE:.0%} less"
+    notice = f"{told}. Its graphs cannot be recorded: {reason}" if reason else told
+    return replace(found, tensors=tensors, limits=limits, notices=(*found.notices, notice))
 
 
 def _card(target: str) -> Card:
@@ -337,6 +348,7 @@ class _Step:
     make: MakeOptimizer
     memory_format: torch.memory_format
     loop: _Loop
+    is_compiled: bool = False
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -367,6 +379,12 @@ class _Step:
         """Predicts from small batches on the CPU."""
         return _of_model(self)
 
+    def train_compiled(self) -> None:
+        """Trains as `train_on_gpu` does, in a process that may change the model; it is compiled where it is not."""
+        if not any(_is_compiled(module) for module in self.model.modules()):
+            compile_in_place([self.model])
+        self.train_on_gpu()
+
     def train_on_gpu(self) -> None:
         """Trains for some steps on the whole batch, once the model is on a GPU."""
         optimizer = _as_on_a_gpu(self.make)(self.trained)
@@ -389,6 +407,11 @@ class TaskStep:
     device: torch.device = _GPU
     num_parts: int = 1  # Micro-batches of a step, each of them this batch: gradients are alive from the second one on
     recomputed: tuple[str, ...] = ()  # Modules whose activations the backward pass computes again
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its training compiles it."""
+        return self.training.compile != "off"
 
     @cached_property
     def model(self) -> nn.Module:
@@ -431,6 +454,14 @@ class TaskStep:
                         self._loss(phase, training).backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+
+    def train_compiled(self) -> None:
+        """Trains as `train_on_gpu` does, in a process that may change the model: what a loss calls is compiled."""
+        with torch.no_grad():
+            for phase in self.task.phases():
+                compute = partial(self._loss, phase, phase_training(self.training, phase))
+                compile_in_place(outermost_calls(self.model, compute))
+        self.train_on_gpu()
 
     def _maker(self, training: TrainingSettings) -> MakeOptimizer:
         make = partial(make_optimizer, training=training, lr=training.lr, device=self.device)
@@ -499,15 +530,29 @@ def _recorded(step: _Step | TaskStep, card: Card, settings: AllocatorSettings) -
 def _priced(step: _Step | TaskStep, card: Card, settings: AllocatorSettings) -> PeakPrediction:
     if card.generation == ROCM:
         raise NoCudaDispatchError(ROCM_CAVEAT, value=card.key)
+    plain = _recorded_with(step, card, settings, fused=None)
+    if not step.is_compiled:
+        return plain
+    try:
+        fused, unfused = (_recorded_with(step, card, settings, fused=fused) for fused in (True, False))
+    except NoCudaDispatchError as error:
+        return _widened(plain, error.value)
+    return of_compiled(plain, fused, unfused)
+
+
+def _recorded_with(
+    step: _Step | TaskStep, card: Card, settings: AllocatorSettings, *, fused: bool | None
+) -> PeakPrediction:
     traces = _of_generations(
         card.generation,
         # A task reads real samples, and may compute with their values before they are on the device.
         partial(
             record_on_cuda,
             step.model,
-            step.train_on_gpu,
+            step.train_on_gpu if fused is None else step.train_compiled,
             resident_threads=card.resident_threads,
             real_host=isinstance(step, TaskStep),
+            fused=fused,
         ),
     )
     kernels = loaded_kernels(step.model)

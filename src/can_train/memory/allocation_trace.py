@@ -170,6 +170,7 @@ class Labels:
         self._stacks: dict[int, list[tuple[str, int]]] = {}
         self._nodes: dict[tuple[int, int], tuple[str, str]] = {}  # thread and sequence number to module and operation
         self._optimizers: list[str] = []  # that step now
+        self._in_graph = ""  # module whose operation a compiled graph computes now
         self._last_task = _NO_TASK
         self._backward_starts: list[int] = []  # numbers of events
         self._made: dict[int, _Made] = {}
@@ -220,11 +221,21 @@ class Labels:
             # A gradient that the optimizer keeps, or a tied weight, stays the first of them.
             self._marks.setdefault(number, Label(kind, *named))
 
+    def in_graph(self, modules: Sequence[int]) -> None:
+        """Follows the operations of a compiled graph, which calls no modules; `modules` are the ids of the modules that
+        an operation is of, innermost last.
+        """
+        self._in_graph = next((self._names[each] for each in reversed(modules) if each in self._names), "")
+
     def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         name = self._names.get(id(module)) or type(module).__name__
         self._stacks.setdefault(get_ident(), []).append((name, torch._C._current_graph_task_id()))
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._stacks[get_ident()].pop()
 
     def note(self, operation: Any) -> None:
@@ -237,6 +248,7 @@ class Labels:
     def made(self, number: int, event: int, operation: Any, *, is_moved: bool) -> None:
         """Labels an allocation that an operation has made now; `event` is its place."""
         phase, module = self._where()
+        module = self._in_graph or module
         if (task := torch._C._current_graph_task_id()) > self._last_task:
             self._last_task = task
             self._backward_starts.append(event)
@@ -328,6 +340,11 @@ class AllocationRecorder(StorageTracker[int]):
             yield
         finally:
             self._kernel = before
+
+    def in_graph(self, operation: Any, modules: Sequence[int]) -> None:
+        """Labels the allocations that follow as a compiled graph's, by `Labels.in_graph`."""
+        self._operation, self._is_moved = operation, False
+        self._labels.in_graph(modules)
 
     def _numbers_of(self, tensor: Tensor) -> Iterator[int]:
         for storage in self._storages(tensor):

@@ -30,12 +30,14 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from can_train.memory import cuda_workspaces
 from can_train.memory.allocation_trace import CACHE_RELEASED, AllocationRecorder, AllocationTrace
 from can_train.memory.allocator_settings import read_allocator_settings
+from can_train.memory.compiled_graphs import GraphRunner, record_compiled
 from can_train.memory.cuda_library import MAX_QUOTED_CHARACTERS, NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_operators import AttentionCall, composed_attention, recurrent_kernels, register
 from can_train.memory.cuda_workspaces import CUBLAS, CUDNN, TENSORS, Capability, is_on_gpu
@@ -79,14 +81,21 @@ def record_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
     generation: str,
     resident_threads: int = A100_THREADS,
     real_host: bool = False,
+    fused: bool | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> AllocationTrace:
     """Records the allocations of a program, of steps of training for example, on a CUDA GPU. `compute_on_cuda`
     describes arguments and errors.
+
+    With `fused`, the graphs of modules that the program compiles are recorded, as far as they can be fused or without
+    fusion; None: modules are computed as they are.
     """
 
     def record(gpu: RecordedGpu) -> AllocationTrace:
-        run()
+        if fused is None:
+            run()
+        else:
+            gpu.run_compiled(run, fused=fused)
         return gpu.trace
 
     return compute_on_cuda(
@@ -176,6 +185,8 @@ def _answer(
     torch.set_num_threads(1)
     try:
         ctypes.CDLL(str(library)).can_train_start_autograd()
+        # The kernels of compiled modules would need a GPU.
+        torch.compiler.set_stance("force_eager")
         recorder = _Recorder(model, *gpu)
         result = recorder.record(lambda: compute(RecordedGpu(recorder)))
         answers.send(("", result))
@@ -199,6 +210,23 @@ class RecordedGpu(Meter):
     def trace(self) -> AllocationTrace:
         """The allocations so far."""
         return self._recorder.trace
+
+    def run_compiled(self, run: Callable[[], object], *, fused: bool) -> None:
+        """Runs a program with the graphs that PyTorch's compiler makes, as `compiled_graphs` bounds them; raises
+        RuntimeError where it makes none.
+        """
+        num_graphs = record_compiled(
+            partial(
+                GraphRunner,
+                fused=fused,
+                unseen=self._recorder.unseen,
+                count=self._recorder.seed_resident,
+                label=self._recorder.in_graph,
+            )
+        )
+        run()
+        if not num_graphs():
+            raise RuntimeError("the compiler made no graph of the model")
 
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
@@ -269,6 +297,16 @@ class _Recorder(AllocationRecorder):
         # state of fake tensors.
         self._one_by_one = RLock()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The compiler traces without this mode, and its graphs run in it. They run only where they are recorded."""
+        return True
+
+    def unseen(self, compute: Callable[[], Result]) -> Result:
+        """Returns the result of operations on the GPU whose allocations are not recorded."""
+        with _disable_current_modes(), self._fake:
+            return compute()
+
     def record(self, compute: Callable[[], Result]) -> Result:
         """Puts the model on the GPU, and records the allocations of a program; returns its result. The process must end
         afterwards.
@@ -319,8 +357,8 @@ class _Recorder(AllocationRecorder):
         parts: Callable[..., Any] | None = None
         if _is_composite(func):
             parts = self._kernels.get(func, func.decompose)
-        elif func is _aten.masked_select.default:
-            parts = _selected
+        elif func in _TAKEN_APART:
+            parts = _TAKEN_APART[func]
         elif (parts := _FROM_VALUES.get(func)) is not None:
             args = tree_map_only(Tensor, lambda tensor: self._values.get(tensor, tensor), args)
         if parts is not None:
@@ -462,6 +500,13 @@ class _Recorder(AllocationRecorder):
 def _selected(inputs: Tensor, mask: Tensor) -> Tensor:
     inputs, mask = torch.broadcast_tensors(inputs, mask)
     return inputs[mask]
+
+
+# Operations with a replacement; compiled graphs copy to a device by one of their own.
+_TAKEN_APART: Final[Mapping[Any, Callable[..., Any]]] = {
+    _aten.masked_select.default: _selected,
+    torch.ops.prims.device_put.default: lambda given, device, *_options: given.to(device),
+}
 
 
 def _packed(inputs: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
