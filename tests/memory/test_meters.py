@@ -337,28 +337,60 @@ def test_a_driver_has_a_version_or_there_is_none() -> None:
     assert version == "" or version[0].isdigit()
 
 
+class _Recurrent(nn.Module):
+    """Reads rows of images by two layers with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(48, 64, 2, batch_first=True, bidirectional=True, dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.flatten(2))[0]  # type: ignore[no-any-return]
+
+
+def _attending(dropout: float) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(48, 4, 192, dropout=dropout, batch_first=True)
+    return nn.Sequential(nn.Flatten(2), nn.TransformerEncoder(layer, 2))
+
+
+NETWORKS = {
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.Flatten(), nn.Linear(32 * 48, 64)
+    ),
+    "recurrent": _Recurrent,
+    "attention": lambda: _attending(0.0),
+    "dropout": lambda: _attending(0.1),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("autocast", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_products_of_a_gpu_that_is_not_there_take_their_memory_uncomputed(
-    autocast: torch.dtype,
+    name: str, autocast: torch.dtype, trains: bool
 ) -> None:
-    network = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.Flatten(), nn.Linear(32 * 256, 64))
+    network = NETWORKS[name]().train(trains)
 
     def peak(meter: CpuMeter, *, computes: bool) -> tuple[int, Tensor]:
         meter._computes = computes
         with (
             meter.measuring(network.parameters()),
+            torch.inference_mode(not trains),
             torch.autocast("cpu", autocast, enabled=autocast is not torch.float32),
         ):
-            results = network(torch.ones(4, 3, 16, 16))
-            results.float().square().mean().backward()
+            # As many numbers as products have that are not computed.
+            results = network(torch.ones(64, 16, 6, 8))
+            if trains:
+                results.float().square().mean().backward()
         network.zero_grad()
-        return meter.peak_bytes(), results
+        return meter.peak_bytes(), results.detach()
 
     drawn_bytes, drawn = peak(AbsentGpuMeter(TARGET), computes=False)
     computed_bytes, computed = peak(AbsentGpuMeter(TARGET), computes=True)
     assert drawn_bytes == computed_bytes
-    # Samples that are alike have unlike results only where these are drawn.
-    assert torch.equal(computed[0], computed[1])
+    assert (drawn.shape, drawn.stride(), drawn.dtype) == (computed.shape, computed.stride(), computed.dtype)
+    # Samples that are alike have unlike results only where these are drawn, or where dropout draws.
+    assert torch.equal(computed[0], computed[1]) or name == "dropout" or (name, trains) == ("recurrent", True)
     assert not torch.equal(drawn[0], drawn[1])
     assert drawn.isfinite().all()
 

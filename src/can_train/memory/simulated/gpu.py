@@ -6,16 +6,17 @@ import weakref
 from abc import abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._C import DispatchKey
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from can_train.memory.cuda_operators import CUDA_OPERATORS, DeviceMode
+from can_train.memory.cuda_operators import CUDA_OPERATORS, DeviceMode, composite
 from can_train.memory.cuda_workspaces import AMPERE, Capability
 from can_train.memory.simulated.allocator import (
     EXPANDABLE,
@@ -30,13 +31,8 @@ from can_train.memory.simulated.allocator import (
 Allocation = TypeVar("Allocation")
 
 _aten: Final = torch.ops.aten
-# Products of matrices, and convolutions: nearly all of the time of a step. In half precision many processors have only
-# a slow reference kernel for the gradient of a convolution's weights, which takes 80 times as long as in single.
-_PRODUCTS: Final = frozenset(
-    getattr(_aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
-)
 _SMALL_PRODUCT: Final = 2**16  # numbers of the operands, up to which a product takes less time than to make its shape
-_DRAWN: Final = 2**16  # random numbers, which products without values repeat
+_DRAWN: Final = 2**16  # random numbers, which results without values repeat
 
 
 @cache
@@ -45,19 +41,72 @@ def _drawn(dtype: torch.dtype) -> Tensor:
     return torch.randn(_DRAWN, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def _draw_product(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Makes the results of a product at random, of the right shapes."""
+def _draw(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    made = torch.empty_strided(size, stride, dtype=dtype)
+    flat, numbers = made.as_strided((made.numel(),), (1,)), _drawn(dtype)
+    whole = len(flat) - len(flat) % _DRAWN
+    flat[:whole].view(-1, _DRAWN).copy_(numbers)
+    flat[whole:].copy_(numbers[: len(flat) - whole])
+    return made
 
-    def draw(shape: Tensor) -> Tensor:
-        made = torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype)
-        flat, numbers = made.as_strided((made.numel(),), (1,)), _drawn(made.dtype)
-        whole = len(flat) - len(flat) % _DRAWN
-        flat[:whole].view(-1, _DRAWN).copy_(numbers)
-        flat[whole:].copy_(numbers[: len(flat) - whole])
-        return made
 
+def _draw_matrices(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Makes the product of the last two matrices, or batches of matrices, at random."""
+    first, second = args[-2:]
+    size = (*first.shape[:-1], second.shape[-1])
+    return _draw(size, torch.empty(size, device="meta").stride(), first.dtype)
+
+
+def _draw_like_meta(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Makes results at random whose shapes the operation computes on meta tensors, which takes Python a millisecond."""
     args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-    return tree_map_only(Tensor, draw, func(*args, **kwargs))
+    return tree_map_only(Tensor, lambda shape: _draw(shape.size(), shape.stride(), shape.dtype), func(*args, **kwargs))
+
+
+def _drop_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the inputs with a mask that drops none: its random numbers take longer than anything but products."""
+    kept = args[0].clone()
+    return (kept, torch.ones_like(kept, dtype=torch.bool)) if func is _aten.native_dropout.default else kept
+
+
+Shortcut = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+# Products of matrices, convolutions, and layers that consist of products: nearly all of the time of a step. In half
+# precision many processors have only a slow reference kernel for the gradient of a convolution's weights, which takes
+# 80 times as long as in single.
+_OF_PRODUCTS: Final[Mapping[Any, Shortcut]] = {
+    **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _draw_matrices),
+    _aten.convolution.default: _draw_like_meta,
+    _aten.convolution_backward.default: _draw_like_meta,
+    _aten._transformer_encoder_layer_fwd.default: _draw_like_meta,
+    _aten._native_multi_head_attention.default: _draw_like_meta,
+}
+# These are replaced at any size: the backward operation reads what the forward operation has saved.
+_IN_PAIRS: Final[Mapping[Any, Shortcut]] = {
+    _aten.native_dropout.default: _drop_nothing,
+    _aten.native_dropout_backward.default: _drop_nothing,
+    _aten.mkldnn_rnn_layer.default: _draw_like_meta,
+    _aten.mkldnn_rnn_layer_backward.default: _draw_like_meta,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _draw_like_meta,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _draw_like_meta,
+}
+
+
+def _shortcut(func: Any, args: tuple[Any, ...]) -> Shortcut | None:
+    """Returns a quicker way to results that take the same memory; None where there is none."""
+    if func not in _OF_PRODUCTS:
+        return _IN_PAIRS.get(func)
+    tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+    is_dense = all(tensor.is_cpu and tensor.is_floating_point() and tensor.layout is torch.strided
+                   and not tensor.is_nested for tensor in tensors)  # fmt: skip
+    is_large = sum(tensor.numel() for tensor in tensors) > _SMALL_PRODUCT
+    return _OF_PRODUCTS[func] if is_dense and is_large else None
+
+
+@cache
+def _composition(func: Any) -> Callable[..., Any] | None:
+    """Returns the operations that an operation consists of on every device; None where it is a single one."""
+    is_composed = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd)
+    return composite(func) if is_composed else None
 
 
 class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Allocation]):
@@ -122,15 +171,16 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         """Runs the operation, then counts the storages of its results."""
         if torch.is_inference_mode_enabled():
             # Only there do composite operations (an LSTM, attention) arrive whole: taken apart, their temporaries show.
-            with self:
-                result = CUDA_OPERATORS.kernels.get(func, func.decompose)(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
+            composed = CUDA_OPERATORS.kernels.get(func) or _composition(func)
+            if composed is not None:
+                with self:
+                    return composed(*args, **(kwargs or {}))
         return self._run_counted(func, args, kwargs or {})
 
     def _run_counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operation as it is, then counts the storages of its results."""
-        result = _draw_product(func, args, kwargs) if self._is_drawn(func, args) else func(*args, **kwargs)
+        shortcut = None if self._computes else _shortcut(func, args)
+        result = func(*args, **kwargs) if shortcut is None else shortcut(func, args, kwargs)
         self.free_dead()
         try:
             # Most operations return one tensor, and `tree_iter` is slow.
@@ -148,14 +198,6 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         # The error's traceback holds this frame: the result would live as long as the error.
         del result, tensor, storage, tracked
         raise torch.OutOfMemoryError(failure)
-
-    def _is_drawn(self, func: Any, args: tuple[Any, ...]) -> bool:
-        if self._computes or func not in _PRODUCTS:
-            return False
-        tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
-        is_dense = all(tensor.is_cpu and tensor.is_floating_point() and tensor.layout is torch.strided
-                       for tensor in tensors)  # fmt: skip
-        return is_dense and sum(tensor.numel() for tensor in tensors) > _SMALL_PRODUCT
 
     def seed_resident(self, tensors: Iterable[Tensor]) -> None:
         """Counts tensors that were made before the mode was entered, or outside the device, from now on."""
