@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError
+from can_train.fit import prediction
 from can_train.fit.explore import Explorer
 from can_train.fit.packing import BatchCosts
 from can_train.fit.peak_prediction import PeakPrediction, loaded_kernels, price_trace
@@ -20,6 +21,7 @@ from can_train.fit.prediction import (
     predict_limits,
     predict_peak,
 )
+from can_train.memory import value_sizes
 from can_train.memory.allocation_trace import SAVED, AllocationTrace
 from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
@@ -481,19 +483,152 @@ def test_a_precision_counts_without_a_target_too() -> None:
     assert of_target(model, 20_000, precision="bf16").peak_bytes < 0.7 * of_target(model, 20_000).peak_bytes
 
 
-class Positive(nn.Linear):
-    """Goes on with the samples whose first output is positive, which takes values."""
+class ReadsNumbers(nn.Linear):
+    """Goes on with the samples whose first output is positive, which NumPy finds."""
 
     def forward(self, x: Tensor) -> Tensor:
         found = super().forward(x)
-        return found[found[:, 0] > 0]
+        return found[torch.from_numpy(found[:, 0].detach().numpy() > 0)]
 
 
-def test_what_needs_values_is_predicted_on_the_cpu_and_says_so(dispatched: None) -> None:
-    model = Positive(8, 8)
+def test_what_reads_values_outside_of_torch_is_predicted_on_the_cpu_and_says_so(dispatched: None) -> None:
+    model = ReadsNumbers(8, 8)
     found = predict_peak(model, 500, loss_of=lambda rows: model(torch.ones(len(rows), 8)).sum(), target="t4")
     assert "small batches on the CPU" in found.notices[0]
     assert found.tensors.least_bytes < found.tensors.num_bytes < found.tensors.most_bytes
+
+
+class Experts(nn.Module):
+    """Sends each token to the best two of four networks, by boolean masks, in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(32, 4) for _ in range(2))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(2 * 4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        for layer, gate in enumerate(self.gates):
+            weights, chosen = gate(tokens).softmax(-1).topk(2)
+            mixed = torch.zeros_like(tokens)
+            for number in range(4):
+                mask = chosen == number
+                has_token = mask.any(-1)
+                if has_token.any():
+                    weight = (weights * mask).sum(-1)[has_token, None]
+                    mixed[has_token] += weight * self.experts[4 * layer + number](tokens[has_token])
+            tokens = tokens + mixed
+        return tokens
+
+
+class Detector(nn.Module):
+    """Classifies the places of an image that score best, image by image and then all at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(16, 32, 1), nn.ReLU())
+        self.score, self.box, self.classes = nn.Conv2d(32, 1, 1), nn.Linear(32, 4), nn.Linear(32, 400)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.body(images)
+        scores = self.score(features).squeeze(1)
+        boxes = []
+        for number in range(len(images)):
+            rows, columns = (scores[number] > scores[number].mean()).nonzero(as_tuple=True)
+            boxes.append(self.box(features[number][:, rows, columns].T))
+        kept = torch.cat(boxes)
+        image, row, column = torch.where(scores > scores.mean())
+        count = int((scores > scores.mean()).sum())
+        return self.classes(features[image, :, row, column]).square().sum() / count + kept.square().mean()
+
+
+class SortedExperts(Experts):
+    """Sorts the tokens by their experts, whose numbers of tokens it reads as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # One layer.
+        del self.gates[1], self.experts[4:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gates[0](tokens).softmax(-1).topk(2)
+        order = chosen.flatten().argsort()
+        counts = torch.bincount(chosen.flatten(), minlength=4).tolist()
+        parts = tokens[order // 2].split(counts)
+        mixed = torch.cat([expert(part) for expert, part in zip(self.experts[:4], parts, strict=True)])
+        return torch.zeros_like(tokens).index_add(0, order // 2, mixed * weights.flatten()[order, None])
+
+
+_drawn = torch.Generator().manual_seed(0)
+TOKENS, IMAGES = torch.randn(64, 20, 32, generator=_drawn), torch.randn(64, 3, 24, 24, generator=_drawn)
+CHOOSING: dict[str, Callable[[], tuple[nn.Module, LossOf]]] = {
+    "experts": lambda: (model := Experts(), lambda rows: model(TOKENS[rows]).square().sum()),
+    "sorted experts": lambda: (model := SortedExperts(), lambda rows: model(TOKENS[rows]).square().sum()),
+    "detector": lambda: (model := Detector(), lambda rows: model(IMAGES[rows])),
+}
+
+
+def choosing(name: str) -> tuple[PeakPrediction, int]:
+    """The prediction of a model whose sizes depend on values, and its peak with these values."""
+    torch.manual_seed(0)
+    model, loss_of = CHOOSING[name]()
+    found = predict_peak(model, 64, loss_of=loss_of, target="t4")
+    return found, measured(model, loss_of, np.arange(64), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+@pytest.mark.parametrize(("seconds", "step"), [(60.0, 64), (0.0, 4)])
+def test_sizes_that_depend_on_values_are_those_of_a_step_on_the_cpu(
+    name: str, seconds: float, step: int, dispatched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "_READ_S", seconds)
+    found, peak = choosing(name)
+    assert not found.notices
+    assert f"sizes of a step of {step} samples on the CPU" in found.assumptions[1]
+    assert ("in proportion" in found.assumptions[1]) == (step < 64)
+    # The first 4 samples choose somewhat less or more than all of them.
+    assert found.tensors.num_bytes == pytest.approx(peak, rel=0.01 if step == 64 else 0.05)
+    assert found.tensors.least_bytes < peak < found.tensors.most_bytes
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_sizes_that_are_not_scaled_are_noticed(name: str, dispatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "_READ_S", 0.0)
+    monkeypatch.setattr(value_sizes, "_count", lambda first, second, places: second)
+    found, peak = choosing(name)
+    assert found.notices or found.tensors.num_bytes != pytest.approx(peak, rel=0.05)
+
+
+class PositiveTask(LineTask):
+    """Goes on with the points whose first hidden number is positive."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 64), Chosen(), nn.Linear(64, 1))
+
+
+class Chosen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        # Every other number is as before.
+        return x.index_put((x[:, 0] > 0,), x[x[:, 0] > 0].exp())
+
+
+def test_sizes_of_a_task_depend_on_values(dispatched: None) -> None:
+    found = predict_peak(PositiveTask(), 60, target="t4")
+    assert "sizes of a step of 60 samples on the CPU" in found.assumptions[1]
+    assert not found.notices
+
+
+def test_counts_are_in_proportion_constant_or_on_a_line() -> None:
+    count = value_sizes._count
+    assert count(60, 130, (2, 4, 64)) == 130 * 16
+    assert count(8, 8, (2, 4, 64)) == 8
+    # Two more with each sample, which no noise of 3 standard deviations makes of a proportion.
+    assert count(10_004, 10_008, (2, 4, 64)) == 10_128
+    assert count(5, 5, (4, 4, 4)) == 5
+    assert count(0, 0, (2, 4, 64)) == 0
 
 
 def test_what_cudnn_keeps_of_a_recurrent_layer_is_a_saved_activation_and_its_scratch_an_interval(

@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
@@ -60,7 +61,7 @@ from can_train.fit.peak_prediction import (
     of_compiled,
     price_trace,
 )
-from can_train.io.units import parse_size, size_text
+from can_train.io.units import counted, parse_size, size_text
 from can_train.memory.allocation_trace import FIXED, GROWING, AllocationRecorder, MemoryPart
 from can_train.memory.allocator_settings import (
     OWN_SETTINGS,
@@ -71,11 +72,12 @@ from can_train.memory.allocator_settings import (
 )
 from can_train.memory.catalogue import ROCM, ROCM_CAVEAT, Card, find_card, other_card
 from can_train.memory.cuda_dispatch import RecordedGpu, compute_on_cuda, record_on_cuda
-from can_train.memory.cuda_library import NoCudaDispatchError
+from can_train.memory.cuda_library import NoCudaDispatchError, ValuesNeededError
 from can_train.memory.cuda_workspaces import AMPERE, TENSORS, generations_like
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.simulated.allocator import AllocatorSettings
+from can_train.memory.value_sizes import Uses, ValueSizes, reading_sizes
 from can_train.task import BatchTask, Feature, Phase
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
@@ -87,6 +89,9 @@ _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _CLEARED: Final = ("before", "after")
 _TOLD_SHARE: Final = 0.01  # of the peak, from which on gradients that are alive matter
 _ANY_LR: Final = 1e-3  # a learning rate decides no memory
+_LEAST_READ: Final = 2  # Samples of the first step that shows sizes: normalization fails on one
+_READ_S: Final = 4.0  # Of steps that show sizes, after which no larger one is run
+_SIZES_SHARE: Final = 0.1  # of the peak, by which other values may change it; not measured
 _CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
 
 
@@ -385,11 +390,20 @@ class _Step:
             compile_in_place([self.model])
         self.train_on_gpu()
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of the batch."""
+        # The last feature counts them.
+        return round(float(self.batch.totals[-1]))
+
+    def run_on_cpu(self, num_samples: int) -> None:
+        """Computes the loss of the first samples on the CPU."""
+        self.loss(np.arange(num_samples), "cpu")
+
     def train_on_gpu(self) -> None:
         """Trains for some steps on the whole batch, once the model is on a GPU."""
         optimizer = _as_on_a_gpu(self.make)(self.trained)
-        # The last feature counts samples.
-        rows = np.arange(round(self.batch.totals[-1]))
+        rows = np.arange(self.num_samples)
         for _ in range(_RECORDED_STEPS):
             # Gradients are alive from the second batch of a step on: further ones take as much.
             for number in range(min(self.loop.accumulation_steps, _RECORDED_STEPS)):
@@ -431,6 +445,20 @@ class TaskStep:
         settings, told = _allocator(None, OWN_SETTINGS)
         found = _priced(self, card, settings)
         return replace(found, assumptions=(told, *found.assumptions))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the batch."""
+        return len(self._rows)
+
+    def run_on_cpu(self, num_samples: int) -> None:
+        """Computes the loss of the first samples on the CPU, in every phase."""
+        here = replace(self, batch=self._rows[:num_samples], device=torch.device("cpu"))
+        # The same model, and not another one of it.
+        here.__dict__["model"] = self.model
+        for phase in self.task.phases():
+            with only_trained(self.model, phase):
+                here._loss(phase, phase_training(self.training, phase))
 
     def parts_on_host(self) -> tuple[MemoryPart, ...]:
         """Runs the step on the CPU, and returns the parts of the peak that the simulated GPU counts."""
@@ -543,20 +571,63 @@ def _priced(step: _Step | TaskStep, card: Card, settings: AllocatorSettings) -> 
 def _recorded_with(
     step: _Step | TaskStep, card: Card, settings: AllocatorSettings, *, fused: bool | None
 ) -> PeakPrediction:
-    traces = _of_generations(
-        card.generation,
-        # A task reads real samples, and may compute with their values before they are on the device.
-        partial(
-            record_on_cuda,
-            step.model,
-            step.train_on_gpu if fused is None else step.train_compiled,
-            resident_threads=card.resident_threads,
-            real_host=isinstance(step, TaskStep),
-            fused=fused,
-        ),
+    # A task reads real samples, and may compute with their values before they are on the device.
+    record = partial(
+        record_on_cuda,
+        step.model,
+        step.train_on_gpu if fused is None else step.train_compiled,
+        resident_threads=card.resident_threads,
+        real_host=isinstance(step, TaskStep),
+        fused=fused,
     )
+    sizes = None
+    try:
+        traces = _of_generations(card.generation, record)
+    except ValuesNeededError:
+        sizes = _read_sizes(step)
+        if sizes is None:
+            raise
+        traces = _of_generations(card.generation, partial(record, sizes=sizes))
     kernels = loaded_kernels(step.model)
-    return of_any({generation: price_trace(trace, card, settings, kernels) for generation, trace in traces.items()})
+    found = of_any({generation: price_trace(trace, card, settings, kernels) for generation, trace in traces.items()})
+    return found if sizes is None else _of_sizes(found, sizes)
+
+
+def _read_sizes(step: _Step | TaskStep) -> ValueSizes | None:
+    """Runs forward passes of few samples on the CPU, each of twice as many as the one before, and returns sizes that
+    depend on values; None where the model has no values, or no pass runs. Backward passes use the same masks.
+    """
+    if any(parameter.is_meta for parameter in step.model.parameters()):
+        return None
+    read: list[tuple[int, Uses]] = []
+    # Where no pass runs, the probes that follow say why.
+    with left_as_it_was(step.model, CpuMeter()), suppress(Exception):
+        samples, seconds = min(_LEAST_READ, step.num_samples), 0.0
+        while not read or (read[-1][0] < step.num_samples and (len(read) == 1 or seconds < _READ_S)):
+            started = time.process_time()
+            with reading_sizes() as uses:
+                step.run_on_cpu(samples)
+            seconds += time.process_time() - started
+            read.append((samples, uses))
+            samples = min(2 * samples, step.num_samples)
+    if not read:
+        return None
+    (first, smaller), (second, larger) = read[-2:] if len(read) > 1 else 2 * read
+    return ValueSizes(smaller, larger, (first, second), step.num_samples)
+
+
+def _of_sizes(found: PeakPrediction, sizes: ValueSizes) -> PeakPrediction:
+    """Widens the interval of a step whose sizes depend on values, and says which step they are of."""
+    tensors = replace(
+        found.tensors,
+        least_bytes=(1 - _SIZES_SHARE) * found.tensors.least_bytes,
+        most_bytes=(1 + _SIZES_SHARE) * found.tensors.most_bytes,
+    )
+    of_step = counted(sizes.largest_step, "sample")
+    told = f"Some sizes depend on values: they are the sizes of a step of {of_step} on the CPU"
+    if sizes.largest_step < sizes.num_samples:
+        told = f"{told}, in proportion"
+    return replace(found, tensors=tensors, assumptions=(*found.assumptions, told))
 
 
 def _model_of(task: BatchTask, training: TrainingSettings) -> nn.Module:

@@ -38,11 +38,17 @@ from can_train.memory import cuda_workspaces
 from can_train.memory.allocation_trace import CACHE_RELEASED, AllocationRecorder, AllocationTrace
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.compiled_graphs import GraphRunner, record_compiled
-from can_train.memory.cuda_library import MAX_QUOTED_CHARACTERS, NoCudaDispatchError, compiled_library
+from can_train.memory.cuda_library import (
+    MAX_QUOTED_CHARACTERS,
+    NoCudaDispatchError,
+    ValuesNeededError,
+    compiled_library,
+)
 from can_train.memory.cuda_operators import AttentionCall, composed_attention, recurrent_kernels, register
 from can_train.memory.cuda_workspaces import CUBLAS, CUDNN, TENSORS, Capability, is_on_gpu
 from can_train.memory.meters import Meter
 from can_train.memory.simulated.allocator import CachingAllocator
+from can_train.memory.value_sizes import INDEXING, ValueSizes
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -50,6 +56,8 @@ if TYPE_CHECKING:
     from can_train.memory.simulated.allocator import Block
 
 A100_THREADS: Final = 108 * 2048
+# Errors of fake tensors whose values are read.
+_VALUE_ERRORS: Final = ("DataDependentOutputException", "DynamicOutputShapeException")
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
 _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 _UNLIMITED: Final = 2**50
@@ -62,9 +70,6 @@ _PRODUCTS: Final = frozenset(
 )
 # Operations that take tensors of two devices as they are.
 _ACROSS_DEVICES: Final = frozenset({_aten.copy_.default, _aten._to_copy.default, torch.ops.prim.device.default})
-_INDEXING: Final = frozenset(
-    {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
-)
 # Operations with a kernel of CUDA's that a build without CUDA takes apart. No kernel is run on fake tensors, but where
 # one is registered they stay whole.
 _FUSED_ON_CUDA: Final = [
@@ -82,6 +87,7 @@ def record_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
     resident_threads: int = A100_THREADS,
     real_host: bool = False,
     fused: bool | None = None,
+    sizes: ValueSizes | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> AllocationTrace:
     """Records the allocations of a program, of steps of training for example, on a CUDA GPU. `compute_on_cuda`
@@ -104,6 +110,7 @@ def record_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
         generation=generation,
         resident_threads=resident_threads,
         real_host=real_host,
+        sizes=sizes,
         timeout_s=timeout_s,
     )
 
@@ -115,6 +122,7 @@ def compute_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
     generation: str,
     resident_threads: int = A100_THREADS,
     real_host: bool = True,
+    sizes: ValueSizes | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Result:
     """Returns the result of a function that runs a program on a CUDA GPU whose allocations are recorded.
@@ -130,10 +138,12 @@ def compute_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
         resident_threads: Threads that the GPU runs at once, as in the catalogue: memory of sums follows from it.
         real_host: Whether floating-point numbers outside the GPU have values, and take memory. Otherwise only single
             ones have: a program may make batches that are larger than this machine's memory.
+        sizes: Of results on the GPU that depend on values; None: a program that needs one cannot be recorded.
         timeout_s: Seconds after which the child process is given up.
 
     Raises:
-        NoCudaDispatchError: No library can be compiled here, or the program needs the values of a tensor.
+        NoCudaDispatchError: No library can be compiled here, or the program cannot be recorded; ValuesNeededError where
+            it needs the values of a tensor.
     """
     library = compiled_library()
     # Dispatch modes import it when they are first used, which takes a second: here once, and not in every child.
@@ -143,7 +153,7 @@ def compute_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
     context = get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(
-        target=_answer, args=(theirs, library, model, compute, (generation, resident_threads, real_host))
+        target=_answer, args=(theirs, library, model, compute, (generation, resident_threads, real_host, sizes))
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -163,7 +173,8 @@ def compute_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
         child.kill()
         child.join()
     if failure:
-        raise NoCudaDispatchError(
+        error = ValuesNeededError if failure.startswith(_VALUE_ERRORS) else NoCudaDispatchError
+        raise error(
             "The program cannot be recorded on tensors without values", value=failure,
             remedy="Let no shape and no branch of the model depend on a tensor's values",
         )  # fmt: skip
@@ -175,7 +186,7 @@ def _answer(
     library: Path,
     model: nn.Module,
     compute: Callable[[RecordedGpu], object],
-    gpu: tuple[str, int, bool],
+    gpu: tuple[str, int, bool, ValueSizes | None],
 ) -> None:
     """Computes in this process, which must be a child, and sends an empty text and the result, or the error as text."""
     warnings.simplefilter("ignore")
@@ -279,11 +290,14 @@ class _FakeGpu(fake_tensor.FakeTensorMode):
 class _Recorder(AllocationRecorder):
     """Records the allocations on a fake GPU, which it puts a model on."""
 
-    def __init__(self, model: nn.Module, generation: str, resident_threads: int, real_host: bool) -> None:
+    def __init__(
+        self, model: nn.Module, generation: str, resident_threads: int, real_host: bool, sizes: ValueSizes | None
+    ) -> None:
         super().__init__(model, cuda=None)
         self._capability = cuda_workspaces.capability_of(generation)
         self._resident_threads = resident_threads
         self._real_host = real_host
+        self._sizes = sizes
         # Kernels that PyTorch runs on a GPU in place of composite operations.
         attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
         self._kernels = attention | recurrent_kernels(has_values=False)
@@ -367,7 +381,7 @@ class _Recorder(AllocationRecorder):
         values = self._compute(func, args, kwargs, tensors)
         if values is not None and func is _aten._to_copy.default and _device_type(kwargs) == "cpu":
             return values
-        if func in _INDEXING:
+        if func in INDEXING:
             args = (args[0], self._positions(args[1]), *args[2:])
         if func not in _ACROSS_DEVICES and any(is_on_gpu(tensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self.move, (args, kwargs))
@@ -380,7 +394,7 @@ class _Recorder(AllocationRecorder):
             result = self._run_counted(func, args, kwargs)
         except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
             if values is None:
-                raise
+                return self._from_sizes(func, tensors)
             result = tree_map_only(Tensor, self._copy_to_gpu, values)
         if values is not None:
             for made, value in zip(tree_iter(result), tree_iter(values), strict=True):
@@ -417,11 +431,26 @@ class _Recorder(AllocationRecorder):
         with unset_fake_temporarily():
             return func(*args, **{**kwargs, **on_host})
 
+    def _from_sizes(self, func: Any, tensors: Sequence[Tensor]) -> Any:
+        """Returns the result of an operation, in an `except` clause, that depends on values: as the sizes have it."""
+        use = None if self._sizes is None or not tensors else self._sizes.use(func, tensors[0])
+        if use is None:
+            raise  # noqa: PLE0704 - the error that is handled
+        if not use.shapes:
+            return use.value
+        with self._fake, self, self.kernel(func._schema.name.removeprefix("aten::")):
+            made = [torch.empty(shape, dtype=dtype, device="cuda")
+                    for shape, dtype in zip(use.shapes, use.dtypes, strict=True)]  # fmt: skip
+        # Whole numbers that nothing has computed are no values.
+        self._forget_values(made)
+        return made[0] if len(made) == 1 else tuple(made)
+
     def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replaces masks that have values by the positions that they choose, as the kernels of indexing do first."""
         positions: list[Tensor | None] = []
         for index in indices:
-            if index is None or index.dtype is not torch.bool or not self._has_value(index):
+            is_mask = index is not None and index.dtype is torch.bool
+            if index is None or not is_mask or not (self._has_value(index) or self._sizes):
                 positions.append(index)
                 continue
             with self._fake, self:

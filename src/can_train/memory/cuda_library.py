@@ -30,6 +30,10 @@ class NoCudaDispatchError(DeviceError):
     """CUDA's dispatch cannot be had here, or cannot record a program."""
 
 
+class ValuesNeededError(NoCudaDispatchError):
+    """A program needs the values of tensors that have none."""
+
+
 def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
     """Returns the library of cuda_dispatch.cpp, compiled for the installed torch the first time.
 
