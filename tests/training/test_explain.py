@@ -1,6 +1,7 @@
 """The parts of the peak of a run's training step, and the changes that shrink it."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
+from can_train.config.settings import TrainingSettings
 from can_train.errors import RUN_FAILED, ConfigError
-from can_train.fit.prediction import TaskStep
+from can_train.fit.prediction import ChunkedCrossEntropy, TaskStep
 from can_train.memory.allocation_trace import FIXED, GROWING, SAVED, AllocationTrace
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
 from can_train.reporter import SilentReporter
 from can_train.runs.run_folder import RunFolder
-from can_train.training.explain import explain_attempt
+from can_train.training.explain import _update_in_place, explain_attempt
 from can_train.training.loading import sample_task
 from fakes.trained_runs import finished_run
 
@@ -120,6 +123,114 @@ def test_a_trained_run_is_explained_by_its_plan(
 def test_a_flag_that_explains_nothing_is_refused(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*SIMULATED, *flags)) == ConfigError.exit_code
     assert "has no effect with can-train explain" in " ".join(capsys.readouterr().err.split())
+
+
+WORDS = """
+from dataclasses import dataclass
+import can_train, torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Words(can_train.Task):
+    @dataclass(frozen=True, kw_only=True)
+    class Settings:
+        chunked: bool = False
+
+    def datasets(self):
+        words = [torch.randint(0, 2000, (33,), generator=torch.Generator().manual_seed(seed)) for seed in range(60)]
+        return {"train": words[:40], "validation": words[40:50], "test": words[50:]}
+
+    def model(self):
+        return nn.Sequential(nn.Embedding(2000, 64), nn.Linear(64, 2000))
+
+    def loss(self, model, batch):
+        logits, target = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+        size = -(-len(target) // 8)
+        pairs = list(zip(logits.split(size), target.split(size))) if self.settings.chunked else [(logits, target)]
+
+        def loss(logits, target):
+            return F.cross_entropy(logits, target, reduction="sum")
+
+        if self.settings.chunked:
+            losses = [checkpoint(loss, *pair, use_reentrant=False) for pair in pairs]
+        else:
+            losses = [loss(*pair) for pair in pairs]
+        return {"word": (torch.stack(losses).sum(), float(len(target)))}
+"""
+
+
+def test_a_loss_in_chunks_saves_as_much_as_it_does_in_the_tasks_code(explained: Any, tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(WORDS)
+    line = ("explain", "--task", f"{tmp_path / 'words.py'}:Words", "--batch-size", "32", "--micro-batch-size", "32",
+            "--device", "sim:512MiB")  # fmt: skip
+    plain = explained(*line)
+    (saving,) = (each for each in plain["savings"] if each["change"].startswith("cross entropy in 8 chunks"))
+    assert saving["keeps_gradient"]
+    chunked = explained(*line, "--no-changes", "--set", "task.chunked=true")
+    assert plain["peak_bytes"] - saving["num_bytes"] == pytest.approx(chunked["peak_bytes"], rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "args", "found"),
+    [
+        ("adamw", {}, {}),
+        ("adamw", {"amsgrad": True}, {}),
+        ("adamw", {"foreach": True}, {"foreach": False, "fused": True}),
+        ("radam", {}, {"foreach": False}),
+    ],
+)
+def test_an_optimizer_that_copies_parameters_may_do_without(
+    optimizer: str, args: dict[str, bool], found: dict[str, bool], dispatched: None
+) -> None:
+    assert _update_in_place(TrainingSettings(optimizer=optimizer, optimizer_args=args)) == found
+
+
+def test_a_fused_step_is_predicted_to_save_the_copies(explained: Any, tmp_path: Path, dispatched: None) -> None:
+    (tmp_path / "words.py").write_text(WORDS)
+    line = ("explain", "--task", f"{tmp_path / 'words.py'}:Words", "--batch-size", "1", "--target-gpu", "t4")
+    before = explained(*line, "--set", "training.optimizer_args.foreach=true")
+    flags = "--set training.optimizer_args.foreach=false --set training.optimizer_args.fused=true"
+    (saving,) = (each for each in before["savings"] if each["change"] == flags)
+    after = explained(*line, "--no-changes", *flags.split())
+    assert before["peak_bytes"] - saving["num_bytes"] == after["peak_bytes"]
+
+
+def loss_and_gradient(
+    logits: torch.Tensor, target: torch.Tensor, num_chunks: int, **options: Any
+) -> list[torch.Tensor]:
+    leaf = logits.clone().requires_grad_()
+    with ChunkedCrossEntropy(num_chunks) if num_chunks > 1 else nullcontext():
+        loss = F.cross_entropy(leaf, target, **options)
+    loss.sum().backward()
+    assert leaf.grad is not None
+    return [loss.detach(), leaf.grad]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(21, 7), (5, 7, 4)])
+@pytest.mark.parametrize("more", [{}, {"label_smoothing": 0.1}, {"weight": torch.ones(7, dtype=torch.float64)}])
+def test_a_cross_entropy_in_chunks_has_the_same_gradient(
+    reduction: str, shape: tuple[int, ...], more: dict[str, Any]
+) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    logits = torch.randn(shape, generator=drawn, dtype=torch.float64)
+    target = torch.randint(0, 7, (shape[0], *shape[2:]), generator=drawn)
+    # Chunks ignore different numbers of targets.
+    target[:3] = -100
+    whole, chunked = (loss_and_gradient(logits, target, chunks, reduction=reduction, **more) for chunks in (1, 4))
+    for first, second in zip(whole, chunked, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-14)
+
+
+def test_a_mean_over_chunks_would_be_another_gradient() -> None:
+    logits, target = torch.randn(8, 3, dtype=torch.float64), torch.tensor([-100, -100, -100, 0, 1, 2, 0, 1])
+    _, whole = loss_and_gradient(logits, target, 1)
+    leaf = logits.clone().requires_grad_()
+    pairs = zip(leaf.split(4), target.split(4), strict=True)
+    torch.stack([F.cross_entropy(*pair) for pair in pairs]).mean().backward()
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(leaf.grad, whole)
 
 
 TITLE = "Its largest parts:"

@@ -20,9 +20,11 @@ from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -421,6 +423,7 @@ class TaskStep:
     device: torch.device = _GPU
     num_parts: int = 1  # Micro-batches of a step, each of them this batch: gradients are alive from the second one on
     recomputed: tuple[str, ...] = ()  # Modules whose activations the backward pass computes again
+    loss_chunks: int = 1  # Parts that each cross entropy is computed in, one after the other in the backward pass too
 
     @property
     def is_compiled(self) -> bool:
@@ -499,7 +502,8 @@ class TaskStep:
         task, precision = self.task.in_phase(phase), Precision.named(training.precision)
         rows, seed = self._rows, training.seed
         batch = task.logical_batch(rows, self.device, precision.dtype, step_generator(seed=seed, step=0))
-        with precision.context(self.device):
+        chunked = nullcontext() if self.loss_chunks == 1 else ChunkedCrossEntropy(self.loss_chunks)
+        with precision.context(self.device), chunked:
             losses = batch.losses(self.model, 0, len(rows))
         return weighted_loss(losses, task.loss_weights)
 
@@ -512,6 +516,42 @@ class TaskStep:
         counts = self.task.batch_features(rows)
         each = (counts / np.maximum(counts.mean(axis=0), 1e-12)).sum(axis=1)
         return np.resize(rows[np.argsort(-each, kind="stable")], _size(self.batch))
+
+
+class ChunkedCrossEntropy(TorchFunctionMode):
+    """Computes cross entropies in parts of their rows, and each part again in the backward pass, so that only one part
+    has its logarithms in memory. Sums and gradients are the same; losses with weights, smoothing or probabilities as
+    targets stay whole.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__()
+        self._num_chunks = num_chunks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not F.cross_entropy:
+            return func(*args, **(kwargs or {}))
+        call = _CROSS_ENTROPY.bind(*args, **(kwargs or {}))
+        call.apply_defaults()
+        given = call.arguments
+        logits, target, reduction = given["input"], given["target"], given["reduction"]
+        is_plain = given["weight"] is None and not given["label_smoothing"] and given["reduce"] is None
+        if not is_plain or given["size_average"] is not None or target.is_floating_point() or not target.dim():
+            return func(*args, **(kwargs or {}))
+        each = partial(F.cross_entropy, ignore_index=given["ignore_index"],
+                       reduction="none" if reduction == "none" else "sum")  # fmt: skip
+        size = -(-len(target) // self._num_chunks)
+        parts = [checkpoint(each, *pair, use_reentrant=False, preserve_rng_state=False)
+                 for pair in zip(logits.split(size), target.split(size), strict=True)]  # fmt: skip
+        if reduction == "none":
+            return torch.cat(parts)
+        total = torch.stack(parts).sum()
+        return total if reduction == "sum" else total / (target != given["ignore_index"]).sum()
+
+
+_CROSS_ENTROPY: Final = inspect.signature(F.cross_entropy)
 
 
 def _of_target(step: _Step | TaskStep, card: Card, allocator: str | None, default: str) -> PeakPrediction:

@@ -33,6 +33,7 @@ from can_train.training.report import part_lines
 
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
+    from can_train.config.settings import TrainingSettings
     from can_train.fit.planner import RunPlan
     from can_train.memory.catalogue import UsableMemory
     from can_train.memory.meters import Meter
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 _CHILD_TIMEOUT_S: Final = 120.0  # a process that records starts anew, and reads a sample of the data
 _LARGEST: Final = 5  # modules whose recomputation is tried
+_CHUNKS: Final = 8  # of a cross entropy
+_LOGARITHMS: Final = ("_log_softmax", "nll_loss")  # operations of a cross entropy
+_FUSED: Final = ("adamw", "adam", "sgd")  # optimizers that are fused where no argument says otherwise
 _SHOWN: Final = 12  # rows of the table
 _LIST_ITEM: Final = re.compile(r"(.*\.|^)(\d+)(?=\.|$)")  # a dotted name up to its first number
 _MIB: Final = 2**20
@@ -242,10 +246,23 @@ def _changes(step: TaskStep, parts: Sequence[MemoryPart]) -> Iterator[tuple[str,
         yield f"--micro-batch-size {half}", replace(step, batch=step.batch[:half], num_parts=2), True
     for pattern, names in _to_recompute(step, parts).items():
         yield f"recompute {pattern} (torch.utils.checkpoint)", replace(step, recomputed=names), True
+    if any(part.operation.startswith(_LOGARITHMS) for part in parts[:_SHOWN]):
+        yield f"cross entropy in {_CHUNKS} chunks (docs/explain.md)", replace(step, loss_chunks=_CHUNKS), True
+    if line := _update_in_place(training):
+        args = {**training.optimizer_args, **line}
+        flags = " ".join(f"--set training.optimizer_args.{key}={str(value).lower()}" for key, value in line.items())
+        yield flags, replace(step, training=replace(training, optimizer_args=args)), True
     if training.precision == "fp32":
         yield "--precision bf16", replace(step, training=replace(training, precision="bf16")), False
     if training.optimizer != "sgd":
         yield "--optimizer sgd", replace(step, training=replace(training, optimizer="sgd", optimizer_args={})), False
+
+
+def _update_in_place(training: TrainingSettings) -> dict[str, bool]:
+    """Returns the arguments with which an optimizer may copy less; none where its step copies nothing already."""
+    if training.optimizer not in _FUSED:
+        return {"foreach": False}
+    return {"foreach": False, "fused": True} if {"foreach", "fused"} & training.optimizer_args.keys() else {}
 
 
 def _to_recompute(step: TaskStep, parts: Sequence[MemoryPart]) -> dict[str, tuple[str, ...]]:
