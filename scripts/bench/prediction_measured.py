@@ -6,6 +6,7 @@ on the row's card. Its prediction is `device_bytes` of `predict_peak`, the conte
 
 import csv
 import hashlib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,8 @@ from bench.harness import Table, environment, render, versions_of
 from bench.published_peaks import NoDefinitionError, Program, Row, allow_foreign_torchvision, program_of
 from can_train import predict_peak
 from can_train.errors import CanTrainError
-from can_train.fit.peak_prediction import loaded_kernels, price_trace
+from can_train.fit.cost_model import Spread
+from can_train.fit.peak_prediction import SPREADS, PeakPrediction, loaded_kernels, operations_of, price_trace
 from can_train.memory import cuda_dispatch
 from can_train.memory.allocation_trace import AllocationTrace
 from can_train.memory.catalogue import Card, find_card
@@ -37,6 +39,9 @@ BEFORE_EVERY: Final = 10  # so many rows apart
 NAMED: Final = 12  # models that a reason for leaving out names
 NOT_RECORDED: Final = "not recorded"
 NO_WHOLE_STEP: Final = "less was measured than FakeTensor estimates of the tensors alone, so no whole step ran"
+FEWEST: Final = 10  # measurements that a spread is computed of
+FOLDS: Final = 5
+HELD: Final = 0.965  # of the measurements that a spread is computed of: of others it holds somewhat less
 FAR: Final = 0.15  # relative error of rows that are named
 # Kinds of timm's networks, by words in their names; the first match counts.
 KINDS: Final = {
@@ -55,6 +60,8 @@ class Judged:
     measured: list[float] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)  # the driver's figure, as `predict_peak` states it
     ends: list[tuple[float, float]] = field(default_factory=list)  # of its interval
+    # Operations of `SPREADS`, and the bytes that the allocator was predicted to reserve and that it reserved
+    reserved: list[tuple[str, float, float]] = field(default_factory=list)
     fake: list[float] = field(default_factory=list)  # FakeTensor's estimates; NaN where there is none
     before: list[tuple[float, float]] = field(default_factory=list)  # predicted from small batches, and measured
     fits: list[bool] = field(default_factory=list)  # of batches that trained
@@ -99,12 +106,17 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The allocations of a program, and the libraries whose kernels it loads, as `predict_peak` reads them from its
-    model.
+    """The allocations of a program, the libraries whose kernels it loads, and the operations that decide its memory, as
+    `predict_peak` reads them from its model.
     """
 
     trace: AllocationTrace
     kernels: str
+    operations: str
+
+    def priced(self, card: Card) -> PeakPrediction:
+        """Returns the memory that it takes of a card."""
+        return price_trace(self.trace, card, PLAIN, self.kernels, self.operations)
 
 
 def recorded_on(program: Program, card: Card) -> AllocationTrace:
@@ -147,23 +159,24 @@ class Recorder:
                 raise NoDefinitionError(str(saved["reason"]))
             kinds = dict(zip(saved["numbers"].tolist(), saved["kinds"].tolist(), strict=True))
             trace = AllocationTrace(events=saved["events"].tolist(), workspaces=kinds)
-            return Recording(trace=trace, kernels=str(saved["kernels"]))
+            return Recording(trace=trace, kernels=str(saved["kernels"]), operations=str(saved["operations"]))
         if self.only_saved:
             raise NoDefinitionError(NOT_RECORDED)
-        trace, kernels, reason = AllocationTrace(events=[(0, 0)], workspaces={}), "", ""
+        trace, kernels, operations, reason = AllocationTrace(events=[(0, 0)], workspaces={}), "", "", ""
         try:
             program = program_of(row, batch)
             trace, kernels = recorded_on(program, card), loaded_kernels(program.model)
+            operations = operations_of(program.model)
         except (NoDefinitionError, CanTrainError) as error:
             reason = str(error)
         if self.folder:
             np.savez_compressed(
-                path, reason=reason, kernels=kernels, events=np.array(trace.events),
+                path, reason=reason, kernels=kernels, operations=operations, events=np.array(trace.events),
                 numbers=np.array(list(trace.workspaces)), kinds=np.array(list(trace.workspaces.values()), dtype="U32"),
             )  # fmt: skip
         if reason:
             raise NoDefinitionError(reason)
-        return Recording(trace=trace, kernels=kernels)
+        return Recording(trace=trace, kernels=kernels, operations=operations)
 
 
 def _key(row: Row, batch: int | None) -> str:
@@ -188,7 +201,7 @@ def measure(rows: Sequence[Row], most: int, before: Sequence[str], recorder: Rec
     allow_foreign_torchvision()
     table = Table("rows of", "rows", "error: median", "p95", "under", "inside; below, above", "FakeTensor", "before",
                   "two-sided")  # fmt: skip
-    left_out, far = [], []
+    left_out, far, reserved = [], [], []
     for (_, source), group in groupby(rows, key=lambda row: (row["family"], _source(row))):
         members = list(group)
         family = members[0]["family"]
@@ -196,11 +209,59 @@ def measure(rows: Sequence[Row], most: int, before: Sequence[str], recorder: Rec
         for cells in judged.table_rows(f"{source}, {family}"):
             table.add(*cells)
         far += judged.far()
+        reserved += judged.reserved
         left_out += [f"{source}, {family}: {line}" for line in _reasons(judged.left_out)]
     saved = ", as far as they were recorded (`--only-saved`)" if recorder.only_saved else ""
     lists = {name: "\n".join(f"- {line}" for line in lines) for name, lines in (("left_out", left_out), ("far", far))}
-    fields = {"most": most, "rows": len(rows), "saved": saved, "table": table, "FAR": FAR, **lists}
+    fields = {
+        "most": most,
+        "rows": len(rows),
+        "saved": saved,
+        "table": table,
+        "spreads": spreads(reserved),
+        "FAR": FAR,
+        **lists,
+    }
     return render("prediction-measured", {"environment": environment(versions_of("torch")), **fields})
+
+
+def spreads(reserved: Sequence[tuple[str, float, float]]) -> Table:
+    """Returns a table of the intervals that the measurements lead to, by operations, beside the shipped ones."""
+    table = Table("memory decided by", "rows", "inside, held out", "median width", "below, above", "shipped", "inside")
+    for operations, shipped in SPREADS.items():
+        pairs = np.array([pair for named, *pair in reserved if named == operations])
+        if len(pairs) < FEWEST:
+            continue
+        held = [is_inside for fold in range(FOLDS) for is_inside in _held_out_of(pairs, fold)]
+        spread, inside = spread_of(pairs), _inside(shipped, pairs)
+        widths = [(most - least) / predicted for predicted, _ in pairs for least, most in [shipped.around(predicted)]]
+        ends = [f"{each.less:.1%}, {each.more:.1%}" for each in (spread, shipped)]
+        table.add(
+            operations, f"{len(pairs)}", f"{np.mean(held):.1%}", f"{median(widths):.0%}", *ends, f"{inside.mean():.1%}"
+        )
+    return table
+
+
+def spread_of(pairs: np.ndarray) -> Spread:
+    """Returns the narrowest spread that holds `HELD` of the measurements; pairs are predicted and measured bytes."""
+    predicted, measured = pairs.T
+    shares = np.sort((measured - predicted) / Spread(less=1.0, more=1.0).unit(predicted))
+    count = min(math.ceil(HELD * len(shares)), len(shares))
+    first = np.argmin(shares[count - 1 :] - shares[: len(shares) - count + 1])
+    return Spread(less=float(max(-shares[first], 0.0)), more=float(max(shares[first + count - 1], 0.0)))
+
+
+def _inside(spread: Spread, pairs: np.ndarray) -> np.ndarray:
+    predicted, measured = pairs.T
+    least, most = spread.around(predicted)
+    inside: np.ndarray = (measured >= predicted + least) & (measured <= predicted + most)
+    return inside
+
+
+def _held_out_of(pairs: np.ndarray, fold: int) -> np.ndarray:
+    """Returns which measurements of a fold lie in the spread of the other folds."""
+    is_fold = np.arange(len(pairs)) % FOLDS == fold
+    return _inside(spread_of(pairs[~is_fold]), pairs[is_fold])
 
 
 def _reasons(left_out: Mapping[str, str]) -> list[str]:
@@ -247,7 +308,7 @@ def judge(rows: Sequence[Row], recorder: Recorder, *, before: bool) -> Judged:
 
 def judge_measured(row: Row, card: Card, recording: Recording, judged: Judged) -> None:
     """Adds the memory that a row's recording takes on a card, and the interval that is stated for it."""
-    priced = price_trace(recording.trace, card, PLAIN, recording.kernels)
+    priced = recording.priced(card)
     taken_off = (0.0, 0.0, 0.0)
     if "context not in it" in row["measured_kind"]:
         # xMem has taken the context off.
@@ -258,6 +319,8 @@ def judge_measured(row: Row, card: Card, recording: Recording, judged: Judged) -
     judged.measured.append(float(row["measured_mib"]))
     judged.predicted.append(predicted)
     judged.ends.append((least, most))
+    reserved = float(row["measured_mib"]) * MIB - (0.0 if taken_off[0] else priced.context.num_bytes)
+    judged.reserved.append((recording.operations, priced.reserved_bytes, reserved))
     judged.fake.append(fake_tensor_mib(row))
 
 
@@ -272,7 +335,7 @@ def judge_two_sided(row: Row, card: Card, recorder: Recorder, judged: Judged) ->
 
     def fits(batch: int | None = None) -> bool:
         recording = recorder.record(row, card, batch)
-        return bool(price_trace(recording.trace, card, PLAIN, recording.kernels).fits_card)
+        return bool(recording.priced(card).fits_card)
 
     judged.fits.append(fits())
     if following := re.search(r"next larger tried (\d+)", row["notes"]):

@@ -111,7 +111,7 @@ def first_flash_attention() -> Iterator[None]:
 def reserved_by(row: Row) -> Reserved:
     """Predicts the memory that PyTorch reserves for a program; raises NoDefinitionError."""
     predicted = predict_program(row)
-    terms = (predicted.tensors, *predicted.workspaces, predicted.fragmentation)
+    terms = (predicted.tensors, *predicted.workspaces, predicted.fragmentation, predicted.spread)
     least, most = sum(term.least_bytes for term in terms), sum(term.most_bytes for term in terms)
     sizes = (size / MIB for size in (predicted.reserved_bytes, least, most))
     return Reserved(**dict(zip(("predicted", "least", "most"), sizes, strict=True)), measured=float(row["mib"]))

@@ -13,9 +13,22 @@ from torch import Tensor, nn
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit import prediction
+from can_train.fit.cost_model import Spread
 from can_train.fit.explore import Explorer
 from can_train.fit.packing import BatchCosts
-from can_train.fit.peak_prediction import PeakPrediction, loaded_kernels, price_trace
+from can_train.fit.peak_prediction import (
+    ATTENTION,
+    DENSE_CONVOLUTIONS,
+    NOT_RECORDED,
+    OTHER_CONVOLUTIONS,
+    PRODUCTS,
+    RECURRENT,
+    SPREADS,
+    PeakPrediction,
+    loaded_kernels,
+    operations_of,
+    price_trace,
+)
 from can_train.fit.prediction import (
     LossOf,
     predict_limits,
@@ -398,9 +411,40 @@ def test_memory_that_runs_out_takes_the_cache_and_not_the_tensors() -> None:
     assert found.device_bytes <= card.total_bytes
 
 
-def test_a_larger_workspace_of_cudnn_widens_the_interval_by_what_it_would_reserve() -> None:
-    assert priced([100], workspace=40).workspaces[1].most_bytes == 3 * 40 * MIB
-    assert priced([100]).workspaces[1].most_bytes == 0
+@pytest.mark.parametrize("operations", SPREADS)
+def test_the_interval_of_a_card_is_the_spread_of_what_was_measured(operations: str) -> None:
+    trace = AllocationTrace(events=[(0, 1000 * MIB), (1, 40 * MIB)], workspaces={1: CUDNN})
+    found = price_trace(trace, find_card("a100-40gb"), PLAIN, operations=operations)
+    spread = SPREADS[operations]
+    least, most = (end - context for end, context in zip(
+        found.interval_bytes, (found.context.least_bytes, found.context.most_bytes), strict=True
+    ))  # fmt: skip
+    reserved, unit = 1040 * MIB, (1040 + 32) * MIB
+    scratch = 40 * MIB if operations == RECURRENT else 0
+    assert least == pytest.approx(reserved - spread.less * unit - scratch)
+    assert most == pytest.approx(reserved + spread.more * unit + 2 * scratch)
+    assert sum(term.num_bytes for term in found.terms) == found.device_bytes
+    assert f"networks whose memory {operations} decide" in str(found)
+
+
+def vision_transformer() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("build", "operations"),
+    [
+        (perceptron, PRODUCTS),
+        (vision_transformer, ATTENTION),
+        (lambda: nn.Sequential(nn.Embedding(8, 8), nn.GRU(8, 8), nn.Linear(8, 8)), RECURRENT),
+        (lambda: nn.LSTMCell(8, 8), RECURRENT),
+        # The first layer has a single channel, and the classes have most of the weights.
+        (lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 900)), DENSE_CONVOLUTIONS),
+        (lambda: nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1), nn.Linear(8, 9)), OTHER_CONVOLUTIONS),
+    ],
+)
+def test_the_spread_follows_the_operations_of_a_network(build: Callable[[], nn.Module], operations: str) -> None:
+    assert operations_of(build()) == operations
 
 
 def test_what_fits_only_beside_the_context_that_is_assumed_does_not_surely_fit() -> None:
@@ -1009,6 +1053,10 @@ def test_a_plans_limits_are_corrected_by_batches_recorded_as_cuda_would_run_them
     assert of_probes != pytest.approx(peak, rel=0.01)
     # Evaluation is corrected by a batch of its own.
     assert recorded.evaluation.measured_ratio != recorded.training.measured_ratio
+    # The plan states the interval that measured peaks have around predictions for cards.
+    assert (recorded.spread, probed.spread) == (SPREADS[operations_of(task.build_model())], Spread())
+    least, most = recorded.peak_interval(GIB, 0.0)
+    assert (least - GIB, most - GIB) == pytest.approx(recorded.spread.around(GIB))
 
 
 class AttentionTask(ImageTask):
@@ -1045,6 +1093,7 @@ def test_limits_of_a_model_that_cannot_be_recorded_rest_on_small_batches_and_say
     assert "cannot be recorded on tensors without values" in limits.not_recorded_because
     assert limits.not_recorded_because.endswith("; let no shape and no branch of the model depend on a tensor's values")
     assert limits.training.measured_ratio == limits.evaluation.measured_ratio == 1
+    assert limits.spread == NOT_RECORDED
 
 
 def test_a_plan_does_not_claim_a_recording_where_no_sample_costs_anything() -> None:
@@ -1057,4 +1106,6 @@ def test_a_plan_does_not_claim_a_recording_where_no_sample_costs_anything() -> N
 def test_a_device_that_is_no_gpu_of_the_catalogue_is_not_recorded() -> None:
     target = UsableMemory(key="cpu-2gb", name="CPU", total_bytes=2**31, subtracted=(), source="as the job asks for")
     limits = predict_limits(explorer_of(ImageTask(), target), whole_epoch)
-    assert (limits.recorded, limits.not_recorded_because) == (False, "")
+    assert (limits.recorded, limits.not_recorded_because, limits.spread) == (False, "", Spread())
+    of_amd = predict_limits(explorer_of(ImageTask(), usable(find_card("mi300x"))), whole_epoch)
+    assert (of_amd.recorded, of_amd.spread) == (False, NOT_RECORDED)

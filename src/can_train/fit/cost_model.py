@@ -190,6 +190,26 @@ class SearchResult:
         return replace(beside, tuned_limit=max(fits, 0.0), capped=self.capped and fits == self.tuned_limit)
 
 
+# Added to a peak before the share of a spread is taken: segments of the allocator decide the peaks of small networks.
+_ANY_NETWORK_BYTES: Final = 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The interval around a predicted peak that holds 95 of 100 measured peaks, as shares of the prediction."""
+
+    less: float = 0.0
+    more: float = 0.0
+
+    def unit(self, num_bytes: float) -> float:
+        """Returns the bytes that the shares are of."""
+        return num_bytes + _ANY_NETWORK_BYTES
+
+    def around(self, num_bytes: float) -> tuple[float, float]:
+        """Returns the ends of the interval, relative to the predicted bytes."""
+        return -self.less * self.unit(num_bytes), self.more * self.unit(num_bytes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
     """Both phases and the optimizer on one device."""
@@ -203,6 +223,7 @@ class DeviceLimits:
     earlier_run: str = ""  # Run whose limits are those that are `confirmed`
     recorded: bool = False  # Whether batches that were recorded as CUDA would run them have corrected the prediction
     not_recorded_because: str = ""  # The reason why none could be recorded, as a clause
+    spread: Spread = Spread()  # Of peaks on a GPU that was not at hand
     saved_share: float = 0.0  # Largest share of a peak that compiled steps take less, since probes are not compiled
 
     def priced(self, batch: Any) -> BatchCosts:
@@ -247,7 +268,9 @@ class DeviceLimits:
     def peak_interval(self, peak_bytes: float, cost: float) -> tuple[float, float]:
         """Returns the interval around a predicted peak, of steps whose costliest micro-batch has some cost."""
         width = self.training.half_width(cost)
-        return (1 - self.saved_share) * peak_bytes - width, peak_bytes + width
+        less, more = self.spread.around(peak_bytes)
+        least = (1 - self.saved_share) * peak_bytes + min(less, -width)
+        return max(least, 0.0), peak_bytes + max(more, width)
 
     def step_peak_bytes(self, largest_cost: float, largest_later_cost: float) -> float:
         """Returns the predicted peak of a step from the cost of its costliest micro-batch, and of the costliest that is

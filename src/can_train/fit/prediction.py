@@ -55,12 +55,15 @@ from can_train.fit.optimizer import (
 )
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.peak_prediction import (
+    NOT_RECORDED,
+    SPREADS,
     MemoryTerm,
     PeakPrediction,
     from_small_batches,
     loaded_kernels,
     of_any,
     of_compiled,
+    operations_of,
     price_trace,
 )
 from can_train.io.units import counted, parse_size, size_text
@@ -108,7 +111,8 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
     recorded, peaks, failures = copy(explorer), [], []
     card = explorer.meter.target if isinstance(explorer.meter, AbsentGpuMeter) else None
     if card is None or not card.resident_threads:
-        return explorer.explore(upper)
+        limits = explorer.explore(upper)
+        return replace(limits, spread=NOT_RECORDED) if card is not None and card.generation == ROCM else limits
 
     def record(work: Workload, positions: Positions) -> int | None:
         def measure(gpu: RecordedGpu) -> int:
@@ -133,7 +137,13 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
 
     recorded.record = record
     limits = recorded.explore(upper)
-    return replace(limits, recorded=bool(peaks) and not failures, not_recorded_because=failures[0] if failures else "")
+    is_recorded = bool(peaks) and not failures
+    return replace(
+        limits,
+        recorded=is_recorded,
+        not_recorded_because=failures[0] if failures else "",
+        spread=SPREADS[operations_of(explorer.model)] if is_recorded else NOT_RECORDED,
+    )
 
 
 Result = TypeVar("Result")
@@ -628,8 +638,8 @@ def _recorded_with(
         if sizes is None:
             raise
         traces = _of_generations(card.generation, partial(record, sizes=sizes))
-    kernels = loaded_kernels(step.model)
-    found = of_any({generation: price_trace(trace, card, settings, kernels) for generation, trace in traces.items()})
+    kernels, operations = loaded_kernels(step.model), operations_of(step.model)
+    found = of_any({gpu: price_trace(trace, card, settings, kernels, operations) for gpu, trace in traces.items()})
     return found if sizes is None else _of_sizes(found, sizes)
 
 

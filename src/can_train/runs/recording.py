@@ -96,8 +96,8 @@ def memory_limits(run_plan: RunPlan, *, device: str, capacity_bytes: int, from_s
     memory = MemoryLimits(from_step=from_step, device=device, capacity_bytes=capacity_bytes)
     if limits is None or peak is None:
         return memory
-    half_width = limits.training.half_width(plan.largest_cost)
-    memory = replace(memory, predicted_bytes=(round(peak - half_width), round(peak + half_width)))
+    least, most = limits.peak_interval(peak, plan.largest_cost)
+    memory = replace(memory, predicted_bytes=(round(least), round(most)))
     if plan.safety_factor is None or not math.isfinite(plan.rules.safe_limit):
         return memory
     safe = limits.step_peak_bytes(plan.rules.safe_limit, plan.rules.safe_limit)

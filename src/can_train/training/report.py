@@ -93,7 +93,8 @@ def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
                 lines.append(("target", f"a peak of {aim.share:.1%} of what is usable{reason}"))
         share = peak / limits.capacity_bytes
         least, most = (end / limits.capacity_bytes for end in limits.peak_interval(peak, plan.largest_cost))
-        around = f"± {most - share:.1%}" if not limits.saved_share else f"({least:.1%} to {most:.1%})"
+        ends = f"{share - least:.1%}", f"{most - share:.1%}"
+        around = f"± {ends[1]}" if ends[0] == ends[1] else f"({least:.1%} to {most:.1%})"
         lines.append(("predicted peak", f"{size_text(peak)}, {share:.1%} {around} of what is usable"))
     if (data := run_plan.data).num_bytes:
         where = "live on the device" if data.on_device else "stay on the host"
