@@ -105,6 +105,95 @@ def test_the_batch_dependence_of_a_function_is_found_though_no_layer_can_be_name
     assert found.modules == ()
 
 
+WIDE = torch.randn(SAMPLES, 1024, generator=torch.Generator().manual_seed(1))
+
+
+class Large(nn.Module):
+    """A model whose products are folded, and something done with features between them."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        # Widths that fold evenly and unevenly, and one that stays.
+        self.before, self.after = nn.Linear(1024, 4500), nn.Linear(4500, 1300)
+        self.last, self._then = nn.Linear(1300, 8), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.after(self._then(self.before(x)).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+def measured_large(model: nn.Module, loss: Callable[[Tensor], Tensor] = lambda y: y.square().sum()) -> BatchDependence:
+    def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
+        return {"loss": (loss(model(WIDE[start:stop])), float(stop - start))}
+
+    return measure_batch_dependence(model, losses, {"loss": float(SAMPLES)})
+
+
+def in_last_feature(h: Tensor) -> Tensor:
+    return torch.cat([h[:, :-1], h[:, -1:] - h[:, -1:].mean(dim=0)], dim=1)
+
+
+def in_opposite_features(h: Tensor) -> Tensor:
+    """Adds a mean of the batch to half of the features, and takes it from the others: sums over the groups that are
+    folded, of 60 features, are as they were.
+    """
+    mean = h[:, :2250].mean(dim=0)
+    return h + torch.cat([mean, -mean])
+
+
+def across_samples(h: Tensor) -> Tensor:
+    # With sharper attention each sample would attend to itself alone.
+    return F.scaled_dot_product_attention(h[None, None], h[None, None], h[None, None], scale=1e-4)[0, 0]
+
+
+def contrast(y: Tensor) -> Tensor:
+    similar = F.normalize(y) @ F.normalize(y).T
+    return F.cross_entropy(similar, torch.arange(len(y)), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Large(nn.BatchNorm1d(4500)),
+        *map(Large, (lambda h: h.softmax(dim=0), across_samples, in_last_feature, in_opposite_features)),
+    ],
+    ids=["batch norm", "softmax", "attention", "one feature", "opposite features"],
+)
+def test_a_large_model_whose_products_are_folded_shows_its_batch_dependence(model: nn.Module) -> None:
+    assert measured_large(model).terms["loss"] > 1e-3
+
+
+@pytest.mark.parametrize("loss", [contrast, lambda y: (y - y.mean(dim=0)).square().sum(), lambda y: y.std(dim=0).sum()])
+def test_a_loss_of_a_whole_batch_is_found_in_a_large_model(loss: Callable[[Tensor], Tensor]) -> None:
+    assert measured_large(Large(torch.tanh), loss).terms["loss"] > 1e-3
+
+
+def test_independent_samples_of_a_large_model_have_no_batch_dependence_and_a_mean_is_a_fault() -> None:
+    model = Large(nn.LayerNorm(4500))
+    assert measured_large(model) == BatchDependence(terms={}, modules=(), drops=False)
+    assert measured_large(model, lambda y: y.square().mean()).faults["loss"].is_mean
+
+
+def test_products_of_a_large_model_are_folded_and_of_a_small_one_computed() -> None:
+    def products(model: nn.Module) -> dict[str, Tensor]:
+        seen: dict[str, Tensor] = {}
+        for name, module in model.named_children():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(
+                    lambda module, args, result, name=name: seen.update({name: result - args[0] @ module.weight.T})
+                )
+        measured_large(model)
+        return {name: apart - module.bias for (name, apart), module in zip(seen.items(), model.children(), strict=False)
+                if isinstance(module, nn.Linear)}  # fmt: skip
+
+    large = products(Large(torch.tanh))
+    small = products(nn.Sequential(nn.Linear(1024, 256), nn.Linear(256, 8)))
+    assert large["before"].abs().max() > 0.1
+    assert large["after"].abs().max() > 0.1
+    # Few features, of few weights, stay.
+    assert large["last"].abs().max() < 1e-4
+    assert max(apart.abs().max() for apart in small.values()) < 1e-4
+
+
 def test_only_the_terms_with_a_batch_dependence_are_named() -> None:
     model = nn.Linear(6, 1)
 

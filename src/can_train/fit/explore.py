@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -112,12 +113,19 @@ def fit_by_probes(
         DoesNotFitError: Not even a single sample fits.
     """
     readings: list[ProbeReading] = []
-    capacity_bytes = bounds.capacity_bytes
+    capacity_bytes, are_uniform = bounds.capacity_bytes, not np.ptp(counts, axis=0).any()
+
+    def probes(size: int) -> list[Positions]:
+        chosen = extreme_samples(counts, size)
+        peaks = sorted(peak for _, peak in readings)
+        # Where other samples, as many of them, took the same and fewer took less, a size need not be read twice.
+        agree = are_uniform and any(one == other > peaks[0] for one, other in pairwise(peaks))
+        return chosen[-1:] if agree else chosen
 
     def run_round(size: int) -> bool:
         """Runs the probes of one size and adds to the readings; returns whether all of them fitted."""
         complete = True
-        for positions in extreme_samples(counts, size):
+        for positions in probes(size):
             with CatchOutOfMemory() as caught:
                 readings.append((batch_totals(features, counts[positions]), float(measure(positions))))
             complete = complete and not caught.message
@@ -401,6 +409,8 @@ class Explorer:
     search_seconds: float = math.inf  # That a search of limits may take in any case
     epoch_share: float = SEARCH_SHARE  # The share of an epoch with every sample that it may take where that is more
     record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
+    # By the sizes and types of the parameters that were trained then.
+    _optimizers: dict[tuple[object, ...], OptimizerMemory] = field(default_factory=dict, init=False)
 
     @cached_property
     def _counts(self) -> NDArray[np.float64]:
@@ -480,8 +490,11 @@ class Explorer:
         """Measures, on the host, the memory of the phase's optimizer for the parameters that are trained now."""
         training, device = self.training, self.meter.device
         with self.meter.host(), only_trained(self.model, self.phase):
+            trained = tuple((parameter.shape, parameter.dtype) for parameter in self._parameters)
+            if trained in self._optimizers:
+                return self._optimizers[trained]
             try:
-                return measure_optimizer(
+                self._optimizers[trained] = measure_optimizer(
                     self._parameters, lambda shadows: make_optimizer(list(shadows), training, training.lr, device)
                 )
             except CanTrainError:
@@ -490,6 +503,7 @@ class Explorer:
             except Exception as error:
                 rule = f"{training.optimizer} failed in a step on the CPU, where its memory is measured"
                 raise TaskError(rule, error) from error
+            return self._optimizers[trained]
 
     def batch_dependence(self) -> BatchDependence:
         """Measures whether samples of a batch influence each other's gradient."""
