@@ -83,6 +83,18 @@ def test_what_is_missing_is_said_with_the_command_that_makes_it(shelf: Shelf) ->
     ]  # fmt: skip
 
 
+def test_all_runs_that_are_missing_are_said_at_once_and_only_they(shelf: Shelf) -> None:
+    with pytest.raises(ConfigError, match="an autoencoder and a classifier, and no finished run fits") as error:
+        resolve(shelf, "fusion", "fusion")
+    autoencoder, classifier = error.value.remedy.splitlines()[1:-1]
+    assert "--model vgae" in autoencoder
+    assert "--model gat" in classifier
+    shelf.put(1, shelf.resolved("vgae", "autoencoder"))
+    with pytest.raises(ConfigError, match="builds on a classifier, and") as error:
+        resolve(shelf, "fusion", "fusion")
+    assert error.value.remedy.splitlines()[1:-1] == [classifier]
+
+
 @pytest.mark.parametrize("way", ["name", "short name", "folder", "checkpoint", "copy"])
 def test_a_run_is_given_by_name_by_folder_or_by_a_file_of_its_checkpoints(shelf: Shelf, way: str) -> None:
     older = shelf.put(1, shelf.resolved("gat", "normal"))

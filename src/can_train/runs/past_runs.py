@@ -88,7 +88,7 @@ def resolve_prerequisites(
         RunError: A run is unknown or unreadable, or has not finished.
         CheckpointError: A run has lost its weights.
     """
-    notices, folders = [], {}
+    notices, folders, missing = [], {}, []
     if run.training.start_from:
         start = find_run(past.known, run.training.start_from)
         if start.folder.result() is None and start.run_id not in past.awaited_ids:
@@ -107,13 +107,17 @@ def resolve_prerequisites(
             continue
         awaited = next((known for known in past.awaited if not misfits(known.config, run, needed)), None)
         source = awaited or past.newest(run, needed)
-        if source is None and needed.required:
-            raise ConfigError(f"Mode {run.mode.name} builds on {needed.what}, and no finished run fits",
-                              value=f"looked in {run.runs_dir} and {state_dir(run.paths)}",
-                              remedy=_remedy("This makes one", needed, run, request))  # fmt: skip
         if source is not None:
             folders[needed.role] = source.folder.path
             notices.append(source_notice(needed, source, is_awaited=awaited is not None))
+        elif needed.required:
+            missing.append(needed)
+    if missing:
+        names = " and ".join(needed.what for needed in missing)
+        makes = "This makes one" if len(missing) == 1 else "These make them"
+        raise ConfigError(f"Mode {run.mode.name} builds on {names}, and no finished run fits",
+                          value=f"looked in {run.runs_dir} and {state_dir(run.paths)}",
+                          remedy=_remedy(makes, [_line(needed, run, request) for needed in missing]))  # fmt: skip
     return with_folders(run, folders), notices
 
 
@@ -167,12 +171,12 @@ def _has_weights(folder: RunFolder) -> bool:
 
 
 def _find_named(name: str, needed: Prerequisite, run: ResolvedRun, request: "RunRequest", past: PastRuns) -> KnownRun:
-    known = find_run(past.known, name)
+    known, line = find_run(past.known, name), _line(needed, run, request)
     different = misfits(known.folder.config(), run, needed)
     if different:
         raise ConfigError(f"The {_words(needed)} does not fit this run",
                           value=f"{known.run_id}: {'; '.join(different)}",
-                          remedy=_remedy("This makes one that does", needed, run, request, named=True))  # fmt: skip
+                          remedy=_remedy("This makes one that does", [line], _unnamed(needed)))  # fmt: skip
     if known.run_id in past.awaited_ids:
         return known
     if known.folder.result() is None:
@@ -187,11 +191,21 @@ def _find_named(name: str, needed: Prerequisite, run: ResolvedRun, request: "Run
         raise RunError(f"An unfinished run cannot be {needed.what}", value=value, remedy=remedy)
     if not _has_weights(known.folder):
         raise CheckpointError("The run to build on has lost its weights", value=str(known.folder.checkpoints_path),
-                              remedy=_remedy("This makes another", needed, run, request, named=True))  # fmt: skip
+                              remedy=_remedy("This makes another", [line], _unnamed(needed)))  # fmt: skip
     return known
 
 
-def _remedy(what: str, needed: Prerequisite, run: ResolvedRun, request: "RunRequest", *, named: bool = False) -> str:
+def _remedy(what: str, lines: Sequence[str], then: str = "Then give the same line again") -> str:
+    # Each command stands on a line of its own, without a full stop, because it will be pasted.
+    return "\n  ".join([f"{what}:", *lines]) + f"\n{then}"
+
+
+def _unnamed(needed: Prerequisite) -> str:
+    # A line that names a run would name the same unsuitable run again.
+    return f"Then give the same line without the run that it names: the newest {_words(needed)} that fits is taken"
+
+
+def _line(needed: Prerequisite, run: ResolvedRun, request: "RunRequest") -> str:
     """Returns the command that trains a run which `run` could build on, on the same data and in the same folders."""
     size = needed.sizes[0] if needed.sizes else run.size if needed.same_model else ""
     dataset = ["--dataset", request.dataset] if request.dataset else []
@@ -205,10 +219,7 @@ def _remedy(what: str, needed: Prerequisite, run: ResolvedRun, request: "RunRequ
     for key, value in request.values.items():
         group, _, name = key.partition(".")
         words += [f"--{name.replace('_', '-')}", str(value)] if group == "paths" else []
-    # A line that names a run would name the same unsuitable run again.
-    then = f"Then give the same line without the run that it names: the newest {_words(needed)} that fits is taken"
-    # The command stands on a line of its own, without a full stop, because it will be pasted.
-    return f"{what}:\n  {shlex.join(words)}\n{then if named else 'Then give the same line again'}"
+    return shlex.join(words)
 
 
 def _words(needed: Prerequisite) -> str:
