@@ -112,6 +112,9 @@ def test_a_training_that_does_not_fit_is_an_error_and_in_a_table_a_row(
     said = capsys.readouterr()
     assert "must fit" in said.err
     assert "Traceback" not in said.err
+    # The first line comes before anything is measured.
+    assert said.out.startswith(f"{KEY}: ")
+    assert "Plan:" not in said.out
     assert main((*line, "--target-memory", "2400MiB", "--target-gpu", "h100")) == 0
     assert "does not fit" in capsys.readouterr().out
     assert main((*line, "--target-gpu", "sim:1MiB,sim:2MiB", "--json")) == DOES_NOT_FIT

@@ -371,6 +371,8 @@ def _print_dry_runs(
     """Plans each run and prints the plan, in full for one device and as a table for several; runs that are alike have
     one plan.
     """
+    from can_train.config.resolved import plain_to_yaml
+
     jobs: Sequence[PlannedJob | None] = [None] * len(runs)
     if flags["submit"]:
         # Before the plans: they take seconds, and an error in a job is known at once.
@@ -383,14 +385,17 @@ def _print_dry_runs(
     failures: list[CanTrainError] = []
     for number, (run, job) in enumerate(zip(runs, jobs, strict=True), start=1):
         script = {} if job is None else {"script": job.script}
+        if not flags["json"]:
+            output.print_text("", end="\n" if number > 1 else "")
+            if len(runs) > 1:
+                output.print_wrapped(f"Run {number} of {len(runs)}: {_title(run, runs)}")
+            if flags["show_config"]:
+                output.print_text(plain_to_yaml(run.config))
         try:
             plans = _dry_plans(run, job, flags, reporter)
             objects.append({**plans.to_plain(), **script})
             if not flags["json"]:
-                output.print_text("", end="\n" if number > 1 else "")
-                if len(runs) > 1:
-                    output.print_wrapped(f"Run {number} of {len(runs)}: {_title(run, runs)}")
-                _print_plans(run, plans, flags, verbosity, reporter)
+                _print_plans(run, plans, verbosity, reporter)
             failures += [] if plans.fits else [plans.error]
         except _NoPlanError as unknown:
             objects.append({"config_key": run.key, "data": None, "plans": [], "unknown": str(unknown),
@@ -446,14 +451,20 @@ def _dry_plans(run: "ResolvedRun", job: "PlannedJob | None", flags: Flags, repor
             problem = f"torch cannot be imported ({' '.join(str(error).split())})"
             raise _NoPlanError(f"No plan is made here: {problem}. The job plans on its device") from error
     from can_train.training.dry_run import dry_plans, find_targets, host_target
-    from can_train.training.loading import nothing_left_behind
+    from can_train.training.loading import nothing_left_behind, sample_task
+    from can_train.training.report import data_line
 
     with nothing_left_behind():
         if device is not None and device.memory_mib and not names and not run.device.startswith("sim:"):
             targets = [host_target(device.memory_mib)]
         else:
             targets = find_targets(run, names or (() if device is None else device.cards), reporter)
-        return dry_plans(run, targets, reporter, ranks=1 if device is None else device.ranks)
+        sampled = sample_task(run, reporter)
+        if not flags["json"]:
+            # The first line: the others take seconds.
+            output.print_wrapped(data_line(run.key, sampled.estimated_train_rows or len(sampled.train_rows),
+                                           sampled.sample_note))  # fmt: skip
+        return dry_plans(run, targets, reporter, sampled=sampled, ranks=1 if device is None else device.ranks)
 
 
 def target_names(flags: Flags) -> list[str]:
@@ -469,27 +480,23 @@ def target_names(flags: Flags) -> list[str]:
     return [*split_list(flags["target_gpu"] or ""), *filter(None, [flags["target_memory"]])]
 
 
-def _print_plans(
-    run: "ResolvedRun", planned: "Plans", flags: Flags, verbosity: Verbosity, reporter: "Reporter"
-) -> None:
-    from can_train.config.resolved import plain_to_yaml
+def _print_plans(run: "ResolvedRun", planned: "Plans", verbosity: Verbosity, reporter: "Reporter") -> None:
+    """Prints plans below their first line."""
     from can_train.training.explain import explain_planned
-    from can_train.training.report import RECORDED, data_text, dry_lines, dry_table
+    from can_train.training.report import RECORDED, dry_lines, dry_table
 
     details, plans = verbosity == Verbosity.VERBOSE, planned.cards
-    if flags["show_config"]:
-        output.print_text(plain_to_yaml(run.config))
     if len(plans) == 1:
-        # A training that does not fit is an error, and nothing else is printed of it.
+        # A training that does not fit is an error, and nothing more is printed of it.
         if planned.fits:
             parts = explain_planned(run, plans[0], reporter) if details else []
-            for line in dry_lines(run.key, plans[0], details=details, parts=parts):
+            for line in dry_lines(plans[0], details=details, parts=parts):
                 output.print_wrapped(line)
         return
     warnings = dict.fromkeys(warning for dry in plans for warning in dry.warnings)
     sources = dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans)
     recorded = [RECORDED] if any(dry.is_recorded for dry in plans) else []
-    notes = [data_text(plans[0]), *sources, *recorded, *warnings]
+    notes = [*sources, *recorded, *warnings]
     output.print_tables([TextTable(f"Plans of {run.key}", *dry_table(plans, details=details), notes)])
 
 

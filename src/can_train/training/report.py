@@ -119,13 +119,13 @@ def detail_lines(run_plan: RunPlan, reference_models: Sequence[ReferenceModelPla
     return lines
 
 
-def dry_lines(key: str, dry: CardPlan, *, details: bool, parts: Sequence[str] = ()) -> list[str]:
-    """Writes the plan of a training that fits as lines, with its warnings below; `parts` are the lines of the largest
-    parts of its peak.
+def dry_lines(dry: CardPlan, *, details: bool, parts: Sequence[str] = ()) -> list[str]:
+    """Writes the plan of a training that fits as lines, those after `data_line`, with its warnings below; `parts` are
+    the lines of the largest parts of its peak.
     """
     assert dry.plan is not None, "what does not fit has an error in place of a plan"
     target = dry.target
-    lines = [f"{key}: {data_text(dry)}", *plan_summary(dry.plan, target.key, target.capacity_bytes)]
+    lines = plan_summary(dry.plan, target.key, target.capacity_bytes)
     if details:
         lines += [
             f"  device         {target.name}, {size_text(target.total_bytes)}: {target.source}",
@@ -136,10 +136,10 @@ def dry_lines(key: str, dry: CardPlan, *, details: bool, parts: Sequence[str] = 
     return [*lines, *(f"note: {text}" for text in dry.warnings)]
 
 
-def data_text(dry: CardPlan) -> str:
-    """Writes how much data there is, and how that is known."""
-    samples = "sample" if dry.num_samples == 1 else "samples"
-    return f"{dry.num_samples:,} training {samples}" + (f", {dry.sample_note}" if dry.sample_note else "")
+def data_line(key: str, num_samples: int, note: str) -> str:
+    """Writes the first line of a plan: how much data there is, and how that is known."""
+    samples = "sample" if num_samples == 1 else "samples"
+    return f"{key}: {num_samples:,} training {samples}" + (f", {note}" if note else "")
 
 
 def dry_table(plans: Sequence[CardPlan], *, details: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
