@@ -310,8 +310,8 @@ def judge_measured(row: Row, card: Card, recording: Recording, judged: Judged) -
     """Adds the memory that a row's recording takes on a card, and the interval that is stated for it."""
     priced = recording.priced(card)
     taken_off = (0.0, 0.0, 0.0)
-    if "context not in it" in row["measured_kind"]:
-        # xMem has taken the context off.
+    if "context not in it" in row["measured_kind"] or "max_memory" in row["measured_kind"]:
+        # xMem has taken the context off, and PyTorch does not count it.
         taken_off = priced.context.num_bytes, priced.context.least_bytes, priced.context.most_bytes
     stated = (priced.device_bytes, *priced.interval_bytes)
     predicted, least, most = ((size - context) / MIB for size, context in zip(stated, taken_off, strict=True))

@@ -34,10 +34,13 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "identity": nn.Identity,
 }  # fmt: skip
 _TRANSFORMERS: Final = ("bert", "xlnet", "gpt2")
-_TORCHVISION: Final = {
-    "ConvNeXtTiny": "convnext_tiny", "VGG16": "vgg16", "MobeNetV3Large": "mobilenet_v3_large",
-    "MobileNetV2": "mobilenet_v2", "RegNetY400MF": "regnet_y_400mf", "ResNet152": "resnet152",
-}  # fmt: skip
+# Names of tables that torchvision's own do not begin with, in small letters and without signs.
+_TORCHVISION: Final = {"mobenetv3": "mobilenetv3", "efficientnet": "efficientnetb0", "inception": "inceptionv3",
+                       "mobilenet": "mobilenetv2"}  # fmt: skip
+_XLNET_BASE: Final = {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072}
+_LORA_RANK: Final = 8
+_ALPACA_TOKENS: Final = 1304  # of litgpt's longest sample, by Llama's words
+_LOSS_TOKENS: Final = 128  # of litgpt's chunks of the loss
 
 
 class NoDefinitionError(Exception):
@@ -108,7 +111,8 @@ def _moved(value: Any) -> Any:
 def program_of(row: Row, batch: int | None = None) -> Program:
     """Returns the program of a row, with a batch of its own where one is given; raises NoDefinitionError."""
     size, family = batch or int(row["batch"]), row["family"]
-    on_meta = {"mlp": _generated_mlp, "cnn-generated": _generated_cnn, **dict.fromkeys(_TRANSFORMERS, _transformer)}
+    on_meta = {"mlp": _generated_mlp, "cnn-generated": _generated_cnn, **dict.fromkeys(_TRANSFORMERS, _transformer),
+               "llm-lora": _lora}  # fmt: skip
     # Some of these models compute their own shapes with tensors, which takes values.
     with_values = {"cnn": _torchvision, "torchvision": _torchvision, "timm": _timm}
     if family in with_values:
@@ -257,9 +261,10 @@ def _transformer(row: Row, size: int) -> Program:
         raise NoDefinitionError("trained on several GPUs at once")
     if row["family"] == "bert":
         wide = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-        model = hugging.BertForMaskedLM(hugging.BertConfig(vocab_size=28996, **(wide if large else {})))
+        words = 30522 if "uncased" in row["model"] else 28996
+        model = hugging.BertForMaskedLM(hugging.BertConfig(vocab_size=words, **(wide if large else {})))
     else:
-        model = hugging.XLNetForSequenceClassification(hugging.XLNetConfig())
+        model = hugging.XLNetForSequenceClassification(hugging.XLNetConfig(**({} if large else _XLNET_BASE)))
 
     def batch_of(samples: int) -> tuple[Any, Tensor]:
         words = torch.zeros(samples, length, dtype=torch.int64)
@@ -277,17 +282,80 @@ def _by_name(forward: Callable[..., Any]) -> Callable[[Mapping[str, Tensor]], An
     return lambda inputs: forward(**inputs)
 
 
-def _torchvision(row: Row, size: int) -> Program:
+class _Lora(nn.Module):
+    """A layer that is not trained, and the product of two narrow ones beside it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.drop = layer, nn.Dropout(0.05)
+        self.narrow = nn.Linear(layer.in_features, _LORA_RANK, bias=False, dtype=torch.bfloat16)
+        self.widen = nn.Linear(_LORA_RANK, layer.out_features, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns [..., O] features of [..., I] ones."""
+        total: Tensor = self.layer(x) + self.widen(self.narrow(self.drop(x)))
+        return total
+
+
+def _lora(row: Row, size: int) -> Program:
+    if not row["model"].startswith("Llama-2-13B"):
+        raise NoDefinitionError("only Llama 2 with 13 billion weights is defined here")
+    hugging = import_module("transformers")
+    shape = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
+    model = hugging.LlamaForCausalLM(hugging.LlamaConfig(use_cache=False, **shape)).to(torch.bfloat16)
+    model.requires_grad_(requires_grad=False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, _Lora(getattr(layer.self_attn, name)))
+
+    def batch_of(samples: int) -> tuple[Any, Tensor]:
+        words = torch.zeros(samples, _ALPACA_TOKENS, dtype=torch.int64)
+        return {"input_ids": words}, words
+
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        chunks = zip(outputs.logits.split(_LOSS_TOKENS, 1), labels.split(_LOSS_TOKENS, 1), strict=True)
+        return torch.cat([F.cross_entropy(scores.flatten(0, 1), words.flatten(), reduction="none")
+                          for scores, words in chunks]).mean()  # fmt: skip
+
+    model.forward = _by_name(model.forward)
+    return Program(
+        model=model, batch_of=batch_of, batches=[size] * _STEPS, loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(filter(_is_trained, parameters), foreach=True),
+    )  # fmt: skip
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
+
+
+def _vision_network(name: str, classes: int, options: Mapping[str, Any]) -> nn.Module:
+    """Returns a network by its name in a table, which writes torchvision's and timm's in ways of its own."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    if plain.startswith("xception"):
+        network: nn.Module = import_vision("timm").create_model("legacy_xception", num_classes=classes)
+        return network
     models = import_vision("torchvision.models")
-    name = _TORCHVISION.get(row["model"], row["model"])
+    for given, known in _TORCHVISION.items():
+        if plain == given or (plain.startswith(given) and given == "mobenetv3"):
+            plain = plain.replace(given, known)
+    names = {re.sub(r"_", "", each): each for each in models.list_models(module=models)}
+    # A family without a size: MnasNet is its network of width 1.0.
+    found = names.get(plain) or names.get(f"{plain}10")
+    if found is None:
+        raise NoDefinitionError(name)
+    network = getattr(models, found)(num_classes=classes, **(options if found.startswith("inception") else {}))
+    assert isinstance(network, nn.Module)
+    return network
+
+
+def _torchvision(row: Row, size: int) -> Program:
     is_xmem = row["family"] == "torchvision"
     # MobileNets of xMem have as many classes as CIFAR10, all other networks 1000.
-    classes = 10 if is_xmem and name.startswith("mobilenet") else 1000
-    if not hasattr(models, name):
-        raise NoDefinitionError(name)
+    classes = 10 if is_xmem and re.match("mobe|mobile", row["model"].lower()) else 1000
+    model = _vision_network(row["model"], classes, {"aux_logits": False, "init_weights": False})
     kind = row["optimizer"].split()[0]
     return Program(
-        model=getattr(models, name)(num_classes=classes),
+        model=model,
         batch_of=_images(3, int(row["image_or_seq"])),
         batches=[size] * _STEPS + ([] if is_xmem else _last(IMAGENET, size)),
         optimizer=lambda parameters: getattr(torch.optim, kind)(parameters, lr=1e-3, foreach=True),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.prediction_measured import NO_WHOLE_STEP, Judged, Recorder, judge, measure, read_rows
-from bench.published_peaks import NoDefinitionError, program_of
+from bench.published_peaks import NoDefinitionError, allow_foreign_torchvision, program_of
 from bench.published_programs import reserved_by
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_library import NoCudaDispatchError, compiled_library
@@ -72,17 +72,51 @@ def test_a_network_whose_last_layer_was_drawn_by_lot_has_no_definition() -> None
         program_of(row("input:56_output:1_depth:6_arch:pyramid_batch:253"))
 
 
+@pytest.mark.parametrize(
+    ("family", "model", "num_weights", "num_trained"),
+    [
+        # As its authors print it.
+        ("xlnet", "XLNetForSequenceClassification base", 117_310_466, 117_310_466),
+        # Two products of rank 8 beside the queries and the values of 40 layers of width 5120.
+        ("llm-lora", "Llama-2-13B LoRA r8", 13_015_864_320 + 6_553_600, 6_553_600),
+    ],
+)
+def test_a_network_has_as_many_weights_as_its_name_says(
+    family: str, model: str, num_weights: int, num_trained: int
+) -> None:
+    allow_foreign_torchvision()
+    pytest.importorskip("transformers")
+    published = {"family": family, "model": model, "batch": "1", "image_or_seq": "512"}
+    parameters = list(program_of(published).model.parameters())
+    assert sum(each.numel() for each in parameters) == num_weights
+    assert sum(each.numel() for each in parameters if each.requires_grad) == num_trained
+
+
+@pytest.mark.parametrize(
+    ("name", "class_name"),
+    [
+        ("MnasNet", "MNASNet"), ("MobeNetV3Small", "MobileNetV3"), ("RegNetX400MF", "RegNet"), ("VGG19", "VGG"),
+        ("efficientNet", "EfficientNet"), ("inception", "Inception3"), ("Xception", "Xception"),
+    ],
+)  # fmt: skip
+def test_networks_are_found_by_the_names_of_tables(name: str, class_name: str) -> None:
+    allow_foreign_torchvision()
+    pytest.importorskip("timm" if name == "Xception" else "torchvision")
+    row_of = {"family": "cnn", "model": name, "batch": "32", "image_or_seq": "224", "optimizer": "Adam"}
+    assert type(program_of(row_of).model).__name__ == class_name
+
+
 def test_rows_of_other_families_come_last_and_are_left_out_with_the_reason(tmp_path: Path) -> None:
     table = tmp_path / "measured.csv"
     table.write_text(
         "source,model,family,batch,gpu,measured_mib,measured_kind,notes\n"
-        "a,Llama,llm-lora,1,A100-40GB,36354,reserved,\n"
+        "a,UNet,diffusion,1,A100-40GB,36354,reserved,\n"
         f"b,{next(iter(MEASURED_MIB))},mlp,897,A100-40GB,1733,nvidia-smi,\n"
     )
     assert [one["family"] for one in read_rows(table, ["cnn", "mlp"], more=False)] == ["mlp"]
     rows = read_rows(table, ["cnn", "mlp"], more=True)
-    assert [one["family"] for one in rows] == ["mlp", "llm-lora"]
-    assert "a A100-40GB, llm-lora: no network of this family is defined here: 1 (Llama at 1)" in measure(
+    assert [one["family"] for one in rows] == ["mlp", "diffusion"]
+    assert "a A100-40GB, diffusion: no network of this family is defined here: 1 (UNet at 1)" in measure(
         rows[1:], 10, [], Recorder()
     )
 
