@@ -159,6 +159,8 @@ class SearchResult:
     mean_totals: tuple[float, ...]
     untried: float = 0.0  # Largest cost that there was no time to try; 0 where the search came to its end
     confirmed: bool = False  # Whether it is an earlier run's limit, confirmed by one trial
+    # Measured ÷ recorded peak of the one trial that confirmed it; 0 where nothing was recorded.
+    recorded_share: float = 0.0
 
     def peak_bytes(self, cost: float) -> float:
         """Returns the predicted peak of a micro-batch, corrected by the ratio that the trials measured."""

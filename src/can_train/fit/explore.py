@@ -6,6 +6,7 @@ Shapes: R samples, F features.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,16 @@ from can_train.fit.optimizer import (
     step_generator,
 )
 from can_train.fit.packing import BatchCosts, batch_totals
-from can_train.fit.search import Peak, SearchBounds, confirm_limit, find_phase_limit, pack_worst_case
+from can_train.fit.search import (
+    Peak,
+    RecordedLine,
+    RecordedPhase,
+    SearchBounds,
+    confirm_limit,
+    confirm_recorded,
+    find_phase_limit,
+    pack_worst_case,
+)
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import cards_that_hold, predicted_room
@@ -89,10 +99,15 @@ class ProbeBounds:
     # Size of the weights' gradients, which decide the peak of batches that cost less, at the end of a backward pass.
     gradient_bytes: float = 0.0
     kernel_bytes: float = 0.0  # The most that a kernel takes beside its results, which grows with small batches only
+    first_round: int = 1  # Multiple of the first probes' size, about
+    most_distinct: int = sys.maxsize  # Samples that differ in a probe; a larger probe repeats them
+    wanted_cost: float = math.inf  # Of the largest batch that is worth trying: beyond it no line is needed
 
-    def outgrown(self, cost: float) -> bool:
-        """Tells whether a batch costs so much that the line shows."""
-        return cost >= max(_BEYOND_GRADIENTS * self.gradient_bytes, _BEYOND_KERNELS * self.kernel_bytes)
+    @property
+    def line_shows(self) -> float:
+        """The least cost from which on the line shows."""
+        shows = max(_BEYOND_GRADIENTS * self.gradient_bytes, _BEYOND_KERNELS * self.kernel_bytes)
+        return min(shows, self.wanted_cost)
 
 
 def fit_by_probes(
@@ -116,7 +131,8 @@ def fit_by_probes(
     capacity_bytes, are_uniform = bounds.capacity_bytes, not np.ptp(counts, axis=0).any()
 
     def probes(size: int) -> list[Positions]:
-        chosen = extreme_samples(counts, size)
+        distinct = min(size, bounds.most_distinct)
+        chosen = [np.resize(each, len(each) * size // distinct) for each in extreme_samples(counts, distinct)]
         peaks = sorted(peak for _, peak in readings)
         # Where other samples, as many of them, took the same and fewer took less, a size need not be read twice.
         agree = are_uniform and any(one == other > peaks[0] for one, other in pairwise(peaks))
@@ -134,7 +150,7 @@ def fit_by_probes(
                 break
         return complete
 
-    for multiple in ROUNDS + LATER_ROUNDS:
+    for multiple in (multiple for multiple in ROUNDS + LATER_ROUNDS if 2 * multiple > bounds.first_round):
         is_first = not readings
         complete = run_round(SMALLEST_PROBE * multiple)
         if not readings:
@@ -149,10 +165,12 @@ def fit_by_probes(
         smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)
         cost = max(largest - model.base_bytes, 0.0)
         # Peaks that do not grow at all agree on nothing: the memory that grows is still hidden.
-        agreed = largest > smallest and model.relative_residual <= AGREED and bounds.outgrown(cost)
-        if not complete or (not is_first and (agreed or largest > PROBE_SHARE * capacity_bytes)):
+        agreed = largest > smallest and model.relative_residual <= AGREED and cost >= bounds.line_shows
+        # The first round shows a line alone where it is large, with more batches than the line has coefficients.
+        is_enough = not is_first or (bounds.first_round > 1 and len(readings) > len(features) + 1)
+        if not complete or (is_enough and (agreed or largest > PROBE_SHARE * capacity_bytes)):
             break
-        if multiple >= ROUNDS[-1] and bounds.outgrown(cost / _WORTH_GROWING):
+        if multiple >= ROUNDS[-1] and cost >= _WORTH_GROWING * bounds.line_shows:
             break
     totals, peak = max(readings, key=lambda reading: reading[1])
     return ProbeFit(model=model, largest_cost=float(totals @ np.asarray(model.coefficients)), largest_peak=peak)
@@ -244,9 +262,16 @@ class Search:
     time_share: float = 1.0  # The part of that time that this search may take
     record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
     known: RememberedLimit | None = None  # An earlier run's limit, to be confirmed first; None: there is none
+    recorded: RecordedLine | None = None  # A recorded line, to be confirmed in place of probes; None: there is none
+    on_refused: Callable[[str], object] = lambda reason: None  # Called where a trial does not confirm it
 
 
-def probe(work: Workload, meter: Meter) -> ProbeFit:
+def resident_bytes(work: Workload, meter: Meter) -> int:
+    """Returns the bytes that are on the device while nothing runs."""
+    return replace(work, run=lambda rows: None).peak(meter, np.arange(0)).allocated
+
+
+def probe(work: Workload, meter: Meter, bounds: ProbeBounds | None = None) -> ProbeFit:
     """Fits the cost model of some work; raises DoesNotFitError where not even a sample fits."""
     slack_bytes, largest, largest_seconds = 0, 0, 0.0
 
@@ -262,7 +287,7 @@ def probe(work: Workload, meter: Meter) -> ProbeFit:
         return peak.allocated
 
     page_bytes = read_allocator_settings().large_page_bytes
-    bounds = ProbeBounds(
+    bounds = bounds or ProbeBounds(
         capacity_bytes=meter.capacity_bytes, gradient_bytes=work.gradient_bytes, kernel_bytes=meter.kernel_bytes
     )
     fit = fit_by_probes(measure, work.features, work.counts, bounds)
@@ -285,9 +310,21 @@ class _Trials:
     def run_once(self, positions: Positions) -> Peak:
         return self._timed(positions, 1)
 
+    def warm_up(self, positions: Positions) -> None:
+        positions = positions if len(positions) else np.argmin(self.costs.each(), keepdims=True)
+        # The first run takes longer: kernels are loaded.
+        self.work.peak(self.meter, positions)
+        self._measure(positions, 1)
+
+    def resident_bytes(self) -> int:
+        return resident_bytes(self.work, self.meter)
+
     def _timed(self, positions: Positions, steps: int) -> Peak:
+        self.search.on_trial(self.costs.chosen(positions).total)
+        return self._measure(positions, steps)
+
+    def _measure(self, positions: Positions, steps: int) -> Peak:
         cost = self.costs.chosen(positions).total
-        self.search.on_trial(cost)
         self.meter.release()
         started = self.meter.seconds()
         peak = self.work.peak(self.meter, positions, steps=steps)
@@ -302,6 +339,11 @@ class _Trials:
 
 def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> SearchResult:
     """Fits the cost model of some work, and searches for the largest batch that fits, up to the cost `upper`."""
+    if search.recorded is not None and search.known is None:
+        outcome = _confirm_recorded(work, meter, upper, search, search.recorded)
+        if isinstance(outcome, SearchResult):
+            return outcome
+        search.on_refused(outcome)
     fit = probe(work, meter)
     costs = BatchCosts.priced(fit.model, work.counts)
     # Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search.
@@ -325,6 +367,21 @@ def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> Se
             return confirmed
     bounds = SearchBounds(upper=highest, capacity_bytes=meter.capacity_bytes, has_time=trials.has_time)
     return find_phase_limit(fit, trials.run, costs, bounds)
+
+
+def _confirm_recorded(
+    work: Workload, meter: Meter, upper: Upper, search: Search, line: RecordedLine
+) -> SearchResult | str:
+    if line.model.features != tuple(work.features):
+        return "it was recorded of other features"
+    costs = BatchCosts.priced(line.model, work.counts)
+    trials = _Trials(work=work, meter=meter, costs=costs, search=search, seconds_per_byte=0.0)
+    bounds = SearchBounds(upper=upper(costs), capacity_bytes=meter.capacity_bytes)
+    outcome: SearchResult | str = "a trial of the recorded size ran out of memory"
+    with CatchOutOfMemory():
+        outcome = confirm_recorded(line, trials, costs, bounds)
+    meter.release()
+    return outcome
 
 
 # Most bytes of cost, and most samples, of a batch that is recorded: its operations take no memory, but its samples are
@@ -409,6 +466,7 @@ class Explorer:
     search_seconds: float = math.inf  # That a search of limits may take in any case
     epoch_share: float = SEARCH_SHARE  # The share of an epoch with every sample that it may take where that is more
     record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
+    on_refused: Callable[[str], object] = lambda reason: None  # Called where a trial does not confirm recorded lines
     # By the sizes and types of the parameters that were trained then.
     _optimizers: dict[tuple[object, ...], OptimizerMemory] = field(default_factory=dict, init=False)
 
@@ -432,6 +490,7 @@ class Explorer:
         held_bytes: int = 0,
         on_trial: Callable[[float], object] = lambda cost: None,
         earlier: EarlierSearch | None = None,
+        recorded: RecordedPhase | None = None,
     ) -> DeviceLimits:
         """Fits the cost models of training and evaluation, and searches for their limits, or confirms the limits of an
         earlier run; `held_bytes` of the optimizers' state are on the device already. Raises DoesNotFitError where the
@@ -439,8 +498,9 @@ class Explorer:
         """
         time = SearchTime(clock=self.meter.seconds, seconds=self.search_seconds, epoch_share=self.epoch_share)
         search = Search(
-            verify=self.verify, record=self.record, on_trial=on_trial, time=time, time_share=_TRAINING_SHARE
-        )
+            verify=self.verify, record=self.record, on_trial=on_trial, time=time, time_share=_TRAINING_SHARE,
+            recorded=recorded.training if recorded else None, on_refused=self.on_refused,
+        )  # fmt: skip
         known = earlier.phases.get(self.phase.name) if earlier is not None and self._is_same(earlier) else None
         with self._trained_alone() as buffer_copies:
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
@@ -450,12 +510,10 @@ class Explorer:
             # Evaluation gains nothing from parts larger than training's.
             needed = min(training.tuned_limit / max(upper(BatchCosts.priced(training.model, self._counts)), 1.0), 1.0)
             part, work = (lambda costs: needed * upper(costs)), self._work(self._evaluate, held)
-            search = replace(search, time_share=1.0, known=known.evaluation if known else None)
-            self.model.eval()
-            try:
+            search = replace(search, time_share=1.0, known=known.evaluation if known else None,
+                             recorded=recorded.evaluation if recorded else None)  # fmt: skip
+            with self._evaluating():
                 evaluation = find_limit(work, self.meter, part, search)
-            finally:
-                self.model.train()
         return DeviceLimits(
             earlier_run=earlier.run_id if earlier is not None and (training.confirmed or evaluation.confirmed) else "",
             device_key=self.meter.key,
@@ -465,6 +523,24 @@ class Explorer:
             optimizer_peak_bytes=self._bytes_without_batch(optimizer) + optimizer.transient_bytes,
             gradient_bytes=optimizer.parameter_bytes,
         )
+
+    def record_lines(self, fit: Callable[[Workload], RecordedLine]) -> RecordedPhase:
+        """Records training and evaluation on a device that is not at hand."""
+        with self._trained_alone() as buffer_copies:
+            _, held, work = self._mid_run(buffer_copies)
+            training = fit(work)
+            # Evaluation runs without gradients.
+            del work
+            with self._evaluating():
+                return RecordedPhase(training=training, evaluation=fit(self._work(self._evaluate, held)))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
 
     def _is_same(self, earlier: EarlierSearch) -> bool:
         """Whether an earlier run had this device's memory, and this version of PyTorch."""

@@ -20,7 +20,7 @@ from can_train.errors import ConfigError, DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.compiled import SAVED_SHARE, compile_notices, compiles_on
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
-from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
+from can_train.fit.factor_rule import NO_AIM, PROVISIONAL, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
 from can_train.fit.optimizer import (
     capture_generators,
     has_images,
@@ -30,6 +30,7 @@ from can_train.fit.optimizer import (
 )
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.plan import PhasePlan, PlanRequest, bucketed, resolve_plan, search_upper, spare_room
+from can_train.fit.search import NO_RECORDING, RecordedPhase, Recording
 from can_train.io.units import size_text
 from can_train.memory.catalogue import UNKNOWN, cards_that_hold, predicted_room
 from can_train.memory.cuda_workspaces import AMPERE, Capability, capability_of
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 Rows = NDArray[np.int64]
 _MIB: Final = 2**20
+PROBED: Final = "Probes on the device show how memory grows"  # where nothing recorded does, for a reason
 _NAMED: Final = 5  # Oversize samples that a message names
 _SMALL_SHARE: Final = 0.01  # of the device; of less memory no notice says how well it was predicted
 _PADDED_SHARE: Final = 0.02  # Share of a mean sample's cost below which padded lengths do not matter: noise of a fit
@@ -206,6 +208,7 @@ class Planner:
     phase: Phase = field(default_factory=Phase)  # That is planned; the task is as it is in it
     others_state_bytes: int = 0  # Size of the state of the other phases' optimizers
     search_seconds: float = SEARCH_SECONDS  # That a search of limits may take, however short an epoch is
+    recording: Recording = NO_RECORDING  # What was recorded of the task, in place of probes
 
     @cached_property
     def training(self) -> TrainingSettings:
@@ -229,6 +232,7 @@ class Planner:
             # may: they agree on the plans that are made of them.
             search_seconds=self.search_seconds,
             epoch_share=SEARCH_SHARE / self.ranks,
+            on_refused=lambda reason: self.reporter.detail(f"{PROBED}: {reason}"),
         )
 
     @cached_property
@@ -266,7 +270,8 @@ class Planner:
         request = self.request()
         # A target for the memory of micro-batches needs costs in bytes too.
         if request.searches or request.rules.target < np.inf:
-            limits = self.explore(request, factor.provisional, earlier=factor.earlier)
+            recorded = self.recording.phases.get(self.phase.name)
+            limits = self.explore(request, factor.provisional, earlier=factor.earlier, recorded=recorded)
             plan = self.resolve(request, limits, factor)
             return plan if request.searches else replace(plan, fixed_size=_fixed_size(plan.phase_plan, limits, factor))
         plan = self._resolved(request, None, (), factor)
@@ -361,10 +366,16 @@ class Planner:
         )
 
     def explore(
-        self, request: PlanRequest, factor: float, *, held_bytes: int = 0, earlier: EarlierSearch | None = None
+        self,
+        request: PlanRequest,
+        factor: float,
+        *,
+        held_bytes: int = 0,
+        earlier: EarlierSearch | None = None,
+        recorded: RecordedPhase | None = None,
     ) -> DeviceLimits:
-        """Finds the limits of the device, or confirms an earlier run's; leaves random generators as they
-        were.
+        """Finds the limits of the device, or confirms recorded ones or an earlier run's; leaves random generators as
+        they were.
         """
         generators = capture_generators()
         with self.reporter.stage("finding what fits in memory", unit="trials") as stage:
@@ -379,11 +390,20 @@ class Planner:
                 limits = predict_limits(self.explorer, upper)
             else:
                 limits = self.explorer.explore(
-                    upper, held_bytes=held_bytes, on_trial=lambda _: stage.advance(1), earlier=earlier
-                )
+                    upper, held_bytes=held_bytes, on_trial=lambda _: stage.advance(1), earlier=earlier,
+                    recorded=recorded,
+                )  # fmt: skip
         restore_generators(generators)
         is_compiled = self.training.compile != "off" and compiles_on(self.meter) and not self.meter.is_host
         return replace(limits, saved_share=SAVED_SHARE) if is_compiled else limits
+
+    def record(self) -> RecordedPhase:
+        """Records the lines of a device that is not at hand; raises NoCudaDispatchError where it cannot."""
+        # No training needs the recorder of CUDA's dispatch.
+        from can_train.fit.prediction import record_phase
+
+        samples = _price(self.task, self.task.train_rows, None)
+        return record_phase(self.explorer, search_upper(self.request(), samples, factor=PROVISIONAL))
 
     def _same_batch(self, frozen: RunPlan) -> PlanRequest:
         batch = frozen.phase_plan.logical_batch

@@ -34,13 +34,17 @@ from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.compiled import SAVED_SHARE, compile_in_place, outermost_calls
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import (
+    PROBE_SHARE,
+    SMALLEST_PROBE,
     Explorer,
     Positions,
+    ProbeBounds,
     Upper,
     Workload,
     bytes_of_others,
     left_as_it_was,
     probe,
+    resident_bytes,
     weighted_loss,
 )
 from can_train.fit.optimizer import (
@@ -66,6 +70,7 @@ from can_train.fit.peak_prediction import (
     operations_of,
     price_trace,
 )
+from can_train.fit.search import RecordedLine, RecordedPhase, pack_worst_case, room_for_trial
 from can_train.io.units import counted, parse_size, size_text
 from can_train.memory.allocation_trace import FIXED, GROWING, AllocationRecorder, MemoryPart
 from can_train.memory.allocator_settings import (
@@ -76,9 +81,9 @@ from can_train.memory.allocator_settings import (
     settings_variable,
 )
 from can_train.memory.catalogue import ROCM, ROCM_CAVEAT, Card, find_card, other_card
-from can_train.memory.cuda_dispatch import RecordedGpu, compute_on_cuda, record_on_cuda
+from can_train.memory.cuda_dispatch import RecordedGpu, compute_on_cuda, compute_on_simulated, record_on_cuda
 from can_train.memory.cuda_library import NoCudaDispatchError, ValuesNeededError
-from can_train.memory.cuda_workspaces import AMPERE, TENSORS, generations_like
+from can_train.memory.cuda_workspaces import AMPERE, SUM_BYTES_PER_THREAD, TENSORS, generations_like
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.simulated.allocator import AllocatorSettings
@@ -144,6 +149,61 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
         not_recorded_because=failures[0] if failures else "",
         spread=SPREADS[operations_of(explorer.model)] if is_recorded else NOT_RECORDED,
     )
+
+
+# Cost in bytes that the smallest of the recorded batches have, unless fewer samples are wanted: its fragmentation is
+# that of a large batch.
+_RECORDED_COST: Final = 256 * 2**20
+_FIRST_SAMPLES: Final = (4, 32)  # of two batches that show about how much a sample costs
+_MOST_RECORDED: Final = 4096  # samples of a batch: its operations take no memory, but its samples are read and joined
+_DISTINCT_SHARE: Final = 0.25  # of the data, in one batch: all batches would have the same samples
+
+
+def record_phase(explorer: Explorer, wanted_samples: float) -> RecordedPhase:
+    """Records the lines of training and evaluation as the device would run them that an explorer's meter stands for.
+
+    Args:
+        explorer: Its meter is an `AbsentGpuMeter` of an NVIDIA GPU or of a simulated one.
+        wanted_samples: Samples of the largest batch that is worth trying.
+
+    Raises:
+        NoCudaDispatchError: The task cannot be recorded.
+    """
+    assert isinstance(explorer.meter, AbsentGpuMeter), "only a device that is not at hand is recorded"
+    recorded, target = copy(explorer), explorer.meter.target
+
+    def compute(gpu: RecordedGpu) -> RecordedPhase:
+        gpu.key, gpu.capacity_bytes = target.key, target.capacity_bytes
+        gpu.kernel_bytes = target.resident_threads * SUM_BYTES_PER_THREAD
+        recorded.meter = gpu
+        return recorded.record_lines(partial(_record_line, gpu, wanted_samples))
+
+    if not target.resident_threads:
+        return compute_on_simulated(recorded.model, compute)
+    return compute_on_cuda(
+        recorded.model, compute, generation=target.generation, resident_threads=target.resident_threads
+    )
+
+
+def _record_line(gpu: RecordedGpu, wanted_samples: float, work: Workload) -> RecordedLine:
+    few, more = (work.peak(gpu, np.resize(np.arange(len(work.rows)), size)).allocated for size in _FIRST_SAMPLES)
+    sample_bytes = max((more - few) / (_FIRST_SAMPLES[1] - _FIRST_SAMPLES[0]), 1.0)
+    bounds = ProbeBounds(
+        capacity_bytes=gpu.capacity_bytes,
+        gradient_bytes=work.gradient_bytes,
+        kernel_bytes=gpu.kernel_bytes,
+        most_distinct=max(int(_DISTINCT_SHARE * len(work.rows)), SMALLEST_PROBE),
+        wanted_cost=wanted_samples * sample_bytes,
+    )
+    samples = min(max(_RECORDED_COST, bounds.line_shows), PROBE_SHARE * gpu.capacity_bytes) / sample_bytes
+    first_round = max(int(min(samples, wanted_samples, _MOST_RECORDED) / SMALLEST_PROBE), 1)
+    fit = probe(work, gpu, replace(bounds, first_round=first_round))
+    costs, mean_totals = BatchCosts.priced(fit.model, work.counts), work.counts.mean(axis=0)
+    line = RecordedLine(model=fit.model, resident_bytes=resident_bytes(work, gpu), room_share=1.0)
+    room = room_for_trial(line, fit.model, tuple(costs.mean_counts()), gpu.capacity_bytes)
+    batch = pack_worst_case(costs, min(room, wanted_samples * float(mean_totals @ np.asarray(fit.model.coefficients))))
+    positions = batch[:_MOST_RECORDED] if len(batch) else np.arange(1)
+    return replace(line, room_share=gpu.room_share(lambda: work.run(work.rows[positions])))
 
 
 Result = TypeVar("Result")

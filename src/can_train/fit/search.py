@@ -1,4 +1,5 @@
-"""Searches for the largest size that fits: `find_max_size` for any trial, `find_phase_limit` for batches of samples.
+"""Searches for the largest size that fits: `find_max_size` for any trial, `find_phase_limit` for batches of samples,
+`confirm_recorded` for batches whose memory was recorded.
 
 Shapes: F features, R samples.
 """
@@ -6,17 +7,18 @@ Shapes: F features, R samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from can_train.errors import ArgumentError
-from can_train.fit.cost_model import EXPLAINED, SearchResult, typical_totals
+from can_train.fit.cost_model import EXPLAINED, CostModel, SearchResult, typical_totals
 from can_train.fit.packing import ROUNDING, BatchCosts
+from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
@@ -60,8 +62,12 @@ _MOST_FILLED: Final = 16  # Samples that a packed batch is filled up with at mos
 # Share of the predicted room that the first trial takes: fragmentation grows with the batch, and a trial that fits is
 # worth more than one that does not, since its peak can be read.
 _CAUTION: Final = 0.97
-_CEILING: Final = 0.99  # Share of the room that the search fills; beyond it, another out-of-memory buys next to nothing
+CEILING: Final = 0.99  # Share of the room that the search fills; beyond it, another out-of-memory buys next to nothing
 _MOST_COPIES: Final = 64  # Times that the whole data set is repeated at most to make a trial's batch
+# Relative error of a recorded peak that a trial may have at least: six models lay within −1.3…+0.1 % on an H100.
+_RECORDED_ERROR: Final = 0.015
+# Cost of the batch that warms the device up, as a share of the trial's: it shows how long the trial will take.
+_WARM_SHARE: Final = 1 / 16
 # Smallest size of a trial, in units of the largest that fits, that is worth its time though a larger one was wanted;
 # and largest size that leaves a limit as good as found, though there was no time for more.
 _WORTH_A_TRIAL: Final = 1.25
@@ -359,7 +365,7 @@ def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, boun
                 return units
         return 0
 
-    search = _Search(trial, max(_CEILING * free, 1.0), fails=_UNITS + 1, fits=fits, readings=readings, from_zero=True,
+    search = _Search(trial, max(CEILING * free, 1.0), fails=_UNITS + 1, fits=fits, readings=readings, from_zero=True,
                      affordable=affordable)  # fmt: skip
     search.run(min(_UNITS, max(fits + 1, int(predicted / unit))))
     cost, peak = largest
@@ -401,6 +407,118 @@ def confirm_limit(
             mean_totals=order.mean_counts(),
         )
     return None
+
+
+# --- Limits that are recorded before anything runs on the device, and confirmed by one trial. The recorder of CUDA's
+# dispatch predicts the peaks of large batches, which small probes on a card do not show: kernels take workspaces that
+# stop growing once a card is full. `prediction.py` records the lines.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedLine:
+    """The memory of some work as the recorder predicts it."""
+
+    model: CostModel
+    resident_bytes: int  # The part of the line's base that is on the device whatever runs: weights, gradients, state
+    room_share: float  # The share of a capacity that tensors have when memory runs out, as the allocator fragments it
+
+    def on_device(self, resident_bytes: int) -> CostModel:
+        """Returns the line beside the memory that is measured on a device while nothing runs: libraries keep more there
+        than is recorded.
+        """
+        more = resident_bytes - self.resident_bytes
+        below = tuple((cost, peak + more) for cost, peak in self.model.below)
+        return replace(self.model, base_bytes=self.model.base_bytes + more, below=below)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedPhase:
+    """The lines of one phase of a task."""
+
+    training: RecordedLine
+    evaluation: RecordedLine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Everything that was recorded of a task before it trains."""
+
+    phases: Mapping[str, RecordedPhase] = field(default_factory=dict)  # by their names
+    seconds: float = 0.0  # of the processor
+    reason: str = ""  # why nothing was recorded, as a clause; empty where it was
+
+
+NO_RECORDING: Final = Recording()
+
+
+class Trials(Protocol):
+    """Runs batches on the device."""
+
+    def warm_up(self, positions: NDArray[np.int64]) -> None:
+        """Runs a small batch, which shows how long larger ones take."""
+
+    def resident_bytes(self) -> int:
+        """Returns the bytes that are on the device while nothing runs."""
+
+    def has_time(self, cost: float) -> bool:
+        """Tells whether there is time to try a batch of some cost."""
+
+    def run(self, positions: NDArray[np.int64]) -> Peak:
+        """Tries a batch; raises where memory runs out."""
+
+
+def room_for_trial(
+    line: RecordedLine, model: CostModel, mean_totals: tuple[float, ...], capacity_bytes: float
+) -> float:
+    """Returns the largest cost whose predicted peak, with its interval, fits into the share that tensors have of the
+    allocator's pages in a capacity.
+    """
+    page_bytes = read_allocator_settings().large_page_bytes
+    room = min(line.room_share, CEILING) * (capacity_bytes // page_bytes * page_bytes) - model.base_bytes
+    return max(room - _half_width(model, mean_totals, room), 0.0)
+
+
+def confirms(predicted_bytes: float, half_width_bytes: float, peak_bytes: float, capacity_bytes: float) -> bool:
+    """Tells whether a trial's peak confirms a prediction: it lies in its interval and below the capacity."""
+    return abs(peak_bytes - predicted_bytes) <= half_width_bytes and peak_bytes < capacity_bytes
+
+
+def confirm_recorded(line: RecordedLine, trials: Trials, order: BatchCosts, bounds: SearchBounds) -> SearchResult | str:
+    """Tries the largest batch that is predicted to fit.
+
+    Returns:
+        The limit, corrected by the ratio of measured and predicted cost; or the reason, as a clause, why the trial does
+        not confirm the line.
+    """
+    mean_totals = order.mean_counts()
+    highest = min(room_for_trial(line, line.model, mean_totals, bounds.capacity_bytes), bounds.upper)
+    trials.warm_up(pack_worst_case(order, _WARM_SHARE * highest))
+    model = line.on_device(trials.resident_bytes())
+    wanted = min(room_for_trial(line, model, mean_totals, bounds.capacity_bytes), bounds.upper)
+    positions = pack_worst_case(order, wanted)
+    cost = order.chosen(positions).total if len(positions) else 0.0
+    if cost <= 0:
+        return "no sample is predicted to fit"
+    if not trials.has_time(cost):
+        return "a trial of the recorded size takes too long"
+    peak_bytes, predicted_bytes = trials.run(positions).allocated, model.peak_bytes(cost)
+    if not confirms(predicted_bytes, _half_width(model, mean_totals, cost), peak_bytes, bounds.capacity_bytes):
+        return f"a trial took {peak_bytes / predicted_bytes:.1%} of the recorded memory"
+    return SearchResult(
+        model=model,
+        tuned_limit=cost,
+        capped=wanted >= bounds.upper,
+        trials=1,
+        measured_ratio=max(peak_bytes - model.base_bytes, 1.0) / cost,
+        mean_totals=mean_totals,
+        recorded_share=peak_bytes / predicted_bytes,
+    )
+
+
+def _half_width(model: CostModel, mean_totals: tuple[float, ...], cost: float) -> float:
+    """Returns the half-width in bytes of the interval of a recorded peak."""
+    width = model.half_width(typical_totals(model, mean_totals, cost))
+    return max(width, _RECORDED_ERROR * model.peak_bytes(max(cost, 0.0)))
 
 
 def pack_worst_case(order: BatchCosts, limit: float) -> NDArray[np.int64]:

@@ -306,8 +306,8 @@ class Labels:
 class AllocationRecorder(StorageTracker[int]):
     """Records the allocations of storages, with labels."""
 
-    def __init__(self, model: nn.Module, *, cuda: Capability | None) -> None:
-        super().__init__(cuda=cuda)
+    def __init__(self, model: nn.Module, *, cuda: Capability | None, computes: bool = True) -> None:
+        super().__init__(cuda=cuda, computes=computes)
         self.events: list[tuple[int, int]] = []
         self.workspaces: dict[int, str] = {}
         self._labels = Labels(model)
@@ -368,3 +368,12 @@ class AllocationRecorder(StorageTracker[int]):
 
     def _free(self, allocation: int) -> None:
         self.events.append((allocation, 0))
+
+    def put_on_gpu(self, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors that were made outside the GPU as its own from now on."""
+        self.seed_resident(tensors)
+
+    def release_cached(self) -> None:
+        """Gives the cache back to the driver."""
+        self.free_dead()
+        self.events.append((CACHE_RELEASED, 0))

@@ -344,6 +344,17 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     )  # fmt: skip
 
 
+def recordable(key: str, capacity_bytes: int) -> UsableMemory | None:
+    """Returns the card of a key with a capacity, for the recorder of CUDA's dispatch; None where the catalogue has no
+    NVIDIA GPU of this key.
+    """
+    card = next((card for card in (*CARDS, *SLICES) if card.key == key), None)
+    if card is None:
+        return None
+    return UsableMemory(key=key, name=card.name, total_bytes=capacity_bytes, subtracted=(), source="of this machine",
+                        generation=card.generation, resident_threads=card.resident_threads)  # fmt: skip
+
+
 def context_bytes(
     card: Card, kernels: str = ALL_KERNELS, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[int, int, int]:

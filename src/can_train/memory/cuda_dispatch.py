@@ -13,7 +13,7 @@ import gc
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from can_train.memory import cuda_workspaces
-from can_train.memory.allocation_trace import CACHE_RELEASED, AllocationRecorder, AllocationTrace
+from can_train.memory.allocation_trace import AllocationRecorder, AllocationTrace
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.compiled_graphs import GraphRunner, record_compiled
 from can_train.memory.cuda_library import (
@@ -45,7 +45,7 @@ from can_train.memory.cuda_library import (
     compiled_library,
 )
 from can_train.memory.cuda_operators import AttentionCall, composed_attention, recurrent_kernels, register
-from can_train.memory.cuda_workspaces import CUBLAS, CUDNN, TENSORS, Capability, is_on_gpu
+from can_train.memory.cuda_workspaces import AMPERE, CUBLAS, CUDNN, TENSORS, Capability, is_on_gpu
 from can_train.memory.meters import Meter
 from can_train.memory.simulated.allocator import CachingAllocator
 from can_train.memory.value_sizes import INDEXING, ValueSizes
@@ -61,6 +61,9 @@ _VALUE_ERRORS: Final = ("DataDependentOutputException", "DynamicOutputShapeExcep
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
 _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 _UNLIMITED: Final = 2**50
+_REPLAYED: Final = (TENSORS, CUDNN)
+_SMALL_PAGE_BYTES: Final = 2**21
+_HALVINGS: Final = 7  # of reserved − allocated bytes: the least capacity is then known to 1 % of them
 Result = TypeVar("Result")
 
 
@@ -199,7 +202,7 @@ def _answer(
         # The kernels of compiled modules would need a GPU.
         torch.compiler.set_stance("force_eager")
         recorder = _Recorder(model, *gpu)
-        result = recorder.record(lambda: compute(RecordedGpu(recorder)))
+        result = recorder.record(lambda: compute(RecordedGpu(recorder, torch.device("cuda"))))
         answers.send(("", result))
     except BaseException as error:  # noqa: BLE001 - it is the parent that says so
         answers.send((f"{type(error).__name__}: {error}"[:MAX_QUOTED_CHARACTERS], None))
@@ -210,10 +213,11 @@ class RecordedGpu(Meter):
     they do not grow with a batch, and plans subtract them from the capacity.
     """
 
-    def __init__(self, recorder: _Recorder) -> None:
-        self.device = torch.device("cuda")
+    def __init__(self, recorder: AllocationRecorder, device: torch.device) -> None:
+        self.device = device
         self._recorder = recorder
-        self._allocator = CachingAllocator(_UNLIMITED, settings=replace(read_allocator_settings(), memory_fraction=1.0))
+        self._settings = replace(read_allocator_settings(), memory_fraction=1.0)
+        self._allocator = CachingAllocator(_UNLIMITED, settings=self._settings)
         self._blocks: dict[int, Block] = {}
         self._num_replayed = 0
 
@@ -226,6 +230,7 @@ class RecordedGpu(Meter):
         """Runs a program with the graphs that PyTorch's compiler makes, as `compiled_graphs` bounds them; raises
         RuntimeError where it makes none.
         """
+        assert isinstance(self._recorder, _Recorder), "only a GPU's graphs are recorded"
         num_graphs = record_compiled(
             partial(
                 GraphRunner,
@@ -239,12 +244,14 @@ class RecordedGpu(Meter):
         if not num_graphs():
             raise RuntimeError("the compiler made no graph of the model")
 
+    def host(self) -> AbstractContextManager[None]:
+        """Leaves new tensors of the block off a simulated GPU, whose tensors are the CPU's."""
+        return self._recorder.host() if self.device.type == "cpu" else nullcontext()
+
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Puts `resident` on the GPU."""
-        for tensor in resident:
-            if not isinstance(tensor, FakeTensor):
-                self._recorder.move(tensor)
+        self._recorder.put_on_gpu(resident)
         yield
 
     def reset_peak(self) -> None:
@@ -269,14 +276,48 @@ class RecordedGpu(Meter):
             gc.collect()
         self._recorder.release_cached()
 
+    def room_share(self, run: Callable[[], object]) -> float:
+        """Runs a program twice; returns its peak of allocated bytes ÷ the least capacity that it fits into, apart from
+        pages that are used in part: they matter the less, the larger a GPU.
+        """
+        self._replayed()
+        sizes = {number: size for number, size in self._recorder.events if size}
+        resident = [(number, sizes[number]) for number in self._blocks]
+        start = len(self._recorder.events)
+        for _ in range(2):
+            run()
+        self._recorder.free_dead()
+        trace = AllocationTrace(
+            events=[*resident, *self._recorder.events[start:]], workspaces=self._recorder.workspaces
+        )
+        settings = replace(self._settings, large_page_bytes=_SMALL_PAGE_BYTES)
+        unlimited = CachingAllocator(_UNLIMITED, settings=settings)
+        trace.replay(unlimited, _REPLAYED)
+        fails, fits = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes
+        for _ in range(_HALVINGS):
+            middle = (fails + fits) // 2
+            has_room = trace.replay(CachingAllocator(middle, settings=settings), _REPLAYED)
+            fails, fits = (fails, middle) if has_room else (middle, fits)
+        return unlimited.peak_allocated_bytes / max(fits, 1)
+
     def _replayed(self) -> CachingAllocator:
         """Returns the allocator after all allocations so far."""
         self._recorder.free_dead()
         events = self._recorder.events
         recent = AllocationTrace(events=events[self._num_replayed :], workspaces=self._recorder.workspaces)
-        recent.replay(self._allocator, (TENSORS, CUDNN), self._blocks)
+        recent.replay(self._allocator, _REPLAYED, self._blocks)
         self._num_replayed = len(events)
         return self._allocator
+
+
+def compute_on_simulated(model: nn.Module, compute: Callable[[RecordedGpu], Result]) -> Result:
+    """Returns the result of a function that runs a program whose allocations are recorded as the simulated GPU counts
+    them, on the CPU. Large products are drawn at random.
+    """
+    recorder = AllocationRecorder(model, cuda=AMPERE, computes=False)
+    recorder.seed_resident([*model.parameters(), *model.buffers()])
+    with recorder:
+        return compute(RecordedGpu(recorder, torch.device("cpu")))
 
 
 class _FakeGpu(fake_tensor.FakeTensorMode):
@@ -477,10 +518,11 @@ class _Recorder(AllocationRecorder):
             self.workspaces[number] = self._span
         return number
 
-    def release_cached(self) -> None:
-        """Gives the cache back to the driver."""
-        self.free_dead()
-        self.events.append((CACHE_RELEASED, 0))
+    def put_on_gpu(self, tensors: Iterable[Tensor]) -> None:
+        """Copies tensors to the GPU that are not there yet."""
+        for tensor in tensors:
+            if not isinstance(tensor, FakeTensor):
+                self.move(tensor)
 
     def move(self, tensor: Tensor) -> Tensor:
         """Returns a tensor's copy on the GPU, one for as long as the tensor lives; single values stay on the host."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from can_train.errors import ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
-from can_train.memory.catalogue import UsableMemory, gpu_key
+from can_train.memory.catalogue import UsableMemory, gpu_key, recordable
 from can_train.memory.cuda_workspaces import SUM_BYTES_PER_THREAD, Capability, capability_of
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
@@ -41,6 +41,9 @@ _NAMES_GPU: Final = re.compile(r"\s*(\d|GPU-|MIG-)")  # the beginning of a list 
 # Variable with the path of a file that stands for other processes on a simulated GPU. The file holds a size, `200MiB`;
 # without a file, or with an empty one, there are none.
 FOREIGN: Final = "CAN_TRAIN_SIM_FOREIGN"
+# Variable that lets a training on a simulated GPU begin with recorded lines, as on a card. By default it begins with
+# probes, which show no less on a simulated GPU and take less time than the recorder's process.
+RECORDED: Final = "CAN_TRAIN_SIM_RECORDED"
 # Largest cost of a batch that shows how fragmented an allocator's memory becomes. Larger batches take longer and show
 # about the same share; in much smaller ones the last page of 20 MiB dominates, as it does on a device of that size.
 FRAGMENTATION_PROBE_BYTES: Final = 256 * 2**20
@@ -64,6 +67,7 @@ class Meter(ABC):
     counts_always: bool = True  # whether a peak covers everything since the last reset; if not, only measured spans
     is_host: bool = False  # whether its memory is the host's
     notices: tuple[str, ...] = ()  # for a plan to print, as sentences without a full stop
+    recordable: UsableMemory | None = None  # the device that the recorder stands in for; None: it cannot
 
     def active(self, resident: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
         """Opens a span of work on the device, such as a whole attempt of a run; `resident` tensors are already on the
@@ -232,6 +236,7 @@ class CudaMeter(Meter):
         threads = properties.multi_processor_count * properties.max_threads_per_multi_processor
         self.kernel_bytes = threads * SUM_BYTES_PER_THREAD
         self.notices = cudnn_notices()
+        self.recordable = recordable(self.key, self.capacity_bytes)
         self._part_begun: torch.cuda.Event | None = None
 
     def begin_part(self) -> None:
@@ -423,7 +428,11 @@ def open_meter(text: str) -> Meter:
 
 
 def _open_simulated(text: str) -> SimulatedMeter:
-    return SimulatedMeter(simulated_bytes(text), read_allocator_settings(), simulated_contention())
+    meter = SimulatedMeter(simulated_bytes(text), read_allocator_settings(), simulated_contention())
+    if os.environ.get(RECORDED):
+        meter.recordable = UsableMemory(key=meter.key, name=meter.name, total_bytes=meter.capacity_bytes,
+                                        subtracted=(), source="simulated")  # fmt: skip
+    return meter
 
 
 def meter_of(meter: Meter | str | None, device: str) -> Meter:

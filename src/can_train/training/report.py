@@ -285,5 +285,8 @@ def _tuned_limit_text(limits: DeviceLimits) -> str:
     if training.confirmed:
         source = f"the tuned limit of run {limits.earlier_run}, confirmed by one trial"
         return f"a batch of {size_text(training.tuned_limit)} fits ({source}{more})"
+    if training.recorded_share:
+        source = f"recorded, confirmed by one trial: {training.recorded_share:.1%} of the recorded peak"
+        return f"a batch of {size_text(training.tuned_limit)} fits ({source}{more})"
     ran_out = f", {training.ooms} ran out of memory" if training.ooms else ""
     return f"a batch of {size_text(training.tuned_limit)} fits ({counted(training.trials, 'trial')}{ran_out}{more})"

@@ -65,6 +65,7 @@ from can_train.training.loading import Checkpoints, ResidentData
 
 if TYPE_CHECKING:
     from can_train.runs.trials import TrialRun
+    from can_train.training.limit_recorder import LimitRecorder
     from can_train.training.reference_models import ReferenceModels
 
 _COMPARED_SAMPLES: Final = 1000  # Training samples whose loss is compared with the validation loss
@@ -82,6 +83,7 @@ class Parts:
     stops: StopRequests
     ranks: Ranks = field(default_factory=Ranks)
     trackers: Sequence[Tracker] = ()  # on rank 0 alone
+    recorder: LimitRecorder | None = None  # None: probes on the device find what fits
 
     @property
     def training(self) -> TrainingSettings:

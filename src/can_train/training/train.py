@@ -11,7 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cache, partial
@@ -49,8 +49,9 @@ from can_train.fit.cost_model import SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, sum_by_term
 from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator, tf32
-from can_train.fit.planner import Planner, Planners, RunPlan
+from can_train.fit.planner import PROBED, Planner, Planners, RunPlan
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
+from can_train.fit.search import NO_RECORDING
 from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
@@ -83,6 +84,7 @@ from can_train.training.chosen_weights import (
 )
 from can_train.training.distributed import Forms, RankFailedError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
+from can_train.training.limit_recorder import LimitRecorder
 from can_train.training.loading import (
     ResidentData,
     check_inputs_unchanged,
@@ -155,7 +157,10 @@ def train_new(
     reporter = log if ranks.is_first else SilentReporter()
     with stops.installed(), ExitStack() as lock:
         reporter = _with_state(run, reporter, ranks)
-        meter, task = _prepare(run, reporter, ranks)
+        meter = _open_meter(run, ranks)
+        recorder = lock.enter_context(closing(LimitRecorder(run, meter)))
+        ranks.on_rank0(recorder.start)
+        task = _load_task(run, reporter, ranks)
         # After the data has been read: a run whose data are missing leaves no folder behind.
         folder = RunFolder(ranks.on_rank0(lambda: make(run, reporter, changed_settings(run.config)).path))
         made(folder)
@@ -164,7 +169,7 @@ def train_new(
         ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
         ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
         return _train_and_judge(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter,
-                                      stops=stops, ranks=ranks))  # fmt: skip
+                                      stops=stops, ranks=ranks, recorder=recorder))  # fmt: skip
 
 
 def train_on(
@@ -186,14 +191,18 @@ def train_on(
             reporter = _with_state(run, reporter, ranks)
             ranks.on_rank0(lambda: check_packages(run.paths.trackers))
             ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
-        meter, task = _prepare(run, reporter, ranks)
+        meter = _open_meter(run, ranks)
+        recorder = lock.enter_context(closing(LimitRecorder(run, meter)))
+        if finished is None:
+            ranks.on_rank0(lambda: None if is_file(folder.plan_path) else recorder.start())
+        task = _load_task(run, reporter, ranks)
         if finished is not None:
             try:
                 return _outcome(task, folder, finished)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise folder.damaged_result() from error
         return _train_and_judge(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter,
-                                      stops=stops, ranks=ranks))  # fmt: skip
+                                      stops=stops, ranks=ranks, recorder=recorder))  # fmt: skip
 
 
 def _with_state(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> Reporter:
@@ -238,13 +247,16 @@ def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Itera
             raise
 
 
-def _prepare(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> tuple[Meter, BatchTask]:
-    """Opens the device and reads the data."""
+def _open_meter(run: ResolvedRun, ranks: Ranks) -> Meter:
     meter = ranks.on_every_rank(lambda: open_meter(rank_device(run.device, ranks)))
     if meter.is_host:
         # All ranks of a machine share its memory.
         meter.capacity_bytes //= ranks.sharing_host()
-    return meter, ranks.on_rank0_first(lambda: load_task(run, reporter))
+    return meter
+
+
+def _load_task(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> BatchTask:
+    return ranks.on_rank0_first(lambda: load_task(run, reporter))
 
 
 def _train_and_judge(parts: Parts) -> Outcome:
@@ -339,8 +351,12 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     # Before the plan, which leaves room for it.
     average = ranks.on_every_rank(lambda: averaged_weights(model, run.training))
     resident = [*resident, *([] if average is None else average.tensors)]
+    recording = NO_RECORDING if parts.recorder is None else ranks.on_rank0(parts.recorder.result)
+    if recording.reason:
+        reporter.detail(f"{PROBED}: {recording.reason}")
     planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
-                                          ranks=ranks.size, reference_tensors=resident))  # fmt: skip
+                                          ranks=ranks.size, reference_tensors=resident,
+                                          recording=recording))  # fmt: skip
     plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
     _show_plan(parts, plans[ranks.rank], references)
     # After the plan, whose limits count them; each rank decides for its own device.

@@ -1,0 +1,144 @@
+"""Records how the memory of a run grows before the run trains: in a process that sees no GPU, beside the reading of the
+data. Its lines then become limits by one trial on the device (`fit/search.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from copy import copy
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from can_train.config.compose import from_plain
+from can_train.config.resolved import cache_folder
+from can_train.errors import CanTrainError
+from can_train.factors.store import read_factor_rule
+from can_train.fit.planner import Planner, Planners, plan_request
+from can_train.fit.search import NO_RECORDING, Recording
+from can_train.memory.catalogue import UsableMemory
+from can_train.memory.meters import AbsentGpuMeter
+from can_train.reporter import SilentReporter
+from can_train.training.chosen_weights import average_tensors
+from can_train.training.loading import fresh_model, sample_task
+
+if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
+    from can_train.memory.meters import Meter
+
+# Longest wait of a run that is ready to plan. The built-in tasks need 6 to 16 s of a processor, most of which pass
+# while data and model are read; probes take about as long as the rest.
+_WAIT_S: Final = 15.0
+# Seconds after which the process gives up. It outlives the wait: the first one on a machine compiles a library for half
+# a minute, which later ones find.
+_LIMIT_S: Final = 180
+_MAX_REASON_CHARACTERS: Final = 300
+_PARENT_DIES: Final = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+class LimitRecorder:
+    """The process that records a run for its device."""
+
+    def __init__(self, run: ResolvedRun, meter: Meter) -> None:
+        self._run, self._meter = run, meter
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Starts the process, unless nothing is searched for, the device cannot be recorded, or an earlier run's limits
+        are to be confirmed.
+        """
+        target, request = self._meter.recordable, plan_request(self._run.training)
+        if target is None or not (request.searches or request.rules.target < np.inf):
+            return
+        earlier = read_factor_rule(self._run, self._meter.key).earlier
+        if earlier is not None and earlier.torch_version == torch.__version__:
+            return
+        job = {"config": self._run.config, "target": asdict(target)}
+        with tempfile.TemporaryFile() as given:
+            given.write(msgspec.json.encode(job, enc_hook=str))
+            given.seek(0)
+            # A session of its own: Ctrl-C reaches the training, which ends this process.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__], stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, text=True, start_new_session=True,
+            )  # fmt: skip
+
+    def result(self) -> Recording:
+        """Waits for the process, some seconds at most; returns what it recorded, or the reason why it did not."""
+        if self._process is None:
+            return NO_RECORDING
+        try:
+            answer, _ = self._process.communicate(timeout=_WAIT_S)
+            return msgspec.json.decode(answer, type=Recording)
+        except subprocess.TimeoutExpired:
+            return Recording(reason=f"recording the task takes longer than {_WAIT_S:g} s")
+        except msgspec.MsgspecError:
+            return Recording(reason="the process that records the task has died")
+
+    def close(self) -> None:
+        """Ends the process, and the processes that it started."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+def record(run: ResolvedRun, target: UsableMemory) -> Recording:
+    """Records the lines of every phase of a run on a device that is not at hand."""
+    # Only the process that records needs it.
+    from can_train.training.reference_models import ReferenceModels
+
+    reporter, training = SilentReporter(), run.training
+    task = copy(sample_task(run, reporter))
+    task.train_rows = np.resize(task.train_rows, task.estimated_train_rows or len(task.train_rows))
+    meter = AbsentGpuMeter(target)
+    model = fresh_model(run, task, meter)
+    references = ReferenceModels(task=task, training=training, meter=meter, reporter=reporter,
+                                 cache=cache_folder(run.paths), verify=False)  # fmt: skip
+    samples = len(task.train_rows) * training.epochs
+    placed = [plan.on(target.capacity_bytes, samples=samples) for plan in references.decide(model)]
+    resident = [*references.bind_placeholders(placed), *average_tensors(model, training)]
+    planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
+                                          verify=False, reference_tensors=resident))  # fmt: skip
+    phases = {planner.phase.name: planner.record() for planner in planners.phases}
+    return Recording(phases=phases, seconds=sum(os.times()[:4]))
+
+
+def _answer(job: Mapping[str, Any]) -> Recording:
+    try:
+        return record(from_plain(job["config"]), msgspec.convert(job["target"], UsableMemory))
+    except CanTrainError as error:
+        reason = f"{error.rule}: {error.value}"
+    # The code of a task may fail where it sees no GPU.
+    except Exception as error:  # noqa: BLE001
+        reason = f"{type(error).__name__}: {error}"
+    return Recording(reason=f"{reason[:1].lower()}{reason[1:_MAX_REASON_CHARACTERS]}")
+
+
+def main() -> None:
+    """Reads a job from standard input, and writes its recording to standard output."""
+    if sys.platform == "linux":
+        # A training that is killed takes this process with it.
+        ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
+    signal.alarm(_LIMIT_S)
+    # Whatever a task prints is no answer.
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        torch.set_num_threads(1)
+        answers.write(msgspec.json.encode(_answer(json.load(sys.stdin))))
+
+
+if __name__ == "__main__":
+    main()
