@@ -427,6 +427,43 @@ def test_the_interval_of_a_card_is_the_spread_of_what_was_measured(operations: s
     assert f"networks whose memory {operations} decide" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("build", "shape", "precision", "is_widened"),
+    [
+        (lambda: nn.Conv2d(8, 8, 3, padding=1), (8, 32, 32), "fp32", False),
+        (lambda: nn.Conv2d(8, 8, 3, padding=1), (8, 32, 32), "fp16", True),
+        (lambda: nn.Conv3d(8, 8, 3, padding=1), (8, 8, 16, 8), "fp32", True),
+        (lambda: nn.Linear(32, 8), (8, 32, 32), "fp16", False),
+    ],
+)
+def test_workspaces_that_nobody_has_measured_widen_the_interval(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], precision: str, is_widened: bool, dispatched: None
+) -> None:
+    model = build()
+    found = predict_peak(
+        model, 64, loss_of=lambda rows: model(torch.zeros(len(rows), *shape)).float().sum(), target="t4",
+        precision=precision,
+    )  # fmt: skip
+    _, more = SPREADS[operations_of(model)].around(found.reserved_bytes)
+    # Three times the largest result of the convolution.
+    wider = 3 * 64 * 8 * 1024 * (2 if precision == "fp16" else 4) if is_widened else 0
+    assert found.spread.most_bytes == pytest.approx(more + wider)
+    assert ("not measured" in str(found)) == is_widened
+
+
+@pytest.mark.parametrize(("card", "is_widened"), [("h100-80gb", True), ("a100-40gb", False)])
+def test_attention_of_cudnn_is_not_measured_where_pytorch_prefers_it(
+    card: str, is_widened: bool, dispatched: None
+) -> None:
+    model = Attention()
+    found = predict_peak(
+        model, 16, loss_of=lambda rows: model(torch.zeros(len(rows), 64)).float().sum(), target=card,
+        precision="bf16",
+    )  # fmt: skip
+    assert ("cuDNN's attention" in str(found)) == is_widened
+    assert (found.spread.most_bytes > SPREADS[ATTENTION].around(found.reserved_bytes)[1]) == is_widened
+
+
 def vision_transformer() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), *(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)))
 

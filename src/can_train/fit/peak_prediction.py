@@ -54,6 +54,11 @@ SPREADS: Final[Mapping[str, Spread]] = {
 _FEW_KNOWN: Final = (ATTENTION, RECURRENT)
 # Most of what cuDNN works with in recurrent layers, as a multiple of the assumed bytes: cautious, and not measured.
 _RECURRENT_MOST: Final = 3
+_IMAGE_FILTER_DIMS: Final = 4
+_CONVOLUTIONS: Final = ("convolution", "convolution_backward")
+_COPIES: Final = 3  # of the largest tensor that a convolution makes: the two images and the filters are no larger each
+_FLASH_ATTENTION: Final = ("_scaled_dot_product_flash_attention_backward",)
+_PREFER_CUDNN: Final = ("hopper", "blackwell")
 _FEW_CONVOLUTIONS: Final = 0.2  # share of the layers: a transformer has one for the patches of its images
 # Of the same step on CUDA around the prediction from small batches on the CPU: operators without a table keep somewhat
 # less, and workspaces of cuDNN come on top (CNNs, 95 of 100 published peaks).
@@ -294,6 +299,40 @@ def _spread_text(operations: str) -> str:
     around = f"{spread.less:.1%} below to {spread.more:.1%} above"
     known = "of which few are known, are expected" if operations in _FEW_KNOWN else "lie, but for 1 in 20,"
     return f"Measured peaks of networks whose memory {operations} decide {known} {around} the prediction"
+
+
+def with_unmeasured(
+    found: PeakPrediction, trace: AllocationTrace, model: nn.Module, *, is_half: bool
+) -> PeakPrediction:
+    """Widens the interval by workspaces that nobody has measured.
+
+    Of convolutions in half precision, and in one or three dimensions: where images have another format than cuDNN's
+    kernels, it copies input, result and filters of one convolution at a time. Of cuDNN's attention, which PyTorch
+    prefers on some cards: once more the largest tensor of flash attention's backward pass.
+
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`.
+    """
+    filters = [parameter for parameter in model.parameters() if parameter.dim() > _MATRIX_DIMS]
+    has_unknown = is_half or any(each.dim() != _IMAGE_FILTER_DIMS for each in filters)
+    prefers_cudnn = found.card is not None and found.card.generation in _PREFER_CUDNN
+    told, more = [found.spread.what], 0
+    if has_unknown and (largest := _largest_of(trace, _CONVOLUTIONS)):
+        told.append("workspaces of convolutions in half precision, one or three dimensions are not measured")
+        more += _COPIES * largest
+    if prefers_cudnn and (largest := _largest_of(trace, _FLASH_ATTENTION)):
+        told.append("cuDNN's attention, which PyTorch may prefer there, is not measured")
+        more += largest
+    spread = replace(found.spread, what="; ".join(told), most_bytes=found.spread.most_bytes + more)
+    return replace(found, spread=spread)
+
+
+def _largest_of(trace: AllocationTrace, operations: Sequence[str]) -> int:
+    """Returns the bytes of the largest tensor that some operations make; 0 where they make none."""
+    labels = trace.labels
+    return max(
+        (size for number, size in trace.events if number in labels and labels[number].operation in operations),
+        default=0,
+    )
 
 
 def _replayed(

@@ -69,6 +69,7 @@ from can_train.fit.peak_prediction import (
     of_compiled,
     operations_of,
     price_trace,
+    with_unmeasured,
 )
 from can_train.fit.search import RecordedLine, RecordedPhase, pack_worst_case, room_for_trial
 from can_train.io.units import counted, parse_size, size_text
@@ -93,6 +94,7 @@ from can_train.task import BatchTask, Feature, Phase
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
 _PROBED: Final = 256
 _PRECISIONS: Final = ("fp32", "bf16", "fp16")
+_HALF: Final = (torch.float16, torch.bfloat16)
 _GPU: Final = torch.device("cuda")
 _IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
@@ -428,6 +430,10 @@ class _Step:
     is_compiled: bool = False
 
     @property
+    def is_half(self) -> bool:
+        return self.precision.autocast in _HALF
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
@@ -494,6 +500,11 @@ class TaskStep:
     num_parts: int = 1  # Micro-batches of a step, each of them this batch: gradients are alive from the second one on
     recomputed: tuple[str, ...] = ()  # Modules whose activations the backward pass computes again
     loss_chunks: int = 1  # Parts that each cross entropy is computed in, one after the other in the backward pass too
+
+    @property
+    def is_half(self) -> bool:
+        """Whether autocast computes in half precision."""
+        return self.training.precision in ("bf16", "fp16")
 
     @property
     def is_compiled(self) -> bool:
@@ -699,7 +710,15 @@ def _recorded_with(
             raise
         traces = _of_generations(card.generation, partial(record, sizes=sizes))
     kernels, operations = loaded_kernels(step.model), operations_of(step.model)
-    found = of_any({gpu: price_trace(trace, card, settings, kernels, operations) for gpu, trace in traces.items()})
+    is_half = step.is_half or any(each.dtype in _HALF for each in step.model.parameters())
+    found = of_any(
+        {
+            gpu: with_unmeasured(
+                price_trace(trace, card, settings, kernels, operations), trace, step.model, is_half=is_half
+            )
+            for gpu, trace in traces.items()
+        }
+    )
     return found if sizes is None else _of_sizes(found, sizes)
 
 
