@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from can_train.memory.meters import CudaMeter, _copy_stream, open_meter, send, send_positions
+from can_train.memory.meters import CudaMeter, copy_stream, open_meter, send, send_positions
 
 MIB = 2**20
 
@@ -44,7 +44,7 @@ def test_a_large_tensor_arrives_while_the_gpu_computes() -> None:
     keep_busy()
     busy.record()
     sent = send(host, device)
-    _copy_stream(device).synchronize()
+    copy_stream(device).synchronize()
     assert not busy.query()
     assert torch.equal(sent.cpu(), host)
 

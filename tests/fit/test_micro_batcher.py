@@ -136,7 +136,7 @@ def test_setting_buffers_aside_may_run_out_of_memory_too() -> None:
     meter = SimulatedMeter(60 * MIB, settings=EXPANDABLE)
     with meter.active():
         model = Buffered()
-        made = MicroBatcher(model, meter=meter)
+        made = MicroBatcher(model, meter=meter, fit="split")
         kept = [torch.empty(20 * MIB, dtype=torch.uint8)]
 
         def losses_of(start: int, stop: int) -> Losses:

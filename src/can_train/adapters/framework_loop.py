@@ -98,6 +98,7 @@ class LoopSettings:
         learn: Whether earlier runs are learned from, and this one is recorded.
         state_dir: State folder of the factor store; None: the user's own.
         search: Whether limits are searched for before the first step, with steps of a copy of the model.
+        fit: How far a step goes to fit where one sample runs out of memory, as in `MicroBatcher`.
     """
 
     device: Meter | str | None = None
@@ -108,6 +109,7 @@ class LoopSettings:
     learn: bool = True
     state_dir: str | Path | None = None
     search: bool = False
+    fit: str = "auto"
 
 
 LossOf = Callable[[Part], tuple[Tensor, float | None]]
@@ -565,7 +567,7 @@ class FrameworkLoop:
     # Limits
 
     def _make_engine(self) -> Engine:
-        batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits)
+        batcher = MicroBatcher(self.model, meter=self.meter, limits=self.settings.limits, fit=self.settings.fit)
         reserve = OptimizerReserve(_expected_memory(self.optimizers), self.meter)
         reserve.remedy = LESS
         engine = Engine(meter=self.meter, monitor=self.monitor, batcher=batcher, reserve=reserve)

@@ -255,6 +255,7 @@ CHOICES: Final = {
     "lr_scale": ("auto", "none", "sqrt", "linear"),
     "optimizer": ("adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam",
                   "rmsprop", "rprop"),
+    "fit": ("auto", "split", "recompute", "offload", "off"),
     "order": ("shuffled", "bucketed"),
     "precision": PRECISIONS,
     "scheduler": ("cosine", "constant", "linear", "one-cycle", "step", "plateau", "wsd"),
@@ -322,6 +323,10 @@ class TrainingSettings:
     """Fixed number of samples on the device at once, without a search; 0 searches."""
     min_micro_batch_size: int = 1
     """Samples below which a batch is never split."""
+    fit: str = "auto"
+    """How far a step goes to fit, with the same gradient: split, recompute, offload; auto: the first that fits; off."""
+    recompute: list[str] = field(default_factory=list)
+    """Modules that the backward pass computes again, by name or pattern: [layers.*]; none: chosen from the model."""
     adaptive_micro_batch: bool = True
     """Rescue from out-of-memory: undo the micro-batch, split it and go on. Off, it is an error."""
     backoff_factor: float = 2.0

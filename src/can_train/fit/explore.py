@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -42,6 +42,7 @@ from can_train.fit.optimizer import (
     step_generator,
 )
 from can_train.fit.packing import BatchCosts, batch_totals
+from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Rung, computed_on, measure_modules, rung_of
 from can_train.fit.search import (
     Peak,
     RecordedLine,
@@ -55,13 +56,14 @@ from can_train.fit.search import (
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import cards_that_hold, predicted_room
+from can_train.memory.meters import AbsentGpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.task import Phase
 
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
     from can_train.fit.compiled import CompiledModel
-    from can_train.fit.factor_rule import EarlierSearch, RememberedLimit
+    from can_train.fit.factor_rule import EarlierSearch, RememberedLimit, RememberedLimits
     from can_train.fit.micro_batcher import Losses
     from can_train.memory.meters import Meter
     from can_train.task import BatchTask, Feature, LogicalBatch
@@ -466,6 +468,7 @@ class Explorer:
     search_seconds: float = math.inf  # That a search of limits may take in any case
     epoch_share: float = SEARCH_SHARE  # The share of an epoch with every sample that it may take where that is more
     record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
+    rung: Rung = SPLIT_ALONE  # That steps are computed on
     on_refused: Callable[[str], object] = lambda reason: None  # Called where a trial does not confirm recorded lines
     # By the sizes and types of the parameters that were trained then.
     _optimizers: dict[tuple[object, ...], OptimizerMemory] = field(default_factory=dict, init=False)
@@ -501,7 +504,9 @@ class Explorer:
             verify=self.verify, record=self.record, on_trial=on_trial, time=time, time_share=_TRAINING_SHARE,
             recorded=recorded.training if recorded else None, on_refused=self.on_refused,
         )  # fmt: skip
-        known = earlier.phases.get(self.phase.name) if earlier is not None and self._is_same(earlier) else None
+        known = self.remembered(earlier)
+        if known is not None and rung_of(known) != self.rung:
+            known = None
         with self._trained_alone() as buffer_copies:
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
             training = find_limit(work, self.meter, upper, replace(search, known=known.training if known else None))
@@ -542,10 +547,12 @@ class Explorer:
         finally:
             self.model.train()
 
-    def _is_same(self, earlier: EarlierSearch) -> bool:
-        """Whether an earlier run had this device's memory, and this version of PyTorch."""
+    def remembered(self, earlier: EarlierSearch | None) -> RememberedLimits | None:
+        """Returns the phase's limits of an earlier run that had this device's memory, and this version of PyTorch."""
+        if earlier is None or earlier.torch_version != torch.__version__:
+            return None
         apart = abs(self.meter.capacity_bytes - earlier.capacity_bytes)
-        return apart <= _SAME_CAPACITY * earlier.capacity_bytes and earlier.torch_version == torch.__version__
+        return earlier.phases.get(self.phase.name) if apart <= _SAME_CAPACITY * earlier.capacity_bytes else None
 
     def step_cost(self) -> tuple[CostModel, float]:
         """Returns the cost model of training and a step's seconds per sample; raises DoesNotFitError."""
@@ -593,12 +600,35 @@ class Explorer:
             with precision.context(self.meter.device):
                 return batch.losses(self.model, start, stop)
 
-        with CatchOutOfMemory(), only_trained(self.model, self.phase):
+        on_rung = computed_on(self.rung, self.model, self.meter)
+        with CatchOutOfMemory(), only_trained(self.model, self.phase), on_rung:
             return measure_batch_dependence(
                 self.model.train(), losses, batch.denominators, half=precision.autocast is not None
             )
         self.meter.release()
         return UNKNOWN
+
+    def module_costs(self, names: Sequence[str], row: int) -> tuple[list[ModuleCost], float]:
+        """Measures how much modules save of a sample for the backward pass, and their time; returns also the seconds
+        of the whole forward pass. Nothing is measured where memory runs out.
+        """
+        rows = np.asarray([row])
+
+        def forward() -> Losses:
+            return self._losses(self._batch(rows, coupled=True), 0, 1)
+
+        # What stands in for a GPU that is not at hand draws the results of products, which takes no time.
+        is_here = not isinstance(self.meter, AbsentGpuMeter)
+        span = self.meter.measuring(self._resident) if is_here else nullcontext()
+        with CatchOutOfMemory(), self._trained_alone(), span:
+            measure_modules(self.model, names, forward, self.meter)  # The first pass takes longer
+            return measure_modules(self.model, names, forward, self.meter)
+        self.meter.release()
+        return [], 0.0
+
+    @property
+    def _resident(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers(), *self.reference_tensors]
 
     def check_outputs(self) -> None:
         """Lets the task check the form of all that it computes of a few samples beside the loss."""
@@ -673,7 +703,7 @@ class Explorer:
             counts=self._counts,
             features=self.task.memory_features,
             steps_per_trial=self.training.find_batch_size_steps_per_trial,
-            resident=[*self.model.parameters(), *self.model.buffers(), *self.reference_tensors, *resident],
+            resident=[*self._resident, *resident],
         )
 
     def _train_step(self, rows: NDArray[np.int64], start: int = 0, stop: int | None = None) -> None:
@@ -681,9 +711,10 @@ class Explorer:
         # Each part of a batch holds copies of the buffers, beside the step's.
         held = Snapshot(self.model, self.meter.device)
         try:
-            batch = self._batch(rows, coupled=True)
-            losses = self._losses(batch, start, len(rows) if stop is None else stop)
-            weighted_loss(losses, self.task.loss_weights).backward()
+            with computed_on(self.rung, self.model, self.meter):
+                batch = self._batch(rows, coupled=True)
+                losses = self._losses(batch, start, len(rows) if stop is None else stop)
+                weighted_loss(losses, self.task.loss_weights).backward()
         finally:
             del held
             for parameter in self._parameters:

@@ -110,6 +110,8 @@ class RememberedLimits:
 
     training: RememberedLimit
     evaluation: RememberedLimit
+    recompute: tuple[str, ...] = ()  # Modules that the backward pass computed again
+    offload: bool = False  # Whether saved tensors waited on the host
 
 
 @dataclass(frozen=True, kw_only=True)

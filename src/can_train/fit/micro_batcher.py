@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from can_train.config.settings import CHOICES, check_choice
 from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.optimizer import parameters_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.peak_prediction import PeakPrediction
-from can_train.fit.rescue import Backoff, Rescue, RescueSettings, Try, Undo, leaves_of
+from can_train.fit.rescue import Backoff, Ladder, Rescue, RescueSettings, Try, Undo, leaves_of
+from can_train.fit.rungs import computed_on, rungs_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import Meter, meter_of, tensors_of
@@ -310,6 +312,8 @@ class MicroBatcher:
             out, and with them memory that runs out all the same splits further.
         rescue: The measures that are allowed after an out-of-memory.
         rules: How batches are cut, in place of rules that follow from `limits`.
+        fit: How far a step goes to fit where a part of one sample runs out of memory, as in `--fit`: `auto`, `split`,
+            `recompute` or `offload`. The gradient is the same.
 
     Raises:
         ArgumentError: The model has no parameters, lazy ones, or is wrapped by DDP or FSDP; hooks step as gradients
@@ -321,9 +325,10 @@ class MicroBatcher:
             (BatchNorm, contrastive losses). Measured, and warned of, when `run` splits a batch for the first time; None
             until then.
         compiled: The compiler of the model, which a part that it fails for is computed without; None: there is none.
+        ladder: The rungs that a step may be computed on.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the entrance for people with a loop of their own
         self,
         model: nn.Module,
         *,
@@ -331,6 +336,7 @@ class MicroBatcher:
         limits: DeviceLimits | PeakPrediction | SizeSearch | Split | int | None = None,
         rescue: RescueSettings | None = None,
         rules: SplitRules | None = None,
+        fit: str = "auto",
     ) -> None:
         if (refusal := unsplittable_because(model)) is not None:
             raise refusal
@@ -338,7 +344,9 @@ class MicroBatcher:
         self._parameters = list(model.parameters())
         self._meter = meter_of(meter, str(self._parameters[0].device))
         self._settings = rescue or RescueSettings()
-        self._rescue = Rescue(self._meter, self._settings)
+        check_choice("fit", fit, CHOICES["fit"])
+        self.ladder = Ladder(rungs_of(model, fit, is_host=self._meter.is_host))
+        self._rescue = Rescue(self._meter, self._settings, climb=self.climb)
         # Evaluation costs less a sample, so limits that training learned do not hold for evaluation.
         self._evaluation = Rescue(self._meter, self._settings)
         self._trainable = [parameter.requires_grad for parameter in self._parameters]
@@ -428,7 +436,8 @@ class MicroBatcher:
             for samples in takewhile(lambda size: size > 1, tried):
                 # Unequal parts, since equal ones hide a mean; but of two samples, since a single one has no variance.
                 first = max(samples * SPLIT[0] // sum(SPLIT), min(_LEAST_PART, samples - 1))
-                with CatchOutOfMemory(), self._meter.active():
+                on_rung = computed_on(self.ladder.rung, self._model, self._meter)
+                with CatchOutOfMemory(), self._meter.active(), on_rung:
                     sizes = (first, samples - first)
                     return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=sizes, judges=judges)
                 self._meter.release()
@@ -499,16 +508,18 @@ class MicroBatcher:
         # it was given by itself. A thread would draw random numbers in another order, and inputs that are made before
         # the part is known to fit would have to be dropped after a rescue.
         self._meter.begin_part()
-        losses = _check_losses(batch_loss.losses_of(part.start, part.stop), batch_loss.denominators, batch_loss.weights)
-        means = {term: batch_loss.mean(term, total) for term, (total, _) in losses.items()}
-        loss = batch_loss.weighted(means)
-        # A micro-batch whose terms are all constant needs no gradient.
-        if loss.requires_grad:
-            self._look_outside(loss, tuple(means), undo)
-            batch_loss.scale(loss).backward()
-            if self.compiled is not None:
-                self.compiled.keep_gradients()
-            self._had_gradient = True
+        with computed_on(self.ladder.rung, self._model, self._meter):
+            computed = batch_loss.losses_of(part.start, part.stop)
+            losses = _check_losses(computed, batch_loss.denominators, batch_loss.weights)
+            means = {term: batch_loss.mean(term, total) for term, (total, _) in losses.items()}
+            loss = batch_loss.weighted(means)
+            # A micro-batch whose terms are all constant needs no gradient.
+            if loss.requires_grad:
+                self._look_outside(loss, tuple(means), undo)
+                batch_loss.scale(loss).backward()
+                if self.compiled is not None:
+                    self.compiled.keep_gradients()
+                self._had_gradient = True
         return {term: (mean.detach(), losses[term][1]) for term, mean in means.items()}
 
     def _look_outside(self, loss: Tensor, terms: tuple[str, ...], undo: Undo) -> None:
@@ -593,6 +604,13 @@ class MicroBatcher:
             backoff = backoff.after_step(planned=self._largest_planned, factor=self._settings.factor)
         self._retries, self._retries_rose = retries, rose
         self._rescue.backoff = backoff
+        if self._settings.regrow:
+            self.ladder.after_step()
+
+    def climb(self) -> bool:
+        """Goes on to the next rung; tells whether there is one."""
+        # A compiled model is traced once, on one rung.
+        return self.compiled is None and self.ladder.climb()
 
     def watch(self, on_oom: Callable[[], object]) -> None:
         """Registers a function that is called after each out-of-memory of training, such as `MemoryMonitor.rescued`."""
@@ -618,6 +636,7 @@ class MicroBatcher:
         return {
             "backoff": asdict(self._rescue.backoff), "largest_planned": self._largest_planned,
             "trainable": list(self._trainable), "ooms_rescued": self._rescue.ooms_rescued,
+            "ladder": self.ladder.state_dict(),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_device: bool = True) -> None:
@@ -627,6 +646,8 @@ class MicroBatcher:
         # Those that the limits belong to: the model may have been made with others, of an earlier epoch.
         self._trainable = list(state["trainable"])
         self._rescue.ooms_rescued = state["ooms_rescued"]
+        if same_device:
+            self.ladder.load_state_dict(state["ladder"])
 
     def set_limits(self, rules: SplitRules, limits: DeviceLimits | None) -> None:
         """Replaces rules and limits after the device was explored again."""

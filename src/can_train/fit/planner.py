@@ -7,6 +7,7 @@ Shapes: R samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DoesNotFitError, OutOfMemoryDetails
+from can_train.fit.batch_dependence import UNKNOWN as UNKNOWN_DEPENDENCE
 from can_train.fit.compiled import SAVED_SHARE, compile_notices, compiles_on
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
 from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
@@ -30,6 +32,8 @@ from can_train.fit.optimizer import (
 )
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.plan import PhasePlan, PlanRequest, bucketed, resolve_plan, search_upper, spare_room
+from can_train.fit.rescue import Ladder
+from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Rung, kept_modules, rung_of, rungs_of
 from can_train.fit.search import NO_RECORDING, RecordedPhase, Recording
 from can_train.io.units import size_text
 from can_train.memory.catalogue import UNKNOWN, cards_that_hold, predicted_room
@@ -52,6 +56,11 @@ _MIB: Final = 2**20
 PROBED: Final = "Probes on the device show how memory grows"  # where nothing recorded does, for a reason
 _NAMED: Final = 5  # Oversize samples that a message names
 _SMALL_SHARE: Final = 0.01  # of the device; of less memory no notice says how well it was predicted
+# Share of the room that a sample may take where only some modules are computed again: the bytes that these save do not
+# count the memory of kernels.
+_FILLED: Final = 0.9
+_LESS: Final = 0.6  # Share of the room that is tried where more did not fit
+_PASSES: Final = 3.0  # Time of a step in units of its forward pass
 _PADDED_SHARE: Final = 0.02  # Share of a mean sample's cost below which padded lengths do not matter: noise of a fit
 
 
@@ -91,6 +100,9 @@ class RunPlan:
     fixed_size: PredictedLimit | None = None  # Prediction for micro-batches whose size was given
     data: DataPlacement = DataPlacement()  # Of the run, in the plan of its first phase; the limits include the data
     room_samples: int | None = None  # Predicted to fit at once on all devices; None without a search
+    rung: Rung = SPLIT_ALONE  # That steps are computed on
+    rung_saves_bytes: int = 0  # Bytes that the largest sample saves less for the backward pass; 0: not known
+    rung_longer: float = 0.0  # Predicted share of a step's time that computing modules again adds
 
     @property
     def phases(self) -> tuple[RunPlan, ...]:
@@ -209,6 +221,8 @@ class Planner:
     others_state_bytes: int = 0  # Size of the state of the other phases' optimizers
     search_seconds: float = SEARCH_SECONDS  # That a search of limits may take, however short an epoch is
     recording: Recording = NO_RECORDING  # What was recorded of the task, in place of probes
+    _measured: dict[str, ModuleCost] = field(default_factory=dict)  # By the names of the modules
+    _forward_seconds: float = 0.0  # Of the sample that they were measured with
 
     @cached_property
     def training(self) -> TrainingSettings:
@@ -232,8 +246,20 @@ class Planner:
             # may: they agree on the plans that are made of them.
             search_seconds=self.search_seconds,
             epoch_share=SEARCH_SHARE / self.ranks,
+            rung=self.rungs[0],
             on_refused=lambda reason: self.reporter.detail(f"{PROBED}: {reason}"),
         )
+
+    @cached_property
+    def rungs(self) -> tuple[Rung, ...]:
+        """The rungs that the model may be computed on, in the order in which they are tried."""
+        training = self.training
+        return rungs_of(self.model, training.fit, training.recompute, is_host=self.meter.is_host)
+
+    @property
+    def _recorded(self) -> RecordedPhase | None:
+        """The phase's recorded lines, which are of the first rung."""
+        return self.recording.phases.get(self.phase.name) if self.explorer.rung == self.rungs[0] else None
 
     @cached_property
     def batch_dependence(self) -> BatchDependence:
@@ -270,10 +296,15 @@ class Planner:
         request = self.request()
         # A target for the memory of micro-batches needs costs in bytes too.
         if request.searches or request.rules.target < np.inf:
-            recorded = self.recording.phases.get(self.phase.name)
-            limits = self.explore(request, factor.provisional, earlier=factor.earlier, recorded=recorded)
-            plan = self.resolve(request, limits, factor)
-            return plan if request.searches else replace(plan, fixed_size=_fixed_size(plan.phase_plan, limits, factor))
+            plan = self.on_first_rung(
+                lambda: self.resolve(
+                    request,
+                    self.explore(request, factor.provisional, earlier=factor.earlier, recorded=self._recorded),
+                    factor,
+                ),
+                earlier=factor.earlier,
+            )
+            return plan if request.searches else replace(plan, fixed_size=_fixed_size(plan, factor))
         plan = self._resolved(request, None, (), factor)
         is_fixed = request.micro_batch_size > 0 or request.rules.floor > 1
         # On a processor memory is the host's: the limit is not a fixed one, and probes cost seconds.
@@ -286,7 +317,8 @@ class Planner:
             return replace(plan, notices=(*plan.notices, f"{error.rule}: {error.value}"))
         predicted = self._resolved(request, limits, (), factor).phase_plan
         notices = (*plan.notices, *_too_large_notices(predicted, limits, self.training))
-        return replace(plan, fixed_size=_fixed_size(predicted, limits, factor), notices=notices)
+        fixed_size = _fixed_size(replace(plan, phase_plan=predicted, limits=limits), factor)
+        return replace(plan, fixed_size=fixed_size, notices=notices)
 
     def resolve(self, request: PlanRequest, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
         """Resolves the plan; raises DoesNotFitError where samples do not fit and may not be skipped."""
@@ -300,13 +332,84 @@ class Planner:
 
         `held_bytes` of optimizer state are on the device already. Raises DoesNotFitError where samples do not fit here.
         """
-        limits = self.explore(self._same_batch(frozen), factor.provisional, held_bytes=held_bytes)
-        oversize = self._oversize(limits.training)
-        oversize = oversize[~np.isin(oversize, frozen.skipped)]
-        # Not even oversize=skip leaves them out now: the samples of a run stay the same.
-        if len(oversize):
-            raise self._oversize_error(oversize, limits)
-        return self._again(frozen, limits, factor)
+
+        def plan() -> RunPlan:
+            limits = self.explore(self._same_batch(frozen), factor.provisional, held_bytes=held_bytes)
+            oversize = self._oversize(limits.training)
+            oversize = oversize[~np.isin(oversize, frozen.skipped)]
+            # Not even oversize=skip leaves them out now: the samples of a run stay the same.
+            if len(oversize):
+                raise self._oversize_error(oversize, limits)
+            return self._again(frozen, limits, factor)
+
+        return self.on_first_rung(plan)
+
+    def on_first_rung(self, plan: Callable[[], RunPlan], *, earlier: EarlierSearch | None = None) -> RunPlan:
+        """Plans on the first rung on which all samples fit, or on the rung of an earlier run on this device; raises
+        DoesNotFitError where there is none.
+        """
+        failures: list[DoesNotFitError] = []
+        known = self.explorer.remembered(earlier)
+        for rung in self.rungs if known is None else Ladder(self.rungs).on(rung_of(known)).rungs:
+            self.explorer.rung = rung
+            if self.batch_dependence is UNKNOWN_DEPENDENCE:
+                # On this rung a few samples may fit.
+                del self.batch_dependence
+            try:
+                made = plan()
+            except DoesNotFitError as error:
+                # The frames of its traceback hold tensors, which the next rung has no room for.
+                error.__traceback__ = error.__context__ = None
+                failures.append(error)
+                self.meter.release()
+                continue
+            is_chosen = known is None and self.training.fit == "auto" and not self.training.recompute
+            if is_chosen and rung.recompute and not rung.offload:
+                made = self._with_fewest_modules(made, plan)
+            return self._with_effect(made)
+        raise failures[0]
+
+    def _with_fewest_modules(self, made: RunPlan, plan: Callable[[], RunPlan]) -> RunPlan:
+        """Plans that no more modules are computed again than the largest sample needs; `made` has all of them."""
+        assert made.limits is not None, "only a search fails on the rung before"
+        names = made.rung.recompute
+        costs, _ = self._module_costs(made.limits.training, names)
+        room = _FILLED * predicted_room(made.limits.capacity_bytes)
+        spare = room - made.limits.training.peak_bytes(self._largest_sample(made.limits.training)[1])
+        # Of a small device, pages of the allocator may leave less room.
+        for share in (1.0, _LESS):
+            if not (kept := kept_modules(costs, share * spare)):
+                break
+            self.explorer.rung = Rung(recompute=tuple(name for name in names if name not in kept))
+            with suppress(DoesNotFitError):
+                return plan()
+        self.explorer.rung = made.rung
+        return made
+
+    def _with_effect(self, plan: RunPlan) -> RunPlan:
+        """Adds to a plan how much its rung saves, and how much longer a step takes."""
+        if not plan.rung.recompute or plan.limits is None:
+            return plan
+        costs, forward_seconds = self._module_costs(plan.limits.training, plan.rung.recompute)
+        saved_bytes, seconds = sum(cost.saved_bytes for cost in costs), sum(cost.seconds for cost in costs)
+        # A backward pass takes about twice as long as the forward pass.
+        longer = seconds / (_PASSES * forward_seconds) if forward_seconds > 0 else 0.0
+        return replace(plan, rung_saves_bytes=saved_bytes, rung_longer=longer)
+
+    def _module_costs(self, phase: SearchResult, names: Sequence[str]) -> tuple[list[ModuleCost], float]:
+        """Measures modules on the largest sample, once."""
+        missing = [name for name in names if name not in self._measured]
+        if missing:
+            row, _ = self._largest_sample(phase)
+            costs, self._forward_seconds = self.explorer.module_costs(missing, row)
+            self._measured |= {cost.name: cost for cost in costs}
+        return [self._measured[name] for name in names if name in self._measured], self._forward_seconds
+
+    def _largest_sample(self, phase: SearchResult) -> tuple[int, float]:
+        """Returns the row of the sample that costs most, and its cost."""
+        rows = self._counted_rows
+        each = _price(self.task, rows, phase).each()
+        return int(rows[np.argmax(each)]), float(each.max())
 
     def common(self, plans: Sequence[RunPlan], ours: RunPlan, factor: FactorRule) -> RunPlan:
         """Plans the smallest logical batch of all ranks' plans, without the samples that any of them leaves out."""
@@ -412,9 +515,8 @@ class Planner:
 
     def _again(self, frozen: RunPlan, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
         again, before = self._resolved(self._same_batch(frozen), limits, frozen.skipped, factor), frozen.phase_plan
-        return replace(
-            again, phase_plan=replace(again.phase_plan, binding_limit=before.binding_limit, lr_factor=before.lr_factor)
-        )
+        phase_plan = replace(again.phase_plan, binding_limit=before.binding_limit, lr_factor=before.lr_factor)
+        return replace(again, phase_plan=phase_plan)
 
     def _resolved(
         self, request: PlanRequest, limits: DeviceLimits | None, skipped: tuple[int, ...], rule: FactorRule
@@ -451,7 +553,8 @@ class Planner:
         if skipped:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(phase_plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
-                       notices=tuple(notices), phase=self.phase.name, room_samples=samples)  # fmt: skip
+                       notices=tuple(notices), phase=self.phase.name, room_samples=samples,
+                       rung=self.explorer.rung)  # fmt: skip
 
     @property
     def _counted_rows(self) -> Rows:
@@ -608,11 +711,12 @@ def _price(task: BatchTask, rows: Rows, phase: SearchResult | None) -> BatchCost
     return BatchCosts(counts, task.memory_features, 1 / means)
 
 
-def _fixed_size(plan: PhasePlan, limits: DeviceLimits, factor: FactorRule) -> PredictedLimit:
-    training = limits.training
+def _fixed_size(plan: RunPlan, factor: FactorRule) -> PredictedLimit:
+    assert plan.limits is not None, "a prediction is made of limits"
+    training = plan.limits.training
     return PredictedLimit(tuned_limit=training.tuned_limit, capped=training.capped,
                           base_bytes=training.model.base_bytes, full_bytes=training.peak_bytes(training.tuned_limit),
-                          largest_cost=plan.largest_cost, factor=factor.decide(limits))  # fmt: skip
+                          largest_cost=plan.phase_plan.largest_cost, factor=factor.decide(plan.limits))  # fmt: skip
 
 
 def _room(limits: DeviceLimits, plan: PhasePlan, aim: Aim) -> float:

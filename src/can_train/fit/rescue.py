@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -29,6 +29,7 @@ from can_train.memory.out_of_memory import (
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import SearchResult
+    from can_train.fit.rungs import Rung
     from can_train.memory.meters import Meter
 
 QUIET_STEPS: Final = 20  # Optimizer steps without an out-of-memory after which a larger micro-batch is tried
@@ -105,6 +106,55 @@ class Backoff:
         return replace(self, limit=min(self.limit, cost) * RETREAT, failed=min(self.failed, cost), held=0.0, quiet=0)
 
 
+@dataclass
+class Ladder:
+    """The rungs that a step may be computed on, the plan's first, and the one in force.
+
+    Attributes:
+        quiet: Optimizer steps since it last climbed, or went back.
+        patience: Quiet steps before it goes back to the rung below; it doubles each time it has to climb again.
+    """
+
+    rungs: tuple[Rung, ...]
+    level: int = 0
+    quiet: int = 0
+    patience: int = QUIET_STEPS
+
+    @property
+    def rung(self) -> Rung:
+        """The rung in force."""
+        return self.rungs[self.level]
+
+    def climb(self) -> bool:
+        """Goes on to the next rung; tells whether there is one."""
+        if self.level + 1 == len(self.rungs):
+            return False
+        self.level, self.quiet = self.level + 1, 0
+        return True
+
+    def after_step(self) -> None:
+        """Counts an optimizer step; after a quiet stretch the rung below is tried once more."""
+        if self.level == 0:
+            return
+        self.quiet += 1
+        if self.quiet >= self.patience:
+            self.level, self.quiet, self.patience = self.level - 1, 0, min(2 * self.patience, MAX_QUIET_STEPS)
+
+    def on(self, rung: Rung) -> Ladder:
+        """Returns the ladder of a plan: from the plan's rung on, with the rungs above it that go further."""
+        higher = (one for one in self.rungs if (one.offload, len(one.recompute)) > (rung.offload, len(rung.recompute)))
+        return Ladder((rung, *higher))
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the rung in force and its history, for a checkpoint."""
+        return {"level": self.level, "quiet": self.quiet, "patience": self.patience}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restores a state of `state_dict`, of a ladder of the same rungs."""
+        self.level = min(state["level"], len(self.rungs) - 1)
+        self.quiet, self.patience = state["quiet"], state["patience"]
+
+
 class PartDoesNotFitError(DoesNotFitError):
     """Samples `part`, (start, stop), of a batch do not fit and cannot be split further."""
 
@@ -144,6 +194,8 @@ class Rescue:
     oom_cost: float = math.inf
     # Called after each out-of-memory, once the part is undone and its memory released.
     on_oom: Callable[[], object] = lambda: None
+    # Computes parts so that they take less memory from now on; tells whether it could.
+    climb: Callable[[], bool] = lambda: False
     # Most memory that other processes held when this one ran out of it, though they may have left since.
     foreign_bytes: int = 0
     # Bytes that this process could have in use when memory ran out last.
@@ -179,6 +231,8 @@ class Rescue:
             self.on_oom()
             sizes = self._split_after_oom(batch, start, part.stop, limit)
             if sizes[0] == part.stop - start:
+                if self.settings.adaptive and self.climb():
+                    continue
                 retries += 1
                 if not self.settings.adaptive or retries > self.settings.retries:
                     raise self._does_not_fit(batch, start, part.stop, part.message)

@@ -355,19 +355,24 @@ class AttentionCall:
             mask = F.pad(mask.expand(*mask.shape[:-1], columns), (0, -columns % 8))[..., :columns]
         return mask.expand(*self.query.shape[:-1], columns)
 
-    def composed(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, is_flash: bool = False
-    ) -> Sequence[Tensor]:
-        """Computes attention with any kernel there is. The result's [N, L, H, V] lie one after the other; flash
-        attention's result lies in memory like the queries.
+    def composed(self, *, is_flash: bool = False) -> Callable[..., Sequence[Tensor]]:
+        """Returns a function that computes attention with any kernel there is. The result's [N, L, H, V] lie one after
+        the other; flash attention's result lies in memory like the queries.
+
+        The function refers to no tensor: a graph would keep the tensor that is computed again in its backward pass.
         """
-        attended = composite(_aten.scaled_dot_product_attention.default)(
-            query, key, value, bias, self.dropout_p, self.is_causal, scale=self.factor, enable_gqa=self.enable_gqa
-        )
-        attended = attended.transpose(1, 2).contiguous()
-        if is_flash:
-            attended = torch.empty_like(query.transpose(1, 2)).copy_(attended)
-        return (attended.transpose(1, 2),)
+        attention = partial(
+            composite(_aten.scaled_dot_product_attention.default),
+            dropout_p=self.dropout_p, is_causal=self.is_causal, scale=self.factor, enable_gqa=self.enable_gqa,
+        )  # fmt: skip
+
+        def compute(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Sequence[Tensor]:
+            attended = attention(query, key, value, bias).transpose(1, 2).contiguous()
+            if is_flash:
+                attended = torch.empty_like(query.transpose(1, 2)).copy_(attended)
+            return (attended.transpose(1, 2),)
+
+        return compute
 
 
 def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
@@ -376,13 +381,18 @@ def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
     batch, heads, queries, width = (1, *call.query.shape)[-4:]
     sums = batch * heads * torch.float32.itemsize
     if backend is SDPBackend.FLASH_ATTENTION:
-        compute, backward_bytes = partial(call.composed, is_flash=True), flash_backward_bytes(call.padded()[0])
-        kernel = FusedKernel(name=_ATTENTION, compute=compute, kept_bytes=sums * queries, backward_bytes=backward_bytes)
+        backward_bytes = flash_backward_bytes(call.padded()[0])
+        kernel = FusedKernel(
+            name=_ATTENTION,
+            compute=call.composed(is_flash=True),
+            kept_bytes=sums * queries,
+            backward_bytes=backward_bytes,
+        )
         return run_fused(kernel, *call.padded())[0][..., :width]
     if backend is SDPBackend.EFFICIENT_ATTENTION:
         rows = -(-queries // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
         kernel = FusedKernel(
-            name=_ATTENTION, compute=call.composed, kept_bytes=sums * rows, backward_bytes=sums * queries
+            name=_ATTENTION, compute=call.composed(), kept_bytes=sums * rows, backward_bytes=sums * queries
         )
         return run_fused(kernel, call.query, call.key, call.value, call.bias())[0]
     return composed_attention(*args, **kwargs)

@@ -83,6 +83,10 @@ class Meter(ABC):
         """Opens a span whose peak counts; `resident` tensors are already on the device."""
         return nullcontext()
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor takes memory of the device."""
+        return tensor.device.type == self.device.type
+
     @abstractmethod
     def reset_peak(self) -> None:
         """Forgets the peaks, also inside an open span; only probes, search and monitor may call it."""
@@ -165,6 +169,10 @@ class CpuMeter(Meter):
         finally:
             self._open.remove(tracker)
             self._peak_bytes = max(self._peak_bytes, tracker.peak_bytes)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor is counted by the open spans."""
+        return all(tracker.holds(tensor) for tracker in self._open)
 
     def reset_peak(self) -> None:
         """Forgets the peak; open spans start again from their live bytes."""
@@ -356,6 +364,10 @@ class SimulatedMeter(Meter):
     def host(self) -> AbstractContextManager[None]:
         """Leaves new tensors of the block off the simulated GPU, then and later."""
         return self.gpu.host()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor is on the simulated GPU."""
+        return self.gpu.holds(tensor)
 
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
@@ -608,7 +620,7 @@ def send(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None)
 
 def _send_aside(pinned: Tensor, device: torch.device) -> Tensor:
     """Copies pinned memory to a GPU while the GPU computes what it was given before."""
-    computing, copying = torch.cuda.current_stream(device), _copy_stream(device)
+    computing, copying = torch.cuda.current_stream(device), copy_stream(device)
     with torch.cuda.stream(copying):
         sent = pinned.to(device, non_blocking=True)
     # What is computed from now on waits for the copy, and the copy's memory is not used again before that is computed.
@@ -618,7 +630,8 @@ def _send_aside(pinned: Tensor, device: torch.device) -> Tensor:
 
 
 @cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream of a GPU that copies run on, beside the computation."""
     return torch.cuda.Stream(device)
 
 

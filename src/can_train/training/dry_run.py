@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -34,6 +35,8 @@ from can_train.training.reference_models import ReferenceModelPlan, ReferenceMod
 from can_train.training.sample_task import Task, TaskContext
 
 if TYPE_CHECKING:
+    from can_train.fit.cost_model import DeviceLimits
+    from can_train.fit.rungs import Rung
     from can_train.task import BatchTask
     from can_train.training.explain import Explanation
 
@@ -405,30 +408,48 @@ class _ExploredPhase:
         # Its measurements are made now: later, the task may be bound to the outputs of another placement.
         planner.check()
         self._request = planner.request()
-        self._limits = planner.explore(self._request, PROVISIONAL)
-        self._share: float | None = None
+        self._explored: dict[Rung, DeviceLimits | DoesNotFitError] = {}
+        self._shares: dict[Rung, float] = {}  # Allocated ÷ reserved bytes
+        with suppress(DoesNotFitError):
+            self._limits()
 
     def plan_for(self, target: UsableMemory, rule: FactorRule) -> RunPlan:
-        """Resolves the phase's plan for a target; raises DoesNotFitError."""
-        capacity = target.capacity_bytes
-        limits = self._limits.predicted_on(target.key, capacity, _LITTLE_IN_USE * capacity)
+        """Resolves the phase's plan for a target on the first rung that fits; raises DoesNotFitError."""
+        return self._planner.on_first_rung(lambda: self._plan_on_rung(target, rule))
+
+    def _plan_on_rung(self, target: UsableMemory, rule: FactorRule) -> RunPlan:
+        capacity, explored = target.capacity_bytes, self._limits()
+        limits = explored.predicted_on(target.key, capacity, _LITTLE_IN_USE * capacity)
         # Whatever the fragmentation, a capped batch fits.
         room = catalogue.predicted_room(capacity) if limits.training.capped else self._room(capacity)
-        limits = self._limits.predicted_on(target.key, capacity, room)
+        limits = explored.predicted_on(target.key, capacity, room)
         if limits.optimizer_peak_bytes > limits.capacity_bytes:
             raise model_does_not_fit(limits.optimizer_peak_bytes, limits.capacity_bytes)
         return self._planner.resolve(self._request, limits, rule)
 
+    def _limits(self) -> DeviceLimits:
+        """Returns the limits on the rung in force, which are measured once."""
+        rung = self._planner.explorer.rung
+        if rung not in self._explored:
+            try:
+                self._explored[rung] = self._planner.explore(self._request, PROVISIONAL)
+            except DoesNotFitError as error:
+                self._explored[rung] = error
+        explored = self._explored[rung]
+        if isinstance(explored, DoesNotFitError):
+            raise explored
+        return explored
+
     def _room(self, capacity_bytes: int) -> float:
         """Returns how much may be allocated before the allocator needs to reserve more than a capacity."""
         room = catalogue.predicted_room(capacity_bytes)
-        training, explorer = self._limits.training, self._planner.explorer
+        training, explorer = self._limits().training, self._planner.explorer
         if training.cost_within(room) > meters.FRAGMENTATION_PROBE_BYTES:
-            if self._share is None:
+            if explorer.rung not in self._shares:
                 with explorer.worst_case(training, meters.FRAGMENTATION_PROBE_BYTES) as (run, resident):
                     allocated, reserved = meters.simulate_peak(run, resident)
-                self._share = allocated / max(reserved, 1)
-            return min(room, self._share * capacity_bytes)
+                self._shares[explorer.rung] = allocated / max(reserved, 1)
+            return min(room, self._shares[explorer.rung] * capacity_bytes)
         # Pages take a share of a small GPU that depends on its size: the room is searched by halves.
         low, high = _LITTLE_IN_USE * room, room
         for _ in range(_TRIALS):

@@ -34,7 +34,10 @@ _PLACEMENTS: Final = {
 RECORDED: Final = "The prediction is corrected by batches recorded as CUDA would run them."
 _FACTOR: Final = "factor"
 _LARGEST_PARTS: Final = 5  # that a plan and an out-of-memory error name
-_COLUMNS: Final = ("device", "usable", _FACTOR, "batch", "micro-batches", "steps", "predicted peak", "decided by")
+_RUNG: Final = "fits by"
+_COLUMNS: Final = (
+    "device", "usable", _FACTOR, "batch", "micro-batches", _RUNG, "steps", "predicted peak", "decided by"
+)  # fmt: skip
 
 
 def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
@@ -52,6 +55,7 @@ def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> lis
     if plan.lr_factor != 1:
         lines.append(f"The learning rate is the preset's × {plan.lr_factor:.3g}, because the batch is another one.")
     lines += map(_parts_text, run_plan.phases)
+    lines += dict.fromkeys(_rung_text(phase) for phase in run_plan.phases if phase.rung)
     if plan.safety_factor is not None and run_plan.factor.reason == STATIC:
         lines.append(f"The safety factor is {plan.safety_factor:g}, as set: nothing is learned.")
     if peak is not None:
@@ -76,6 +80,17 @@ def _parts_text(run_plan: RunPlan) -> str:
     return f"{owner} is computed in {parts} of up to {counted(plan.largest_micro_batch, 'sample')}{splits}."
 
 
+def _rung_text(run_plan: RunPlan) -> str:
+    """Says how far a step goes to fit, beyond splitting."""
+    effects = []
+    if run_plan.rung_saves_bytes:
+        effects.append(f"a sample takes up to {size_text(run_plan.rung_saves_bytes)} less")
+    if run_plan.rung_longer:
+        effects.append(f"a step about {run_plan.rung_longer:.0%} longer")
+    told = f": {', '.join(effects)}" if effects else ""
+    return f"So that it fits, {run_plan.rung.describe()}{told}."
+
+
 def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Writes the basis of a plan, phase by phase: names and texts; none where nothing was measured."""
     lines = []
@@ -85,6 +100,8 @@ def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
             continue
         lines += [("phase", phase.phase)] if phase.phase else []
         lines.append(("memory", _cost_model_text(limits.training.model)))
+        if phase.rung:
+            lines.append(("fits by", f"{phase.rung.name}: {phase.rung.describe()}"))
         if plan.safety_factor is not None:
             lines.append(("tuned limit", _tuned_limit_text(limits)))
             lines.append(("safety factor", f"{plan.safety_factor:.4g}: {phase.factor.reason}"))
@@ -148,7 +165,7 @@ def dry_table(plans: Sequence[CardPlan], *, details: bool) -> tuple[tuple[str, .
     for dry in plans:
         usable = size_text(dry.target.capacity_bytes)
         if dry.plan is None:
-            rows.append((dry.target.key, usable, "–", "–", "–", "–", "–", "does not fit"))
+            rows.append((dry.target.key, usable, *("–",) * (len(_COLUMNS) - 3), "does not fit"))
             continue
         plan, peak = dry.plan.fullest.phase_plan, dry.plan.fullest.predicted_peak_bytes
         parts = [phase.phase_plan for phase in dry.plan.phases]
@@ -158,11 +175,14 @@ def dry_table(plans: Sequence[CardPlan], *, details: bool) -> tuple[tuple[str, .
             "–" if plan.safety_factor is None else f"{plan.safety_factor:.3f}",
             str(plan.logical_batch),
             spread(min(each.fewest_parts for each in parts), max(each.most_parts for each in parts), "-"),
+            dry.plan.fullest.rung.name,
             spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch, "-"),
             "–" if peak is None else f"{peak / dry.target.capacity_bytes:.1%}",
             plan.binding_limit,
         ))  # fmt: skip
-    shown = [index for index, name in enumerate(_COLUMNS) if details or name != _FACTOR]
+    is_split = not any(dry.plan is not None and dry.plan.fullest.rung for dry in plans)
+    hidden = {*(() if details else (_FACTOR,)), *((_RUNG,) if is_split else ())}
+    shown = [index for index, name in enumerate(_COLUMNS) if name not in hidden]
     return tuple(_COLUMNS[index] for index in shown), [tuple(row[index] for index in shown) for row in rows]
 
 
@@ -209,6 +229,13 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
             "accumulation_splits": plan.rules.splits,
         },
         "largest_batch": run_plan.room_samples,
+        "rung": {
+            "name": run_plan.rung.name,
+            "recompute": list(run_plan.rung.recompute),
+            "offload": run_plan.rung.offload,
+            "saves_bytes": run_plan.rung_saves_bytes or None,
+            "longer": run_plan.rung_longer or None,
+        },
         "lr_factor": plan.lr_factor,
         "safety_factor": plan.safety_factor,
         "safety_factor_reason": run_plan.factor.reason if searched else "",

@@ -46,7 +46,8 @@ from can_train.fit.planner import (
     size_of_epochs,
     still_fits,
 )
-from can_train.fit.rescue import Backoff
+from can_train.fit.rescue import Backoff, Ladder
+from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.io.records import read_text, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter
@@ -166,6 +167,7 @@ class PhaseEngine(Engine):
         run_plan: The phase's plan on this rank.
         shared_plan: Rank 0's plan: its prices let all ranks share samples out alike.
         planned_for: Which parameters were trained when the plan was made.
+        told_rung: The rung of the plan, or the last rung that the user was told of.
     """
 
     phase: Phase
@@ -175,6 +177,7 @@ class PhaseEngine(Engine):
     shared_plan: RunPlan
     optimization: Optimization
     planned_for: tuple[bool, ...] = ()
+    told_rung: Rung = SPLIT_ALONE
     _in_epoch: tuple[int, TaskInEpoch] | None = None
 
     def in_epoch(self, epoch: int, epochs: int) -> TaskInEpoch:
@@ -262,8 +265,14 @@ class Session(Parts):
             self.model, training, lr=training.lr * plan.lr_factor, total_steps=self.total_steps * phase.steps,
             phase=phase, schedule_of=planner.task.schedule,
         )  # fmt: skip
-        rescue = replace(rescue_settings(training), adaptive=training.adaptive_micro_batch, regrow=training.regrow)
+        rescue = replace(
+            rescue_settings(training),
+            adaptive=training.adaptive_micro_batch and training.fit != "off",
+            regrow=training.regrow,
+        )
         batcher = MicroBatcher(self.model, meter=meter, rules=plan.rules, rescue=rescue, limits=run_plan.limits)
+        batcher.ladder = Ladder(planner.rungs).on(run_plan.rung)
+        planner.explorer.rung = run_plan.rung
         batcher.watch(self.record_rescue)
         batcher.compiled = self.compiled
         reserve = OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries,
@@ -271,7 +280,7 @@ class Session(Parts):
         return PhaseEngine(
             meter=meter, monitor=self.monitor, batcher=batcher, reserve=reserve, phase=phase, task=planner.task,
             planner=planner, run_plan=run_plan, shared_plan=shared_plan, optimization=optimization,
-            planned_for=optimization.trainable,
+            planned_for=optimization.trainable, told_rung=run_plan.rung,
         )  # fmt: skip
 
     def _compiled_model(self) -> CompiledModel | None:
@@ -384,6 +393,14 @@ class Session(Parts):
                 for evaluated in [*validated, self.compared_rows, *(validated if has_average else [])]:
                     rows, share = self.evaluation_share(evaluated)
                     yield UpcomingBatch(rows=rows, share=share)
+
+    def changed_rungs(self) -> Iterator[str]:
+        """Says for each phase whose rung has changed since the last call how its steps are computed now."""
+        for engine in self.engines:
+            rung = engine.batcher.ladder.rung
+            if rung != engine.told_rung:
+                engine.told_rung = rung
+                yield f"{engine.phase.name}: {rung.describe()}" if engine.phase.name else rung.describe()
 
     def record_rescue(self) -> None:
         """Records an out-of-memory of any phase: the monitor's peak since then is all phases'."""

@@ -151,7 +151,7 @@ class _Batch:
                 return losses
             return {term: (total / (own or 1.0), 1.0) for term, (total, own) in losses.items()}
 
-        batcher = MicroBatcher(self.model, meter=self.meter, limits=lambda _: sizes,
+        batcher = MicroBatcher(self.model, meter=self.meter, limits=lambda _: sizes, fit="split",
                                rescue=RescueSettings(adaptive=False))  # fmt: skip
         snapshot = Snapshot(self.model, self.meter.device)
         self.model.zero_grad()

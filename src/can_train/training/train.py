@@ -715,6 +715,8 @@ def _release_and_report(session: Session, result: BatchResult) -> None:
         times = "once" if result.ooms_rescued == 1 else f"{result.ooms_rescued} times"
         splits = f"memory ran out {times}; finished in {len(result.micro_batches)} micro-batches"
         session.reporter.notice(f"step {step}: {splits}, with the same gradient")
+    for changed in session.changed_rungs():
+        session.reporter.notice(f"step {step}: from here on {changed}, with the same gradient")
     rise = session.leak_watch.after_step(meter.allocated_bytes())
     if rise:
         leak = f"step {step}: the memory in use between steps has risen by {size_text(rise)} without falling"
@@ -1048,5 +1050,6 @@ def _found_limits(session: Session) -> dict[str, RememberedLimits]:
         return RememberedLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
                           measured_ratio=phase.measured_ratio)  # fmt: skip
 
-    return {plan.phase: RememberedLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation))
+    return {plan.phase: RememberedLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation),
+                                         recompute=plan.rung.recompute, offload=plan.rung.offload)
             for plan in plans if plan.limits}  # fmt: skip

@@ -210,9 +210,12 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
 
     def arrive(self, tensor: Tensor) -> Tensor:
         """Returns a copy on the device of a tensor that is on the host; a tensor that is there already as it is."""
+        return tensor if self._outside or self.holds(tensor) else tensor.clone()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor takes memory of the device."""
         tracked = [self._find(storage) for storage in self._storages(tensor)]
-        is_there = all(storage is not None and storage.allocation is not None for storage in tracked)
-        return tensor if self._outside or is_there else tensor.clone()
+        return all(storage is not None and storage.allocation is not None for storage in tracked)
 
     def free_dead(self) -> None:
         """Takes back the room of the storages that have died since the last operation or reading."""

@@ -1,0 +1,622 @@
+"""Rungs: how far a training step goes to fit on its device. On every rung the gradient is the same.
+
+On rung 0 batches are split. On rung 1 chosen modules are computed again in the backward pass, in place of keeping their
+activations. On rung 2 the tensors that are still saved for the backward pass wait in the memory of the host.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from can_train.errors import ConfigError, nearest_first
+from can_train.memory.host import available_bytes
+from can_train.memory.meters import copy_stream
+
+if TYPE_CHECKING:
+    from can_train.fit.factor_rule import RememberedLimits
+    from can_train.memory.meters import Meter
+
+OFFLOADED_LEAST_BYTES: Final = 4096  # Smaller tensors stay on the device: a copy costs more time than it saves memory
+# Copies to the host that may be under way. The device keeps the tensors until then, on every device alike, so that a
+# prediction on a simulated GPU holds.
+_COPIES_AHEAD: Final = 2
+_HOST_SHARE: Final = 0.8  # Of the memory that the host has left, which the tensors of a micro-batch may take
+_LEAST_SEGMENTED: Final = 4  # Modules of a sequence that is recomputed in segments
+_SWITCHES: Final = ("activation", "gradient")  # Kinds of checkpointing, as transformers 5 and 4 name their switch
+_KNAPSACK_UNITS: Final = 1000  # Parts of the room for activations, in which modules are packed
+_LEAST_SECONDS: Final = 1e-9
+_CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """How the activations of a step are kept.
+
+    Attributes:
+        recompute: Names of the modules that the backward pass computes again; `net[0:4]` are four modules of a
+            sequence. A model that checkpoints itself, as those of `transformers` do, does so by its own switch.
+        offload: Whether saved tensors wait in the memory of the host.
+    """
+
+    recompute: tuple[str, ...] = ()
+    offload: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether anything is computed otherwise than by splitting alone."""
+        return bool(self.recompute) or self.offload
+
+    @property
+    def name(self) -> str:
+        """The rung's name, as in `--fit`."""
+        if self.offload:
+            return "offload"
+        return "recompute" if self.recompute else "split"
+
+    def describe(self) -> str:
+        """Says what is computed otherwise, as a clause."""
+        parts = []
+        if self.recompute:
+            verb = "are" if len(self.recompute) > 1 else "is"
+            parts.append(f"{_named(self.recompute)} {verb} computed again in the backward pass")
+        if self.offload:
+            parts.append("saved tensors wait on the host")
+        return ", and ".join(parts) or "batches are split"
+
+
+SPLIT_ALONE: Final = Rung()
+
+
+def rung_of(remembered: RememberedLimits) -> Rung:
+    """Returns the rung that an earlier run found its limits on."""
+    return Rung(recompute=remembered.recompute, offload=remembered.offload)
+
+
+def _named(names: Sequence[str]) -> str:
+    """Names modules by their lists: `layers.* (12)`."""
+    groups: dict[str, int] = defaultdict(int)
+    for name in names:
+        head, _, last = name.rpartition(".")
+        groups[f"{head}.*".removeprefix(".") if last.isdecimal() else name] += 1
+    return ", ".join(f"{name} ({number})" if number > 1 else name or "the model" for name, number in groups.items())
+
+
+def rungs_of(model: nn.Module, fit: str, patterns: Sequence[str] = (), *, is_host: bool = False) -> tuple[Rung, ...]:
+    """Returns the rungs that a model may be computed on, in the order in which they are tried.
+
+    Args:
+        model: The model.
+        fit: The setting: auto, split, recompute or offload.
+        patterns: Modules to recompute, by name or pattern; without any, all that can be.
+        is_host: Whether the device is the host itself, where nothing can be offloaded.
+
+    Raises:
+        ConfigError: A pattern names no module.
+    """
+    if fit in ("split", "off"):
+        return (SPLIT_ALONE,)
+    names = _matching(model, patterns) if patterns else tuple(candidates(model))
+    recompute = Rung(recompute=names)
+    if fit == "recompute":
+        return (recompute,)
+    if fit == "offload":
+        return (SPLIT_ALONE,) if is_host else (Rung(recompute=names if patterns else (), offload=True),)
+    higher = [recompute] if names else []
+    if not is_host:
+        higher.append(Rung(recompute=names, offload=True))
+    return (SPLIT_ALONE, *higher)
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    names = [name for name, _ in model.named_modules() if name]
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            near = ", ".join(nearest_first(pattern, names)[:5])
+            raise ConfigError("training.recompute names modules of the model", value=repr(pattern),
+                              remedy=f"It has {near}" if near else "It has none")  # fmt: skip
+        chosen |= dict.fromkeys(matched)
+    # A module inside another one would be computed again twice.
+    return tuple(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen))
+
+
+def candidates(model: nn.Module) -> Iterator[str]:
+    """Yields the names of the modules that are worth recomputing: the outermost repeated blocks, models that have a
+    switch of their own, and parts of long sequences; where there is none of these, modules with parts of their own.
+    """
+    yield from _candidates(model, "")
+
+
+def _candidates(module: nn.Module, name: str) -> Iterator[str]:
+    if has_switch(module):
+        yield name
+        return
+    kinds: dict[type[nn.Module], int] = defaultdict(int)
+    for child in module.children():
+        kinds[type(child)] += 1
+    if _is_plain_sequence(module):
+        yield from _segments(module, name)
+        return
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        has_parts = any(True for _ in child.children()) or isinstance(child, nn.RNNBase)
+        if not has_parts:
+            continue
+        is_repeated = kinds[type(child)] > 1 and not isinstance(child, _CONTAINERS)
+        inside = [] if is_repeated else [*_candidates(child, path)]
+        if inside or not _is_watched(child):
+            yield from inside or [path]
+
+
+def _is_plain_sequence(module: nn.Module) -> bool:
+    """Whether a module calls modules without parts, one after the other, with the result of the one before."""
+    children = [*module.children()]
+    is_sequence = type(module).forward is nn.Sequential.forward
+    return is_sequence and len(children) >= _LEAST_SEGMENTED and not any([*child.children()] for child in children)
+
+
+def _segments(module: nn.Module, name: str) -> Iterator[str]:
+    """Cuts a sequence of N modules into about √N segments, whose inputs and one segment take the least memory."""
+    number = len([*module.children()])
+    length = math.ceil(math.sqrt(number))
+    for start in range(0, number, length):
+        yield f"{name}[{start}:{min(start + length, number)}]"
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether hooks of somebody see what its parts compute: they would see it twice."""
+    return any(part._forward_hooks for part in module.modules() if part is not module)
+
+
+def has_switch(module: nn.Module) -> bool:
+    """Whether a module checkpoints parts of itself when it is told to, as the models of `transformers` do."""
+    return bool(getattr(module, "supports_gradient_checkpointing", False)) and any(
+        callable(getattr(module, f"{kind}_checkpointing_enable", None)) for kind in _SWITCHES
+    )
+
+
+@contextmanager
+def computed_on(rung: Rung, model: nn.Module, meter: Meter) -> Iterator[None]:
+    """Computes the forward and backward passes in the block on a rung; the model is as it was after it."""
+    segments: dict[str, list[slice]] = defaultdict(list)
+    for name in rung.recompute:
+        path, _, bounds = name.partition("[")
+        start, _, stop = bounds.rstrip("]").partition(":")
+        segments[path] += [slice(int(start), int(stop))] if bounds else []
+    with ExitStack() as stack:
+        if rung.offload:
+            stack.enter_context(OffloadedActivations(model, meter))
+        for path, parts in segments.items():
+            stack.enter_context(_recomputed(model.get_submodule(path), parts))
+        yield
+
+
+def _recomputed(module: Any, segments: Sequence[slice]) -> AbstractContextManager[None]:
+    if segments:
+        return _forward_replaced(module, partial(_forward_in_segments, [*module], segments))
+    if has_switch(module):
+        return _switched_on(module)
+    return _forward_replaced(module, partial(_forward_again, [module], module.forward))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCost:
+    """A module that may be computed again: the bytes that it saves for the backward pass, and its time."""
+
+    name: str
+    saved_bytes: int
+    seconds: float
+
+
+def kept_modules(costs: Sequence[ModuleCost], room_bytes: float) -> set[str]:
+    """Chooses the modules that need not be computed again: together they save no more than `room_bytes` for the
+    backward pass, and computing them again would take the longest.
+    """
+    if room_bytes <= 0:
+        return set()
+    unit = room_bytes / _KNAPSACK_UNITS
+    sizes = [math.ceil(cost.saved_bytes / unit) for cost in costs]
+    best, chosen = np.zeros(_KNAPSACK_UNITS + 1), np.zeros((len(costs), _KNAPSACK_UNITS + 1), dtype=bool)
+    for number, (cost, size) in enumerate(zip(costs, sizes, strict=True)):
+        if size <= _KNAPSACK_UNITS:
+            # Of modules that take no time that could be measured, those that save less stay.
+            with_it = best[: len(best) - size] + max(cost.seconds, _LEAST_SECONDS)
+            chosen[number, size:] = with_it > best[size:]
+            best[size:] = np.maximum(best[size:], with_it)
+    kept, room = set(), _KNAPSACK_UNITS
+    for number in reversed(range(len(costs))):
+        if chosen[number, room]:
+            kept.add(costs[number].name)
+            room -= sizes[number]
+    return kept
+
+
+def measure_modules(
+    model: nn.Module, names: Sequence[str], forward: Callable[[], object], meter: Meter
+) -> tuple[list[ModuleCost], float]:
+    """Runs a forward pass that saves nothing, and notes how much each module would have saved, and its time.
+
+    Args:
+        model: The model.
+        names: Modules, as in `Rung.recompute`.
+        forward: Runs the forward pass on the samples that are to be measured, and returns the loss.
+        meter: Of the device that the model is on.
+
+    Returns:
+        The costs of the modules, and the seconds of the whole pass.
+    """
+    storages = _Storages()
+    measured = [_Measured(name, _modules_of(model, name), meter.seconds, storages) for name in names]
+    resident = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+    saved: list[weakref.ref[_Saved]] = []
+
+    def drop(tensor: Tensor) -> _Saved | None:
+        if tensor.layout is not torch.strided or id(tensor.untyped_storage()) in resident or not meter.holds(tensor):
+            return None
+        inside = next((one.name for one in measured if one.is_running), None)
+        entry = _Saved(storages.number(tensor), tensor.untyped_storage().nbytes(), inside)
+        saved.append(weakref.ref(entry))
+        return entry
+
+    def refuse(_: _Saved | None) -> Tensor:
+        raise RuntimeError("nothing was saved for a backward pass")
+
+    started = meter.seconds()
+    with ExitStack() as stack:
+        for one in measured:
+            stack.enter_context(one.watched())
+        stack.enter_context(saved_tensors_hooks(drop, refuse))
+        # Operations may make nodes of a graph that they drop. As long as the loss is there, so is all that it needs.
+        loss = forward()
+        alive = [entry for reference in saved if (entry := reference()) is not None]
+        costs = [one.cost(alive) for one in measured]
+        del loss
+    return costs, meter.seconds() - started
+
+
+def _modules_of(model: nn.Module, name: str) -> list[nn.Module]:
+    path, _, bounds = name.partition("[")
+    module: Any = model.get_submodule(path)
+    if not bounds:
+        return [module]
+    start, _, stop = bounds.rstrip("]").partition(":")
+    return list(module[int(start) : int(stop)])
+
+
+class _Storages:
+    """Numbers storages. Their ids are given out again: a reference tells whether a storage is the same one."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+        self._numbers = count()
+
+    def number(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        known = self._seen.get(id(storage))
+        if known is None or known[0]() is not storage:
+            known = self._seen[id(storage)] = weakref.ref(storage), next(self._numbers)
+        return known[1]
+
+
+@dataclass(eq=False)
+class _Saved:
+    """Stands for a tensor that a node of the graph would have saved, for as long as the node is there."""
+
+    storage: int
+    num_bytes: int
+    inside: str | None  # Name of the module that saved it
+
+
+class _Measured:
+    """A module, or modules in a row, whose forward pass is watched."""
+
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], clock: Callable[[], float], storages: _Storages
+    ) -> None:
+        self.name, self._modules, self._clock, self._storages = name, modules, clock, storages
+        self._seconds, self._started, self._depth = 0.0, 0.0, 0
+        self._inputs: dict[int, int] = {}  # Bytes of each storage
+
+    @property
+    def is_running(self) -> bool:
+        return self._depth > 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        hooks = [
+            self._modules[0].register_forward_pre_hook(self._enter, with_kwargs=True),
+            self._modules[-1].register_forward_hook(self._leave),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        self._started = self._clock()
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                self._inputs[self._storages.number(tensor)] = tensor.untyped_storage().nbytes()
+
+    def _leave(self, *_: Any) -> None:
+        self._depth -= 1
+        self._seconds += self._clock() - self._started
+
+    def cost(self, alive: Sequence[_Saved]) -> ModuleCost:
+        """Returns the bytes that are saved inside, less the inputs that computing again has to keep instead."""
+        elsewhere = {one.storage for one in alive}
+        inside = {one.storage: one.num_bytes for one in alive if one.inside == self.name}
+        saved_bytes = sum(size for storage, size in inside.items() if storage not in self._inputs)
+        kept_bytes = sum(size for storage, size in self._inputs.items() if storage not in elsewhere)
+        return ModuleCost(name=self.name, saved_bytes=max(saved_bytes - kept_bytes, 0), seconds=self._seconds)
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+@contextmanager
+def _switched_on(module: Any) -> Iterator[None]:
+    kind = next(kind for kind in _SWITCHES if hasattr(module, f"{kind}_checkpointing_enable"))
+    if getattr(module, f"is_{kind}_checkpointing"):
+        yield
+        return
+    getattr(module, f"{kind}_checkpointing_enable")(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
+    try:
+        yield
+    finally:
+        getattr(module, f"{kind}_checkpointing_disable")()
+
+
+def _forward_in_segments(modules: Sequence[nn.Module], segments: Sequence[slice], given: Any) -> Any:
+    """Calls the modules of a sequence one after the other; the backward pass computes the segments again."""
+    done = 0
+    for segment in segments:
+        given = _in_turn(modules[done : segment.start], given)
+        given = _forward_again(modules[segment], partial(_in_turn, modules[segment]), given)
+        done = segment.stop
+    return _in_turn(modules[done:], given)
+
+
+def _in_turn(modules: Sequence[nn.Module], given: Any) -> Any:
+    for module in modules:
+        given = module(given)
+    return given
+
+
+def _forward_again(owners: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a forward pass that the backward pass runs again, from the same random numbers and buffers."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    buffers = _Buffers(owners)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=buffers.contexts, **kwargs)
+
+
+class _Buffers:
+    """The buffers of modules as they were before a forward pass that changes them, as that of BatchNorm does."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        parts = [part for module in modules for part in module.modules()]
+        self._held = [(part, key, value) for part in parts for key, value in part._buffers.items() if value is not None]
+        self._before: list[tuple[nn.Module, str, Tensor]] = []
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Makes the contexts of the forward pass and of its repetition."""
+        if not self._held:
+            return nullcontext(), nullcontext()
+        return self._watched(), self._put_back()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        held = self._held
+        copies = [(value.detach().clone(), value._version) for _, _, value in held]
+        yield
+        self._before = [
+            (part, key, copy)
+            for (part, key, value), (copy, version) in zip(held, copies, strict=True)
+            # Kernels of BatchNorm change its statistics without counting a version.
+            if isinstance(part, _NormBase) or part._buffers[key] is not value or value._version != version
+        ]
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        now = [(part, key, part._buffers[key]) for part, key, _ in self._before]
+        for part, key, value in self._before:
+            # The repetition changes it, and another one may follow.
+            part._buffers[key] = value.clone()
+        try:
+            yield
+        finally:
+            for part, key, current in now:
+                part._buffers[key] = current
+
+
+class OffloadedActivations(saved_tensors_hooks):
+    """Keeps the tensors that are saved for the backward pass of a block in the memory of the host.
+
+    On a GPU the copies run on a stream of their own, from and to pinned memory. The backward pass asks for the tensors
+    in the reverse order, so that the next one is fetched while the device computes with the last one.
+    """
+
+    def __init__(self, model: nn.Module, meter: Meter) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._meter = meter
+        # Without room on the host, tensors stay on the device.
+        self._room_bytes = _HOST_SHARE * available_bytes()
+        # They are on the device in any case.
+        self._resident = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+        self._packed: list[weakref.ref[_OffloadedStorage]] = []
+        self._by_storage: dict[tuple[int, int, torch.dtype], weakref.ref[_OffloadedStorage]] = {}
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._next: tuple[_OffloadedStorage, Tensor] | None = None
+
+    def __exit__(self, *error: object) -> None:
+        """Lets go of the tensors whose copies were under way."""
+        super().__exit__(*error)
+        self._let_go(0)
+        self._by_storage.clear()
+        self._packed.clear()
+        self._next = None
+
+    def _pack(self, tensor: Tensor) -> Tensor | tuple[_OffloadedStorage, _View]:
+        if not self._can_leave(tensor):
+            # The tensor itself would refer to the node that saves it, and that node to the tensor.
+            return tensor.detach()
+        whole = _whole_storage(tensor)
+        is_shared = whole.nbytes <= 2 * tensor.nbytes
+        view = _View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        if not is_shared:
+            # A small view of a large tensor leaves alone.
+            whole = tensor.detach().contiguous().view(-1)
+            view = _View(tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0)
+        return self._offloaded(whole, tensor, is_shared=is_shared), view
+
+    def _can_leave(self, tensor: Tensor) -> bool:
+        return (
+            tensor.layout is torch.strided
+            and tensor.nbytes >= OFFLOADED_LEAST_BYTES
+            and tensor.nbytes <= self._room_bytes
+            and self._meter.holds(tensor)
+            and not is_traceable_wrapper_subclass(tensor)
+            and id(tensor.untyped_storage()) not in self._resident
+        )
+
+    def _offloaded(self, whole: Tensor, tensor: Tensor, *, is_shared: bool) -> _OffloadedStorage:
+        """Returns the copy of a storage on the host, which views of the same storage have in common."""
+        storage = tensor.untyped_storage()
+        # An operation in place may change a tensor between two times that it is saved.
+        key = id(storage), tensor._version, tensor.dtype
+        known = self._by_storage.get(key)
+        entry = known() if known is not None and is_shared else None
+        if entry is not None and entry.source() is storage:
+            return entry
+        entry = _OffloadedStorage(self._leave(whole), weakref.ref(storage), len(self._packed))
+        self._packed.append(weakref.ref(entry))
+        self._by_storage[key] = weakref.ref(entry)
+        return entry
+
+    def _leave(self, whole: Tensor) -> Tensor:
+        """Copies a tensor to the host, while the device goes on."""
+        self._room_bytes -= whole.nbytes
+        stream = self._stream(whole)
+        if stream is None:
+            with self._meter.host():
+                copy, event = whole.detach().to("cpu", copy=True), None
+        else:
+            copy = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+            stream.wait_stream(torch.cuda.current_stream(whole.device))
+            with torch.cuda.stream(stream):
+                copy.copy_(whole.detach(), non_blocking=True)
+                event = stream.record_event()
+        self._leaving.append((whole, event))
+        self._let_go(_COPIES_AHEAD)
+        return copy
+
+    def _let_go(self, left: int) -> None:
+        """Lets go of all tensors but the last ones; the device goes on once it has copied them."""
+        while len(self._leaving) > left:
+            whole, copied = self._leaving.popleft()
+            if copied is not None:
+                torch.cuda.current_stream(whole.device).wait_event(copied)
+
+    def _unpack(self, packed: Tensor | tuple[_OffloadedStorage, _View]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self._let_go(0)
+        offloaded, view = packed
+        whole = self._fetched(offloaded)
+        return whole.as_strided(view.shape, view.stride, view.offset)
+
+    def _fetched(self, entry: _OffloadedStorage) -> Tensor:
+        """Returns a storage on the device, and begins to fetch the storage that was saved before it."""
+        whole = entry.on_device()
+        if whole is None:
+            ready, self._next = self._next, None
+            whole = ready[1] if ready is not None and ready[0] is entry else self._fetch(entry)
+            self._await(whole, entry)
+            entry.keep(whole)
+            if entry.position and (before := self._packed[entry.position - 1]()) is not None:
+                self._next = before, self._fetch(before)
+        return whole
+
+    def _fetch(self, entry: _OffloadedStorage) -> Tensor:
+        whole = torch.empty_like(entry.copy, device=self._meter.device, pin_memory=False)
+        stream = self._stream(whole)
+        if stream is None:
+            return whole.copy_(entry.copy)
+        # Its memory may be in use by what the device was given before.
+        stream.wait_stream(torch.cuda.current_stream(whole.device))
+        with torch.cuda.stream(stream):
+            whole.copy_(entry.copy, non_blocking=True)
+            entry.fetched = stream.record_event()
+        return whole
+
+    @staticmethod
+    def _await(whole: Tensor, entry: _OffloadedStorage) -> None:
+        if entry.fetched is not None:
+            torch.cuda.current_stream(whole.device).wait_event(entry.fetched)
+
+    @staticmethod
+    def _stream(tensor: Tensor) -> torch.cuda.Stream | None:
+        """Returns the stream of copies; None where there is no GPU behind a tensor."""
+        is_gpu = tensor.device.type == "cuda" and torch.cuda.is_initialized()
+        return copy_stream(tensor.device) if is_gpu else None
+
+
+@dataclass(frozen=True)
+class _View:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # In elements
+
+
+class _OffloadedStorage:
+    """A storage whose copy is on the host."""
+
+    def __init__(self, copy: Tensor, source: weakref.ref[UntypedStorage], position: int) -> None:
+        self.copy, self.source, self.position = copy, source, position
+        self.fetched: torch.cuda.Event | None = None
+        self._on_device: weakref.ref[Tensor] | None = None
+
+    def on_device(self) -> Tensor | None:
+        """Returns the storage where it is on the device, because a view of it is in use there."""
+        return None if self._on_device is None else self._on_device()
+
+    def keep(self, whole: Tensor) -> None:
+        """Remembers the storage on the device for as long as a view of it is in use."""
+        self._on_device = weakref.ref(whole)
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    """Returns all elements of the storage of a tensor, as one dimension."""
+    numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((numel,), (1,), 0)

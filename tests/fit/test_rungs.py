@@ -1,0 +1,367 @@
+"""On every rung a step has the same gradient, and takes less memory on the next one."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import combinations
+from typing import Any, Final
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from can_train.errors import ConfigError, DoesNotFitError
+from can_train.fit import rungs
+from can_train.fit.micro_batcher import BatchResult, MicroBatcher
+from can_train.fit.rescue import QUIET_STEPS, Ladder
+from can_train.fit.rungs import (
+    SPLIT_ALONE,
+    ModuleCost,
+    Rung,
+    candidates,
+    computed_on,
+    kept_modules,
+    measure_modules,
+    rungs_of,
+)
+from can_train.memory.meters import CpuMeter, SimulatedMeter, simulated_gpu
+from fakes.rung_models import MODELS, Transformer, double_conv, samples_of
+
+MIB: Final = 2**20
+
+State = dict[str, Tensor]
+
+
+def made(name: str) -> nn.Module:
+    if name == "gpt":
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return MODELS[name][0]().train()
+
+
+def step(name: str, rung: Rung, *, autocast: bool = False) -> State:
+    """Computes gradients and buffers of two batches in a row on a rung."""
+    model, (_, shape, loss_of) = made(name), MODELS[name]
+    with simulated_gpu("1GiB", model) as meter, torch.autocast("cpu", enabled=autocast):
+        for _ in range(2):
+            with computed_on(rung, model, meter):
+                loss_of(model, samples_of(shape)).backward()
+    gradients = {f"gradient of {key}": value.grad for key, value in model.named_parameters() if value.grad is not None}
+    return gradients | dict(model.named_buffers()) | {"next random number": torch.rand(1)}
+
+
+def assert_equal(one: State, other: State) -> None:
+    assert one.keys() == other.keys()
+    assert not [key for key in one if not torch.equal(one[key], other[key])]
+
+
+def rung_named(name: str, kind: str) -> Rung:
+    names = tuple(candidates(made(name)))
+    return {"recompute": Rung(recompute=names), "offload": Rung(offload=True),
+            "both": Rung(recompute=names, offload=True)}[kind]  # fmt: skip
+
+
+KINDS: Final = ("recompute", "offload", "both")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rung_has_the_same_gradient_buffers_and_random_numbers(name: str, kind: str) -> None:
+    assert_equal(step(name, rung_named(name, kind)), step(name, SPLIT_ALONE))
+
+
+def test_every_rung_has_the_same_gradient_in_mixed_precision() -> None:
+    alone = step("transformer", SPLIT_ALONE, autocast=True)
+    for kind in KINDS:
+        assert_equal(step("transformer", rung_named("transformer", kind), autocast=True), alone)
+
+
+@contextmanager
+def without_random_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        return torch_checkpoint.checkpoint(*args, preserve_rng_state=False, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rungs, "checkpoint", forgetful)
+        yield
+
+
+@contextmanager
+def without_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(rungs._Buffers, "contexts", lambda self: (nullcontext(), nullcontext()))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("transformer", without_random_state), ("unet", without_buffers), ("spectral", without_buffers)],
+)
+def test_a_mutant_of_recomputation_has_another_gradient_or_other_buffers(
+    name: str, mutant: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = step(name, SPLIT_ALONE)
+    with mutant(monkeypatch), pytest.raises(AssertionError):
+        assert_equal(step(name, rung_named(name, "recompute")), alone)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"gpt"}))
+def test_a_model_is_as_it_was_after_a_rung(name: str) -> None:
+    model = made(name)
+    before = {key: {*vars(module)} for key, module in model.named_modules()}
+    with computed_on(rung_named(name, "both"), model, CpuMeter()):
+        pass
+    assert {key: {*vars(module)} for key, module in model.named_modules()} == before
+
+
+class Peaks:
+    """Peaks of a step on a simulated GPU, which leaves nothing behind."""
+
+    def __init__(self, name: str, samples: int) -> None:
+        self.model, (_, shape, self.loss_of) = made(name), MODELS[name]
+        self.x = samples_of(shape, samples)
+
+    def on(self, rung: Rung) -> int:
+        with simulated_gpu("8GiB", self.model) as meter:
+            x = self.x.clone()
+            meter.reset_peak()
+            with computed_on(rung, self.model, meter):
+                self.loss_of(self.model, x).backward()
+            self.model.zero_grad()
+            gc.collect()
+            peak, left = meter.peak_bytes(), meter.allocated_bytes()
+        held = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers(), x))
+        assert left <= 1.01 * held + 512 * 200
+        return peak
+
+
+@pytest.mark.parametrize("name", ["transformer", "unet", "recurrent", "sequence", "gpt"])
+def test_recomputed_modules_take_less_memory(name: str) -> None:
+    peaks = Peaks(name, 60)
+    assert peaks.on(rung_named(name, "recompute")) < peaks.on(SPLIT_ALONE)
+
+
+@pytest.mark.parametrize("name", ["transformer", "unet", "gpt"])
+def test_offloaded_tensors_take_less_memory(name: str) -> None:
+    peaks = Peaks(name, 60)
+    assert peaks.on(Rung(offload=True)) < peaks.on(SPLIT_ALONE)
+    assert peaks.on(rung_named(name, "both")) < peaks.on(rung_named(name, "recompute"))
+
+
+def test_views_of_one_storage_leave_the_device_once() -> None:
+    model = nn.Linear(1, 1)
+    with simulated_gpu("1GiB", model) as meter, computed_on(Rung(offload=True), model, meter):
+        x = torch.ones(1024, 1024, requires_grad=True) * 1.0
+        loss = (x[:512] * x[512:]).sum() + x.t().square().sum()
+        held = meter.allocated_bytes()
+        del x
+        meter.reset_peak()
+        loss.backward()
+    assert meter.peak_bytes() <= held + 20 * MIB
+
+
+def test_a_tensor_that_is_changed_in_place_is_saved_anew() -> None:
+    def gradient(rung: Rung) -> Tensor:
+        x = torch.ones(64, 64, requires_grad=True)
+        model = nn.Linear(1, 1)
+        with simulated_gpu("64MiB", model, [x]) as meter, computed_on(rung, model, meter):
+            y = x * 2
+            first = y.detach().square() * x
+            y.detach().add_(1)
+            (first + y.detach() * x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(Rung(offload=True)), gradient(SPLIT_ALONE))
+
+
+def named(model: nn.Module) -> list[str]:
+    return list(candidates(model))
+
+
+def test_the_outermost_repeated_blocks_are_recomputed() -> None:
+    assert named(Transformer(blocks=3)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_sequence_of_modules_without_parts_is_recomputed_in_segments() -> None:
+    assert named(made("sequence")) == ["[0:3]", "[3:6]", "[6:8]"]
+
+
+def test_where_nothing_is_repeated_modules_with_parts_are_recomputed() -> None:
+    assert named(nn.ModuleDict({"a": double_conv(1, 2), "b": nn.Linear(1, 1)})) == ["a"]
+
+
+def test_a_model_that_checkpoints_itself_uses_its_own_switch() -> None:
+    model = made("gpt")
+    assert named(nn.ModuleDict({"net": model})) == ["net"]
+    blocks = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    with computed_on(Rung(recompute=("",)), model, CpuMeter()):
+        assert all(block.gradient_checkpointing for block in blocks)
+    assert not any(block.gradient_checkpointing for block in blocks)
+
+
+def test_a_module_whose_parts_have_hooks_is_left_out() -> None:
+    model = Transformer(blocks=2)
+    model.blocks[0].layer.linear1.register_forward_hook(lambda *_: None)
+    assert named(model) == ["blocks.1"]
+
+
+def test_modules_are_chosen_by_pattern() -> None:
+    assert rungs_of(Transformer(blocks=3), "recompute", ["blocks.[02]"]) == (Rung(recompute=("blocks.0", "blocks.2")),)
+    assert rungs_of(Transformer(blocks=3), "offload", ["blocks.1"]) == (Rung(recompute=("blocks.1",), offload=True),)
+
+
+def test_a_module_inside_a_chosen_one_is_not_recomputed_twice() -> None:
+    (rung,) = rungs_of(Transformer(blocks=2), "recompute", ["blocks.*"])
+    assert rung.recompute == ("blocks.0", "blocks.1")
+
+
+def test_a_pattern_that_names_no_module_lists_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"blocks\.0"):
+        rungs_of(Transformer(blocks=2), "auto", ["block.*"])
+
+
+def test_nothing_is_offloaded_from_the_host() -> None:
+    assert [rung.name for rung in rungs_of(Transformer(), "auto", is_host=True)] == ["split", "recompute"]
+    assert [rung.name for rung in rungs_of(Transformer(), "auto")] == ["split", "recompute", "offload"]
+
+
+costs = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=8)
+
+
+@given(costs, st.integers(1, 120))
+def test_the_modules_that_are_kept_are_those_that_take_longest_within_the_room(
+    pairs: list[tuple[int, int]], room: int
+) -> None:
+    modules = [ModuleCost(name=str(n), saved_bytes=size, seconds=float(time)) for n, (size, time) in enumerate(pairs)]
+    by_name = {module.name: module for module in modules}
+
+    def seconds(chosen: Any) -> float:
+        return sum(by_name[name].seconds for name in chosen)
+
+    kept = kept_modules(modules, room)
+    assert sum(by_name[name].saved_bytes for name in kept) <= room
+    # Sizes are rounded up to thousandths of the room.
+    tight = 0.99 * room
+    best = max(
+        seconds(chosen)
+        for count in range(len(modules) + 1)
+        for chosen in combinations(by_name, count)
+        if sum(by_name[name].saved_bytes for name in chosen) <= tight
+    )
+    assert seconds(kept) >= best
+
+
+def test_the_measured_bytes_of_modules_are_those_that_recomputing_them_saves() -> None:
+    model, x = Transformer(width=64, blocks=4, dropout=0.0), torch.ones(8, 100, 64)
+    names = tuple(candidates(model))
+
+    def saved(rung: Rung) -> int:
+        with simulated_gpu("1GiB", model) as meter, computed_on(rung, model, meter):
+            before = meter.allocated_bytes()
+            loss = model(x.clone()).sum()
+            held = meter.allocated_bytes() - before
+            del loss
+        return held
+
+    with simulated_gpu("1GiB", model) as meter:
+        measured, seconds = measure_modules(model, names, lambda: model(x.clone()).sum(), meter)
+    difference = saved(SPLIT_ALONE) - saved(Rung(recompute=names))
+    # The output of a block is the input of the next one, which stays; the allocator rounds sizes up.
+    assert sum(cost.saved_bytes for cost in measured) == pytest.approx(difference, rel=0.02)
+    assert seconds >= sum(cost.seconds for cost in measured) > 0
+
+
+# In mid-run
+
+BATCH: Final = 3
+
+
+class Deep(nn.Module):
+    """Blocks of 13 MiB a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Dropout(0.1))
+             for _ in range(10)]
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def train(meter: SimulatedMeter, fit: str, *, steps: int = 2) -> tuple[list[BatchResult], MicroBatcher, State]:
+    """Trains for some steps in single samples on a simulated GPU."""
+    with meter.active():
+        torch.manual_seed(0)
+        model = Deep()
+        batcher = MicroBatcher(model, meter=meter, limits=1, fit=fit)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, results = torch.randn(BATCH, 3000, 64), []
+        for _ in range(steps):
+            results.append(
+                batcher.run(lambda start, stop: {"loss": (model(x[start:stop]).square().mean(2).mean(1).sum(),
+                                                         float(stop - start))}, BATCH)
+            )  # fmt: skip
+            optimizer.step()
+            optimizer.zero_grad()
+            batcher.stepped()
+    return results, batcher, dict(model.state_dict())
+
+
+CAPACITY: Final = {"recompute": 60, "offload": 30}  # MiB
+
+
+@pytest.mark.filterwarnings("ignore:A few samples could not be computed both at once and split")
+@pytest.mark.parametrize("rung", ["recompute", "offload"])
+def test_a_step_that_runs_out_of_memory_at_the_floor_climbs_and_changes_no_bit(rung: str) -> None:
+    _, _, alone = train(SimulatedMeter(400 * MIB), "split")
+    results, batcher, climbed = train(SimulatedMeter(CAPACITY[rung] * MIB), "auto")
+    assert batcher.ladder.rung.name == rung
+    assert [result.ooms_rescued for result in results[1:]] == [0]
+    assert_equal(climbed, alone)
+
+
+def test_without_rungs_the_same_step_ends_with_an_error() -> None:
+    with pytest.raises(DoesNotFitError):
+        train(SimulatedMeter(CAPACITY["recompute"] * MIB), "split")
+
+
+def test_after_a_quiet_stretch_the_rung_below_is_tried_and_later_less_often() -> None:
+    ladder = Ladder((SPLIT_ALONE, Rung(recompute=("a",))))
+    assert ladder.climb()
+    assert not ladder.climb()
+    levels = []
+    for _ in range(QUIET_STEPS):
+        levels.append(ladder.level)
+        ladder.after_step()
+    assert levels == [1] * QUIET_STEPS
+    assert ladder.level == 0
+    assert ladder.climb()
+    for _ in range(2 * QUIET_STEPS - 1):
+        ladder.after_step()
+    assert ladder.level == 1
+    ladder.after_step()
+    assert ladder.level == 0
+
+
+def test_a_ladder_begins_on_the_rung_of_its_plan() -> None:
+    some, every, both = Rung(recompute=("a",)), Rung(recompute=("a", "b")), Rung(recompute=("a", "b"), offload=True)
+    ladder = Ladder((SPLIT_ALONE, every, both)).on(some)
+    assert ladder.rungs == (some, every, both)
+    assert Ladder((SPLIT_ALONE, every, both)).on(SPLIT_ALONE).rungs == (SPLIT_ALONE, every, both)
+
+
+def test_a_ladder_goes_on_where_its_state_was_saved() -> None:
+    ladder = Ladder((SPLIT_ALONE, Rung(recompute=("a",))))
+    ladder.climb()
+    ladder.after_step()
+    again = Ladder(ladder.rungs)
+    again.load_state_dict(ladder.state_dict())
+    assert again == ladder
