@@ -4,18 +4,21 @@ the tuned limit against the true one, and the speed at several micro-batch sizes
 Shapes: R rows (samples) of a batch.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from can_train.fit.packing import batch_totals
-from can_train.fit.search import pack_worst_case
+from can_train.fit.search import RecordedPhase, pack_worst_case
 from gpu.configurations import NOT_COMPILED, Configuration
+from gpu.processes import measure as run_job
 from gpu.trainer import Explored, Trainer, open_trainer
 
 BEYOND_PROBES: Final = 5
@@ -62,6 +65,7 @@ def measure(configuration: Configuration) -> Iterator[dict[str, Any]]:
             "true_limit_bytes": limit,
             "ceiling_bytes": None if limit is None else _ceiling(trainer, explored, limit),
         }
+        row["recorded"] = _recorded(trainer, explored, limit)
         if configuration.swept:
             row["speeds"] = _speeds(trainer, explored, SWEEP[-3:] if configuration.quick else SWEEP)
         yield row
@@ -69,6 +73,29 @@ def measure(configuration: Configuration) -> Iterator[dict[str, Any]]:
         if not configuration.simulated and configuration.model not in NOT_COMPILED:
             trainer.model.compile()
             yield row | {"compiled_points": points(trainer, explored, shares)}
+
+
+def _recorded(trainer: Trainer, explored: Explored, limit: float | None) -> dict[str, Any]:
+    """Records the configuration in a process that sees no GPU, and confirms its lines by one trial, as a run does."""
+    job = {"part": "record", "configuration": asdict(trainer.configuration), "key": trainer.meter.key}
+    answer = run_job(job, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    if "error" in answer:
+        return {"error": answer["error"]}
+    limits, reasons = trainer.confirm(msgspec.convert(answer["lines"], RecordedPhase))
+    training, counts = limits.training, trainer.task.batch_features(trainer.task.train_rows)
+    largest = None if limit is None else training.model.cost(counts[pack_worst_case(explored.costs, limit)])
+    return {
+        "seconds": answer["seconds"],
+        "base_bytes": training.model.base_bytes,
+        "room_share": answer["lines"]["training"]["room_share"],
+        "peak_bytes": training.peak_bytes(training.tuned_limit),
+        "measured_share": training.recorded_share,
+        "tuned_limit_bytes": training.tuned_limit,
+        "true_limit_bytes": largest,
+        "trials": training.trials,
+        "ooms": training.ooms,
+        "reasons": reasons,
+    }
 
 
 def true_limit(trainer: Trainer, explored: Explored) -> float | None:

@@ -23,7 +23,7 @@ TAIL_CHARACTERS: Final = 2000
 """How much of a failed process's output is kept. The error is at its end."""
 
 
-def measure(job: Mapping[str, Any]) -> dict[str, Any]:
+def measure(job: Mapping[str, Any], *, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Runs a job of `gpu.worker` and returns its result.
 
     If the job or its process fails, the result has the reason under `error`, and the earlier measurements.
@@ -31,7 +31,8 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        error = run_limited([sys.executable, "-P", "-m", "gpu.worker", json.dumps(job), str(result)])
+        error = run_limited([sys.executable, "-P", "-m", "gpu.worker", json.dumps(job), str(result)],
+                            environment=environment)  # fmt: skip
         measured: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
     return measured | ({"error": error} if error else {}) | {"seconds": round(time.monotonic() - started, 1)}
 

@@ -16,6 +16,10 @@ Batches cost at least 5 times as much as the largest probe; each optimizer step 
 predicted over measured peak, minus 1: first from the probes alone, then as corrected by the finder's trials."""
 FINDER: Final = """\
 Fill is the tuned limit over the true limit, which was found by whole optimizer steps on worst-case batches."""
+RECORDED: Final = """\
+The lines that a process without a GPU has recorded, each confirmed by one trial, as a run begins on a card; beside them
+the base of the probes' line, and the finder's fill. Trial: its measured peak, and that ÷ the recorded one; empty where
+it did not confirm the line, for the reason."""
 FRAGMENTATION: Final = """\
 A factor policy takes allocated ÷ reserved at the peak of a step that fits for the ceiling, the share of the capacity at
 which memory really ends: the peak of the largest worst-case batch that fits, over the capacity. Too low a ratio wastes
@@ -36,6 +40,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     if results["models"]:
         measured = [row for row in results["models"].values() if "points" in row]
         blocks += ["## Predicted and measured peaks", PEAKS, *_peaks(measured), "## Finder", FINDER, _finder(measured)]
+        blocks += ["## Recorded limits", RECORDED, _recorded([row for row in measured if "recorded" in row])]
         blocks += ["## Fragmentation", FRAGMENTATION, _fragmentation(measured)]
         blocks += ["## Throughput", *_throughput(measured, results.get("jobs", 1)), *_failures(results["models"])]
     if "constants" in results:
@@ -114,6 +119,22 @@ def _finder(rows: Sequence[Row]) -> str:
 def _fill_cells(row: Row) -> list[str]:
     true = row["true_limit_bytes"]
     return ["not met", ""] if true is None else [_mib(true), f"{row['tuned_limit_bytes'] / true:.3f}"]
+
+
+def _recorded(rows: Sequence[Row]) -> str:
+    columns = ("model", "GiB", "precision", "seconds", "base MiB", "probes' base MiB", "trial MiB", "÷ recorded",
+               "trials", "OOMs", "fill", "finder's trials", "finder's fill", "reason")  # fmt: skip
+    return _table(columns, ([*_names(row), *_recorded_cells(row)] for row in rows))
+
+
+def _recorded_cells(row: Row) -> list[str]:
+    of, finder = row["recorded"], [str(row["trials"]), _fill_cells(row)[1]]
+    if "error" in of:
+        return [*[""] * 8, *finder, _first_line(of["error"])]
+    share = f"{of['measured_share']:.2%}" if of["measured_share"] else ""
+    sizes = [_mib(of["base_bytes"]), _mib(row["base_bytes"]), _mib(of["peak_bytes"]), share]
+    counts = [str(of["trials"]), str(of["ooms"]), _fill_cells(of)[1]]
+    return [f"{of['seconds']:.0f}", *sizes, *counts, *finder, "; ".join(of["reasons"])]
 
 
 def _fragmentation(rows: Sequence[Row]) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,8 +25,10 @@ from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import Precision, make_optimization, seed_everything, step_generator
 from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.rescue import RescueSettings
+from can_train.fit.search import RecordedPhase
 from can_train.memory.allocator_settings import read_allocator_settings
-from can_train.memory.meters import Meter, SimulatedMeter, open_meter
+from can_train.memory.catalogue import UsableMemory, recordable
+from can_train.memory.meters import AbsentGpuMeter, Meter, SimulatedMeter, open_meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.task import BatchTask, LogicalBatch
 from gpu.configurations import SIMULATED, Configuration
@@ -82,12 +85,14 @@ class Trainer:
         task: Provides batches and losses.
         model: The model, on the device.
         training: Its training settings.
+        configuration: What it was made from.
     """
 
     meter: Meter
     task: BatchTask
     model: nn.Module
     training: TrainingSettings
+    configuration: Configuration
 
     def __post_init__(self) -> None:
         self._precision = Precision.named(self.training.precision)
@@ -182,6 +187,41 @@ class Trainer:
             optimizer, reserved = max(optimizer, meter.peak_bytes()), max(reserved, meter.peak_reserved_bytes())
         return StepPeak(passes, optimizer, reserved)
 
+    def confirm(self, recorded: RecordedPhase) -> tuple[DeviceLimits, list[str]]:
+        """Confirms recorded lines as a run does; returns the limits, and why lines were not confirmed."""
+        reasons: list[str] = []
+        explorer = Explorer(
+            task=self.task, model=self.model, training=self.training, meter=self.meter, rows=self.task.train_rows,
+            on_refused=reasons.append,
+        )  # fmt: skip
+        return explorer.explore(lambda _: BEYOND_CAPACITY * self.meter.capacity_bytes, recorded=recorded), reasons
+
+
+def record(configuration: Configuration, key: str) -> dict[str, Any]:
+    """Records the lines of a configuration on the device of a key, in a process that sees no GPU."""
+    from can_train.fit.prediction import record_phase
+
+    capacity, simulated = configuration.capacity_bytes, configuration.simulated
+    target = UsableMemory(key=key, name=key, total_bytes=capacity, subtracted=(), source="simulated")
+    if not simulated:
+        card = recordable(key, capacity)
+        if card is None:
+            raise DeviceError("The catalogue has no such card", value=key)
+        target = card
+    task, training = (
+        make_task(configuration.model, small=simulated),
+        TrainingSettings(precision=configuration.precision),
+    )
+    seed_everything(training.seed)
+    model = task.build_model().to(dtype=Precision.named(training.precision).dtype).train()
+    explorer = Explorer(
+        task=task, model=model, training=training, rows=task.train_rows, verify=False,
+        meter=AbsentGpuMeter(target),
+    )  # fmt: skip
+    started = time.process_time()
+    phase = record_phase(explorer, BEYOND_CAPACITY * capacity)
+    return {"lines": msgspec.to_builtins(phase), "cpu_s": time.process_time() - started}
+
 
 @contextmanager
 def open_trainer(configuration: Configuration) -> Iterator[Trainer]:
@@ -194,7 +234,7 @@ def open_trainer(configuration: Configuration) -> Iterator[Trainer]:
     with limited_device(configuration.device, configuration.capacity_bytes) as meter:
         seed_everything(training.seed)
         model = task.build_model().to(meter.device, Precision.named(training.precision).dtype).train()
-        yield Trainer(meter=meter, task=task, model=model, training=training)
+        yield Trainer(meter=meter, task=task, model=model, training=training, configuration=configuration)
 
 
 @contextmanager

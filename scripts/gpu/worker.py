@@ -47,6 +47,10 @@ def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
         from gpu.constants import measure_constants
 
         yield measure_constants(open_meter(job["device"]).device)
+    elif job["part"] == "record":
+        from gpu.trainer import record
+
+        yield record(Configuration(**job["configuration"]), job["key"])
     else:
         from gpu.measurements import measure
 
