@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.settings import TrainingSettings
-from can_train.errors import ArgumentError, ConfigError
+from can_train.errors import ArgumentError, ConfigError, TaskError
 from can_train.fit import prediction
 from can_train.fit.cost_model import Spread
 from can_train.fit.explore import Explorer
@@ -692,7 +692,16 @@ class PositiveTask(LineTask):
 
 class Chosen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        # Every other number is as before.
+        try:
+            return self._chosen(x)
+        except Exception as error:
+            # As the code of a task is run.
+            raise TaskError("It failed", error) from error
+
+    def _chosen(self, x: Tensor) -> Tensor:
+        # Every other number is as before. A branch depends on a value, too.
+        if not (x[:, 0] > 0).any():
+            return x
         return x.index_put((x[:, 0] > 0,), x[x[:, 0] > 0].exp())
 
 
@@ -1033,11 +1042,11 @@ def test_a_prediction_for_a_card_names_the_libraries_of_its_context(dispatched: 
 
 
 class Clamped(nn.Linear):
-    """Clamps its outputs where their mean is large: a branch that depends on values."""
+    """Clamps its outputs where their mean is large: a branch that depends on values, which NumPy reads."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y.clamp(-1, 1) if float(y.detach().mean()) > 1 else y
+        return y.clamp(-1, 1) if y.detach().numpy().mean() > 1 else y
 
 
 class ImageTask(LineTask):
@@ -1131,6 +1140,23 @@ def test_limits_of_a_model_that_cannot_be_recorded_rest_on_small_batches_and_say
     assert limits.not_recorded_because.endswith("; let no shape and no branch of the model depend on a tensor's values")
     assert limits.training.measured_ratio == limits.evaluation.measured_ratio == 1
     assert limits.spread == NOT_RECORDED
+
+
+class ChoosingTask(ImageTask):
+    """Goes on with the points whose first number is positive, and has no other number of points."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 512), Chosen(), nn.Linear(512, 1))
+
+
+def test_limits_follow_from_batches_whose_sizes_depend_on_values(dispatched: None) -> None:
+    task = ChoosingTask()
+    limits = predict_limits(explorer_of(task, usable(find_card("t4"))), whole_epoch)
+    assert (limits.recorded, limits.not_recorded_because) == (True, "")
+    assert limits.samples_of_sizes >= 64
+    whole = predict_peak(task, 4000, target="t4")
+    peak = limits.step_peak_bytes(limits.training.model.cost(np.ones((4000, 1))), 0.0)
+    assert peak == pytest.approx(whole.tensors.num_bytes, rel=0.1)
 
 
 def test_a_plan_does_not_claim_a_recording_where_no_sample_costs_anything() -> None:

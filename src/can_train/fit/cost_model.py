@@ -226,6 +226,7 @@ class DeviceLimits:
     recorded: bool = False  # Whether batches that were recorded as CUDA would run them have corrected the prediction
     not_recorded_because: str = ""  # The reason why none could be recorded, as a clause
     spread: Spread = Spread()  # Of peaks on a GPU that was not at hand
+    samples_of_sizes: int = 0  # Of the batch on the CPU whose sizes recorded batches have, where these depend on values
     saved_share: float = 0.0  # Largest share of a peak that compiled steps take less, since probes are not compiled
 
     def priced(self, batch: Any) -> BatchCosts:

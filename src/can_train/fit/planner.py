@@ -35,7 +35,7 @@ from can_train.fit.plan import PhasePlan, PlanRequest, bucketed, resolve_plan, s
 from can_train.fit.rescue import Ladder
 from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Rung, kept_modules, rung_of, rungs_of
 from can_train.fit.search import NO_RECORDING, RecordedPhase, Recording
-from can_train.io.units import size_text
+from can_train.io.units import counted, size_text
 from can_train.memory.catalogue import UNKNOWN, cards_that_hold, predicted_room
 from can_train.memory.cuda_workspaces import AMPERE, Capability, capability_of
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter
@@ -545,6 +545,9 @@ class Planner:
         if limits is not None:
             if limits.not_recorded_because:
                 notices.append(f"Small batches on the CPU alone predict the memory: {limits.not_recorded_because}")
+            if limits.recorded and limits.samples_of_sizes:
+                step = counted(limits.samples_of_sizes, "sample")
+                notices.append(f"Some sizes depend on values: recorded batches have the sizes of {step}, in proportion")
             if request.searches:
                 samples = int(self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9))
                 notices += spare_room(request, plan.logical_batch, len(order), samples)

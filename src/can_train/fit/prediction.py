@@ -115,7 +115,7 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
     Raises:
         DoesNotFitError: The model does not fit, or no sample beside it.
     """
-    recorded, peaks, failures = copy(explorer), [], []
+    recorded, peaks, failures, read = copy(explorer), [], [], []
     card = explorer.meter.target if isinstance(explorer.meter, AbsentGpuMeter) else None
     if card is None or not card.resident_threads:
         limits = explorer.explore(upper)
@@ -127,13 +127,19 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
             recorded.meter = gpu
             return work.peak(gpu, positions).allocated
 
+        compute = partial(compute_on_cuda, recorded.model, measure, resident_threads=card.resident_threads)
         try:
-            peak = max(
-                _of_generations(
-                    card.generation,
-                    partial(compute_on_cuda, recorded.model, measure, resident_threads=card.resident_threads),
-                ).values()
-            )
+            try:
+                found = _of_generations(card.generation, compute)
+            except ValuesNeededError:
+                sizes = _read_sizes(
+                    recorded.model, lambda samples: work.run(work.rows[positions[:samples]]), len(positions)
+                )
+                if sizes is None:
+                    raise
+                found = _of_generations(card.generation, partial(compute, sizes=sizes))
+                read.append(sizes.largest_step)
+            peak = max(found.values())
         except NoCudaDispatchError as error:
             sentences = filter(None, (f"{error.rule}: {error.value}", error.remedy))
             failures.append("; ".join(f"{sentence[0].lower()}{sentence[1:]}" for sentence in sentences))
@@ -149,6 +155,7 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
         limits,
         recorded=is_recorded,
         not_recorded_because=failures[0] if failures else "",
+        samples_of_sizes=min(read, default=0),
         spread=SPREADS[operations_of(explorer.model)] if is_recorded else NOT_RECORDED,
     )
 
@@ -705,7 +712,7 @@ def _recorded_with(
     try:
         traces = _of_generations(card.generation, record)
     except ValuesNeededError:
-        sizes = _read_sizes(step)
+        sizes = _read_sizes(step.model, step.run_on_cpu, step.num_samples)
         if sizes is None:
             raise
         traces = _of_generations(card.generation, partial(record, sizes=sizes))
@@ -722,27 +729,27 @@ def _recorded_with(
     return found if sizes is None else _of_sizes(found, sizes)
 
 
-def _read_sizes(step: _Step | TaskStep) -> ValueSizes | None:
-    """Runs forward passes of few samples on the CPU, each of twice as many as the one before, and returns sizes that
-    depend on values; None where the model has no values, or no pass runs. Backward passes use the same masks.
+def _read_sizes(model: nn.Module, run: Callable[[int], None], num_samples: int) -> ValueSizes | None:
+    """Runs batches of few samples on the CPU, each of twice as many as the one before, and returns sizes that depend on
+    values; None where the model has no values, or no batch runs. Forward passes do: backward passes use their masks.
     """
-    if any(parameter.is_meta for parameter in step.model.parameters()):
+    if any(parameter.is_meta for parameter in model.parameters()):
         return None
     read: list[tuple[int, Uses]] = []
-    # Where no pass runs, the probes that follow say why.
-    with left_as_it_was(step.model, CpuMeter()), suppress(Exception):
-        samples, seconds = min(_LEAST_READ, step.num_samples), 0.0
-        while not read or (read[-1][0] < step.num_samples and (len(read) == 1 or seconds < _READ_S)):
+    # Where no batch runs, the probes that follow say why.
+    with left_as_it_was(model, CpuMeter()), suppress(Exception):
+        samples, seconds = min(_LEAST_READ, num_samples), 0.0
+        while not read or (read[-1][0] < num_samples and (len(read) == 1 or seconds < _READ_S)):
             started = time.process_time()
             with reading_sizes() as uses:
-                step.run_on_cpu(samples)
+                run(samples)
             seconds += time.process_time() - started
             read.append((samples, uses))
-            samples = min(2 * samples, step.num_samples)
+            samples = min(2 * samples, num_samples)
     if not read:
         return None
     (first, smaller), (second, larger) = read[-2:] if len(read) > 1 else 2 * read
-    return ValueSizes(smaller, larger, (first, second), step.num_samples)
+    return ValueSizes(smaller, larger, (first, second), num_samples)
 
 
 def _of_sizes(found: PeakPrediction, sizes: ValueSizes) -> PeakPrediction:

@@ -47,6 +47,7 @@ from can_train.memory.cuda_library import (
 from can_train.memory.cuda_operators import AttentionCall, composed_attention, recurrent_kernels, register
 from can_train.memory.cuda_workspaces import AMPERE, CUBLAS, CUDNN, TENSORS, Capability, is_on_gpu
 from can_train.memory.meters import Meter
+from can_train.memory.out_of_memory import error_chain
 from can_train.memory.simulated.allocator import CachingAllocator
 from can_train.memory.value_sizes import INDEXING, ValueSizes
 
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 A100_THREADS: Final = 108 * 2048
 # Errors of fake tensors whose values are read.
-_VALUE_ERRORS: Final = ("DataDependentOutputException", "DynamicOutputShapeException")
+_VALUE_ERRORS: Final = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
 _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 _UNLIMITED: Final = 2**50
@@ -176,8 +177,7 @@ def compute_on_cuda(  # noqa: PLR0913 - the GPU, and how it is stood in for
         child.kill()
         child.join()
     if failure:
-        error = ValuesNeededError if failure.startswith(_VALUE_ERRORS) else NoCudaDispatchError
-        raise error(
+        raise (ValuesNeededError if result else NoCudaDispatchError)(
             "The program cannot be recorded on tensors without values", value=failure,
             remedy="Let no shape and no branch of the model depend on a tensor's values",
         )  # fmt: skip
@@ -191,7 +191,9 @@ def _answer(
     compute: Callable[[RecordedGpu], object],
     gpu: tuple[str, int, bool, ValueSizes | None],
 ) -> None:
-    """Computes in this process, which must be a child, and sends an empty text and the result, or the error as text."""
+    """Computes in this process, which must be a child, and sends an empty text and the result, or the error as text and
+    whether it is for lack of a tensor's values.
+    """
     warnings.simplefilter("ignore")
     # A parent that is killed takes this process with it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -205,7 +207,9 @@ def _answer(
         result = recorder.record(lambda: compute(RecordedGpu(recorder, torch.device("cuda"))))
         answers.send(("", result))
     except BaseException as error:  # noqa: BLE001 - it is the parent that says so
-        answers.send((f"{type(error).__name__}: {error}"[:MAX_QUOTED_CHARACTERS], None))
+        # An error of a task's code has the reason as its cause.
+        needs_values = any(isinstance(link, _VALUE_ERRORS) for link in error_chain(error, suppressed=True))
+        answers.send((f"{type(error).__name__}: {error}"[:MAX_QUOTED_CHARACTERS], needs_values))
 
 
 class RecordedGpu(Meter):
@@ -433,7 +437,7 @@ class _Recorder(AllocationRecorder):
         )
         try:
             result = self._run_counted(func, args, kwargs)
-        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
+        except _VALUE_ERRORS:
             if values is None:
                 return self._from_sizes(func, tensors)
             result = tree_map_only(Tensor, self._copy_to_gpu, values)

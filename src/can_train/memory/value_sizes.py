@@ -89,11 +89,11 @@ class ValueSizes:
     def use(self, func: Any, source: Tensor) -> Use | None:
         """Returns the use of an operation that reads a tensor now; None where no smaller step had it."""
         known = self._positions.get(source) if func is _aten.nonzero.default else None
-        if known is not None and known[0] == source._version:
+        if known is not None and known[0] == _version(source):
             return known[1]  # type: ignore[no-any-return]
         found = self._next(site_of(func), source.numel())
         if func is _aten.nonzero.default and found is not None:
-            self._positions[source] = source._version, found
+            self._positions[source] = _version(source), found
         return found
 
     def _next(self, site: Site, numel: int) -> Use | None:
@@ -160,6 +160,12 @@ class _Reader(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():
+            # Only there do composite operations (`item`, `where`) arrive whole.
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         if func in INDEXING:
             for index in args[1]:
                 if index is not None and index.dtype is torch.bool:
@@ -175,13 +181,18 @@ class _Reader(TorchDispatchMode):
         return result
 
     def _add_positions(self, mask: Tensor, count: int) -> None:
-        if self._versions.get(mask) != mask._version:
-            self._versions[mask] = mask._version
+        if self._versions.get(mask) != _version(mask):
+            self._versions[mask] = _version(mask)
             use = Use(mask.numel(), shapes=[(count, mask.dim())], dtypes=[torch.int64])
             self._add(_aten.nonzero.default, use)
 
     def _add(self, func: Any, use: Use) -> None:
         self._uses.setdefault(site_of(func), []).append(use)
+
+
+def _version(tensor: Tensor) -> int:
+    # Tensors of inference mode count no changes.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _use_of(args: tuple[Any, ...], result: Any) -> Use:
