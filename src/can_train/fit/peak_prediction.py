@@ -43,7 +43,7 @@ RECURRENT: Final = "recurrent layers"
 DENSE_CONVOLUTIONS: Final = "3 × 3 convolutions"
 OTHER_CONVOLUTIONS: Final = "other convolutions"
 # `scripts/bench/prediction measured` remakes the shares and says how many rows there are. Recurrent layers have no
-# published peaks: nine that gpu-check measured lie within 1 %, and what cuDNN works with there is a term of its own.
+# published peaks and are given the shares of matrix products; what cuDNN works with there is a term of its own.
 SPREADS: Final[Mapping[str, Spread]] = {
     PRODUCTS: Spread(less=0.035, more=0.045),
     ATTENTION: Spread(less=0.07, more=0.07),
