@@ -27,7 +27,7 @@ from can_train.fit.rungs import (
     measure_modules,
     rungs_of,
 )
-from can_train.memory.meters import CpuMeter, SimulatedMeter, simulated_gpu
+from can_train.memory.meters import SimulatedMeter, simulated_gpu
 from fakes.rung_models import MODELS, Transformer, double_conv, samples_of
 
 MIB: Final = 2**20
@@ -45,9 +45,9 @@ def made(name: str) -> nn.Module:
 def step(name: str, rung: Rung, *, autocast: bool = False) -> State:
     """Computes gradients and buffers of two batches in a row on a rung."""
     model, (_, shape, loss_of) = made(name), MODELS[name]
-    with simulated_gpu("1GiB", model) as meter, torch.autocast("cpu", enabled=autocast):
+    with simulated_gpu("1GiB", model), torch.autocast("cpu", enabled=autocast):
         for _ in range(2):
-            with computed_on(rung, model, meter):
+            with computed_on(rung, model):
                 loss_of(model, samples_of(shape)).backward()
     gradients = {f"gradient of {key}": value.grad for key, value in model.named_parameters() if value.grad is not None}
     return gradients | dict(model.named_buffers()) | {"next random number": torch.rand(1)}
@@ -112,7 +112,7 @@ def test_a_mutant_of_recomputation_has_another_gradient_or_other_buffers(
 def test_a_model_is_as_it_was_after_a_rung(name: str) -> None:
     model = made(name)
     before = {key: {*vars(module)} for key, module in model.named_modules()}
-    with computed_on(rung_named(name, "both"), model, CpuMeter()):
+    with computed_on(rung_named(name, "both"), model):
         pass
     assert {key: {*vars(module)} for key, module in model.named_modules()} == before
 
@@ -128,7 +128,7 @@ class Peaks:
         with simulated_gpu("8GiB", self.model) as meter:
             x = self.x.clone()
             meter.reset_peak()
-            with computed_on(rung, self.model, meter):
+            with computed_on(rung, self.model):
                 self.loss_of(self.model, x).backward()
             self.model.zero_grad()
             gc.collect()
@@ -153,7 +153,7 @@ def test_offloaded_tensors_take_less_memory(name: str) -> None:
 
 def test_views_of_one_storage_leave_the_device_once() -> None:
     model = nn.Linear(1, 1)
-    with simulated_gpu("1GiB", model) as meter, computed_on(Rung(offload=True), model, meter):
+    with simulated_gpu("1GiB", model) as meter, computed_on(Rung(offload=True), model):
         x = torch.ones(1024, 1024, requires_grad=True) * 1.0
         loss = (x[:512] * x[512:]).sum() + x.t().square().sum()
         held = meter.allocated_bytes()
@@ -167,7 +167,7 @@ def test_a_tensor_that_is_changed_in_place_is_saved_anew() -> None:
     def gradient(rung: Rung) -> Tensor:
         x = torch.ones(64, 64, requires_grad=True)
         model = nn.Linear(1, 1)
-        with simulated_gpu("64MiB", model, [x]) as meter, computed_on(rung, model, meter):
+        with simulated_gpu("64MiB", model, [x]), computed_on(rung, model):
             y = x * 2
             first = y.detach().square() * x
             y.detach().add_(1)
@@ -198,7 +198,7 @@ def test_a_model_that_checkpoints_itself_uses_its_own_switch() -> None:
     model = made("gpt")
     assert named(nn.ModuleDict({"net": model})) == ["net"]
     blocks = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    with computed_on(Rung(recompute=("",)), model, CpuMeter()):
+    with computed_on(Rung(recompute=("",)), model):
         assert all(block.gradient_checkpointing for block in blocks)
     assert not any(block.gradient_checkpointing for block in blocks)
 
@@ -260,7 +260,7 @@ def test_the_measured_bytes_of_modules_are_those_that_recomputing_them_saves() -
     names = tuple(candidates(model))
 
     def saved(rung: Rung) -> int:
-        with simulated_gpu("1GiB", model) as meter, computed_on(rung, model, meter):
+        with simulated_gpu("1GiB", model) as meter, computed_on(rung, model):
             before = meter.allocated_bytes()
             loss = model(x.clone()).sum()
             held = meter.allocated_bytes() - before
@@ -268,7 +268,7 @@ def test_the_measured_bytes_of_modules_are_those_that_recomputing_them_saves() -
         return held
 
     with simulated_gpu("1GiB", model) as meter:
-        measured, seconds = measure_modules(model, names, lambda: model(x.clone()).sum(), meter)
+        measured, seconds = measure_modules(model, names, lambda: model(x.clone()).sum(), meter.seconds)
     difference = saved(SPLIT_ALONE) - saved(Rung(recompute=names))
     # The output of a block is the input of the next one, which stays; the allocator rounds sizes up.
     assert sum(cost.saved_bytes for cost in measured) == pytest.approx(difference, rel=0.02)

@@ -600,7 +600,7 @@ class Explorer:
             with precision.context(self.meter.device):
                 return batch.losses(self.model, start, stop)
 
-        on_rung = computed_on(self.rung, self.model, self.meter)
+        on_rung = computed_on(self.rung, self.model)
         with CatchOutOfMemory(), only_trained(self.model, self.phase), on_rung:
             return measure_batch_dependence(
                 self.model.train(), losses, batch.denominators, half=precision.autocast is not None
@@ -621,8 +621,8 @@ class Explorer:
         is_here = not isinstance(self.meter, AbsentGpuMeter)
         span = self.meter.measuring(self._resident) if is_here else nullcontext()
         with CatchOutOfMemory(), self._trained_alone(), span:
-            measure_modules(self.model, names, forward, self.meter)  # The first pass takes longer
-            return measure_modules(self.model, names, forward, self.meter)
+            measure_modules(self.model, names, forward, self.meter.seconds)  # The first pass takes longer
+            return measure_modules(self.model, names, forward, self.meter.seconds)
         self.meter.release()
         return [], 0.0
 
@@ -711,7 +711,7 @@ class Explorer:
         # Each part of a batch holds copies of the buffers, beside the step's.
         held = Snapshot(self.model, self.meter.device)
         try:
-            with computed_on(self.rung, self.model, self.meter):
+            with computed_on(self.rung, self.model):
                 batch = self._batch(rows, coupled=True)
                 losses = self._losses(batch, start, len(rows) if stop is None else stop)
                 weighted_loss(losses, self.task.loss_weights).backward()

@@ -71,6 +71,7 @@ from can_train.fit.peak_prediction import (
     price_trace,
     with_unmeasured,
 )
+from can_train.fit.rungs import SPLIT_ALONE, Rung, computed_on
 from can_train.fit.search import RecordedLine, RecordedPhase, pack_worst_case, room_for_trial
 from can_train.io.units import counted, parse_size, size_text
 from can_train.memory.allocation_trace import FIXED, GROWING, AllocationRecorder, MemoryPart
@@ -505,7 +506,7 @@ class TaskStep:
     training: TrainingSettings
     device: torch.device = _GPU
     num_parts: int = 1  # Micro-batches of a step, each of them this batch: gradients are alive from the second one on
-    recomputed: tuple[str, ...] = ()  # Modules whose activations the backward pass computes again
+    rung: Rung = SPLIT_ALONE  # That it is computed on
     loss_chunks: int = 1  # Parts that each cross entropy is computed in, one after the other in the backward pass too
 
     @property
@@ -521,11 +522,7 @@ class TaskStep:
     @cached_property
     def model(self) -> nn.Module:
         """The task's model, on the CPU."""
-        model = _model_of(self.task, self.training)
-        for name in self.recomputed:
-            module = model.get_submodule(name)
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-        return model
+        return _model_of(self.task, self.training)
 
     def on_cpu(self) -> PeakPrediction:
         """Predicts from small batches on the CPU."""
@@ -570,7 +567,8 @@ class TaskStep:
             for (phase, training), optimizer in zip(phases, optimizers, strict=True):
                 with only_trained(self.model, phase):
                     for _ in range(min(self.num_parts, _RECORDED_STEPS)):
-                        self._loss(phase, training).backward()
+                        with computed_on(self.rung, self.model):
+                            self._loss(phase, training).backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 

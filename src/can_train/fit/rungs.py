@@ -27,12 +27,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from can_train.errors import ConfigError, nearest_first
+from can_train.memory.cuda_operators import is_on_device, on_host
 from can_train.memory.host import available_bytes
 from can_train.memory.meters import copy_stream
 
 if TYPE_CHECKING:
     from can_train.fit.factor_rule import RememberedLimits
-    from can_train.memory.meters import Meter
 
 OFFLOADED_LEAST_BYTES: Final = 4096  # Smaller tensors stay on the device: a copy costs more time than it saves memory
 # Copies to the host that may be under way. The device keeps the tensors until then, on every device alike, so that a
@@ -194,7 +194,7 @@ def has_switch(module: nn.Module) -> bool:
 
 
 @contextmanager
-def computed_on(rung: Rung, model: nn.Module, meter: Meter) -> Iterator[None]:
+def computed_on(rung: Rung, model: nn.Module) -> Iterator[None]:
     """Computes the forward and backward passes in the block on a rung; the model is as it was after it."""
     segments: dict[str, list[slice]] = defaultdict(list)
     for name in rung.recompute:
@@ -203,7 +203,7 @@ def computed_on(rung: Rung, model: nn.Module, meter: Meter) -> Iterator[None]:
         segments[path] += [slice(int(start), int(stop))] if bounds else []
     with ExitStack() as stack:
         if rung.offload:
-            stack.enter_context(OffloadedActivations(model, meter))
+            stack.enter_context(OffloadedActivations(model))
         for path, parts in segments.items():
             stack.enter_context(_recomputed(model.get_submodule(path), parts))
         yield
@@ -250,7 +250,7 @@ def kept_modules(costs: Sequence[ModuleCost], room_bytes: float) -> set[str]:
 
 
 def measure_modules(
-    model: nn.Module, names: Sequence[str], forward: Callable[[], object], meter: Meter
+    model: nn.Module, names: Sequence[str], forward: Callable[[], object], clock: Callable[[], float]
 ) -> tuple[list[ModuleCost], float]:
     """Runs a forward pass that saves nothing, and notes how much each module would have saved, and its time.
 
@@ -258,18 +258,18 @@ def measure_modules(
         model: The model.
         names: Modules, as in `Rung.recompute`.
         forward: Runs the forward pass on the samples that are to be measured, and returns the loss.
-        meter: Of the device that the model is on.
+        clock: Returns seconds, once the device has done its work.
 
     Returns:
         The costs of the modules, and the seconds of the whole pass.
     """
     storages = _Storages()
-    measured = [_Measured(name, _modules_of(model, name), meter.seconds, storages) for name in names]
+    measured = [_Measured(name, _modules_of(model, name), clock, storages) for name in names]
     resident = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
     saved: list[weakref.ref[_Saved]] = []
 
     def drop(tensor: Tensor) -> _Saved | None:
-        if tensor.layout is not torch.strided or id(tensor.untyped_storage()) in resident or not meter.holds(tensor):
+        if tensor.layout is not torch.strided or id(tensor.untyped_storage()) in resident or not is_on_device(tensor):
             return None
         inside = next((one.name for one in measured if one.is_running), None)
         entry = _Saved(storages.number(tensor), tensor.untyped_storage().nbytes(), inside)
@@ -279,7 +279,7 @@ def measure_modules(
     def refuse(_: _Saved | None) -> Tensor:
         raise RuntimeError("nothing was saved for a backward pass")
 
-    started = meter.seconds()
+    started = clock()
     with ExitStack() as stack:
         for one in measured:
             stack.enter_context(one.watched())
@@ -289,7 +289,7 @@ def measure_modules(
         alive = [entry for reference in saved if (entry := reference()) is not None]
         costs = [one.cost(alive) for one in measured]
         del loss
-    return costs, meter.seconds() - started
+    return costs, clock() - started
 
 
 def _modules_of(model: nn.Module, name: str) -> list[nn.Module]:
@@ -467,9 +467,8 @@ class OffloadedActivations(saved_tensors_hooks):
     in the reverse order, so that the next one is fetched while the device computes with the last one.
     """
 
-    def __init__(self, model: nn.Module, meter: Meter) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(self._pack, self._unpack)
-        self._meter = meter
         # Without room on the host, tensors stay on the device.
         self._room_bytes = _HOST_SHARE * available_bytes()
         # They are on the device in any case.
@@ -505,7 +504,7 @@ class OffloadedActivations(saved_tensors_hooks):
             tensor.layout is torch.strided
             and tensor.nbytes >= OFFLOADED_LEAST_BYTES
             and tensor.nbytes <= self._room_bytes
-            and self._meter.holds(tensor)
+            and is_on_device(tensor)
             and not is_traceable_wrapper_subclass(tensor)
             and id(tensor.untyped_storage()) not in self._resident
         )
@@ -519,7 +518,7 @@ class OffloadedActivations(saved_tensors_hooks):
         entry = known() if known is not None and is_shared else None
         if entry is not None and entry.source() is storage:
             return entry
-        entry = _OffloadedStorage(self._leave(whole), weakref.ref(storage), len(self._packed))
+        entry = _OffloadedStorage(self._leave(whole), whole.device, weakref.ref(storage), len(self._packed))
         self._packed.append(weakref.ref(entry))
         self._by_storage[key] = weakref.ref(entry)
         return entry
@@ -529,7 +528,7 @@ class OffloadedActivations(saved_tensors_hooks):
         self._room_bytes -= whole.nbytes
         stream = self._stream(whole)
         if stream is None:
-            with self._meter.host():
+            with on_host():
                 copy, event = whole.detach().to("cpu", copy=True), None
         else:
             copy = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
@@ -569,7 +568,7 @@ class OffloadedActivations(saved_tensors_hooks):
         return whole
 
     def _fetch(self, entry: _OffloadedStorage) -> Tensor:
-        whole = torch.empty_like(entry.copy, device=self._meter.device, pin_memory=False)
+        whole = torch.empty_like(entry.copy, device=entry.device, pin_memory=False)
         stream = self._stream(whole)
         if stream is None:
             return whole.copy_(entry.copy)
@@ -602,8 +601,8 @@ class _View:
 class _OffloadedStorage:
     """A storage whose copy is on the host."""
 
-    def __init__(self, copy: Tensor, source: weakref.ref[UntypedStorage], position: int) -> None:
-        self.copy, self.source, self.position = copy, source, position
+    def __init__(self, copy: Tensor, device: torch.device, source: weakref.ref[UntypedStorage], position: int) -> None:
+        self.copy, self.device, self.source, self.position = copy, device, source, position
         self.fetched: torch.cuda.Event | None = None
         self._on_device: weakref.ref[Tensor] | None = None
 

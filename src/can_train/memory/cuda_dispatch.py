@@ -361,6 +361,10 @@ class _Recorder(AllocationRecorder):
         """The compiler traces without this mode, and its graphs run in it. They run only where they are recorded."""
         return True
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor is on the GPU."""
+        return tensor.is_cuda
+
     def unseen(self, compute: Callable[[], Result]) -> Result:
         """Returns the result of operations on the GPU whose allocations are not recorded."""
         with _disable_current_modes(), self._fake:

@@ -41,6 +41,10 @@ class DeviceMode(TorchDispatchMode):
     def host(self) -> AbstractContextManager[None]:
         """Opens a span whose new tensors take nothing of the device."""
 
+    @abstractmethod
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor takes memory of the device."""
+
     def library(self, name: str) -> AbstractContextManager[None]:
         """Opens a span whose new tensors are a library's memory, as `CUDNN`; memory of tensors where none is named."""
         return nullcontext()
@@ -50,17 +54,28 @@ class DeviceMode(TorchDispatchMode):
         return nullcontext()
 
 
+def _modes() -> list[DeviceMode]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, DeviceMode)]
+
+
 @contextmanager
 def _everywhere(span: Callable[[DeviceMode], AbstractContextManager[None]]) -> Iterator[None]:
     """Opens a span of every device that is counted."""
     with ExitStack() as stack:
-        for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, DeviceMode):
-                stack.enter_context(span(mode))
+        for mode in _modes():
+            stack.enter_context(span(mode))
         yield
 
 
-_on_host: Final = partial(_everywhere, lambda mode: mode.host())
+def on_host() -> AbstractContextManager[None]:
+    """Opens a span whose new tensors are outside every device that is counted."""
+    return _everywhere(lambda mode: mode.host())
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    """Tells whether a tensor takes memory of a GPU, or of the devices that are counted."""
+    modes = _modes()
+    return all(mode.holds(tensor) for mode in modes) if modes else tensor.device.type != "cpu"
 
 
 def _in_kernel(name: str) -> AbstractContextManager[None]:
@@ -148,7 +163,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: FusedKernel, needs_gradients: bool, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """Computes the results, copies them to the device, and saves tensors for the backward pass."""
-        with _on_host():
+        with on_host():
             # Copies: the device's own memory is free as soon as autograd lets go of it.
             copies = [
                 None if tensor is None else tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -181,7 +196,7 @@ class _Fused(torch.autograd.Function):
             for result, gradient in zip(computed, gradients, strict=True)
             if gradient is not None and result.requires_grad
         ]
-        with _on_host():
+        with on_host():
             if pairs:
                 results, given = zip(*pairs, strict=True)
                 input_gradients = torch.autograd.grad(results, trained, given, retain_graph=True, allow_unused=True)
@@ -247,7 +262,7 @@ class _WideSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, operator: OpOverload, dim: int) -> Tensor:
         """Computes it on the host, and keeps the result."""
-        with _on_host():
+        with on_host():
             computed: Tensor = composite(operator)(inputs, dim, torch.float32)
         with _in_kernel(_name(operator)):
             result = computed.clone()
@@ -259,7 +274,7 @@ class _WideSoftmax(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Computes the gradient of the inputs, by operations that can be differentiated again."""
         (result,) = ctx.saved_tensors
-        with _on_host():
+        with on_host():
             if ctx.operator is _aten.log_softmax.int:
                 wide = gradient - result.exp() * gradient.sum(ctx.dim, keepdim=True)
             else:

@@ -83,10 +83,6 @@ class Meter(ABC):
         """Opens a span whose peak counts; `resident` tensors are already on the device."""
         return nullcontext()
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Tells whether a tensor takes memory of the device."""
-        return tensor.device.type == self.device.type
-
     @abstractmethod
     def reset_peak(self) -> None:
         """Forgets the peaks, also inside an open span; only probes, search and monitor may call it."""
@@ -169,10 +165,6 @@ class CpuMeter(Meter):
         finally:
             self._open.remove(tracker)
             self._peak_bytes = max(self._peak_bytes, tracker.peak_bytes)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Tells whether a tensor is counted by the open spans."""
-        return all(tracker.holds(tensor) for tracker in self._open)
 
     def reset_peak(self) -> None:
         """Forgets the peak; open spans start again from their live bytes."""
@@ -364,10 +356,6 @@ class SimulatedMeter(Meter):
     def host(self) -> AbstractContextManager[None]:
         """Leaves new tensors of the block off the simulated GPU, then and later."""
         return self.gpu.host()
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Tells whether a tensor is on the simulated GPU."""
-        return self.gpu.holds(tensor)
 
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from can_train.training.dry_run import CardPlan
 
 _CHILD_TIMEOUT_S: Final = 120.0  # a process that records starts anew, and reads a sample of the data
+_OFFLOAD: Final = "--fit offload"
 _LARGEST: Final = 5  # modules whose recomputation is tried
 _CHUNKS: Final = 8  # of a cross entropy
 _LOGARITHMS: Final = ("_log_softmax", "nll_loss")  # operations of a cross entropy
@@ -160,8 +162,10 @@ def _plan_in(folder: RunFolder) -> RunPlan | None:
 
 def _step(run: ResolvedRun, task: BatchTask, plan: RunPlan | None) -> TaskStep:
     """Returns the step of a plan's costliest micro-batch; of the costliest sample where there is no plan."""
-    num_parts = plan.fullest.phase_plan.most_parts if plan is not None else 1
-    return TaskStep(task=task, batch=_largest_micro_batch(task, plan), training=run.training, num_parts=num_parts)
+    step = TaskStep(task=task, batch=_largest_micro_batch(task, plan), training=run.training)
+    if plan is None:
+        return step
+    return replace(step, num_parts=plan.fullest.phase_plan.most_parts, rung=plan.fullest.rung)
 
 
 def explain(  # noqa: PLR0913 - the step, and whether its changes are recorded
@@ -192,9 +196,13 @@ def explain(  # noqa: PLR0913 - the step, and whether its changes are recorded
 def _on_host(step: TaskStep, device_key: str, notices: Sequence[str], *, changes: bool) -> Explanation:
     step = replace(step, device=torch.device("cpu"))
     parts = step.parts_on_host()
+    savings = _savings(step, parts, _peak_on_host) if changes else ()
+    if device_key.startswith("cpu-"):
+        # Tensors that would wait on the host are there.
+        savings = tuple(saving for saving in savings if saving.change != _OFFLOAD)
     return Explanation(
         device=device_key, samples=len(step.batch), num_parts=step.num_parts, parts=parts,
-        savings=_savings(step, parts, _peak_on_host) if changes else (),
+        savings=savings,
         basis="run on the CPU, as the simulated GPU counts it", notices=tuple(notices),
     )  # fmt: skip
 
@@ -245,7 +253,10 @@ def _changes(step: TaskStep, parts: Sequence[MemoryPart]) -> Iterator[tuple[str,
         half = size // 2
         yield f"--micro-batch-size {half}", replace(step, batch=step.batch[:half], num_parts=2), True
     for pattern, names in _to_recompute(step, parts).items():
-        yield f"recompute {pattern} (torch.utils.checkpoint)", replace(step, recomputed=names), True
+        rung = replace(step.rung, recompute=tuple(dict.fromkeys((*step.rung.recompute, *names))))
+        yield f"--fit recompute --recompute {shlex.quote(pattern)}", replace(step, rung=rung), True
+    if not step.rung.offload:
+        yield _OFFLOAD, replace(step, rung=replace(step.rung, offload=True)), True
     if any(part.operation.startswith(_LOGARITHMS) for part in parts[:_SHOWN]):
         yield f"cross entropy in {_CHUNKS} chunks (docs/explain.md)", replace(step, loss_chunks=_CHUNKS), True
     if line := _update_in_place(training):
@@ -267,7 +278,7 @@ def _update_in_place(training: TrainingSettings) -> dict[str, bool]:
 
 def _to_recompute(step: TaskStep, parts: Sequence[MemoryPart]) -> dict[str, tuple[str, ...]]:
     """Returns the modules to recompute for the largest saved activations: all blocks of a list, or one module."""
-    names = {name for name, _ in step.model.named_modules() if name}
+    names = {name for name, _ in step.model.named_modules() if name and name not in step.rung.recompute}
     chosen: dict[str, tuple[str, ...]] = {}
     for part in [part for part in parts if part.kind == SAVED and part.module in names][:_LARGEST]:
         if block := _LIST_ITEM.match(part.module):
