@@ -293,6 +293,13 @@ def test_what_is_no_optimizer_is_refused_with_what_to_give(optimizer: Any, messa
     assert "--optimizer" not in str(caught.value)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "adagrad"])
+def test_a_fused_optimizer_of_a_task_is_recorded_for_a_card(optimizer: str, dispatched: None) -> None:
+    found = predict_peak(LineTask(), 4, training=TrainingSettings(optimizer=optimizer), target="t4")
+    assert found.parts
+    assert not [notice for notice in found.notices if "recorded" in notice]
+
+
 def test_the_optimizer_of_a_task_is_one_of_its_settings() -> None:
     with pytest.raises(ArgumentError, match=r"training=TrainingSettings\(optimizer="):
         predict_peak(LineTask(), 4, optimizer="sgd")

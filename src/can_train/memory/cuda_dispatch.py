@@ -74,6 +74,13 @@ _PRODUCTS: Final = frozenset(
 )
 # Operations that take tensors of two devices as they are.
 _ACROSS_DEVICES: Final = frozenset({_aten.copy_.default, _aten._to_copy.default, torch.ops.prim.device.default})
+# Fused steps of optimizers that PyTorch does not run on fake tensors. They change weights and state in place.
+_UPDATES: Final = frozenset(
+    getattr(packet, overload)
+    for packet in (getattr(_aten, f"_fused_{name}_") for name in ("sgd", "adam", "adamw", "adagrad"))
+    for overload in packet.overloads()
+    if not getattr(packet, overload).has_kernel_for_dispatch_key(DispatchKey.Meta)
+)
 # Operations with a kernel of CUDA's that a build without CUDA takes apart. No kernel is run on fake tensors, but where
 # one is registered they stay whole.
 _FUSED_ON_CUDA: Final = [
@@ -416,6 +423,8 @@ class _Recorder(AllocationRecorder):
         if self._is_real(func, tensors, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func in _UPDATES:
+            return None
         # Some are composed of other operations, which are dispatched in their place.
         parts: Callable[..., Any] | None = None
         if _is_composite(func):

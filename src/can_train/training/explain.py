@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import CanTrainError
 from can_train.fit.prediction import TaskStep
+from can_train.fit.rungs import candidates
 from can_train.fit.search import pack_worst_case
 from can_train.io.records import text_or_nothing, write_json_atomic
 from can_train.io.units import counted, size_text
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _CHILD_TIMEOUT_S: Final = 120.0  # a process that records starts anew, and reads a sample of the data
 _OFFLOAD: Final = "--fit offload"
+_RECOMPUTE: Final = "--fit recompute"
 _LARGEST: Final = 5  # modules whose recomputation is tried
 _CHUNKS: Final = 8  # of a cross entropy
 _LOGARITHMS: Final = ("_log_softmax", "nll_loss")  # operations of a cross entropy
@@ -252,9 +254,8 @@ def _changes(step: TaskStep, parts: Sequence[MemoryPart]) -> Iterator[tuple[str,
     if size > 1:
         half = size // 2
         yield f"--micro-batch-size {half}", replace(step, batch=step.batch[:half], num_parts=2), True
-    for pattern, names in _to_recompute(step, parts).items():
-        rung = replace(step.rung, recompute=tuple(dict.fromkeys((*step.rung.recompute, *names))))
-        yield f"--fit recompute --recompute {shlex.quote(pattern)}", replace(step, rung=rung), True
+    for flags, names in _to_recompute(step, parts).items():
+        yield flags, replace(step, rung=replace(step.rung, recompute=names)), True
     if not step.rung.offload:
         yield _OFFLOAD, replace(step, rung=replace(step.rung, offload=True)), True
     if any(part.operation.startswith(_LOGARITHMS) for part in parts[:_SHOWN]):
@@ -277,16 +278,27 @@ def _update_in_place(training: TrainingSettings) -> dict[str, bool]:
 
 
 def _to_recompute(step: TaskStep, parts: Sequence[MemoryPart]) -> dict[str, tuple[str, ...]]:
-    """Returns the modules to recompute for the largest saved activations: all blocks of a list, or one module."""
-    names = {name for name, _ in step.model.named_modules() if name and name not in step.rung.recompute}
-    chosen: dict[str, tuple[str, ...]] = {}
-    for part in [part for part in parts if part.kind == SAVED and part.module in names][:_LARGEST]:
-        if block := _LIST_ITEM.match(part.module):
-            alike = re.compile(rf"{re.escape(block[1])}\d+")
-            chosen[f"{block[1]}*"] = tuple(sorted(name for name in names if alike.fullmatch(name)))
-        else:
-            chosen[part.module] = (part.module,)
-    return chosen
+    """Returns the modules to compute again by flags: all that are worth it, and the blocks of each list that save most
+    where there are several lists.
+    """
+    names = [*candidates(step.model)]
+    if not names or step.rung.recompute:
+        return {}
+    lists: dict[str, list[str]] = {}
+    for name in names:
+        block = _LIST_ITEM.match(name)
+        # A segment of a sequence has no pattern.
+        if "[" not in name and name:
+            lists.setdefault(f"{block[1]}*" if block else name, []).append(name)
+    saved = {pattern: _saved_in(inside, parts) for pattern, inside in lists.items()}
+    largest = sorted(saved, key=lambda pattern: -saved[pattern])[:_LARGEST] if len(lists) > 1 else ()
+    by_list = {f"{_RECOMPUTE} --recompute {shlex.quote(pattern)}": tuple(lists[pattern]) for pattern in largest}
+    return {_RECOMPUTE: tuple(names), **by_list}
+
+
+def _saved_in(names: Sequence[str], parts: Sequence[MemoryPart]) -> float:
+    inside = tuple(f"{name}." for name in names)
+    return sum(part.num_bytes for part in parts if part.kind == SAVED and f"{part.module}.".startswith(inside))
 
 
 def explanation_tables(explanation: Explanation) -> list[TextTable]:
