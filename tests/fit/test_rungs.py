@@ -90,15 +90,15 @@ def without_random_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def without_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(rungs._Buffers, "contexts", lambda self: (nullcontext(), nullcontext()))
+        patch.setattr(rungs._StateBefore, "contexts", lambda self: (nullcontext(), nullcontext()))
         yield
 
 
 @pytest.mark.parametrize(
     ("name", "mutant"),
-    [("transformer", without_random_state), ("unet", without_buffers), ("spectral", without_buffers)],
+    [("transformer", without_random_state), ("unet", without_state), ("spectral", without_state)],
 )
 def test_a_mutant_of_recomputation_has_another_gradient_or_other_buffers(
     name: str, mutant: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch
@@ -106,6 +106,29 @@ def test_a_mutant_of_recomputation_has_another_gradient_or_other_buffers(
     alone = step(name, SPLIT_ALONE)
     with mutant(monkeypatch), pytest.raises(AssertionError):
         assert_equal(step(name, rung_named(name, "recompute")), alone)
+
+
+def test_a_module_is_computed_again_in_the_mode_of_its_forward_pass() -> None:
+    def gradients(rung: Rung) -> State:
+        model = made("transformer")
+        with simulated_gpu("64MiB", model), computed_on(rung, model):
+            loss = model.eval()(samples_of((40, 32))).square().sum()
+            model.train()
+            loss.backward()
+        assert all(module.training for module in model.modules())
+        return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+
+    assert_equal(gradients(rung_named("transformer", "recompute")), gradients(SPLIT_ALONE))
+
+
+def test_a_graph_that_is_kept_is_computed_again_each_time() -> None:
+    model = made("unet")
+    with computed_on(rung_named("unet", "recompute"), model):
+        loss = model(samples_of((3, 16, 16))).sum()
+        loss.backward(retain_graph=True)
+        once = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True) if p.grad is not None)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {"gpt"}))
@@ -273,6 +296,29 @@ def test_the_measured_bytes_of_modules_are_those_that_recomputing_them_saves() -
     # The output of a block is the input of the next one, which stays; the allocator rounds sizes up.
     assert sum(cost.saved_bytes for cost in measured) == pytest.approx(difference, rel=0.02)
     assert seconds >= sum(cost.seconds for cost in measured) > 0
+
+
+def test_modules_are_measured_where_the_loss_has_a_backward_pass_of_its_own() -> None:
+    model, (_, shape, loss_of) = made("critic"), MODELS["critic"]
+    with simulated_gpu("64MiB", model) as meter:
+        costs, _ = measure_modules(
+            model, [*candidates(model)], lambda: loss_of(model, samples_of(shape, 100)), meter.seconds
+        )
+    assert sum(cost.saved_bytes for cost in costs) > 0
+
+
+class Named(nn.Sequential):
+    """A sequence that cannot be made from modules."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.Sigmoid())
+
+
+def test_segments_of_a_sequence_with_a_constructor_of_its_own_are_measured() -> None:
+    model = Named(32)
+    with simulated_gpu("64MiB", model) as meter:
+        costs, _ = measure_modules(model, [*candidates(model)], lambda: model(torch.ones(100, 32)).sum(), meter.seconds)
+    assert [cost.name for cost in costs] == ["[0:2]", "[2:4]"]
 
 
 # In mid-run

@@ -124,6 +124,11 @@ def test_the_next_run_begins_on_the_rung_of_the_last_one(tmp_path: Path) -> None
     assert second.count == 1 < first.count
 
 
+def test_a_rung_that_was_chosen_by_hand_is_not_the_first_of_later_runs(tmp_path: Path) -> None:
+    by_hand, later = (plan_of(train(tmp_path, RUNGS["split"], fit=fit)) for fit in ("offload", "auto"))
+    assert [name_of(plan["rung"]) for plan in (by_hand, later)] == ["offload", "split"]
+
+
 def test_a_rung_is_chosen_by_hand(tmp_path: Path) -> None:
     plan = plan_of(train(tmp_path, RUNGS["split"], fit="recompute", recompute=["[0-3]"]))
     assert plan["rung"] == {"recompute": ["0", "1", "2", "3"], "offload": False}
@@ -133,6 +138,11 @@ def test_a_rung_is_chosen_by_hand(tmp_path: Path) -> None:
 def test_with_splitting_alone_the_error_names_the_memory(tmp_path: Path, fit: str) -> None:
     with pytest.raises(DoesNotFitError):
         train(tmp_path, RUNGS["recompute"], fit=fit)
+
+
+def test_where_no_rung_fits_the_error_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="of the device, also with --fit recompute and offload"):
+        train(tmp_path, "6MiB")
 
 
 def test_a_dry_run_names_the_rung_for_each_device(tmp_path: Path) -> None:

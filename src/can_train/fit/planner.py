@@ -6,7 +6,7 @@ Shapes: R samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -348,8 +348,8 @@ class Planner:
         """Plans on the first rung on which all samples fit, or on the rung of an earlier run on this device; raises
         DoesNotFitError where there is none.
         """
-        failures: list[DoesNotFitError] = []
-        known = self.explorer.remembered(earlier)
+        failures: dict[Rung, DoesNotFitError] = {}
+        known = self.explorer.remembered(earlier) if self.training.fit == "auto" else None
         for rung in self.rungs if known is None else Ladder(self.rungs).on(rung_of(known)).rungs:
             self.explorer.rung = rung
             if self.batch_dependence is UNKNOWN_DEPENDENCE:
@@ -360,14 +360,14 @@ class Planner:
             except DoesNotFitError as error:
                 # The frames of its traceback hold tensors, which the next rung has no room for.
                 error.__traceback__ = error.__context__ = None
-                failures.append(error)
+                failures[rung] = error
                 self.meter.release()
                 continue
             is_chosen = known is None and self.training.fit == "auto" and not self.training.recompute
             if is_chosen and rung.recompute and not rung.offload:
                 made = self._with_fewest_modules(made, plan)
             return self._with_effect(made)
-        raise failures[0]
+        raise _on_no_rung(failures)
 
     def _with_fewest_modules(self, made: RunPlan, plan: Callable[[], RunPlan]) -> RunPlan:
         """Plans that no more modules are computed again than the largest sample needs; `made` has all of them."""
@@ -689,6 +689,23 @@ def still_fits(plan: RunPlan, meter: Meter) -> bool:
         or (phase.limits.device_key == meter.key and (phase.predicted_peak_bytes or 0.0) <= meter.capacity_bytes)
         for phase in plan.phases
     )
+
+
+def _on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:
+    """Returns the error of the first rung, with how much the further ones would take."""
+    (_, first), *others = failures.items()
+    # Weights and the optimizer's state take as much on all of them.
+    further = [(rung, error) for rung, error in others if error.rule == first.rule and error.value != first.value]
+    needs = [
+        f"{size_text(error.details.need_bytes)} with --fit {rung.name}"
+        for rung, error in further
+        if error.details.need_bytes is not None
+    ]
+    if needs:
+        first.value += f", and {', '.join(needs)}"
+    elif others and first.details.need_bytes is None:
+        first.value += f", also with --fit {' and '.join(rung.name for rung, _ in others)}"
+    return first
 
 
 def _is_cut_alike(plan: RunPlan, beside: RunPlan) -> bool:

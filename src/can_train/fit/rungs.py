@@ -10,7 +10,7 @@ import math
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +31,7 @@ from can_train.errors import ConfigError, nearest_first
 from can_train.memory.cuda_operators import is_on_device, on_host
 from can_train.memory.host import available_bytes
 from can_train.memory.meters import copy_stream
+from can_train.memory.out_of_memory import error_chain
 
 if TYPE_CHECKING:
     from can_train.fit.factor_rule import RememberedLimits
@@ -263,27 +265,49 @@ def measure_modules(
     Returns:
         The costs of the modules, and the seconds of the whole pass.
     """
+    try:
+        return _measured_modules(model, names, forward, clock, keeps=False)
+    except Exception as error:
+        if not any(isinstance(link, _NothingKeptError) for link in error_chain(error)):
+            raise
+    # The loss has a backward pass of its own, as a penalty on a gradient has.
+    return _measured_modules(model, names, forward, clock, keeps=True)
+
+
+class _NothingKeptError(RuntimeError):
+    """A backward pass asks for a tensor that was not kept."""
+
+
+def _measured_modules(
+    model: nn.Module, names: Sequence[str], forward: Callable[[], object], clock: Callable[[], float], *, keeps: bool
+) -> tuple[list[ModuleCost], float]:
     storages = _Storages()
     measured = [_Measured(name, _modules_of(model, name), clock, storages) for name in names]
     resident = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
     saved: list[weakref.ref[_Saved]] = []
 
-    def drop(tensor: Tensor) -> _Saved | None:
-        if tensor.layout is not torch.strided or id(tensor.untyped_storage()) in resident or not is_on_device(tensor):
-            return None
-        inside = next((one.name for one in measured if one.is_running), None)
-        entry = _Saved(storages.number(tensor), tensor.untyped_storage().nbytes(), inside)
-        saved.append(weakref.ref(entry))
+    def pack(tensor: Tensor) -> _Saved:
+        is_counted = tensor.layout is torch.strided and id(tensor.untyped_storage()) not in resident
+        entry = _Saved()
+        if is_counted and is_on_device(tensor):
+            entry.storage, entry.num_bytes = storages.number(tensor), tensor.untyped_storage().nbytes()
+            entry.inside = next((one.name for one in measured if one.is_running), None)
+            saved.append(weakref.ref(entry))
+        if keeps:
+            with on_host():
+                entry.device, entry.copy = tensor.device, tensor.detach().to("cpu", copy=True)
         return entry
 
-    def refuse(_: _Saved | None) -> Tensor:
-        raise RuntimeError("nothing was saved for a backward pass")
+    def unpack(entry: _Saved) -> Tensor:
+        if entry.copy is None:
+            raise _NothingKeptError
+        return entry.copy.to(entry.device, copy=True)
 
     started = clock()
     with ExitStack() as stack:
         for one in measured:
             stack.enter_context(one.watched())
-        stack.enter_context(saved_tensors_hooks(drop, refuse))
+        stack.enter_context(saved_tensors_hooks(pack, unpack))
         # Operations may make nodes of a graph that they drop. As long as the loss is there, so is all that it needs.
         loss = forward()
         alive = [entry for reference in saved if (entry := reference()) is not None]
@@ -294,11 +318,11 @@ def measure_modules(
 
 def _modules_of(model: nn.Module, name: str) -> list[nn.Module]:
     path, _, bounds = name.partition("[")
-    module: Any = model.get_submodule(path)
+    module = model.get_submodule(path)
     if not bounds:
         return [module]
     start, _, stop = bounds.rstrip("]").partition(":")
-    return list(module[int(start) : int(stop)])
+    return [*module.children()][int(start) : int(stop)]
 
 
 class _Storages:
@@ -320,9 +344,11 @@ class _Storages:
 class _Saved:
     """Stands for a tensor that a node of the graph would have saved, for as long as the node is there."""
 
-    storage: int
-    num_bytes: int
-    inside: str | None  # Name of the module that saved it
+    storage: int = -1
+    num_bytes: int = 0
+    inside: str | None = None  # Name of the module that saved it
+    copy: Tensor | None = None  # On the host
+    device: torch.device | None = None  # Of the tensor
 
 
 class _Measured:
@@ -417,47 +443,70 @@ def _forward_again(owners: Sequence[nn.Module], forward: Callable[..., Any], *ar
     """Runs a forward pass that the backward pass runs again, from the same random numbers and buffers."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    buffers = _Buffers(owners)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=buffers.contexts, **kwargs)
+    state = _StateBefore(owners)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=state.contexts, **kwargs)
 
 
-class _Buffers:
-    """The buffers of modules as they were before a forward pass that changes them, as that of BatchNorm does."""
+class _StateBefore(AbstractContextManager[None]):
+    """The state before a forward pass of modules: whether they train, the buffers that the pass changes, as a pass of
+    BatchNorm does, and the modes that PyTorch's functions are called in. As a context, it puts the state back for a
+    repetition of the pass, of which there may be several.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         parts = [part for module in modules for part in module.modules()]
-        self._held = [(part, key, value) for part in parts for key, value in part._buffers.items() if value is not None]
-        self._before: list[tuple[nn.Module, str, Tensor]] = []
+        self._training = [(part, part.training) for part in parts]
+        self._modes = _get_current_function_mode_stack()
+        self._entered: list[TorchFunctionMode] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._now: tuple[list[tuple[nn.Module, bool]], list[tuple[nn.Module, str, Tensor | None]]] = [], []
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Makes the contexts of the forward pass and of its repetition."""
-        if not self._held:
-            return nullcontext(), nullcontext()
-        return self._watched(), self._put_back()
+        """Returns the contexts of the forward pass and of its repetitions."""
+        return self._watched(), self
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        held = self._held
-        copies = [(value.detach().clone(), value._version) for _, _, value in held]
+        held = [
+            (part, key, value, value.detach().clone(), value._version)
+            for part, _ in self._training
+            for key, value in part._buffers.items()
+            if value is not None
+        ]
         yield
-        self._before = [
+        self._buffers = [
             (part, key, copy)
-            for (part, key, value), (copy, version) in zip(held, copies, strict=True)
+            for part, key, value, copy, version in held
             # Kernels of BatchNorm change its statistics without counting a version.
             if isinstance(part, _NormBase) or part._buffers[key] is not value or value._version != version
         ]
 
-    @contextmanager
-    def _put_back(self) -> Iterator[None]:
-        now = [(part, key, part._buffers[key]) for part, key, _ in self._before]
-        for part, key, value in self._before:
-            # The repetition changes it, and another one may follow.
+    def __enter__(self) -> None:
+        """Puts the state back."""
+        self._now = (
+            [(part, part.training) for part, _ in self._training],
+            [(part, key, part._buffers[key]) for part, key, _ in self._buffers],
+        )
+        # A backward pass may run outside of them.
+        there = _get_current_function_mode_stack()
+        self._entered = [mode for mode in self._modes if mode not in there]
+        for mode in self._entered:
+            TorchFunctionMode.__enter__(mode)
+        for part, training in self._training:
+            part.training = training
+        for part, key, value in self._buffers:
+            # The repetition changes it.
             part._buffers[key] = value.clone()
-        try:
-            yield
-        finally:
-            for part, key, current in now:
-                part._buffers[key] = current
+
+    def __exit__(self, *error: object) -> None:
+        """Returns to the state that was there at the repetition."""
+        modes, buffers = self._now
+        for mode in reversed(self._entered):
+            TorchFunctionMode.__exit__(mode, None, None, None)
+        for part, training in modes:
+            part.training = training
+        for part, key, value in buffers:
+            part._buffers[key] = value
 
 
 class OffloadedActivations(saved_tensors_hooks):
