@@ -379,6 +379,35 @@ def test_without_rungs_the_same_step_ends_with_an_error() -> None:
         train(SimulatedMeter(CAPACITY["recompute"] * MIB), "split")
 
 
+class Counting(nn.Module):
+    """Saves one tensor less in each further forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return (x * self.weight).sigmoid() if self.passes % 2 else x * self.weight
+
+
+def test_modules_that_save_other_tensors_the_second_time_are_not_computed_again() -> None:
+    model = nn.ModuleList([Counting(), Counting()])
+    with simulated_gpu("64MiB", model) as meter:
+        batcher = MicroBatcher(model, meter=meter)
+        batcher.ladder = Ladder((Rung(recompute=("0", "1")), Rung(recompute=("0", "1"), offload=True)))
+
+        def losses_of(start: int, stop: int) -> Any:
+            return {"loss": (model[1](model[0](torch.ones(stop - start, 64))).sum(), float(stop - start))}
+
+        with pytest.warns(UserWarning, match="they save other tensors the second time"):
+            result = batcher.run(losses_of, 4)
+    assert batcher.ladder.rung == Rung(offload=True)
+    assert result.micro_batches == (4,)
+    assert all(module.weight.grad is not None for module in model)
+
+
 def test_after_a_quiet_stretch_the_rung_below_is_tried_and_later_less_often() -> None:
     ladder = Ladder((SPLIT_ALONE, Rung(recompute=("a",))))
     assert ladder.climb()

@@ -9,7 +9,7 @@ import pytest
 import can_train
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
-from can_train.errors import DoesNotFitError
+from can_train.errors import ConfigError, DoesNotFitError
 from can_train.reporter import Reporter, SilentReporter
 from can_train.training.train import train_new
 from fakes.bitwise import assert_same, final_state, losses
@@ -49,9 +49,9 @@ class Deep(can_train.Task):
 RUNGS: Final = {"split": "60MiB", "recompute": "12MiB", "offload": "9MiB"}
 
 
-def task_file(folder: Path) -> Path:
+def task_file(folder: Path, text: str = DEEP) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "deep.py").write_text(DEEP)
+    (folder / "deep.py").write_text(text)
     return folder / "deep.py"
 
 
@@ -66,14 +66,14 @@ class Searches(SilentReporter):
         return super().stage(title, **options)
 
 
-def train(folder: Path, device: str, reporter: Reporter | None = None, **settings: Any) -> Path:
+def train(folder: Path, device: str, reporter: Reporter | None = None, text: str = DEEP, **settings: Any) -> Path:
     """Trains in single samples, and returns the folder of the run."""
     values = {
         "paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state"),
         "training.accumulation_splits": 2, "training.num_workers": "0",
     }  # fmt: skip
     named = {f"training.{name}": value for name, value in settings.items()}
-    request = RunRequest(task=f"{task_file(folder)}:Deep", device=f"sim:{device}", values=values | named)
+    request = RunRequest(task=f"{task_file(folder, text)}:Deep", device=f"sim:{device}", values=values | named)
     return train_new(with_absolute_paths(resolve(request)), reporter or SilentReporter()).folder.path
 
 
@@ -138,6 +138,25 @@ def test_a_rung_is_chosen_by_hand(tmp_path: Path) -> None:
 def test_with_splitting_alone_the_error_names_the_memory(tmp_path: Path, fit: str) -> None:
     with pytest.raises(DoesNotFitError):
         train(tmp_path, RUNGS["recompute"], fit=fit)
+
+
+CHANGING: Final = DEEP.replace(
+    "        return x + super().forward(x)",
+    "        self.passes = getattr(self, 'passes', 0) + 1\n"
+    "        again = super().forward(x)\n"
+    "        return x + again.sigmoid() if self.passes % 2 else x + again",
+)
+"""Blocks that save other tensors in each second forward pass."""
+
+
+def test_where_modules_cannot_be_computed_again_saved_tensors_are_offloaded_alone(tmp_path: Path) -> None:
+    run = train(tmp_path, RUNGS["recompute"], text=CHANGING)
+    assert plan_of(run)["rung"] == {"recompute": [], "offload": True}
+
+
+def test_modules_that_were_named_and_cannot_be_computed_again_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="save other tensors the second time"):
+        train(tmp_path, RUNGS["split"], text=CHANGING, fit="recompute")
 
 
 def test_where_no_rung_fits_the_error_says_so(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -25,11 +26,11 @@ from can_train.fit.optimizer import parameters_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.rescue import Backoff, Ladder, Rescue, RescueSettings, Try, Undo, leaves_of
-from can_train.fit.rungs import computed_on, rungs_of
+from can_train.fit.rungs import NOT_REPEATABLE, computed_on, is_not_repeatable, rungs_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import Meter, meter_of, tensors_of
-from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.out_of_memory import CatchOutOfMemory, forget_frames
 
 if TYPE_CHECKING:
     from can_train.fit.compiled import CompiledModel
@@ -479,7 +480,8 @@ class MicroBatcher:
         ooms_before = ooms = rescue.ooms
         with self._meter.active(tensors_of([self._model])):
             for part in rescue.tries(costs, limit):
-                with part, self._compiler(part), undo.undo_scope(), rescue.record_foreign_memory():
+                is_repeatable, is_undone = self._repeating(part), undo.undo_scope()
+                with part, self._compiler(part), is_repeatable, is_undone, rescue.record_foreign_memory():
                     losses = self._add_gradient(batch_loss, part, undo)
                 if part.is_done:
                     totals.add(losses, part, costs.cost(part.start, part.stop), rescued=rescue.ooms > ooms)
@@ -501,6 +503,19 @@ class MicroBatcher:
 
     def _compiler(self, part: Try) -> AbstractContextManager[None]:
         return nullcontext() if self.compiled is None else self.compiled.trying(part)
+
+    @contextmanager
+    def _repeating(self, part: Try) -> Iterator[None]:
+        """Runs a part once more where a module saved other tensors the second time: none is computed again then."""
+        try:
+            yield
+        except Exception as error:
+            if not self.ladder.rung.recompute or not is_not_repeatable(error):
+                raise
+            warnings.warn(f"{NOT_REPEATABLE}.", stacklevel=2)
+            self.ladder.without_recomputation()
+            part.again = True
+            forget_frames(error)
 
     def _add_gradient(self, batch_loss: _BatchLoss, part: Try, undo: Undo) -> Losses:
         """Computes a micro-batch forward and backward; returns its share of each term's mean, with its denominators."""

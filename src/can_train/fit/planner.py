@@ -33,13 +33,22 @@ from can_train.fit.optimizer import (
 from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.plan import PhasePlan, PlanRequest, bucketed, resolve_plan, search_upper, spare_room
 from can_train.fit.rescue import Ladder
-from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Rung, kept_modules, rung_of, rungs_of
+from can_train.fit.rungs import (
+    NOT_REPEATABLE,
+    SPLIT_ALONE,
+    ModuleCost,
+    Rung,
+    is_not_repeatable,
+    kept_modules,
+    rung_of,
+    rungs_of,
+)
 from can_train.fit.search import NO_RECORDING, RecordedPhase, Recording
 from can_train.io.units import counted, size_text
 from can_train.memory.catalogue import UNKNOWN, cards_that_hold, predicted_room
 from can_train.memory.cuda_workspaces import AMPERE, Capability, capability_of
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter
-from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.out_of_memory import CatchOutOfMemory, forget_frames
 from can_train.task import Phase
 
 if TYPE_CHECKING:
@@ -350,8 +359,9 @@ class Planner:
         """
         failures: dict[Rung, DoesNotFitError] = {}
         known = self.explorer.remembered(earlier) if self.training.fit == "auto" else None
-        for rung in self.rungs if known is None else Ladder(self.rungs).on(rung_of(known)).rungs:
-            self.explorer.rung = rung
+        left = [*(self.rungs if known is None else Ladder(self.rungs).on(rung_of(known)).rungs)]
+        while left:
+            self.explorer.rung = rung = left.pop(0)
             if self.batch_dependence is UNKNOWN_DEPENDENCE:
                 # On this rung a few samples may fit.
                 del self.batch_dependence
@@ -363,11 +373,28 @@ class Planner:
                 failures[rung] = error
                 self.meter.release()
                 continue
+            except Exception as error:
+                if not rung.recompute or not is_not_repeatable(error):
+                    raise
+                left = self._without_recomputation(error, left)
+                continue
             is_chosen = known is None and self.training.fit == "auto" and not self.training.recompute
             if is_chosen and rung.recompute and not rung.offload:
                 made = self._with_fewest_modules(made, plan)
             return self._with_effect(made)
         raise _on_no_rung(failures)
+
+    def _without_recomputation(self, error: Exception, left: Sequence[Rung]) -> list[Rung]:
+        """Returns the further rungs, on which no module is computed again because one of them cannot be."""
+        training = self.training
+        if training.fit == "recompute" or training.recompute:
+            remedy = "Name others with --recompute, or leave it out and give --fit offload"
+            raise ConfigError(NOT_REPEATABLE, value=self.explorer.rung.describe(), remedy=remedy) from error
+        forget_frames(error)
+        self.meter.release()
+        self.reporter.notice(NOT_REPEATABLE)
+        self.__dict__["rungs"] = (SPLIT_ALONE, *(Rung(offload=True) for rung in self.rungs if rung.offload))
+        return [Rung(offload=True) for rung in left if rung.offload]
 
     def _with_fewest_modules(self, made: RunPlan, plan: Callable[[], RunPlan]) -> RunPlan:
         """Plans that no more modules are computed again than the largest sample needs; `made` has all of them."""

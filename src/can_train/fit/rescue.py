@@ -132,6 +132,11 @@ class Ladder:
         self.level, self.quiet = self.level + 1, 0
         return True
 
+    def without_recomputation(self) -> None:
+        """Leaves the rungs out that compute modules again, for a model that cannot be; goes on to the next one."""
+        self.rungs = tuple(dict.fromkeys(replace(rung, recompute=()) for rung in self.rungs))
+        self.level = len(self.rungs) - 1
+
     def after_step(self) -> None:
         """Counts an optimizer step; after a quiet stretch the rung below is tried once more."""
         if self.level == 0:

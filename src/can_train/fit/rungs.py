@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from can_train.errors import ConfigError, nearest_first
 from can_train.memory.cuda_operators import is_on_device, on_host
@@ -193,6 +193,14 @@ def has_switch(module: nn.Module) -> bool:
     return bool(getattr(module, "supports_gradient_checkpointing", False)) and any(
         callable(getattr(module, f"{kind}_checkpointing_enable", None)) for kind in _SWITCHES
     )
+
+
+NOT_REPEATABLE: Final = "Modules are not computed again: they save other tensors the second time"
+
+
+def is_not_repeatable(error: BaseException) -> bool:
+    """Tells whether a backward pass failed because a module that was computed again saved other tensors."""
+    return any(isinstance(link, CheckpointError) for link in error_chain(error))
 
 
 @contextmanager
