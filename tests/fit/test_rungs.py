@@ -247,6 +247,16 @@ def test_a_pattern_that_names_no_module_lists_the_nearest() -> None:
         rungs_of(Transformer(blocks=2), "auto", ["block.*"])
 
 
+def test_a_rung_says_which_modules_are_computed_again() -> None:
+    rung = Rung(recompute=("inputs", "layers.0", "layers.1", "head[0:3]"), offload=True)
+    assert rung.describe() == (
+        "inputs, 2 modules (layers.*), head[0:3] are computed again in the backward pass, "
+        "and saved tensors wait on the host"
+    )
+    assert Rung(recompute=("head",)).describe() == "head is computed again in the backward pass"
+    assert SPLIT_ALONE.describe() == "batches are split"
+
+
 def test_nothing_is_offloaded_from_the_host() -> None:
     assert [rung.name for rung in rungs_of(Transformer(), "auto", is_host=True)] == ["split", "recompute"]
     assert [rung.name for rung in rungs_of(Transformer(), "auto")] == ["split", "recompute", "offload"]

@@ -92,12 +92,15 @@ def rung_of(remembered: RememberedLimits) -> Rung:
 
 
 def _named(names: Sequence[str]) -> str:
-    """Names modules by their lists: `layers.* (12)`."""
-    groups: dict[str, int] = defaultdict(int)
+    """Names modules by their lists: `12 modules (layers.*)`."""
+    lists: dict[str, list[str]] = defaultdict(list)
     for name in names:
         head, _, last = name.rpartition(".")
-        groups[f"{head}.*".removeprefix(".") if last.isdecimal() else name] += 1
-    return ", ".join(f"{name} ({number})" if number > 1 else name or "the model" for name, number in groups.items())
+        lists[f"{head}.*".removeprefix(".") if last.isdecimal() else name].append(name)
+    return ", ".join(
+        f"{len(inside)} modules ({pattern})" if len(inside) > 1 else inside[0] or "the model"
+        for pattern, inside in lists.items()
+    )
 
 
 def rungs_of(model: nn.Module, fit: str, patterns: Sequence[str] = (), *, is_host: bool = False) -> tuple[Rung, ...]:
