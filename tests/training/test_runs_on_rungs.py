@@ -174,7 +174,7 @@ def test_a_dry_run_names_the_rung_for_each_device(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_run_resumes_on_its_rung_to_the_same_bits(tmp_path: Path) -> None:
     words = ("--task", f"{task_file(tmp_path)}:Deep", "--device", f"sim:{RUNGS['recompute']}", "--epochs", "4",
-             "--checkpoint-every", "1", "--no-baselines")  # fmt: skip
+             "--checkpoint-every", "1")  # fmt: skip
     finish(tmp_path / "whole", tmp_path / "state", *words)
     finish_killed(tmp_path / "killed", tmp_path / "other", words, at=(2, 5))
     whole, killed = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from can_train.errors import DataError
@@ -159,7 +160,8 @@ def _folded_if_large(model: nn.Module) -> Iterator[None]:
     The gradient is that of a model of the same form, to which each feature of each sample and each weight still
     contributes. Samples depend on each other in it where they do in the model; its products take a tenth of the time.
     """
-    parameters = list(model.parameters())
+    # Lazy parameters have no size before the first forward pass.
+    parameters = [parameter for parameter in model.parameters() if not is_lazy(parameter)]
     if sum(parameter.numel() for parameter in parameters) <= _LARGE_MODEL or parameters[0].device.type != "cpu":
         yield
         return
