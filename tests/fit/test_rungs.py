@@ -331,6 +331,16 @@ def test_segments_of_a_sequence_with_a_constructor_of_its_own_are_measured() -> 
     assert [cost.name for cost in costs] == ["[0:2]", "[2:4]"]
 
 
+def test_a_module_that_stands_twice_in_a_sequence_is_counted_twice() -> None:
+    activation = nn.Tanh()
+    model = nn.Sequential(nn.Linear(16, 16), activation, nn.Linear(16, 16), activation)
+    names = named(model)
+    assert names == ["[0:2]", "[2:4]"]
+    with simulated_gpu("64MiB", model) as meter:
+        costs, _ = measure_modules(model, names, lambda: model(torch.ones(100, 16)).sum(), meter.seconds)
+    assert [cost.name for cost in costs] == names
+
+
 # In mid-run
 
 BATCH: Final = 3

@@ -362,8 +362,8 @@ class Planner:
         left = [*(self.rungs if known is None else Ladder(self.rungs).on(rung_of(known)).rungs)]
         while left:
             self.explorer.rung = rung = left.pop(0)
-            if self.batch_dependence is UNKNOWN_DEPENDENCE:
-                # On this rung a few samples may fit.
+            if rung != self.rungs[0] and self.batch_dependence is UNKNOWN_DEPENDENCE:
+                # On this rung a few samples may fit, which did not on the first one.
                 del self.batch_dependence
             try:
                 made = plan()
@@ -393,7 +393,7 @@ class Planner:
         forget_frames(error)
         self.meter.release()
         self.reporter.notice(NOT_REPEATABLE)
-        self.__dict__["rungs"] = (SPLIT_ALONE, *(Rung(offload=True) for rung in self.rungs if rung.offload))
+        self.rungs = (SPLIT_ALONE, *(Rung(offload=True) for rung in self.rungs if rung.offload))
         return [Rung(offload=True) for rung in left if rung.offload]
 
     def _with_fewest_modules(self, made: RunPlan, plan: Callable[[], RunPlan]) -> RunPlan:

@@ -171,16 +171,17 @@ def _candidates(module: nn.Module, name: str) -> Iterator[str]:
             yield from inside or [path]
 
 
-def _is_plain_sequence(module: nn.Module) -> bool:
+def _is_plain_sequence(module: Any) -> bool:
     """Whether a module calls modules without parts, one after the other, with the result of the one before."""
-    children = [*module.children()]
-    is_sequence = type(module).forward is nn.Sequential.forward
-    return is_sequence and len(children) >= _LEAST_SEGMENTED and not any([*child.children()] for child in children)
+    if type(module).forward is not nn.Sequential.forward or len(module) < _LEAST_SEGMENTED:
+        return False
+    return not any([*child.children()] for child in module)
 
 
-def _segments(module: nn.Module, name: str) -> Iterator[str]:
+def _segments(module: Any, name: str) -> Iterator[str]:
     """Cuts a sequence of N modules into about √N segments, whose inputs and one segment take the least memory."""
-    number = len([*module.children()])
+    # A module that stands in it twice counts twice.
+    number = len(module)
     length = math.ceil(math.sqrt(number))
     for start in range(0, number, length):
         yield f"{name}[{start}:{min(start + length, number)}]"
@@ -211,15 +212,21 @@ def computed_on(rung: Rung, model: nn.Module) -> Iterator[None]:
     """Computes the forward and backward passes in the block on a rung; the model is as it was after it."""
     segments: dict[str, list[slice]] = defaultdict(list)
     for name in rung.recompute:
-        path, _, bounds = name.partition("[")
-        start, _, stop = bounds.rstrip("]").partition(":")
-        segments[path] += [slice(int(start), int(stop))] if bounds else []
+        path, segment = _place_of(name)
+        segments[path] += [] if segment is None else [segment]
     with ExitStack() as stack:
         if rung.offload:
             stack.enter_context(OffloadedActivations(model))
         for path, parts in segments.items():
             stack.enter_context(_recomputed(model.get_submodule(path), parts))
         yield
+
+
+def _place_of(name: str) -> tuple[str, slice | None]:
+    """Returns the path of a module, and the segment of it that a name like `net[0:4]` means."""
+    path, _, bounds = name.partition("[")
+    start, _, stop = bounds.rstrip("]").partition(":")
+    return path, slice(int(start), int(stop)) if bounds else None
 
 
 def _recomputed(module: Any, segments: Sequence[slice]) -> AbstractContextManager[None]:
@@ -294,7 +301,7 @@ def _measured_modules(
 ) -> tuple[list[ModuleCost], float]:
     storages = _Storages()
     measured = [_Measured(name, _modules_of(model, name), clock, storages) for name in names]
-    resident = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+    resident = _resident_storages(model)
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: Tensor) -> _Saved:
@@ -327,13 +334,14 @@ def _measured_modules(
     return costs, clock() - started
 
 
+def _resident_storages(model: nn.Module) -> set[int]:
+    return {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+
+
 def _modules_of(model: nn.Module, name: str) -> list[nn.Module]:
-    path, _, bounds = name.partition("[")
-    module = model.get_submodule(path)
-    if not bounds:
-        return [module]
-    start, _, stop = bounds.rstrip("]").partition(":")
-    return [*module.children()][int(start) : int(stop)]
+    path, segment = _place_of(name)
+    module: Any = model.get_submodule(path)
+    return [module] if segment is None else [*module][segment]
 
 
 class _Storages:
@@ -532,7 +540,7 @@ class OffloadedActivations(saved_tensors_hooks):
         # Without room on the host, tensors stay on the device.
         self._room_bytes = _HOST_SHARE * available_bytes()
         # They are on the device in any case.
-        self._resident = {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+        self._resident = _resident_storages(model)
         self._packed: list[weakref.ref[_OffloadedStorage]] = []
         self._by_storage: dict[tuple[int, int, torch.dtype], weakref.ref[_OffloadedStorage]] = {}
         self._leaving: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
