@@ -345,35 +345,60 @@ def plans_of_sample(
     run: ResolvedRun, sampled: BatchTask, targets: Sequence[UsableMemory], reporter: Reporter, *, ranks: int = 1
 ) -> list[CardPlan]:
     """Plans a run for each of the targets from a task that has read a sample of its data."""
-    # A copy: planning gives the task rows and outputs of reference models that differ from a training's.
-    task = copy(sampled)
-    # The sample is repeated to the length of the data set, so that an epoch has as many steps as in training.
-    task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows or len(sampled.train_rows))
     # Of each generation of GPUs the largest target is explored once; the others hold less, which is predicted.
-    largest = {_kind(target): target for target in sorted(targets, key=lambda target: target.capacity_bytes)}
-    meter = meters.AbsentGpuMeter(max(targets, key=lambda target: target.capacity_bytes))
-    model, num_samples = fresh_model(run, task, meter), len(task.train_rows)
-    planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False, ranks=ranks)
-    references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
-                                 cache=cache_folder(run.paths), verify=False)  # fmt: skip
-    decided = references.decide(model)
+    by_size = sorted(targets, key=lambda target: target.capacity_bytes)
+    largest = {_kind(target): target for target in by_size}
+    absent = AbsentRun.of_sample(run, sampled, by_size[-1], reporter, ranks=ranks)
     # Targets of one generation that consult reference models alike share the probes.
     explored: dict[tuple[object, ...], _ExploredRun] = {}
     plans = []
     for target in targets:
-        here = tuple(plan.on(target.capacity_bytes, samples=num_samples * run.training.epochs) for plan in decided)
+        here = absent.placed_on(target)
         kind = (_kind(target), *(plan.placement for plan in here))
         if kind not in explored:
-            on_largest = replace(
-                planner,
-                meter=meters.AbsentGpuMeter(largest[_kind(target)]),
-                reference_tensors=[*references.bind_placeholders(here), *average_tensors(model, run.training)],
-            )
-            explored[kind] = _ExploredRun(Planners.of_phases(on_largest))
+            explored[kind] = _ExploredRun(absent.planners(largest[_kind(target)], here))
         plan, error = explored[kind].plan_for(target)
-        plans.append(CardPlan(target=target, plan=plan, error=error, num_samples=num_samples,
+        plans.append(CardPlan(target=target, plan=plan, error=error, num_samples=len(absent.planner.task.train_rows),
                              sample_note=sampled.sample_note, reference_models=here))  # fmt: skip
     return plans
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsentRun:
+    """A run that is planned for devices that are not at hand, from a sample of its data."""
+
+    planner: Planner
+    references: ReferenceModels
+    decided: Sequence[ReferenceModelPlan]  # Plans of the reference models, on no device yet
+
+    @classmethod
+    def of_sample(
+        cls, run: ResolvedRun, sampled: BatchTask, largest: UsableMemory, reporter: Reporter, *, ranks: int = 1
+    ) -> AbsentRun:
+        """Makes the model on the host; `largest` is the largest of the devices."""
+        # A copy: planning gives the task rows and outputs of reference models that differ from a training's.
+        task = copy(sampled)
+        # The sample is repeated to the length of the data set, so that an epoch has as many steps as in training.
+        task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows or len(sampled.train_rows))
+        meter = meters.AbsentGpuMeter(largest)
+        model = fresh_model(run, task, meter)
+        planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False, ranks=ranks)
+        references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
+                                     cache=cache_folder(run.paths), verify=False)  # fmt: skip
+        return cls(planner=planner, references=references, decided=references.decide(model))
+
+    def placed_on(self, target: UsableMemory) -> tuple[ReferenceModelPlan, ...]:
+        """Decides where the outputs of the reference models are computed for a device."""
+        samples = len(self.planner.task.train_rows) * self.planner.run.training.epochs
+        return tuple(plan.on(target.capacity_bytes, samples=samples) for plan in self.decided)
+
+    def planners(self, target: UsableMemory, placed: Sequence[ReferenceModelPlan]) -> Planners:
+        """Makes the planners of all phases for a device, beside reference models that are placed."""
+        average = average_tensors(self.planner.model, self.planner.run.training)
+        resident = [*self.references.bind_placeholders(placed), *average]
+        return Planners.of_phases(
+            replace(self.planner, meter=meters.AbsentGpuMeter(target), reference_tensors=resident)
+        )
 
 
 def _kind(target: UsableMemory) -> tuple[str, bool]:

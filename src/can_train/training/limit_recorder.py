@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from copy import copy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,16 +21,13 @@ import numpy as np
 import torch
 
 from can_train.config.compose import from_plain
-from can_train.config.resolved import cache_folder
 from can_train.errors import CanTrainError
 from can_train.factors.store import read_factor_rule
-from can_train.fit.planner import Planner, Planners, plan_request
+from can_train.fit.planner import plan_request
 from can_train.fit.search import NO_RECORDING, Recording
 from can_train.memory.catalogue import UsableMemory
-from can_train.memory.meters import AbsentGpuMeter
 from can_train.reporter import SilentReporter
-from can_train.training.chosen_weights import average_tensors
-from can_train.training.loading import fresh_model, sample_task
+from can_train.training.loading import sample_task
 
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
@@ -98,20 +94,11 @@ class LimitRecorder:
 def record(run: ResolvedRun, target: UsableMemory) -> Recording:
     """Records the lines of every phase of a run on a device that is not at hand."""
     # Only the process that records needs it.
-    from can_train.training.reference_models import ReferenceModels
+    from can_train.training.dry_run import AbsentRun
 
-    reporter, training = SilentReporter(), run.training
-    task = copy(sample_task(run, reporter))
-    task.train_rows = np.resize(task.train_rows, task.estimated_train_rows or len(task.train_rows))
-    meter = AbsentGpuMeter(target)
-    model = fresh_model(run, task, meter)
-    references = ReferenceModels(task=task, training=training, meter=meter, reporter=reporter,
-                                 cache=cache_folder(run.paths), verify=False)  # fmt: skip
-    samples = len(task.train_rows) * training.epochs
-    placed = [plan.on(target.capacity_bytes, samples=samples) for plan in references.decide(model)]
-    resident = [*references.bind_placeholders(placed), *average_tensors(model, training)]
-    planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
-                                          verify=False, reference_tensors=resident))  # fmt: skip
+    reporter = SilentReporter()
+    absent = AbsentRun.of_sample(run, sample_task(run, reporter), target, reporter)
+    planners = absent.planners(target, absent.placed_on(target))
     phases = {planner.phase.name: planner.record() for planner in planners.phases}
     return Recording(phases=phases, seconds=sum(os.times()[:4]))
 
