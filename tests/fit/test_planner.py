@@ -16,6 +16,7 @@ from can_train.fit.explore import ProbeBounds, Search, SearchTime, fit_by_probes
 from can_train.fit.factor_rule import EarlierSearch, FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, RunPlan, kept_rows, plan_request, still_fits
+from can_train.fit.rungs import ModuleCost
 from can_train.fit.search import Peak, SearchBounds, find_phase_limit, pack_worst_case
 from can_train.memory.meters import CpuMeter, open_meter
 from can_train.task import Feature
@@ -104,6 +105,14 @@ def test_the_plan_names_the_limit_that_decided(tmp_path: Path, training: Any, ba
     assert plan.phase_plan.logical_batch in batch
     assert plan.phase_plan.binding_limit == binding
     assert plan.phase_plan.largest_cost <= plan.phase_plan.rules.safe_limit
+
+
+def test_a_planner_that_is_made_from_another_measures_modules_anew(tmp_path: Path) -> None:
+    task, meter = LineTask(), CpuMeter()
+    planner = Planner(run=line_run(tmp_path), task=task, model=task.build_model(), meter=meter, reporter=Notices())
+    planner._measured["layer"] = ModuleCost(name="layer", saved_bytes=1, seconds=1.0)
+    # Another phase has another loss.
+    assert not replace(planner, others_state_bytes=1)._measured
 
 
 @pytest.mark.parametrize("batch", [1, 60])

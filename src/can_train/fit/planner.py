@@ -230,8 +230,8 @@ class Planner:
     others_state_bytes: int = 0  # Size of the state of the other phases' optimizers
     search_seconds: float = SEARCH_SECONDS  # That a search of limits may take, however short an epoch is
     recording: Recording = NO_RECORDING  # What was recorded of the task, in place of probes
-    _measured: dict[str, ModuleCost] = field(default_factory=dict)  # By the names of the modules
-    _forward_seconds: float = 0.0  # Of the sample that they were measured with
+    _measured: dict[str, ModuleCost] = field(default_factory=dict, init=False)  # By the names of the modules
+    _forward_seconds: float = field(default=0.0, init=False)  # Of the sample that they were measured with
 
     @cached_property
     def training(self) -> TrainingSettings:
