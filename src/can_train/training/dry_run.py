@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
 
 from can_train.config.compose import from_plain
-from can_train.config.resolved import PathSettings, ResolvedRun, cache_folder, state_dir
+from can_train.config.resolved import PathSettings, ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
 from can_train.config.task_settings import TaskSettings, describe
 from can_train.errors import DOES_NOT_FIT, ConfigError, DoesNotFitError
@@ -30,8 +28,9 @@ from can_train.memory import catalogue, meters
 from can_train.memory.catalogue import UsableMemory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.training.chosen_weights import average_tensors
+from can_train.training.limit_recorder import AbsentRun
 from can_train.training.loading import fresh_model, load_task, nothing_left_behind, sample_task
-from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
+from can_train.training.reference_models import ReferenceModelPlan
 from can_train.training.sample_task import Task, TaskContext
 
 if TYPE_CHECKING:
@@ -361,44 +360,6 @@ def plans_of_sample(
         plans.append(CardPlan(target=target, plan=plan, error=error, num_samples=len(absent.planner.task.train_rows),
                              sample_note=sampled.sample_note, reference_models=here))  # fmt: skip
     return plans
-
-
-@dataclass(frozen=True, kw_only=True)
-class AbsentRun:
-    """A run that is planned for devices that are not at hand, from a sample of its data."""
-
-    planner: Planner
-    references: ReferenceModels
-    decided: Sequence[ReferenceModelPlan]  # Plans of the reference models, on no device yet
-
-    @classmethod
-    def of_sample(
-        cls, run: ResolvedRun, sampled: BatchTask, largest: UsableMemory, reporter: Reporter, *, ranks: int = 1
-    ) -> AbsentRun:
-        """Makes the model on the host; `largest` is the largest of the devices."""
-        # A copy: planning gives the task rows and outputs of reference models that differ from a training's.
-        task = copy(sampled)
-        # The sample is repeated to the length of the data set, so that an epoch has as many steps as in training.
-        task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows or len(sampled.train_rows))
-        meter = meters.AbsentGpuMeter(largest)
-        model = fresh_model(run, task, meter)
-        planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False, ranks=ranks)
-        references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
-                                     cache=cache_folder(run.paths), verify=False)  # fmt: skip
-        return cls(planner=planner, references=references, decided=references.decide(model))
-
-    def placed_on(self, target: UsableMemory) -> tuple[ReferenceModelPlan, ...]:
-        """Decides where the outputs of the reference models are computed for a device."""
-        samples = len(self.planner.task.train_rows) * self.planner.run.training.epochs
-        return tuple(plan.on(target.capacity_bytes, samples=samples) for plan in self.decided)
-
-    def planners(self, target: UsableMemory, placed: Sequence[ReferenceModelPlan]) -> Planners:
-        """Makes the planners of all phases for a device, beside reference models that are placed."""
-        average = average_tensors(self.planner.model, self.planner.run.training)
-        resident = [*self.references.bind_placeholders(placed), *average]
-        return Planners.of_phases(
-            replace(self.planner, meter=meters.AbsentGpuMeter(target), reference_tensors=resident)
-        )
 
 
 def _kind(target: UsableMemory) -> tuple[str, bool]:

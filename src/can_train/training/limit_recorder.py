@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from copy import copy
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -21,17 +22,23 @@ import numpy as np
 import torch
 
 from can_train.config.compose import from_plain
+from can_train.config.resolved import cache_folder
 from can_train.errors import CanTrainError
 from can_train.factors.store import read_factor_rule
-from can_train.fit.planner import plan_request
+from can_train.fit.planner import Planner, Planners, plan_request
 from can_train.fit.search import NO_RECORDING, Recording
 from can_train.memory.catalogue import UsableMemory
+from can_train.memory.meters import AbsentGpuMeter
 from can_train.reporter import SilentReporter
-from can_train.training.loading import sample_task
+from can_train.training.chosen_weights import average_tensors
+from can_train.training.loading import fresh_model, sample_task
 
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train.memory.meters import Meter
+    from can_train.reporter import Reporter
+    from can_train.task import BatchTask
+    from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
 
 # Longest wait of a run that is ready to plan. The built-in tasks need 6 to 16 s of a processor, most of which pass
 # while data and model are read; probes take about as long as the rest.
@@ -91,11 +98,47 @@ class LimitRecorder:
         self._process.communicate()
 
 
+@dataclass(frozen=True, kw_only=True)
+class AbsentRun:
+    """A run that is planned for devices that are not at hand, from a sample of its data."""
+
+    planner: Planner
+    references: ReferenceModels
+    decided: Sequence[ReferenceModelPlan]  # Plans of the reference models, on no device yet
+
+    @classmethod
+    def of_sample(
+        cls, run: ResolvedRun, sampled: BatchTask, largest: UsableMemory, reporter: Reporter, *, ranks: int = 1
+    ) -> AbsentRun:
+        """Makes the model on the host; `largest` is the largest of the devices."""
+        # Of the runs that are at work, only the process that records needs it.
+        from can_train.training.reference_models import ReferenceModels
+
+        # A copy: planning gives the task rows and outputs of reference models that differ from a training's.
+        task = copy(sampled)
+        # The sample is repeated to the length of the data set, so that an epoch has as many steps as in training.
+        task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows or len(sampled.train_rows))
+        meter = AbsentGpuMeter(largest)
+        model = fresh_model(run, task, meter)
+        planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False, ranks=ranks)
+        references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
+                                     cache=cache_folder(run.paths), verify=False)  # fmt: skip
+        return cls(planner=planner, references=references, decided=references.decide(model))
+
+    def placed_on(self, target: UsableMemory) -> tuple[ReferenceModelPlan, ...]:
+        """Decides where the outputs of the reference models are computed for a device."""
+        samples = len(self.planner.task.train_rows) * self.planner.run.training.epochs
+        return tuple(plan.on(target.capacity_bytes, samples=samples) for plan in self.decided)
+
+    def planners(self, target: UsableMemory, placed: Sequence[ReferenceModelPlan]) -> Planners:
+        """Makes the planners of all phases for a device, beside reference models that are placed."""
+        average = average_tensors(self.planner.model, self.planner.run.training)
+        resident = [*self.references.bind_placeholders(placed), *average]
+        return Planners.of_phases(replace(self.planner, meter=AbsentGpuMeter(target), reference_tensors=resident))
+
+
 def record(run: ResolvedRun, target: UsableMemory) -> Recording:
     """Records the lines of every phase of a run on a device that is not at hand."""
-    # Only the process that records needs it.
-    from can_train.training.dry_run import AbsentRun
-
     reporter = SilentReporter()
     absent = AbsentRun.of_sample(run, sample_task(run, reporter), target, reporter)
     planners = absent.planners(target, absent.placed_on(target))
