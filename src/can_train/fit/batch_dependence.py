@@ -157,8 +157,9 @@ def _folded_if_large(model: nn.Module) -> Iterator[None]:
     """Folds the products with a large model's weights in the block, in the whole process: groups of features are added,
     with random signs, before they are multiplied by the sum of their weights.
 
-    The gradient is that of a model of the same form, to which each feature of each sample and each weight still
-    contributes. Samples depend on each other in it where they do in the model; its products take a tenth of the time.
+    The gradient belongs to a smaller model of the same form. Each feature of each sample and each weight still
+    contributes to it. Samples depend on each other in it where they do in the model. Its products take a tenth of the
+    time.
     """
     # Lazy parameters have no size before the first forward pass.
     parameters = [parameter for parameter in model.parameters() if not is_lazy(parameter)]

@@ -385,7 +385,7 @@ class Planner:
         raise _on_no_rung(failures)
 
     def _without_recomputation(self, error: Exception, left: Sequence[Rung]) -> list[Rung]:
-        """Returns the further rungs, on which no module is computed again because one of them cannot be."""
+        """Returns the rungs that are left, without recomputation: some module cannot be computed again."""
         training = self.training
         if training.fit == "recompute" or training.recompute:
             remedy = "Name others with --recompute, or leave it out and give --fit offload"

@@ -161,8 +161,8 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
     )
 
 
-# Cost in bytes that the smallest of the recorded batches have, unless fewer samples are wanted: its fragmentation is
-# that of a large batch.
+# Cost in bytes that the smallest of the recorded batches have, unless fewer samples are wanted: memory is as fragmented
+# then as in a large batch.
 _RECORDED_COST: Final = 256 * 2**20
 _FIRST_SAMPLES: Final = (4, 32)  # of two batches that show about how much a sample costs
 _MOST_RECORDED: Final = 4096  # samples of a batch: its operations take no memory, but its samples are read and joined

@@ -111,7 +111,7 @@ class Explanation:
 
     @property
     def lines(self) -> list[str]:
-        """The largest parts as lines, the first of which says of which peak they are parts."""
+        """The largest parts as lines, below a line that names the peak."""
         return part_lines(self.to_plain())
 
 
