@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from can_train.fit.planner import epochs_differ
+from can_train.fit.epochs import epochs_differ
 from can_train.task import BatchTask, LogicalBatch
 from can_train.training.train import make_session, train
 from can_train_tasks.can.modes.windows import WindowTask

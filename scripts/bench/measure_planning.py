@@ -12,8 +12,9 @@ from typing import Any, Final
 from bench.harness import Benchmark, Table
 from bench.steps import resolve_in
 from can_train.factors.store import factor_rule
-from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE
-from can_train.fit.planner import Planner, Planners, RunPlan
+from can_train.fit.planner import Planner, Planners
+from can_train.fit.run_plan import RunPlan
+from can_train.fit.search import SEARCH_SECONDS, SEARCH_SHARE
 from can_train.io.records import write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import open_meter

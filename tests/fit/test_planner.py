@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
 from can_train.fit.cost_model import SearchResult
+from can_train.fit.epochs import kept_rows
 from can_train.fit.explore import ProbeBounds, Search, SearchTime, fit_by_probes
 from can_train.fit.factor_rule import EarlierSearch, FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.packing import BatchCosts
-from can_train.fit.planner import Planner, RunPlan, kept_rows, plan_request, still_fits
+from can_train.fit.planner import Planner, plan_request
+from can_train.fit.run_plan import RunPlan, still_fits
 from can_train.fit.rungs import ModuleCost
 from can_train.fit.search import Peak, SearchBounds, find_phase_limit, pack_worst_case
 from can_train.memory.meters import CpuMeter, open_meter

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from can_train.fit.planner import RunPlan, planned_orders
+from can_train.fit.epochs import planned_orders
+from can_train.fit.run_plan import RunPlan
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.status import read_progress
 from can_train.task import Feature

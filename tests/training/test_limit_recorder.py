@@ -11,7 +11,7 @@ import pytest
 
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
-from can_train.fit.planner import RunPlan
+from can_train.fit.run_plan import RunPlan
 from can_train.fit.search import NO_RECORDING
 from can_train.memory.meters import RECORDED, CpuMeter, open_meter
 from can_train.reporter import SilentReporter

@@ -5,7 +5,7 @@ import pytest
 from can_train.fit.factor_rule import STATIC, SafetyFactor
 from can_train.fit.packing import BatchCosts
 from can_train.fit.plan import PlanRequest, resolve_plan
-from can_train.fit.planner import RunPlan
+from can_train.fit.run_plan import RunPlan
 from can_train.training.report import plan_summary
 
 ASKED = PlanRequest(mode="opt", requested_batch=None, preset_batch=128, loader_batch=64, batches_per_step=2)

@@ -18,7 +18,7 @@ from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
 from can_train.errors import DoesNotFitError
-from can_train.fit.planner import DataPlacement, RunPlan
+from can_train.fit.run_plan import DataPlacement, RunPlan
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.simulated.allocator import EXPANDABLE
 from can_train.reporter import SilentReporter

@@ -18,7 +18,7 @@ from can_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
-    from can_train.fit.planner import RunPlan
+    from can_train.fit.run_plan import RunPlan
     from can_train.runs.run_folder import RunFolder
 
 _CHANGES: Final = "Record also changes that would shrink the peak."
@@ -61,7 +61,7 @@ def explain(  # noqa: PLR0913 - Typer makes an option of each argument
     folder = locator.find(run).folder
     output.print_starting(Verbosity.of(quiet=quiet, verbose=False))
     from can_train.config.compose import from_plain
-    from can_train.fit.planner import RunPlan
+    from can_train.fit.run_plan import RunPlan
     from can_train.report.run_facts import read_plan
 
     resolved = from_plain(locator.trust(trusts_all=trust_code).config(folder))

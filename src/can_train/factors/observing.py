@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from can_train.fit.cost_model import SearchResult
     from can_train.fit.engine import Engine
     from can_train.fit.factor_rule import RememberedLimits, SafetyFactor
-    from can_train.fit.planner import PredictedLimit, RunPlan
+    from can_train.fit.run_plan import PredictedLimit, RunPlan
     from can_train.memory.meters import Meter
 
 

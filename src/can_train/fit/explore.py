@@ -44,6 +44,8 @@ from can_train.fit.optimizer import (
 from can_train.fit.packing import BatchCosts, batch_totals
 from can_train.fit.rungs import SPLIT_ALONE, ModuleCost, Rung, computed_on, measure_modules, rung_of
 from can_train.fit.search import (
+    SEARCH_SECONDS,
+    SEARCH_SHARE,
     Peak,
     RecordedLine,
     RecordedPhase,
@@ -228,10 +230,8 @@ class Workload:
 Record = Callable[[Workload, Positions], "int | None"]
 """Returns the peak of a batch in bytes, or None where it cannot be recorded."""
 _SAME_CAPACITY: Final = 0.01  # Largest relative difference of two capacities that count as the same
-# Time that a search may take: this share of the first epoch, or so many seconds where that is more.
-SEARCH_SHARE: Final = 0.1
-SEARCH_SECONDS: Final = 30.0
-# Share of that time that the search of training may take. Evaluation runs forward alone, in about a third of the time.
+# Share of the time of a search that the search of training may take. Evaluation runs forward alone, in about a third
+# of the time.
 _TRAINING_SHARE: Final = 0.75
 
 

@@ -1,18 +1,13 @@
-"""Makes a run's plan: explores the device, prices the samples, and has `plan.py` decide. And the plan's steps: which
-samples each of them sees.
-
-Shapes: R samples.
-"""
+"""Makes a run's plan: explores the device, prices the samples, and has `plan.py` decide."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,19 +15,21 @@ from numpy.typing import NDArray
 from can_train.errors import ConfigError, DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.batch_dependence import UNKNOWN as UNKNOWN_DEPENDENCE
 from can_train.fit.compiled import SAVED_SHARE, compile_notices, compiles_on
-from can_train.fit.cost_model import EXPLAINED, DeviceLimits, SearchResult
-from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
-from can_train.fit.factor_rule import NO_AIM, PROVISIONAL, UNUSED, Aim, EarlierSearch, FactorRule, SafetyFactor
+from can_train.fit.cost_model import DeviceLimits, SearchResult
+from can_train.fit.epochs import epoch_shares, planned_orders
+from can_train.fit.explore import Explorer, bytes_of_others
+from can_train.fit.factor_rule import NO_AIM, PROVISIONAL, Aim, EarlierSearch, FactorRule
 from can_train.fit.optimizer import (
     capture_generators,
-    has_images,
     phase_parameters,
     phase_training,
     restore_generators,
 )
-from can_train.fit.packing import ROUNDING, BatchCosts, MicroBatchLimit, SplitRules, optimizer_batches, packing_order
-from can_train.fit.plan import PhasePlan, PlanRequest, bucketed, resolve_plan, search_upper, spare_room
+from can_train.fit.packing import ROUNDING, BatchCosts, SplitRules
+from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, spare_room
+from can_train.fit.plan_notices import format_notices, limits_notices, too_large_notices
 from can_train.fit.rescue import Ladder
+from can_train.fit.run_plan import DataPlacement, PredictedLimit, RunPlan, price
 from can_train.fit.rungs import (
     NOT_REPEATABLE,
     SPLIT_ALONE,
@@ -43,11 +40,10 @@ from can_train.fit.rungs import (
     rung_of,
     rungs_of,
 )
-from can_train.fit.search import NO_RECORDING, RecordedPhase, Recording
+from can_train.fit.search import NO_RECORDING, SEARCH_SECONDS, SEARCH_SHARE, RecordedPhase, Recording
 from can_train.io.units import counted, size_text
-from can_train.memory.catalogue import UNKNOWN, cards_that_hold, predicted_room
-from can_train.memory.cuda_workspaces import AMPERE, Capability, capability_of
-from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter
+from can_train.memory.catalogue import cards_that_hold, predicted_room
+from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory, forget_frames
 from can_train.task import Phase
 
@@ -58,133 +54,17 @@ if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
     from can_train.fit.batch_dependence import BatchDependence
     from can_train.reporter import Reporter
-    from can_train.task import BatchTask, TaskInEpoch
+    from can_train.task import BatchTask
 
 Rows = NDArray[np.int64]
 _MIB: Final = 2**20
 PROBED: Final = "Probes on the device show how memory grows"  # where nothing recorded does, for a reason
 _NAMED: Final = 5  # Oversize samples that a message names
-_SMALL_SHARE: Final = 0.01  # of the device; of less memory no notice says how well it was predicted
 # Share of the room that a sample may take where only some modules are computed again: the bytes that these save do not
 # count the memory of kernels.
 _FILLED: Final = 0.9
 _LESS: Final = 0.6  # Share of the room that is tried where more did not fit
 _PASSES: Final = 3.0  # Time of a step in units of its forward pass
-_PADDED_SHARE: Final = 0.02  # Share of a mean sample's cost below which padded lengths do not matter: noise of a fit
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictedLimit:
-    """The prediction for micro-batches whose size was given, so that nothing was searched for."""
-
-    tuned_limit: float  # Largest cost that is predicted to fit, in bytes
-    capped: bool  # Whether more was not looked for
-    base_bytes: float  # Predicted peak without a micro-batch
-    full_bytes: float  # Predicted peak of one at the tuned limit
-    largest_cost: float  # Of the plan's micro-batches, in bytes
-    factor: SafetyFactor  # Share of the tuned limit that a search would have allowed
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataPlacement:
-    """Where the data of a run are, which batches can be gathered from."""
-
-    num_bytes: int = 0  # Their size; 0: the task's batches are made on the host
-    on_device: bool = False
-    reason: str = ""  # Why they are there, as a clause
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """The plan of a run with its basis."""
-
-    phase_plan: PhasePlan  # `plan` in files
-    limits: DeviceLimits | None  # Limits of the device; None without a search
-    factor: SafetyFactor = UNUSED  # The safety factor in force
-    skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
-    ranks: int = 1  # Processes that share the logical batch
-    notices: tuple[str, ...] = ()  # Further sentences for the user
-    phase: str = ""  # Name of the phase that it is for; empty where there is one only
-    later: tuple[RunPlan, ...] = ()  # The plans of the phases after the first
-    fixed_size: PredictedLimit | None = None  # Prediction for micro-batches whose size was given
-    data: DataPlacement = DataPlacement()  # Of the run, in the plan of its first phase; the limits include the data
-    room_samples: int | None = None  # Predicted to fit at once on all devices; None without a search
-    rung: Rung = SPLIT_ALONE  # That steps are computed on
-    rung_saves_bytes: int = 0  # Bytes that the largest sample saves less for the backward pass; 0: not known
-    rung_longer: float = 0.0  # Predicted share of a step's time that computing modules again adds
-
-    @property
-    def phases(self) -> tuple[RunPlan, ...]:
-        """The plans of all phases, in their order."""
-        return (self, *self.later)
-
-    @property
-    def fullest(self) -> RunPlan:
-        """The plan of the phase with the highest predicted peak, from which later runs learn."""
-        return max(self.phases, key=lambda plan: plan.predicted_peak_bytes or 0.0)
-
-    @property
-    def all_notices(self) -> tuple[str, ...]:
-        """The notices of all phases, which have most of them in common, each once."""
-        return tuple(
-            dict.fromkeys(text for phase in self.phases for text in (*phase.phase_plan.notices, *phase.notices))
-        )
-
-    def shares_with(self, other: RunPlan) -> bool:
-        """Tells whether two ranks' plans are for the same samples and the same logical batch."""
-        return self.phase_plan.logical_batch == other.phase_plan.logical_batch and self.skipped == other.skipped
-
-    def training_costs(self, task: BatchTask, rows: Rows) -> BatchCosts:
-        """Prices a batch of training; without a cost model a sample costs its share of the features."""
-        return _price(task, rows, None if self.limits is None else self.limits.training)
-
-    def evaluation_costs(self, task: BatchTask, rows: Rows) -> BatchCosts:
-        """Prices a batch of evaluation."""
-        return _price(task, rows, None if self.limits is None else self.limits.evaluation)
-
-    @property
-    def evaluation_limit(self) -> MicroBatchLimit:
-        """The limit of a part of an evaluation: its safe limit, and no more memory than a step takes."""
-        if self.limits is None or self.predicted_peak_bytes is None:
-            return MicroBatchLimit(samples=self.phase_plan.largest_micro_batch)
-        evaluation = self.limits.evaluation
-        safe_limit = (self.phase_plan.safety_factor or 1.0) * evaluation.tuned_limit
-        return MicroBatchLimit(cost=min(safe_limit, evaluation.cost_within(self.predicted_peak_bytes)))
-
-    @property
-    def predicted_peak_bytes(self) -> float | None:
-        """Peak of a step, which evaluation stays below; None without a cost model."""
-        if self.limits is None:
-            return None
-        return self.limits.step_peak_bytes(self.phase_plan.largest_cost, self.phase_plan.largest_later_cost)
-
-    @property
-    def whole_batch_peak_bytes(self) -> float | None:
-        """Peak of a step whose logical batch is not split, on each rank its share; None without a cost model."""
-        return None if self.limits is None else self.limits.step_peak_bytes(self.phase_plan.batch_cost, 0.0)
-
-    def without_data(self, reason: str) -> RunPlan:
-        """Returns the plan with the data back on the host, for a reason."""
-        if not self.data.on_device:
-            return self
-        first, *later = (phase if phase.limits is None
-                         else replace(phase, limits=phase.limits.beside(-self.data.num_bytes))
-                         for phase in self.phases)  # fmt: skip
-        return replace(first, later=tuple(later), data=replace(self.data, on_device=False, reason=reason))
-
-    def to_plain(self) -> dict[str, Any]:
-        """Returns strict JSON values: an infinite limit is null."""
-        # Costs may be numpy's floats.
-        plain = msgspec.json.decode(msgspec.json.encode(replace(self, later=()), enc_hook=float))
-        return {"plan": plain.pop("phase_plan"), **plain, "later": [phase.to_plain() for phase in self.later]}
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> RunPlan:
-        """Reads values that `to_plain` made; raises KeyError, TypeError or ValueError where they are not a plan."""
-        rules = {name: np.inf if value is None else value for name, value in plain["plan"]["rules"].items()}
-        later = tuple(cls.from_plain(phase) for phase in plain["later"])
-        first = msgspec.convert({**plain, "phase_plan": {**plain["plan"], "rules": rules}, "later": ()}, cls)
-        return replace(first, later=later)
 
 
 def plan_request(training: TrainingSettings, *, ranks: int = 1) -> PlanRequest:
@@ -325,7 +205,7 @@ class Planner:
         except DoesNotFitError as error:
             return replace(plan, notices=(*plan.notices, f"{error.rule}: {error.value}"))
         predicted = self._resolved(request, limits, (), factor).phase_plan
-        notices = (*plan.notices, *_too_large_notices(predicted, limits, self.training))
+        notices = (*plan.notices, *too_large_notices(predicted, limits, self.training))
         fixed_size = _fixed_size(replace(plan, phase_plan=predicted, limits=limits), factor)
         return replace(plan, fixed_size=fixed_size, notices=notices)
 
@@ -435,7 +315,7 @@ class Planner:
     def _largest_sample(self, phase: SearchResult) -> tuple[int, float]:
         """Returns the row of the sample that costs most, and its cost."""
         rows = self._counted_rows
-        each = _price(self.task, rows, phase).each()
+        each = price(self.task, rows, phase).each()
         return int(rows[np.argmax(each)]), float(each.max())
 
     def common(self, plans: Sequence[RunPlan], ours: RunPlan, factor: FactorRule) -> RunPlan:
@@ -532,7 +412,7 @@ class Planner:
         # No training needs the recorder of CUDA's dispatch.
         from can_train.fit.prediction import record_phase
 
-        samples = _price(self.task, self.task.train_rows, None)
+        samples = price(self.task, self.task.train_rows, None)
         return record_phase(self.explorer, search_upper(self.request(), samples, factor=PROVISIONAL))
 
     def _same_batch(self, frozen: RunPlan) -> PlanRequest:
@@ -550,7 +430,7 @@ class Planner:
     ) -> RunPlan:
         phase, training = None if limits is None else limits.training, self.training
         orders = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)
-        order, *other_epochs = (_price(self.task, rows, phase) for rows in orders)
+        order, *other_epochs = (price(self.task, rows, phase) for rows in orders)
         decided = rule.decide(limits if request.searches else None)
         plan = resolve_plan(
             replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs)),
@@ -562,7 +442,7 @@ class Planner:
         notices = [*self.task.notices(), *self.meter.notices]
         if training.compile != "off":
             notices += compile_notices(training.compile, self.meter)
-        notices += _format_notices(training, self.model, self.meter)
+        notices += format_notices(training, self.model, self.meter)
         if training.order == "bucketed":
             notices.append(
                 "training.order=bucketed: batches hold samples of about the same size, which changes training"
@@ -578,8 +458,8 @@ class Planner:
             if request.searches:
                 samples = int(self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9))
                 notices += spare_room(request, plan.logical_batch, len(order), samples)
-            notices += _too_large_notices(plan, limits, training)
-            notices += _limits_notices(limits)
+            notices += too_large_notices(plan, limits, training)
+            notices += limits_notices(limits)
         if skipped:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(phase_plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
@@ -595,7 +475,7 @@ class Planner:
     def _oversize(self, phase: SearchResult) -> Rows:
         """Returns the rows of the samples that do not fit by themselves, the costliest first."""
         rows = self._counted_rows
-        each = _price(self.task, rows, phase).each()
+        each = price(self.task, rows, phase).each()
         ranked = np.argsort(-each, kind="stable")
         # A search that ended below the limit was up to a batch with every sample in it.
         limit = np.inf if phase.capped else phase.tuned_limit * (1 + ROUNDING)
@@ -605,7 +485,7 @@ class Planner:
         named = ", ".join(self.task.describe(int(row)) for row in oversize[:_NAMED])
         more = f" and {len(oversize) - _NAMED} more" if len(oversize) > _NAMED else ""
         phase = limits.training
-        need = phase.peak_bytes(_price(self.task, oversize[:1], phase).total)
+        need = phase.peak_bytes(price(self.task, oversize[:1], phase).total)
         num_samples = len(self._counted_rows)
         leave_out = "Leave them out in the stream" if self.task.in_order else "--oversize skip leaves them out"
         return DoesNotFitError(
@@ -709,15 +589,6 @@ class Planners:
         return replace(first, later=tuple(later), data=ours.data)
 
 
-def still_fits(plan: RunPlan, meter: Meter) -> bool:
-    """Tells whether a plan made earlier holds on this device."""
-    return all(
-        phase.limits is None
-        or (phase.limits.device_key == meter.key and (phase.predicted_peak_bytes or 0.0) <= meter.capacity_bytes)
-        for phase in plan.phases
-    )
-
-
 def _on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:
     """Returns the error of the first rung, with how much the further ones would take."""
     (_, first), *others = failures.items()
@@ -749,15 +620,6 @@ def _within(plan: RunPlan, beside: RunPlan) -> RunPlan:
     return replace(plan, limits=beside.limits, factor=beside.factor, phase_plan=phase_plan)
 
 
-def _price(task: BatchTask, rows: Rows, phase: SearchResult | None) -> BatchCosts:
-    counts = task.batch_features(rows)
-    if phase is not None and any(phase.model.coefficients):
-        return BatchCosts.priced(phase.model, counts)
-    # In units of the mean sample, so that the solver sees uniform data as uniform. A rank's share may have none.
-    means = np.maximum(counts.sum(axis=0) / max(len(counts), 1), 1e-9) * counts.shape[1]
-    return BatchCosts(counts, task.memory_features, 1 / means)
-
-
 def _fixed_size(plan: RunPlan, factor: FactorRule) -> PredictedLimit:
     assert plan.limits is not None, "a prediction is made of limits"
     training = plan.limits.training
@@ -772,198 +634,3 @@ def _room(limits: DeviceLimits, plan: PhasePlan, aim: Aim) -> float:
         return plan.rules.safe_limit
     fits = limits.training.cost_within(aim.share * limits.capacity_bytes)
     return fits * (plan.safety_factor or 1.0) if aim == NO_AIM else fits
-
-
-def _too_large_notices(plan: PhasePlan, limits: DeviceLimits, training: TrainingSettings) -> list[str]:
-    """Warns where the user's options make micro-batches too large."""
-    if limits.training.capped or plan.largest_cost <= limits.training.tuned_limit * (1 + ROUNDING):
-        return []
-    need, there = size_text(limits.training.peak_bytes(plan.largest_cost)), size_text(limits.capacity_bytes)
-    needs = f"one of {plan.largest_micro_batch} samples is predicted to need {need} ({there} usable)"
-    if training.micro_batch_size:
-        option = f"micro_batch_size={training.micro_batch_size} is more than fits"
-    elif training.min_micro_batch_size > 1:
-        option = f"min_micro_batch_size={training.min_micro_batch_size} forbids micro-batches that fit"
-    else:
-        option = "The micro-batches are more than fits"
-    can_split = training.adaptive_micro_batch and plan.largest_micro_batch > training.min_micro_batch_size
-    outcome = "it will run out of memory and be split" if can_split else "the run will fail for lack of memory"
-    return [f"{option}: {needs}; {outcome}"]
-
-
-def _limits_notices(limits: DeviceLimits) -> Iterator[str]:
-    """Says where the features do not account for the measured memory, where samples take the same memory whatever
-    their padded lengths, and where a search ended for lack of time.
-    """
-    phases = (("training", limits.training), ("evaluation", limits.evaluation))
-    for mode, phase in phases:
-        names = ", ".join(feature.name for feature in phase.model.features)
-        # Of a hundredth of the device, the allocator's rounding is a large part, and no size depends on it.
-        if phase.peak_bytes(phase.tuned_limit) < _SMALL_SHARE * limits.capacity_bytes:
-            continue
-        if not phase.model.explains:
-            basis = "sizes rest on trials" if phase.trials else "a run tries the sizes that are only predicted here"
-            residual = f"the probes lie up to {phase.model.relative_residual:.0%} off"
-            yield f"The memory of {mode} does not follow its features ({names}): {residual}; {basis}"
-        elif not limits.recorded and abs(phase.measured_ratio - 1) > EXPLAINED:
-            measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
-            yield f"A full batch of {mode} measured {measured} from its features ({names}); sizes rest on that trial"
-    model, means = limits.training.model, limits.training.mean_totals
-    shares = [
-        (feature, coefficient * mean ** max(feature.padding, 1))
-        for feature, coefficient, mean in zip(model.features, model.coefficients, means, strict=True)
-    ]
-    padded = [(feature.name, share) for feature, share in shares if feature.padding]
-    if padded and sum(share for _, share in padded) <= _PADDED_SHARE * sum(share for _, share in shares):
-        names = ", ".join(dict.fromkeys(name for name, _ in padded))
-        fixed = f"Memory does not grow with the lengths of samples ({names}): they seem to be padded to a fixed length"
-        yield f"{fixed}; padded to the longest of the samples that are collated, short ones would take less"
-    for mode, phase in phases:
-        if phase.untried and phase.capped:
-            tried = f"The largest batch of {mode} that was tried takes {size_text(phase.tuned_limit)}"
-            more = f"a search keeps to {SEARCH_SHARE:.0%} of an epoch or {SEARCH_SECONDS:g} s"
-            yield f"{tried}; one of {size_text(phase.untried)} was not tried for lack of time ({more})"
-
-
-def _format_notices(training: TrainingSettings, model: nn.Module, meter: Meter) -> Iterator[str]:
-    """Says where TF32 or the format of images has no effect, and how TF32 changes products."""
-    if training.channels_last and not has_images(model):
-        yield "training.channels_last has no effect: no weight has four dimensions, as those of convolutions of images"
-    if not training.tf32:
-        return
-    without = "training.tf32 has no effect"
-    if training.precision == "fp64":
-        yield f"{without} in fp64"
-    elif meter.is_host or isinstance(meter, SimulatedMeter):
-        yield f"{without} on a {'processor' if meter.is_host else 'simulated GPU'}"
-    elif _capability(meter) < AMPERE:
-        yield f"{without} on {meter.name}: NVIDIA GPUs have it from Ampere on"
-    else:
-        yield "training.tf32: products of single precision are computed with 10 of their 23 bits after the point"
-
-
-def _capability(meter: Meter) -> Capability:
-    if isinstance(meter, AbsentGpuMeter):
-        generation = meter.target.generation
-        return AMPERE if generation == UNKNOWN else capability_of(generation)
-    return torch.cuda.get_device_capability(meter.device)
-
-
-def epochs_differ(task: BatchTask, epochs: int) -> bool:
-    """Tells whether a task changes from epoch to epoch: it then returns another object for the first one."""
-    return task.in_epoch(0, epochs) is not task
-
-
-def kept_rows(task: TaskInEpoch, skipped: Sequence[int]) -> Rows:
-    """Returns the training samples of a task without the skipped ones."""
-    return np.setdiff1d(task.train_rows, skipped) if skipped else task.train_rows
-
-
-def rows_by_epoch(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> Callable[[int], Rows]:
-    """Makes the function that returns the training samples of an epoch, without the skipped ones."""
-    if epochs_differ(task, epochs):
-        return lambda epoch: kept_rows(task.in_epoch(epoch, epochs), skipped)
-    rows = kept_rows(task, skipped)
-    return lambda epoch: rows
-
-
-def order_by_epoch(task: BatchTask, skipped: Sequence[int], training: TrainingSettings) -> Callable[[int], Rows]:
-    """Makes the function that returns the training samples of an epoch in their order, without the skipped ones."""
-    rows = rows_by_epoch(task, skipped, epochs=training.epochs)
-    return lambda epoch: task.epoch_order(rows(epoch), seed=training.seed, epoch=epoch)
-
-
-def size_of_epochs(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> int | None:
-    """Returns the training samples of every epoch, without skipped ones; None: epochs may have different numbers."""
-    return None if epochs_differ(task, epochs) else task.epoch_size(kept_rows(task, skipped))
-
-
-def epoch_shares(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> tuple[float, ...]:
-    """Returns the samples of each epoch ÷ samples of the last; a single one where epochs are alike."""
-    if not epochs_differ(task, epochs):
-        return (1.0,)
-    sizes = [len(kept_rows(task.in_epoch(epoch, epochs), skipped)) for epoch in range(epochs)]
-    return tuple(size / max(sizes[-1], 1) for size in sizes)
-
-
-def packed_rows(task: BatchTask, rows: Rows) -> Rows:
-    """Returns samples that are computed together in the order of `packing_order`."""
-    if not any(feature.padding for feature in task.memory_features):
-        return rows
-    return rows[packing_order(task.memory_features, task.batch_features(rows))]
-
-
-def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs: int) -> list[Rows]:
-    """Returns the samples, in order, of the epochs that a plan is made for: of the first one; where epochs differ, of
-    the last, which is the fullest, and of the first, which differs most from it.
-
-    Raises:
-        DoesNotFitError: No sample is left.
-    """
-    rows = kept_rows(task, skipped)
-    if len(rows) == 0:
-        raise DoesNotFitError("At least one training sample must fit", value="all samples are oversize")
-    if not epochs_differ(task, epochs):
-        return [task.planned_order(rows, seed=seed, epoch=0)]
-    # The rows of the last epoch are the task's own: a dry run repeats a sample of the data to its full length, which
-    # `in_epoch` does not know.
-    first = kept_rows(task.in_epoch(0, epochs), skipped)
-    ends = ((rows, epochs - 1), (first, 0))
-    return [task.planned_order(kept, seed=seed, epoch=epoch) for kept, epoch in ends if len(kept)]
-
-
-@dataclass(frozen=True)
-class Steps(Sequence[Rows]):
-    """The samples of optimizer steps; those of a stream are counted when their step is asked for."""
-
-    batches: Sequence[Rows]
-    packed: Callable[[Rows], Rows]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return Steps(self.batches[index], self.packed)
-        return self.packed(self.batches[index])
-
-
-@dataclass(frozen=True)
-class Epochs:
-    """The optimizer steps of a run: a pure function of seed and epoch, so that it can continue from any position."""
-
-    order: Callable[[int], Rows]  # Returns the training samples of an epoch, counted from 0, in their order
-    main_feature: Callable[[Rows], NDArray[np.float64]]  # Returns [R] the units of the main feature of R samples
-    seed: int
-    logical_batch: int
-    preflight_units: float  # A batch of more units of the main feature becomes several steps; infinite: never
-    packed: Callable[[Rows], Rows] = lambda rows: rows  # Returns the samples of a step in the order of `packing_order`
-    size: int | None = None  # Samples of every epoch; None: `order` tells it of each
-    bucketed: bool = False  # Whether batches hold samples of about the same size
-
-    def steps(self, epoch: int) -> Steps:
-        """Returns the samples of each optimizer step of an epoch, counted from 0, in the order of `packing_order`."""
-        return Steps(self.batches(epoch), self.packed)
-
-    def batches(self, epoch: int) -> Sequence[Rows]:
-        """Returns the samples of each optimizer step of an epoch, before they are put into the order of a step."""
-        order = self.order(epoch)
-        if self.bucketed:
-            order = order[bucketed(self.main_feature(order), self.logical_batch, seed=self.seed, epoch=epoch)]
-        batches = [order[start : start + self.logical_batch] for start in range(0, len(order), self.logical_batch)]
-        if self.preflight_units == np.inf:
-            return batches
-        steps: list[Rows] = []
-        for batch in batches:
-            sizes = optimizer_batches(BatchCosts.of_samples(self.main_feature(batch)), self.preflight_units)
-            steps += np.split(batch, np.cumsum(sizes)[:-1])
-        return steps
-
-    def total_steps(self, epochs: int) -> int:
-        """Returns the optimizer steps of a whole run, which is the length of its schedule."""
-        if self.preflight_units == np.inf and self.size is not None:
-            # An order of each of a million epochs takes a minute.
-            return epochs * -(-self.size // self.logical_batch)
-        if self.preflight_units == np.inf:
-            return sum(-(-len(self.order(epoch)) // self.logical_batch) for epoch in range(epochs))
-        return sum(len(self.steps(epoch)) for epoch in range(epochs))

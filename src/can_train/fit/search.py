@@ -58,6 +58,9 @@ _MOST_ROOM: Final = 0.5
 _MOST_SHOWN: Final = 0.08  # Most of it that a single reading off the curve asks for
 _Reading = tuple[int, float]  # (size, peak)
 _UNITS: Final = 2**20  # Steps of the search up to the largest cost worth trying: finer than any sample matters
+# Time that a search may take: this share of the first epoch, or so many seconds where that is more.
+SEARCH_SHARE: Final = 0.1
+SEARCH_SECONDS: Final = 30.0
 _MOST_FILLED: Final = 16  # Samples that a packed batch is filled up with at most
 # Share of the predicted room that the first trial takes: fragmentation grows with the batch, and a trial that fits is
 # worth more than one that does not, since its peak can be read.

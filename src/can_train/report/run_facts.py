@@ -191,7 +191,7 @@ def full_plan(plan: Mapping[str, Any], device: str) -> tuple[list[str], list[tup
     if not plan:
         return [], [], ()
     # It imports PyTorch, and `--json` does not wait for that.
-    from can_train.fit.planner import RunPlan
+    from can_train.fit.run_plan import RunPlan
     from can_train.training.report import plan_details, plan_summary
 
     try:

@@ -15,7 +15,7 @@ from can_train.io.records import open_to_append, parse_object, text_or_nothing, 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from can_train.fit.planner import RunPlan
+    from can_train.fit.run_plan import RunPlan
     from can_train.task import Predictions
 
 # Records of a run without rescues. A chart is not wider, and the file stays below a megabyte.

@@ -22,7 +22,8 @@ from can_train.factors.store import factor_rule, read_factor_rule
 from can_train.fit.explore import model_does_not_fit
 from can_train.fit.factor_rule import PROVISIONAL, FactorRule
 from can_train.fit.optimizer import capture_generators, restore_generators
-from can_train.fit.planner import Planner, Planners, RunPlan
+from can_train.fit.planner import Planner, Planners
+from can_train.fit.run_plan import RunPlan
 from can_train.io.units import parse_size, size_text
 from can_train.memory import catalogue, meters
 from can_train.memory.catalogue import UsableMemory

@@ -36,7 +36,7 @@ from can_train.training.report import part_lines
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train.config.settings import TrainingSettings
-    from can_train.fit.planner import RunPlan
+    from can_train.fit.run_plan import RunPlan
     from can_train.memory.catalogue import UsableMemory
     from can_train.memory.meters import Meter
     from can_train.runs.run_folder import RunFolder
@@ -156,7 +156,7 @@ def _explain_elsewhere(folder: RunFolder, device_key: str) -> list[str]:
 
 
 def _plan_in(folder: RunFolder) -> RunPlan | None:
-    from can_train.fit.planner import RunPlan
+    from can_train.fit.run_plan import RunPlan
 
     text = text_or_nothing(folder.plan_path)
     return RunPlan.from_plain(json.loads(text)) if text else None

@@ -11,7 +11,7 @@ from can_train.io.units import counted, size_text
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel, DeviceLimits
-    from can_train.fit.planner import RunPlan
+    from can_train.fit.run_plan import RunPlan
     from can_train.training.dry_run import CardPlan
     from can_train.training.reference_models import ReferenceModelPlan
 

@@ -22,6 +22,7 @@ from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError, FailedRunError, first_sentence
 from can_train.fit.compiled import CompiledModel, compiles_on
 from can_train.fit.engine import Engine
+from can_train.fit.epochs import Epochs, order_by_epoch, packed_rows, size_of_epochs
 from can_train.fit.factor_rule import FactorRule, SafetyFactor
 from can_train.fit.micro_batcher import BatchResult, Denominators, MicroBatcher, combine_updates
 from can_train.fit.optimizer import (
@@ -36,17 +37,9 @@ from can_train.fit.optimizer import (
     state_bytes,
     step_generator,
 )
-from can_train.fit.planner import (
-    Epochs,
-    Planner,
-    Planners,
-    RunPlan,
-    order_by_epoch,
-    packed_rows,
-    size_of_epochs,
-    still_fits,
-)
+from can_train.fit.planner import Planner, Planners
 from can_train.fit.rescue import Backoff, Ladder
+from can_train.fit.run_plan import RunPlan, still_fits
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.io.records import read_text, write_json_atomic
 from can_train.io.units import size_text

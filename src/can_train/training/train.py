@@ -49,8 +49,9 @@ from can_train.fit.cost_model import SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, sum_by_term
 from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator, tf32
-from can_train.fit.planner import PROBED, Planner, Planners, RunPlan
+from can_train.fit.planner import PROBED, Planner, Planners
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
+from can_train.fit.run_plan import RunPlan
 from can_train.fit.search import NO_RECORDING
 from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text

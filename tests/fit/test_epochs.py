@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.fit.planner import Epochs
+from can_train.fit.epochs import Epochs
 from fakes.line_fit import LineTask
 
 ROWS = np.arange(100, 200)

@@ -1,0 +1,155 @@
+"""The plan of a run: the plan of each phase with the limits, the safety factor and the rung that it rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.fit.cost_model import DeviceLimits, SearchResult
+from can_train.fit.factor_rule import UNUSED, SafetyFactor
+from can_train.fit.packing import BatchCosts, MicroBatchLimit
+from can_train.fit.plan import PhasePlan
+from can_train.fit.rungs import SPLIT_ALONE, Rung
+
+if TYPE_CHECKING:
+    from can_train.memory.meters import Meter
+    from can_train.task import BatchTask
+
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedLimit:
+    """The prediction for micro-batches whose size was given, so that nothing was searched for."""
+
+    tuned_limit: float  # Largest cost that is predicted to fit, in bytes
+    capped: bool  # Whether more was not looked for
+    base_bytes: float  # Predicted peak without a micro-batch
+    full_bytes: float  # Predicted peak of one at the tuned limit
+    largest_cost: float  # Of the plan's micro-batches, in bytes
+    factor: SafetyFactor  # Share of the tuned limit that a search would have allowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlacement:
+    """Where the data of a run are, which batches can be gathered from."""
+
+    num_bytes: int = 0  # Their size; 0: the task's batches are made on the host
+    on_device: bool = False
+    reason: str = ""  # Why they are there, as a clause
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The plan of a run with its basis."""
+
+    phase_plan: PhasePlan  # `plan` in files
+    limits: DeviceLimits | None  # Limits of the device; None without a search
+    factor: SafetyFactor = UNUSED  # The safety factor in force
+    skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
+    ranks: int = 1  # Processes that share the logical batch
+    notices: tuple[str, ...] = ()  # Further sentences for the user
+    phase: str = ""  # Name of the phase that it is for; empty where there is one only
+    later: tuple[RunPlan, ...] = ()  # The plans of the phases after the first
+    fixed_size: PredictedLimit | None = None  # Prediction for micro-batches whose size was given
+    data: DataPlacement = DataPlacement()  # Of the run, in the plan of its first phase; the limits include the data
+    room_samples: int | None = None  # Predicted to fit at once on all devices; None without a search
+    rung: Rung = SPLIT_ALONE  # That steps are computed on
+    rung_saves_bytes: int = 0  # Bytes that the largest sample saves less for the backward pass; 0: not known
+    rung_longer: float = 0.0  # Predicted share of a step's time that computing modules again adds
+
+    @property
+    def phases(self) -> tuple[RunPlan, ...]:
+        """The plans of all phases, in their order."""
+        return (self, *self.later)
+
+    @property
+    def fullest(self) -> RunPlan:
+        """The plan of the phase with the highest predicted peak, from which later runs learn."""
+        return max(self.phases, key=lambda plan: plan.predicted_peak_bytes or 0.0)
+
+    @property
+    def all_notices(self) -> tuple[str, ...]:
+        """The notices of all phases, which have most of them in common, each once."""
+        return tuple(
+            dict.fromkeys(text for phase in self.phases for text in (*phase.phase_plan.notices, *phase.notices))
+        )
+
+    def shares_with(self, other: RunPlan) -> bool:
+        """Tells whether two ranks' plans are for the same samples and the same logical batch."""
+        return self.phase_plan.logical_batch == other.phase_plan.logical_batch and self.skipped == other.skipped
+
+    def training_costs(self, task: BatchTask, rows: Rows) -> BatchCosts:
+        """Prices a batch of training; without a cost model a sample costs its share of the features."""
+        return price(task, rows, None if self.limits is None else self.limits.training)
+
+    def evaluation_costs(self, task: BatchTask, rows: Rows) -> BatchCosts:
+        """Prices a batch of evaluation."""
+        return price(task, rows, None if self.limits is None else self.limits.evaluation)
+
+    @property
+    def evaluation_limit(self) -> MicroBatchLimit:
+        """The limit of a part of an evaluation: its safe limit, and no more memory than a step takes."""
+        if self.limits is None or self.predicted_peak_bytes is None:
+            return MicroBatchLimit(samples=self.phase_plan.largest_micro_batch)
+        evaluation = self.limits.evaluation
+        safe_limit = (self.phase_plan.safety_factor or 1.0) * evaluation.tuned_limit
+        return MicroBatchLimit(cost=min(safe_limit, evaluation.cost_within(self.predicted_peak_bytes)))
+
+    @property
+    def predicted_peak_bytes(self) -> float | None:
+        """Peak of a step, which evaluation stays below; None without a cost model."""
+        if self.limits is None:
+            return None
+        return self.limits.step_peak_bytes(self.phase_plan.largest_cost, self.phase_plan.largest_later_cost)
+
+    @property
+    def whole_batch_peak_bytes(self) -> float | None:
+        """Peak of a step whose logical batch is not split, on each rank its share; None without a cost model."""
+        return None if self.limits is None else self.limits.step_peak_bytes(self.phase_plan.batch_cost, 0.0)
+
+    def without_data(self, reason: str) -> RunPlan:
+        """Returns the plan with the data back on the host, for a reason."""
+        if not self.data.on_device:
+            return self
+        first, *later = (phase if phase.limits is None
+                         else replace(phase, limits=phase.limits.beside(-self.data.num_bytes))
+                         for phase in self.phases)  # fmt: skip
+        return replace(first, later=tuple(later), data=replace(self.data, on_device=False, reason=reason))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns strict JSON values: an infinite limit is null."""
+        # Costs may be numpy's floats.
+        plain = msgspec.json.decode(msgspec.json.encode(replace(self, later=()), enc_hook=float))
+        return {"plan": plain.pop("phase_plan"), **plain, "later": [phase.to_plain() for phase in self.later]}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> RunPlan:
+        """Reads values that `to_plain` made; raises KeyError, TypeError or ValueError where they are not a plan."""
+        rules = {name: np.inf if value is None else value for name, value in plain["plan"]["rules"].items()}
+        later = tuple(cls.from_plain(phase) for phase in plain["later"])
+        first = msgspec.convert({**plain, "phase_plan": {**plain["plan"], "rules": rules}, "later": ()}, cls)
+        return replace(first, later=later)
+
+
+def still_fits(plan: RunPlan, meter: Meter) -> bool:
+    """Tells whether a plan made earlier holds on this device."""
+    return all(
+        phase.limits is None
+        or (phase.limits.device_key == meter.key and (phase.predicted_peak_bytes or 0.0) <= meter.capacity_bytes)
+        for phase in plan.phases
+    )
+
+
+def price(task: BatchTask, rows: Rows, phase: SearchResult | None) -> BatchCosts:
+    """Prices a batch; without a cost model a sample costs its share of the features."""
+    counts = task.batch_features(rows)
+    if phase is not None and any(phase.model.coefficients):
+        return BatchCosts.priced(phase.model, counts)
+    # In units of the mean sample, so that the solver sees uniform data as uniform. A rank's share may have none.
+    means = np.maximum(counts.sum(axis=0) / max(len(counts), 1), 1e-9) * counts.shape[1]
+    return BatchCosts(counts, task.memory_features, 1 / means)
