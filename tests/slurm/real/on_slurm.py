@@ -59,6 +59,10 @@ class Slurm:
             pytest.fail(f"{' '.join(words)} ended with {ended.returncode}: {ended.stderr}")
         return ended.stdout
 
+    def attempt(self, *words: str) -> None:
+        """Runs one of SLURM's commands, which may fail."""
+        self._run(words)
+
     def _run(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             words,

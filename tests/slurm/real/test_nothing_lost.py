@@ -113,10 +113,16 @@ class Stage:
         self.slurm.command("scontrol", "update", f"NodeName={self.events}", f"State={state}", "Reason=a test")
 
     def mend_node(self) -> None:
-        """A node that is down may come back by itself, once it has answered."""
-        state = self.slurm.command("sinfo", "--noheader", f"--nodes={self.events}", "--format=%T")
-        if "down" in state or "drain" in state:
-            self.set_node("resume")
+        """A node that is down may come back by itself, also between a look at its state and the command for it."""
+
+        def is_up() -> bool:
+            state = self.slurm.command("sinfo", "--noheader", f"--nodes={self.events}", "--format=%T")
+            is_away = "down" in state or "drain" in state
+            if is_away:
+                self.slurm.attempt("scontrol", "update", f"NodeName={self.events}", "State=resume")
+            return not is_away
+
+        self.slurm.wait_for(is_up)
 
     def submit(self, name: str, *arguments: str, device: str = "cpu") -> Run:
         runs = self.slurm.folder / name
