@@ -28,14 +28,17 @@ MIB = 2**20
 class FaultyLineTask(LineTask):
     """Points on a line, with dropout; once armed, the fault `how` happens at batch number `at`."""
 
-    def __init__(self, *, dropout: float, norm: bool, how: str, at: int) -> None:
+    def __init__(self, *, dropout: float, norm: bool, how: str, at: int, deep: bool = False) -> None:
         super().__init__()
+        self.deep = deep
         self.dropout, self.norm, self.how, self.at = dropout, norm, how, at
         self.armed = False
         self.asked = 0
         self.validated = 0
 
     def build_model(self) -> nn.Module:
+        if self.deep:
+            return deep_model(self.dropout)
         return nn.Sequential(
             nn.BatchNorm1d(4) if self.norm else nn.Identity(), super().build_model(), nn.Dropout(self.dropout)
         )
@@ -63,6 +66,20 @@ class FaultyLineTask(LineTask):
             self.fail_above = 2
         elif self.how == "no memory":
             self.fail_above = 0
+
+
+class Block(nn.Sequential):
+    """A residual block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return x + y
+
+
+def deep_model(dropout: float) -> nn.Module:
+    """Makes a model of three blocks, and of weights outside of them; few sizes can be divided by a number of ranks."""
+    blocks = [Block(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 9), nn.Dropout(dropout)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(4, 9), *blocks, nn.Linear(9, 1))
 
 
 class GrowingTask(FaultyLineTask):
@@ -147,6 +164,7 @@ def fit_line(
     capacities_mib: tuple[int, ...] = (),
     odd: bool = False,
     growing: bool = False,
+    deep: bool = False,
     **training: Any,
 ) -> None:
     """Trains as a run does, from the plan to the last step.
@@ -160,11 +178,13 @@ def fit_line(
         capacities_mib: Capacity of each rank's device, on which points allocate memory.
         odd: Whether points allocate other sizes on odd ranks.
         growing: Whether each epoch has more points.
+        deep: Whether the model has blocks, which can be sharded one by one.
         training: Training settings.
     """
     torch.use_deterministic_algorithms(True)
     faulty_rank, how, at = fault
-    given = {"dropout": dropout, "norm": norm, "how": how if faulty_rank == ranks.rank else "", "at": at}
+    given = {"dropout": dropout, "norm": norm, "how": how if faulty_rank == ranks.rank else "", "at": at,
+             "deep": deep}  # fmt: skip
     plain = GrowingTask if growing else FaultyLineTask
     task = AllocatingLineTask(odd=odd and ranks.rank % 2 == 1, **given) if capacities_mib else plain(**given)
     parts = ranks.on_rank0_first(lambda: line_parts(folder, task, **training))
@@ -181,8 +201,9 @@ def fit_line(
     with parts.stops.installed(), recording_observation(session):
         training_loop.train(session)
     assert isinstance(parts.reporter, Notices)
+    weights = [getattr(one, "full_tensor", lambda one=one: one)() for one in session.model.parameters()]
     told = {
-        "weights": torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()]),
+        "weights": torch.cat([weight.detach().flatten() for weight in weights]),
         "buffers": dict(session.model.named_buffers()),
         "best": session.best,
         "step": session.progress.step,

@@ -131,7 +131,7 @@ def test_a_rung_that_was_chosen_by_hand_is_not_the_first_of_later_runs(tmp_path:
 
 def test_a_rung_is_chosen_by_hand(tmp_path: Path) -> None:
     plan = plan_of(train(tmp_path, RUNGS["split"], fit="recompute", recompute=["[0-3]"]))
-    assert plan["rung"] == {"recompute": ["0", "1", "2", "3"], "offload": False}
+    assert plan["rung"] == {"recompute": ["0", "1", "2", "3"], "offload": False, "ranks": 1}
 
 
 @pytest.mark.parametrize("fit", ["split", "off"])
@@ -151,7 +151,7 @@ CHANGING: Final = DEEP.replace(
 
 def test_where_modules_cannot_be_computed_again_saved_tensors_are_offloaded_alone(tmp_path: Path) -> None:
     run = train(tmp_path, RUNGS["recompute"], text=CHANGING)
-    assert plan_of(run)["rung"] == {"recompute": [], "offload": True}
+    assert plan_of(run)["rung"] == {"recompute": [], "offload": True, "ranks": 1}
 
 
 def test_modules_that_were_named_and_cannot_be_computed_again_are_an_error(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from can_train.errors import CanTrainError, DoesNotFitError, OutOfMemoryDetails, TaskError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
-from can_train.fit.compiled import FEW, SAMPLES
+from can_train.fit.compiled import FEW, SAMPLES, outermost_calls
 from can_train.fit.cost_model import (
     AGREED,
     CostModel,
@@ -60,6 +60,7 @@ from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import cards_that_hold, predicted_room
 from can_train.memory.meters import AbsentGpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.sharded_tensors import shard_of
 from can_train.task import Phase
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from can_train.fit.compiled import CompiledModel
     from can_train.fit.factor_rule import EarlierSearch, RememberedLimit, RememberedLimits
     from can_train.fit.micro_batcher import Losses
+    from can_train.fit.sharding import Shards
     from can_train.memory.meters import Meter
     from can_train.task import BatchTask, Feature, LogicalBatch
 
@@ -469,6 +471,7 @@ class Explorer:
     epoch_share: float = SEARCH_SHARE  # The share of an epoch with every sample that it may take where that is more
     record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
     rung: Rung = SPLIT_ALONE  # That steps are computed on
+    shards: Shards | None = None  # The model's shards on the ranks of a run; None: each rank has the whole model
     on_refused: Callable[[str], object] = lambda reason: None  # Called where a trial does not confirm recorded lines
     # By the sizes and types of the parameters that were trained then.
     _optimizers: dict[tuple[object, ...], OptimizerMemory] = field(default_factory=dict, init=False)
@@ -573,7 +576,7 @@ class Explorer:
         """Measures, on the host, the memory of the phase's optimizer for the parameters that are trained now."""
         training, device = self.training, self.meter.device
         with self.meter.host(), only_trained(self.model, self.phase):
-            trained = tuple((parameter.shape, parameter.dtype) for parameter in self._parameters)
+            trained = tuple((shard_of(one).shape, one.dtype) for one in self._parameters)
             if trained in self._optimizers:
                 return self._optimizers[trained]
             try:
@@ -621,8 +624,11 @@ class Explorer:
         is_here = not isinstance(self.meter, AbsentGpuMeter)
         span = self.meter.measuring(self._resident) if is_here else nullcontext()
         with CatchOutOfMemory(), self._trained_alone(), span:
-            measure_modules(self.model, names, forward, self.meter.seconds)  # The first pass takes longer
-            return measure_modules(self.model, names, forward, self.meter.seconds)
+            try:
+                measure_modules(self.model, names, forward, self.meter.seconds)  # The first pass takes longer
+                return measure_modules(self.model, names, forward, self.meter.seconds)
+            finally:
+                self._reset_shards()
         self.meter.release()
         return [], 0.0
 
@@ -640,6 +646,12 @@ class Explorer:
         finally:
             self.model.train()
             snapshot.restore()
+            self._reset_shards()
+
+    def called_modules(self) -> list[nn.Module]:
+        """Returns the modules that the loss of a few samples calls, from outside of any other."""
+        with self._trained_alone():
+            return outermost_calls(self.model, partial(self._train_step, self.rows[: sum(SPLIT)]))
 
     def compile(self, compiled: CompiledModel) -> None:
         """Compiles the modules that training calls, for training and evaluation.
@@ -693,7 +705,8 @@ class Explorer:
     def _bytes_without_batch(self, optimizer: OptimizerMemory) -> int:
         # A step holds copies of the buffers.
         buffers = [*self.model.buffers()] * 2
-        model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *buffers, *self.reference_tensors])
+        weights = map(shard_of, self.model.parameters())
+        model = sum(tensor.nbytes for tensor in [*weights, *buffers, *self.reference_tensors])
         return model + optimizer.parameter_bytes + optimizer.state_bytes + self.others_state_bytes
 
     def _work(self, run: Callable[[NDArray[np.int64]], None], resident: Sequence[Tensor]) -> Workload:
@@ -717,12 +730,21 @@ class Explorer:
                 weighted_loss(losses, self.task.loss_weights).backward()
         finally:
             del held
+            self._reset_shards()
             for parameter in self._parameters:
                 parameter.grad = None
 
     def _evaluate(self, rows: NDArray[np.int64]) -> None:
-        with torch.inference_mode():
-            self._losses(self._batch(rows, coupled=False), 0, len(rows))
+        try:
+            with torch.inference_mode():
+                self._losses(self._batch(rows, coupled=False), 0, len(rows))
+        finally:
+            self._reset_shards()
+
+    def _reset_shards(self) -> None:
+        """Frees the weights that a pass has gathered, also one that has failed."""
+        if self.shards is not None:
+            self.shards.reset()
 
     def _batch(self, rows: NDArray[np.int64], *, coupled: bool) -> LogicalBatch:
         generator = step_generator(seed=self.training.seed, step=0) if coupled else None

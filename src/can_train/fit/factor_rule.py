@@ -112,6 +112,7 @@ class RememberedLimits:
     evaluation: RememberedLimit
     recompute: tuple[str, ...] = ()  # Modules that the backward pass computed again
     offload: bool = False  # Whether saved tensors waited on the host
+    ranks: int = 1  # That weights and optimizer state were sharded over
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -25,7 +26,7 @@ from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.optimizer import parameters_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.peak_prediction import PeakPrediction
-from can_train.fit.rescue import Backoff, Ladder, Rescue, RescueSettings, Try, Undo, leaves_of
+from can_train.fit.rescue import Backoff, Ladder, RepeatedError, Rescue, RescueSettings, Try, Undo, leaves_of
 from can_train.fit.rungs import NOT_REPEATABLE, computed_on, is_not_repeatable, rungs_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room
@@ -34,6 +35,7 @@ from can_train.memory.out_of_memory import CatchOutOfMemory, forget_frames
 
 if TYPE_CHECKING:
     from can_train.fit.compiled import CompiledModel
+    from can_train.fit.sharding import Shards
     from can_train.task import LogicalBatch
 
 
@@ -315,6 +317,7 @@ class MicroBatcher:
         rules: How batches are cut, in place of rules that follow from `limits`.
         fit: How far a step goes to fit where a part of one sample runs out of memory, as in `--fit`: `auto`, `split`,
             `recompute` or `offload`. The gradient is the same.
+        shards: The model's shards on the ranks of a run; None: each rank has the whole model.
 
     Raises:
         ArgumentError: The model has no parameters, lazy ones, or is wrapped by DDP or FSDP; hooks step as gradients
@@ -338,14 +341,16 @@ class MicroBatcher:
         rescue: RescueSettings | None = None,
         rules: SplitRules | None = None,
         fit: str = "auto",
+        shards: Shards | None = None,
     ) -> None:
-        if (refusal := unsplittable_because(model)) is not None:
+        if shards is None and (refusal := unsplittable_because(model)) is not None:
             raise refusal
         self._model = model
         self._parameters = list(model.parameters())
         self._meter = meter_of(meter, str(self._parameters[0].device))
         self._settings = rescue or RescueSettings()
-        check_choice("fit", fit, CHOICES["fit"])
+        # Only the ranks of a run share a model out.
+        check_choice("fit", fit, [choice for choice in CHOICES["fit"] if choice != "shard"])
         self.ladder = Ladder(rungs_of(model, fit, is_host=self._meter.is_host))
         self._rescue = Rescue(self._meter, self._settings, climb=self.climb)
         # Evaluation costs less a sample, so limits that training learned do not hold for evaluation.
@@ -361,6 +366,7 @@ class MicroBatcher:
         self._looked_through: set[tuple[str, ...]] = set()
         self.batch_dependence: BatchDependence | None = None
         self.compiled: CompiledModel | None = None
+        self.shards = shards
         if isinstance(limits, PeakPrediction):
             capacity_bytes = self._meter.capacity_bytes
             limits = limits.on_device(self._meter.key, capacity_bytes, predicted_room(capacity_bytes))
@@ -466,7 +472,7 @@ class MicroBatcher:
         the batch's gradient. The caller adds them up once a batch, since ranks need not have as many parts.
         """
         costs = self.costs_of(batch)
-        if not len(costs):
+        if not len(costs) and self.shards is None:
             return BatchResult()
         self._parameters = parameters_of(self._model)
         trainable = [parameter.requires_grad for parameter in self._parameters]
@@ -476,19 +482,31 @@ class MicroBatcher:
             self._looked_through.clear()
         self._undo = undo = Undo(self._model, self._meter, self._parameters, self._outside)
         batch_loss = _BatchLoss(losses_of, len(costs), denominators, weights, scale)
+        compute = partial(self._add_gradient, batch_loss, undo)
+        together = nullcontext if self.shards is None else self.shards.together
         limit, rescue, totals = self.limit_for(costs), self._rescue, _Totals()
         ooms_before = ooms = rescue.ooms
         with self._meter.active(tensors_of([self._model])):
-            for part in rescue.tries(costs, limit):
+            for part in self._rounds(rescue.tries(costs, limit), compute, undo, ("training", *trainable)):
                 is_repeatable, is_undone = self._repeating(part), undo.undo_scope()
-                with part, self._compiler(part), is_repeatable, is_undone, rescue.record_foreign_memory():
-                    losses = self._add_gradient(batch_loss, part, undo)
+                with part, self._compiler(part), is_repeatable, is_undone, rescue.record_foreign_memory(), together():
+                    losses = compute(part.start, part.stop)
                 if part.is_done:
                     totals.add(losses, part, costs.cost(part.start, part.stop), rescued=rescue.ooms > ooms)
                     ooms = rescue.ooms
         self._largest_planned = max(self._largest_planned, min(limit.cost, costs.cost(0, len(costs))))
         self._last_largest_cost = totals.largest_cost
         return totals.result(ooms - ooms_before)
+
+    def _rounds(
+        self, tries: Iterator[Try], compute: Callable[[int, int], object], undo: Undo, kind: tuple[object, ...]
+    ) -> Iterator[Try]:
+        """Yields the parts of a batch; on shards, in rounds with the other ranks."""
+        if self.shards is None:
+            return tries
+        passes = self.shards.passes(kind=(id(self), *kind), run=compute, undo_scope=undo.undo_scope,
+                                    model=self._model, meter=self._meter, ladder=self.ladder)  # fmt: skip
+        return self.shards.rounds(tries, passes)
 
     def limit_for(self, costs: BatchCosts) -> MicroBatchLimit:
         """Returns the limit of a micro-batch of a batch."""
@@ -509,6 +527,9 @@ class MicroBatcher:
         """Runs a part once more where a module saved other tensors the second time: none is computed again then."""
         try:
             yield
+        except RepeatedError as error:
+            part.again = True
+            forget_frames(error)
         except Exception as error:
             if not self.ladder.rung.recompute or not is_not_repeatable(error):
                 raise
@@ -517,14 +538,16 @@ class MicroBatcher:
             part.again = True
             forget_frames(error)
 
-    def _add_gradient(self, batch_loss: _BatchLoss, part: Try, undo: Undo) -> Losses:
-        """Computes a micro-batch forward and backward; returns its share of each term's mean, with its denominators."""
+    def _add_gradient(self, batch_loss: _BatchLoss, undo: Undo, start: int, stop: int) -> Losses:
+        """Computes samples start:stop forward and backward; returns their share of each term's mean, with its
+        denominators.
+        """
         # The host makes the inputs of a micro-batch while the device computes the one before: a GPU works through what
         # it was given by itself. A thread would draw random numbers in another order, and inputs that are made before
         # the part is known to fit would have to be dropped after a rescue.
         self._meter.begin_part()
         with computed_on(self.ladder.rung, self._model):
-            computed = batch_loss.losses_of(part.start, part.stop)
+            computed = batch_loss.losses_of(start, stop)
             losses = _check_losses(computed, batch_loss.denominators, batch_loss.weights)
             means = {term: batch_loss.mean(term, total) for term, (total, _) in losses.items()}
             loss = batch_loss.weighted(means)
@@ -539,14 +562,15 @@ class MicroBatcher:
 
     def _look_outside(self, loss: Tensor, terms: tuple[str, ...], undo: Undo) -> None:
         """Finds the tensors beside the model's parameters that a loss gives gradients to, once for every set of terms,
-        so that a failed part is undone there too.
+        so that a failed part is undone there too. Gathered weights, whose gradients become those of shards, are not
+        among them.
         """
         if terms in self._looked_through:
             return
         self._looked_through.add(terms)
         known = {id(parameter) for parameter in self._parameters} | {id(leaf()) for leaf in self._outside}
         for leaf in leaves_of(loss):
-            if id(leaf) not in known:
+            if id(leaf) not in known and not (self.shards is not None and isinstance(leaf, nn.Parameter)):
                 undo.protect(leaf)
                 self._outside.append(weakref.ref(leaf))
 
@@ -563,13 +587,21 @@ class MicroBatcher:
         """Computes something of samples `start:stop` without gradients, and returns the results of the parts in order.
         Without a limit, parts are as large as those in training.
         """
-        costs, rescue = self._whole_batch(batch), self._evaluation
+        costs, rescue = self.costs_of(batch) if self.shards else self._whole_batch(batch), self._evaluation
+        together: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self.shards is not None:
+            # What is computed may call other modules than at the last time.
+            self.shards.forget((id(self), "evaluation"))
+            together = self.shards.together
         limit, undo = limit or self.rules.limit_for(costs), Undo(self._model, self._meter)
         results: list[T] = []
         with self._meter.active(tensors_of([self._model])):
-            for part in rescue.tries(costs, limit):
-                with part, self._compiler(part), undo.undo_scope(), rescue.record_foreign_memory():
-                    results.append(compute(part.start, part.stop))
+            for part in self._rounds(rescue.tries(costs, limit), compute, undo, ("evaluation",)):
+                is_repeatable, is_undone = self._repeating(part), undo.undo_scope()
+                with part, self._compiler(part), is_repeatable, is_undone, rescue.record_foreign_memory(), together():
+                    result = compute(part.start, part.stop)
+                if part.is_done:
+                    results.append(result)
         if self._settings.regrow:
             planned = min(limit.cost, costs.cost(0, len(costs)))
             rescue.backoff = rescue.backoff.after_step(planned=planned, factor=self._settings.factor)

@@ -41,6 +41,7 @@ from can_train.errors import (
 )
 from can_train.io.units import size_text
 from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
+from can_train.memory.sharded_tensors import shard_like, shard_of, sharded_optimizer
 from can_train.task import Phase
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {"sgd": {"momentum": 0.9}}  # that
 _BETAS: Final = [0.9, 0.999]  # of `training.betas`: PyTorch's own; an optimizer of another package may have others
 _FUSED: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that PyTorch has a kernel of on GPUs
 _UNLIMITED: Final = 2**62
+_NORM_ROUNDING: Final = 1e-6  # That `clip_grad_norm_` adds to a norm, against a division by zero
 _SUGGESTIONS: Final = 5  # Names that an error lists
 _MT19937_BYTES: Final = 4 * (624 + 1)  # 624 words of state, and the position in them
 _COMPARED_BYTES: Final = 4 * (16 + 1)  # The position and the 16 words next to it: they differ wherever two states do
@@ -332,6 +334,8 @@ class GradientNoise:
                 raise ConfigError("Gradient noise is added to dense gradients, and one of the model is sparse",
                                   value=f"of shape {tuple(gradient.shape)}", remedy="Give --grad-noise 0")  # fmt: skip
             drawn = torch.randn(gradient.shape, dtype=gradient.dtype, generator=generator)
+            if shard_of(gradient) is not gradient:
+                gradient, drawn = shard_of(gradient), shard_of(shard_like(drawn, gradient))
             gradient.add_(drawn.to(gradient.device), alpha=deviation)
 
 
@@ -367,7 +371,7 @@ class Optimization:
         if self.clip_value > 0:
             torch.nn.utils.clip_grad_value_(self.parameters, self.clip_value)
         if self.clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+            clip_norm(self.parameters, self.clip_norm)
         if self.noise.deviation > 0:
             self.noise.add(self.parameters, step=number, update=update)
         self.scaler.step(self.optimizer)
@@ -446,7 +450,7 @@ class Optimization:
             if part is self.scheduler and type(part) is not LambdaLR:
                 self._restore_own_schedule(state, fresh)
                 continue
-            part.load_state_dict(state[name])
+            part.load_state_dict(self._sharded(state[name]) if part is self.optimizer else state[name])
             # PyTorch copies most of it unseen, and fails in the next step.
             now = part.state_dict()
             _check_form(own[name].get("param_groups", own[name]), now.get("param_groups", now))
@@ -467,6 +471,12 @@ class Optimization:
                 before = saved.get(number, {}).get(name)
                 if isinstance(before, Tensor) and before.dtype != value.dtype:
                     values[name] = before.to(value.device, copy=True)
+
+    def _sharded(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state of the optimizer with this rank's shards, where parameters are sharded."""
+        if all(shard_of(one) is one for one in self.parameters):
+            return state
+        return sharded_optimizer(self.optimizer, state)
 
     def _restore_own_schedule(self, state: dict[str, Any], fresh: Sequence[dict[str, Any]]) -> None:
         """Restores a task's own scheduler, whose state knows the length of its run. Where the run is longer by now, the
@@ -490,10 +500,25 @@ class Optimization:
         return parts if self.plateau is None else {**parts, "plateau": self.plateau}
 
 
+def clip_norm(parameters: Sequence[nn.Parameter], most: float) -> None:
+    """Clips the norm of the gradients, as `clip_grad_norm_` does; gradients may be shards on the ranks of a run."""
+    sharded: list[Any] = [one.grad for one in parameters if one.grad is not None and shard_of(one) is not one]
+    if not sharded:
+        torch.nn.utils.clip_grad_norm_(parameters, most)
+        return
+    whole = [one.grad for one in parameters if one.grad is not None and shard_of(one) is one]
+    shards = [shard_of(gradient) for gradient in sharded]
+    square = torch.nn.utils.get_total_norm(shards).square()
+    torch.distributed.all_reduce(square, group=sharded[0].device_mesh.get_group())
+    if whole:
+        square += torch.nn.utils.get_total_norm(whole).square()
+    torch._foreach_mul_([*shards, *whole], (most / (square.sqrt() + _NORM_ROUNDING)).clamp(max=1.0))
+
+
 def state_bytes(optimizer: Optimizer) -> int:
     """Returns the bytes of an optimizer's state."""
     states = optimizer.state.values()
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+    return sum(shard_of(value).nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
 
 def _broadcasts(shape: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -876,7 +901,7 @@ def measure_optimizer(
     from can_train.memory.simulated.gpu import LiveStorageTracker
 
     with LiveStorageTracker(_UNLIMITED) as tracker:
-        shadows = [nn.Parameter(torch.zeros_like(parameter, device="cpu")) for parameter in parameters]
+        shadows = [nn.Parameter(torch.zeros_like(shard_of(parameter), device="cpu")) for parameter in parameters]
         parameter_bytes = tracker.live_bytes
         for shadow in shadows:
             shadow.grad = torch.zeros_like(shadow)

@@ -32,7 +32,6 @@ from can_train.fit.rescue import Ladder
 from can_train.fit.run_plan import DataPlacement, PredictedLimit, RunPlan, price
 from can_train.fit.rungs import (
     NOT_REPEATABLE,
-    SPLIT_ALONE,
     ModuleCost,
     Rung,
     is_not_repeatable,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train.config.settings import TrainingSettings
     from can_train.fit.batch_dependence import BatchDependence
+    from can_train.fit.sharding import Shards
     from can_train.reporter import Reporter
     from can_train.task import BatchTask
 
@@ -110,6 +110,7 @@ class Planner:
     others_state_bytes: int = 0  # Size of the state of the other phases' optimizers
     search_seconds: float = SEARCH_SECONDS  # That a search of limits may take, however short an epoch is
     recording: Recording = NO_RECORDING  # What was recorded of the task, in place of probes
+    shards: Shards | None = None  # The model's shards on the ranks; None: each rank has the whole model
     _measured: dict[str, ModuleCost] = field(default_factory=dict, init=False)  # By the names of the modules
     _forward_seconds: float = field(default=0.0, init=False)  # Of the sample that they were measured with
 
@@ -136,14 +137,17 @@ class Planner:
             search_seconds=self.search_seconds,
             epoch_share=SEARCH_SHARE / self.ranks,
             rung=self.rungs[0],
+            shards=self.shards,
             on_refused=lambda reason: self.reporter.detail(f"{PROBED}: {reason}"),
         )
 
     @cached_property
     def rungs(self) -> tuple[Rung, ...]:
         """The rungs that the model may be computed on, in the order in which they are tried."""
-        training = self.training
-        return rungs_of(self.model, training.fit, training.recompute, is_host=self.meter.is_host)
+        training, ranks = self.training, 1 if self.shards is None else self.shards.size
+        # On shards, a step goes as far to fit as it would go without them.
+        fit = "auto" if training.fit == "shard" else training.fit
+        return rungs_of(self.model, fit, training.recompute, is_host=self.meter.is_host, ranks=ranks)
 
     @property
     def _recorded(self) -> RecordedPhase | None:
@@ -238,7 +242,10 @@ class Planner:
         DoesNotFitError where there is none.
         """
         failures: dict[Rung, DoesNotFitError] = {}
-        known = self.explorer.remembered(earlier) if self.training.fit == "auto" else None
+        is_free = self.training.fit in ("auto", "shard")
+        known = self.explorer.remembered(earlier) if is_free else None
+        if known is not None and known.ranks != self.rungs[0].ranks:
+            known = None
         left = [*(self.rungs if known is None else Ladder(self.rungs).on(rung_of(known)).rungs)]
         while left:
             self.explorer.rung = rung = left.pop(0)
@@ -258,7 +265,7 @@ class Planner:
                     raise
                 left = self._without_recomputation(error, left)
                 continue
-            is_chosen = known is None and self.training.fit == "auto" and not self.training.recompute
+            is_chosen = known is None and is_free and not self.training.recompute
             if is_chosen and rung.recompute and not rung.offload:
                 made = self._with_fewest_modules(made, plan)
             return self._with_effect(made)
@@ -273,8 +280,9 @@ class Planner:
         forget_frames(error)
         self.meter.release()
         self.reporter.notice(NOT_REPEATABLE)
-        self.rungs = (SPLIT_ALONE, *(Rung(offload=True) for rung in self.rungs if rung.offload))
-        return [Rung(offload=True) for rung in left if rung.offload]
+        first, *higher = self.rungs
+        self.rungs = (first, *(replace(rung, recompute=()) for rung in higher if rung.offload))
+        return [replace(rung, recompute=()) for rung in left if rung.offload]
 
     def _with_fewest_modules(self, made: RunPlan, plan: Callable[[], RunPlan]) -> RunPlan:
         """Plans that no more modules are computed again than the largest sample needs; `made` has all of them."""
@@ -287,7 +295,7 @@ class Planner:
         for share in (1.0, _LESS):
             if not (kept := kept_modules(costs, share * spare)):
                 break
-            self.explorer.rung = Rung(recompute=tuple(name for name in names if name not in kept))
+            self.explorer.rung = replace(made.rung, recompute=tuple(name for name in names if name not in kept))
             with suppress(DoesNotFitError):
                 return plan()
         self.explorer.rung = made.rung

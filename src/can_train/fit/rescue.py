@@ -132,6 +132,11 @@ class Ladder:
         self.level, self.quiet = self.level + 1, 0
         return True
 
+    def go_to(self, level: int) -> None:
+        """Climbs to a rung that another rank has climbed to."""
+        if level > self.level:
+            self.level, self.quiet = min(level, len(self.rungs) - 1), 0
+
     def without_recomputation(self) -> None:
         """Leaves the rungs out that compute modules again, for a model that cannot be; goes on to the next one."""
         self.rungs = tuple(dict.fromkeys(replace(rung, recompute=()) for rung in self.rungs))
@@ -164,6 +169,10 @@ class PartDoesNotFitError(DoesNotFitError):
     """Samples `part`, (start, stop), of a batch do not fit and cannot be split further."""
 
     part: tuple[int, int]
+
+
+class RepeatedError(Exception):
+    """A pass failed on another rank of a sharded model, and is to be repeated here, too."""
 
 
 class Try(CatchOutOfMemory):

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count
@@ -32,6 +32,7 @@ from can_train.memory.cuda_operators import is_on_device, on_host
 from can_train.memory.host import available_bytes
 from can_train.memory.meters import copy_stream
 from can_train.memory.out_of_memory import error_chain
+from can_train.memory.sharded_tensors import shard_of
 
 if TYPE_CHECKING:
     from can_train.fit.factor_rule import RememberedLimits
@@ -56,18 +57,22 @@ class Rung:
         recompute: Names of the modules that the backward pass computes again; `net[0:4]` are four modules of a
             sequence. A model that checkpoints itself, as those of `transformers` do, does so by its own switch.
         offload: Whether saved tensors wait in the memory of the host.
+        ranks: Ranks that weights, gradients and optimizer state are sharded over; 1: each rank has all of them.
     """
 
     recompute: tuple[str, ...] = ()
     offload: bool = False
+    ranks: int = 1
 
     def __bool__(self) -> bool:
         """Whether anything is computed otherwise than by splitting alone."""
-        return bool(self.recompute) or self.offload
+        return bool(self.recompute) or self.offload or self.ranks > 1
 
     @property
     def name(self) -> str:
         """The rung's name, as in `--fit`."""
+        if self.ranks > 1:
+            return "shard"
         if self.offload:
             return "offload"
         return "recompute" if self.recompute else "split"
@@ -75,12 +80,18 @@ class Rung:
     def describe(self) -> str:
         """Says what is computed otherwise, as a clause."""
         parts = []
+        if self.ranks > 1:
+            parts.append(f"weights, gradients and optimizer state are sharded over {self.ranks} ranks")
         if self.recompute:
             verb = "are" if len(self.recompute) > 1 else "is"
             parts.append(f"{_named(self.recompute)} {verb} computed again in the backward pass")
         if self.offload:
             parts.append("saved tensors wait on the host")
-        return ", and ".join(parts) or "batches are split"
+        return _listed(parts) or "batches are split"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return ", and ".join([*([", ".join(parts[:-1])] if parts[1:] else []), *parts[-1:]])
 
 
 SPLIT_ALONE: Final = Rung()
@@ -88,7 +99,7 @@ SPLIT_ALONE: Final = Rung()
 
 def rung_of(remembered: RememberedLimits) -> Rung:
     """Returns the rung that an earlier run found its limits on."""
-    return Rung(recompute=remembered.recompute, offload=remembered.offload)
+    return Rung(recompute=remembered.recompute, offload=remembered.offload, ranks=remembered.ranks)
 
 
 def _named(names: Sequence[str]) -> str:
@@ -103,7 +114,9 @@ def _named(names: Sequence[str]) -> str:
     )
 
 
-def rungs_of(model: nn.Module, fit: str, patterns: Sequence[str] = (), *, is_host: bool = False) -> tuple[Rung, ...]:
+def rungs_of(
+    model: nn.Module, fit: str, patterns: Sequence[str] = (), *, is_host: bool = False, ranks: int = 1
+) -> tuple[Rung, ...]:
     """Returns the rungs that a model may be computed on, in the order in which they are tried.
 
     Args:
@@ -111,10 +124,13 @@ def rungs_of(model: nn.Module, fit: str, patterns: Sequence[str] = (), *, is_hos
         fit: The setting: auto, split, recompute or offload.
         patterns: Modules to recompute, by name or pattern; without any, all that can be.
         is_host: Whether the device is the host itself, where nothing can be offloaded.
+        ranks: Ranks that weights, gradients and optimizer state are sharded over.
 
     Raises:
         ConfigError: A pattern names no module.
     """
+    if ranks > 1:
+        return tuple(replace(rung, ranks=ranks) for rung in rungs_of(model, fit, patterns, is_host=is_host))
     if fit in ("split", "off"):
         return (SPLIT_ALONE,)
     names = _matching(model, patterns) if patterns else tuple(candidates(model))
@@ -143,15 +159,16 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen))
 
 
-def candidates(model: nn.Module) -> Iterator[str]:
+def candidates(model: nn.Module, *, by_switch: bool = True) -> Iterator[str]:
     """Yields the names of the modules that are worth recomputing: the outermost repeated blocks, models that have a
     switch of their own, and parts of long sequences; where there is none of these, modules with parts of their own.
+    Without `by_switch`, the blocks of models that have a switch are named in place of these models.
     """
-    yield from _candidates(model, "")
+    yield from _candidates(model, "", by_switch=by_switch)
 
 
-def _candidates(module: nn.Module, name: str) -> Iterator[str]:
-    if has_switch(module):
+def _candidates(module: nn.Module, name: str, *, by_switch: bool) -> Iterator[str]:
+    if by_switch and has_switch(module):
         yield name
         return
     kinds: dict[type[nn.Module], int] = defaultdict(int)
@@ -166,7 +183,7 @@ def _candidates(module: nn.Module, name: str) -> Iterator[str]:
         if not has_parts:
             continue
         is_repeated = kinds[type(child)] > 1 and not isinstance(child, _CONTAINERS)
-        inside = [] if is_repeated else [*_candidates(child, path)]
+        inside = [] if is_repeated else [*_candidates(child, path, by_switch=by_switch)]
         if inside or not _is_watched(child):
             yield from inside or [path]
 
@@ -300,7 +317,7 @@ def _measured_modules(
     model: nn.Module, names: Sequence[str], forward: Callable[[], object], clock: Callable[[], float], *, keeps: bool
 ) -> tuple[list[ModuleCost], float]:
     storages = _Storages()
-    measured = [_Measured(name, _modules_of(model, name), clock, storages) for name in names]
+    measured = [_Measured(name, modules_of_segment(model, name), clock, storages) for name in names]
     resident = _resident_storages(model)
     saved: list[weakref.ref[_Saved]] = []
 
@@ -335,10 +352,30 @@ def _measured_modules(
 
 
 def _resident_storages(model: nn.Module) -> set[int]:
-    return {id(tensor.untyped_storage()) for tensor in (*model.parameters(), *model.buffers())}
+    tensors = (*map(shard_of, model.parameters()), *model.buffers(), *gathered_weights(model))
+    return {id(tensor.untyped_storage()) for tensor in tensors}
 
 
-def _modules_of(model: nn.Module, name: str) -> list[nn.Module]:
+def gathered_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the weights that a pass gathers from the shards of all ranks; between passes their storages are empty."""
+    for module in model.modules():
+        for one in sharded_parameters(module):
+            # PyTorch makes it when the module is gathered for the first time.
+            if hasattr(one, "_unsharded_param"):
+                yield one._unsharded_param
+
+
+def sharded_parameters(module: Any) -> list[Any]:
+    """Returns PyTorch's objects for the parameters of a module that `fully_shard` was called with, in the order of the
+    module's collectives; none for any other module.
+    """
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    return [one for group in module._get_fsdp_state()._fsdp_param_groups for one in group.fsdp_params]
+
+
+def modules_of_segment(model: nn.Module, name: str) -> list[nn.Module]:
+    """Returns the module of a name, or the modules of a segment like `net[0:4]`."""
     path, segment = _place_of(name)
     module: Any = model.get_submodule(path)
     return [module] if segment is None else [*module][segment]

@@ -27,6 +27,7 @@ from can_train.memory.catalogue import UsableMemory, gpu_key, recordable
 from can_train.memory.cuda_workspaces import SUM_BYTES_PER_THREAD, Capability, capability_of
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.sharded_tensors import shard_of
 from can_train.memory.simulated.allocator import PLAIN, AllocatorSettings, no_contention
 from can_train.memory.simulated.gpu import LiveStorageTracker, SimulatedGpu, StorageTracker
 
@@ -579,12 +580,12 @@ def tensors_of(resident: Iterable[Resident]) -> Iterator[Tensor]:
     """Yields the tensors of models, with their gradients, and of optimizers. A GPU's meter does not read them."""
     for holder in resident:
         if isinstance(holder, nn.Module):
-            yield from holder.parameters()
+            yield from map(shard_of, holder.parameters())
             yield from holder.buffers()
-            yield from (parameter.grad for parameter in holder.parameters() if parameter.grad is not None)
+            yield from (shard_of(one.grad) for one in holder.parameters() if one.grad is not None)
         elif isinstance(holder, Optimizer):
             for state in holder.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+                yield from (shard_of(value) for value in state.values() if isinstance(value, Tensor))
         else:
             yield from holder
 

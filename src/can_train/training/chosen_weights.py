@@ -15,6 +15,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from can_train.errors import ConfigError, unknown_name
+from can_train.memory.sharded_tensors import shard_like, shard_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,11 +63,11 @@ class AveragedWeights:
         """Adds the model's weights after `step` optimizer steps."""
         if not self.begins_before(step):
             return
-        weights = self._weights()
+        tensors, weights = [*map(shard_of, self.tensors)], [*map(shard_of, self._weights())]
         if self.count:
-            self._add(self.tensors, weights, self.count)
+            self._add(tensors, weights, self.count)
         else:
-            torch._foreach_copy_(self.tensors, weights)
+            torch._foreach_copy_(tensors, weights)
         self.count += 1
 
     @contextmanager
@@ -94,7 +95,7 @@ class AveragedWeights:
         """Restores a state of `state_dict`."""
         self.count = int(state["count"])
         for average, saved in zip(self.tensors, state["tensors"], strict=True):
-            average.copy_(saved)
+            average.copy_(shard_like(saved, average))
 
 
 def averaged_weights(model: nn.Module, training: TrainingSettings) -> AveragedWeights | None:

@@ -210,6 +210,9 @@ class ConnectedRanks(Ranks):
     def reporting_failure(self) -> Iterator[None]:  # noqa: D102 - as above
         try:
             yield
+        except RankFailedError:
+            # All ranks know of it.
+            raise
         except Exception as error:
             own = isinstance(error, CanTrainError)
             message = str(error).splitlines()[0] if own else first_sentence(error)
@@ -243,7 +246,11 @@ class ConnectedRanks(Ranks):
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:  # noqa: D102
         listed = [tensor.detach() for tensor in tensors]
-        self._exchange(lambda: _packed(listed, lambda tensor: dist.broadcast(tensor, 0, group=self._tensors)))
+
+        def send(tensor: Tensor) -> None:
+            dist.broadcast(tensor, 0, group=self._tensors if tensor.is_cuda else None)
+
+        self._exchange(lambda: _packed(listed, send))
 
     def broadcast_buffers(self, model: nn.Module, *, alike: bool = False) -> None:  # noqa: D102
         buffers = _buffer_kinds(model)
@@ -253,6 +260,29 @@ class ConnectedRanks(Ranks):
             shared = [buffers[kind] for kind, ranks in having.items() if ranks == self.size]
         if shared:
             self.broadcast(shared)
+
+    @property
+    def tensor_group(self) -> ProcessGroup:
+        """The group that exchanges tensors of the device."""
+        group = self._tensors or dist.group.WORLD
+        assert group is not None, "the ranks are connected"
+        return group
+
+    def collective(self, call: Callable[[], object]) -> None:
+        """Runs a collective of tensors, which all ranks enter; raises RankGoneError."""
+        if self._tensors is None:
+            is_inference = torch.is_inference_mode_enabled()
+
+            def in_thread() -> None:
+                # A mode of this thread alone: tensors that it makes may be changed in this mode only.
+                with torch.inference_mode(is_inference):
+                    call()
+
+            self._exchange(in_thread)
+            return
+        # A thread of its own has streams of its own, too.
+        with _ranks_gone():
+            call()
 
     def sharing_host(self) -> int:  # noqa: D102
         return self._gather(socket.gethostname()).count(socket.gethostname())
@@ -271,13 +301,20 @@ class ConnectedRanks(Ranks):
         return [pickle.loads(text) for text in written]
 
     def _exchange(self, call: Callable[[], T]) -> T:
-        try:
+        with _ranks_gone():
             return self._calls.run(call)
-        # Gloo and NCCL report a closed connection as a plain RuntimeError, each in words of its own.
-        except RuntimeError as error:
-            rule, found = "Every process of a run must stay until all have got through", first_sentence(error)
-            remedy = "Its own log says why; the run goes on from its last checkpoint"
-            raise RankGoneError(rule, value=f"another one has ended ({found})", remedy=remedy) from error
+
+
+@contextmanager
+def _ranks_gone() -> Iterator[None]:
+    """Turns the error of an exchange in the block into RankGoneError."""
+    try:
+        yield
+    # Gloo and NCCL report a closed connection as a plain RuntimeError, each in words of its own.
+    except RuntimeError as error:
+        rule, found = "Every process of a run must stay until all have got through", first_sentence(error)
+        remedy = "Its own log says why; the run goes on from its last checkpoint"
+        raise RankGoneError(rule, value=f"another one has ended ({found})", remedy=remedy) from error
 
 
 class _Calls:

@@ -149,12 +149,13 @@ def check_inputs_unchanged(folder: RunFolder, task: BatchTask) -> None:
                        remedy="Bring the earlier files back, or train anew")  # fmt: skip
 
 
-def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter) -> nn.Module:
-    """Makes the model of a run on its device; generators start from the run's seed."""
+def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter, *, on_host: bool = False) -> nn.Module:
+    """Makes the model of a run on its device, or on the host; generators start from the run's seed."""
     # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
     seed_everything(run.training.seed)
     try:
-        model = task.build_model().to(meter.device, Precision.named(run.training.precision).dtype)
+        device = torch.device("cpu") if on_host else meter.device
+        model = task.build_model().to(device, Precision.named(run.training.precision).dtype)
         freeze(model, run.training, epoch=0)
         return use_channels_last(model) if run.training.channels_last else model
     except RuntimeError as error:

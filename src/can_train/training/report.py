@@ -233,6 +233,7 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
             "name": run_plan.rung.name,
             "recompute": list(run_plan.rung.recompute),
             "offload": run_plan.rung.offload,
+            "ranks": run_plan.rung.ranks,
             "saves_bytes": run_plan.rung_saves_bytes or None,
             "longer": run_plan.rung_longer or None,
         },

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -46,6 +46,7 @@ from can_train.io.units import size_text
 from can_train.memory.meters import Meter
 from can_train.memory.monitor import LeakWatch, MemoryMonitor
 from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.sharded_tensors import sharded_state, whole
 from can_train.reporter import Reporter
 from can_train.runs.attempts import TERMINATED, StopRequests
 from can_train.runs.recording import MetricsLog, StepLog, StepRecord, memory_limits, rewind_steps, steps_path
@@ -58,9 +59,12 @@ from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints, ResidentData
 
 if TYPE_CHECKING:
+    from can_train.fit.sharding import Shards
     from can_train.runs.trials import TrialRun
     from can_train.training.limit_recorder import LimitRecorder
     from can_train.training.reference_models import ReferenceModels
+
+T = TypeVar("T")
 
 _COMPARED_SAMPLES: Final = 1000  # Training samples whose loss is compared with the validation loss
 
@@ -195,6 +199,7 @@ class Session(Parts):
         total_steps: Steps of the whole run, unless it stops early.
         bests: The weights that validation judged best so far, by their kind: trained, averaged.
         average: The average of the weights; None: there is none.
+        shards: The model's shards on the ranks; None: each rank has the whole model.
         trial: The trial of a search that the run is; None: it is none.
         is_time_up: Whether training has taken the time that it may take, known to all ranks.
         stop_signal: A signal that some rank has received, known to all of them; None: none.
@@ -210,6 +215,7 @@ class Session(Parts):
     data: ResidentData
     progress: Progress = field(default_factory=Progress)
     average: AveragedWeights | None = None
+    shards: Shards | None = None
     trial: TrialRun | None = None
     bests: dict[str, BestWeights] = field(default_factory=dict)
     is_time_up: bool = False
@@ -263,7 +269,8 @@ class Session(Parts):
             adaptive=training.adaptive_micro_batch and training.fit != "off",
             regrow=training.regrow,
         )
-        batcher = MicroBatcher(self.model, meter=meter, rules=plan.rules, rescue=rescue, limits=run_plan.limits)
+        batcher = MicroBatcher(self.model, meter=meter, rules=plan.rules, rescue=rescue, limits=run_plan.limits,
+                               shards=self.shards)  # fmt: skip
         batcher.ladder = Ladder(planner.rungs).on(run_plan.rung)
         planner.explorer.rung = run_plan.rung
         batcher.watch(self.record_rescue)
@@ -542,20 +549,25 @@ class Session(Parts):
             }
         )
 
+        with self.meter.host():
+            weights = self.whole({
+                "model": self.model.state_dict(),
+                "average": None if self.average is None else self.average.state_dict(),
+                "optimization": [engine.optimization.state_dict() for engine in self.engines],
+            })  # fmt: skip
+
         if self._max_seconds < math.inf:
             self.progress.seconds = self.seconds
             self.start_clock()
 
         def write() -> None:
             state = {
-                "model": self.model.state_dict(),
+                **weights,
                 "trainable": [list(flags) for flags in self.trainable],
                 "best": self.best,
                 "bests": {kind: vars(best) for kind, best in self.bests.items()},
-                "average": None if self.average is None else self.average.state_dict(),
                 "task": dict(self.task.state()),
                 "reading": dict(self.task.reading_state()),
-                "optimization": [engine.optimization.state_dict() for engine in self.engines],
                 "progress": asdict(self.progress),
                 "metrics_lines": self.metrics.lines,
                 "logical_batch": self.engine.run_plan.phase_plan.logical_batch,
@@ -570,6 +582,14 @@ class Session(Parts):
                 self.stops.received = signal.SIGTERM
 
         self.ranks.on_rank0(write)
+
+    def whole(self, state: T) -> T:
+        """Returns a state with whole tensors in the place of shards, on rank 0; all ranks call it alike."""
+        return state if self.shards is None else whole(state, keep=self.ranks.is_first)
+
+    def _load(self, weights: Mapping[str, Any]) -> None:
+        """Loads whole weights into the model, of which this rank may have shards."""
+        self.model.load_state_dict(weights if self.shards is None else sharded_state(self.model, weights))
 
     def restore(self, state: dict[str, Any]) -> dict[str, Any]:
         """Continues from a checkpoint's state, bit by bit; returns it, or the state of the checkpoint before it where
@@ -608,11 +628,11 @@ class Session(Parts):
         self.progress = Progress.from_plain(state["progress"])
         try:
             if state["best"]:
-                self.model.load_state_dict(state["best"])
+                self._load(state["best"])
             bests = {kind: msgspec.convert(best, BestWeights) for kind, best in state["bests"].items()}
             for best in bests.values():
-                self.model.load_state_dict(best.weights)
-            self.model.load_state_dict(state["model"])
+                self._load(best.weights)
+            self._load(state["model"])
             weights_here = self.ranks.is_first
             self.bests = {kind: best if weights_here else replace(best, weights={}) for kind, best in bests.items()}
             if self.average is not None:

@@ -57,6 +57,7 @@ from can_train.io.records import check_writable, is_file, open_to_append, this_h
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, without_others
+from can_train.memory.sharded_tensors import shard_of
 from can_train.reporter import (
     DemotingReporter,
     EpochFigures,
@@ -97,6 +98,7 @@ from can_train.training.loading import (
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
+from can_train.training.sharded_model import WholeModel, check_shardable, join_for_judgement, shard_model
 
 T = TypeVar("T")
 
@@ -337,8 +339,13 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     _keep_imports_from_collections()
     checkpoint = load_checkpoint(parts)
 
+    is_sharded = run.training.fit == "shard"
+    if is_sharded:
+        check_shardable(run.training, ranks)
+
     def initial_model() -> nn.Module:
-        model = fresh_model(run, task, meter)
+        with meter.host() if is_sharded else nullcontext():
+            model = fresh_model(run, task, meter, on_host=is_sharded)
         if checkpoint is None and run.training.start_from:
             start_from(model, Path(run.training.start_from))
         return model
@@ -346,18 +353,25 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     model = ranks.on_every_rank(initial_model)
     # The same seed may give other bits on another processor.
     ranks.broadcast([*model.parameters(), *model.buffers()])
+    known, shards = None, None
+    if is_sharded:
+        with meter.host():
+            known = ranks.on_every_rank(lambda: WholeModel(parts, model))
+        shards = shard_model(parts, model, known)
     references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
                                  cache=cache_folder(run.paths), ranks=ranks)  # fmt: skip
     resident = references.prepare(model, parts.folder.reference_models_path)
     # Before the plan, which leaves room for it.
     average = ranks.on_every_rank(lambda: averaged_weights(model, run.training))
     resident = [*resident, *([] if average is None else average.tensors)]
-    recording = NO_RECORDING if parts.recorder is None else ranks.on_rank0(parts.recorder.result)
+    recording = NO_RECORDING if parts.recorder is None or is_sharded else ranks.on_rank0(parts.recorder.result)
     if recording.reason:
         reporter.detail(f"{PROBED}: {recording.reason}")
     planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
                                           ranks=ranks.size, reference_tensors=resident,
-                                          recording=recording))  # fmt: skip
+                                          recording=recording, shards=shards))  # fmt: skip
+    if known is not None:
+        known.tell(planners)
     plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
     _show_plan(parts, plans[ranks.rank], references)
     # After the plan, whose limits count them; each rank decides for its own device.
@@ -367,7 +381,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references,
-                      data=data, average=average)  # fmt: skip
+                      data=data, average=average, shards=shards)  # fmt: skip
     if is_file(parts.folder.trial_path):
         from can_train.runs.trials import TrialRun
 
@@ -625,7 +639,9 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
                 torch._foreach_mul_(gradients, factor)
         result = replace(result.corrected(factor), ooms_rescued=earlier_ooms + result.ooms_rescued)
         result.start_copies()
-        ranks.reduce_gradients(optimization.parameters, alike=len({share.forms.gradients for share in shares}) == 1)
+        # Those of shards are added up in the backward pass.
+        whole = [one for one in optimization.parameters if shard_of(one) is one]
+        ranks.reduce_gradients(whole, alike=len({share.forms.gradients for share in shares}) == 1)
         # Before the optimizer steps: where that fails, the other ranks hear of it in their next message.
         ranks.broadcast_buffers(session.model, alike=len({share.forms.buffers for share in shares}) == 1)
         with ranks.reporting_failure():
@@ -767,23 +783,25 @@ def _keep_best(session: Session, kind: str, validation: Validation, epoch: int) 
 
 
 def _weights_here(session: Session) -> dict[str, Any]:
-    """Copies the weights of the model to the host, on rank 0; none on other ranks."""
-    if not session.ranks.is_first:
+    """Copies the weights of the model to the host, on rank 0; none on other ranks, which all call it."""
+    if not session.ranks.is_first and session.shards is None:
         return {}
     # On the host: a second copy on the device would take room from the batch.
     with session.meter.host():
-        weights = session.model.state_dict()
-        return {name: value.detach().cpu().clone() for name, value in weights.items()}
+        weights = session.whole(session.model.state_dict())
+        return {name: value.detach().cpu().clone() for name, value in weights.items()} if session.ranks.is_first else {}
 
 
 def _keep_weights(session: Session) -> None:
     """Writes the weights of the epoch, and their average if there is one, as files of their own, on rank 0."""
     average, epoch = session.average, session.progress.epoch
     write_weights = partial(write_epoch_weights, session.folder, epoch)
-    session.ranks.on_rank0(lambda: write_weights(TRAINED, _weights_here(session)))
+    weights = _weights_here(session)
+    session.ranks.on_rank0(lambda: write_weights(TRAINED, weights))
     if average is not None and average.count:
         with average.in_model():
-            session.ranks.on_rank0(lambda: write_weights(AVERAGED, _weights_here(session)))
+            weights = _weights_here(session)
+        session.ranks.on_rank0(lambda: write_weights(AVERAGED, weights))
 
 
 def validation_loss(session: Session) -> float:
@@ -827,7 +845,8 @@ class _ValidationScores:
         session.model.eval()
         costs = session.engine.shared_plan.evaluation_costs
         share = session.ranks.share(len(rows), lambda: costs(session.task, rows))
-        gathered = session.ranks.gather(lambda: compute(rows[share]) if share.stop > share.start else [])
+        has_passes = share.stop > share.start or session.shards is not None
+        gathered = session.ranks.gather(lambda: compute(rows[share]) if has_passes else [])
         return [result for results in gathered for result in results]
 
 
@@ -846,7 +865,9 @@ def _evaluated(session: Session, rows: Rows, *, with_metrics: bool = False) -> t
                      for terms in (losses, metrics) for index in (0, 1))  # fmt: skip
 
     def sums() -> tuple[dict[str, float], ...]:
-        parts = _inference(session).run(rows[share], sums_of) if share.stop > share.start else []
+        # On shards, a rank without samples takes part in the passes of the other ranks.
+        has_passes = share.stop > share.start or session.shards is not None
+        parts = _inference(session).run(rows[share], sums_of) if has_passes else []
         return tuple(map(sum_by_term, zip(*parts, strict=True))) or ({}, {}, {}, {})
 
     losses, denominators, metrics, counts = map(sum_by_term, zip(*session.ranks.gather(sums), strict=True))
@@ -897,6 +918,9 @@ def _result(session: Session) -> dict[str, Any]:
     for engine in session.engines:
         engine.optimization.optimizer.state.clear()
         engine.optimization.optimizer.zero_grad(set_to_none=True)
+    ooms_rescued = session.ooms_rescued
+    if session.shards is not None:
+        join_for_judgement(session)
     session.meter.release()
     if session.compiled is not None:
         # As `evaluate` computes scores: the compiler's round-off would make others.
@@ -926,7 +950,7 @@ def _result(session: Session) -> dict[str, Any]:
         "device": session.meter.key,
         "plan": session.own_plan.to_plain(),
         "reference_models": [asdict(plan) for plan in session.reference_models.plans],
-        "ooms_rescued": session.ooms_rescued + session.ooms_elsewhere,
+        "ooms_rescued": ooms_rescued + session.ooms_elsewhere,
         "micro_batch_size": max(engine.largest_micro_batch for engine in session.engines) or None,
         "predicted_peak_bytes": session.fullest.run_plan.predicted_peak_bytes,
         "peak_memory_bytes": monitor.peak_bytes or None,
@@ -1052,5 +1076,6 @@ def _found_limits(session: Session) -> dict[str, RememberedLimits]:
                           measured_ratio=phase.measured_ratio)  # fmt: skip
 
     return {plan.phase: RememberedLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation),
-                                         recompute=plan.rung.recompute, offload=plan.rung.offload)
+                                         recompute=plan.rung.recompute, offload=plan.rung.offload,
+                                         ranks=plan.rung.ranks)
             for plan in plans if plan.limits}  # fmt: skip

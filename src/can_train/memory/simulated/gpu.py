@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from can_train.memory.cuda_operators import CUDA_OPERATORS, DeviceMode, composite
 from can_train.memory.cuda_workspaces import AMPERE, Capability
+from can_train.memory.sharded_tensors import shard_of
 from can_train.memory.simulated.allocator import (
     EXPANDABLE,
     MIN_BLOCK_BYTES,
@@ -31,6 +32,7 @@ from can_train.memory.simulated.allocator import (
 Allocation = TypeVar("Allocation")
 
 _aten: Final = torch.ops.aten
+_SHARDED: Final = "torch.distributed."  # Where the classes of tensors are that stand for shards
 _SMALL_PRODUCT: Final = 2**16  # numbers of the operands, up to which a product takes less time than to make its shape
 _DRAWN: Final = 2**16  # random numbers, which results without values repeat
 
@@ -169,6 +171,9 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operation, then counts the storages of its results."""
+        if types and any(kind.__module__.startswith(_SHARDED) for kind in types):
+            # Its operations on shards come one by one, each for itself.
+            return NotImplemented
         if torch.is_inference_mode_enabled():
             # Only there do composite operations (an LSTM, attention) arrive whole: taken apart, their temporaries show.
             composed = CUDA_OPERATORS.kernels.get(func) or _composition(func)
@@ -229,6 +234,7 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
 
     def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
         """Returns the storages of a tensor that take memory of the device."""
+        tensor = shard_of(tensor)
         # Meta tensors take no memory.
         if not tensor.is_cpu:
             return ()

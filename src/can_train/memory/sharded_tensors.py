@@ -1,0 +1,92 @@
+"""Tensors whose shards are on the ranks of a run: the shard of this rank, and whole tensors in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor that is on this rank: of a sharded tensor its shard, any other tensor as it is."""
+    # Most tensors are plain, and are asked often.
+    if type(tensor) is Tensor:
+        return tensor
+    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
+
+
+def padded_numel(parameter: Tensor, ranks: int) -> int:
+    """Returns the elements of a shard: some ranks fill theirs up with zeros."""
+    return -(-parameter.shape[0] // ranks) * prod(parameter.shape[1:])
+
+
+def padded(local: Tensor, parameter: Tensor, ranks: int) -> Tensor:
+    """Returns this rank's shard of a parameter as a row, filled up with zeros."""
+    flat = local.detach().reshape(-1)
+    return torch.nn.functional.pad(flat, (0, padded_numel(parameter, ranks) - flat.numel()))
+
+
+def sharded_like(local: Tensor, parameter: DTensor) -> Tensor:
+    """Makes a sharded tensor of this rank's shard."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False,
+                              shape=parameter.shape, stride=parameter.stride())  # fmt: skip
+
+
+def whole(state: T, *, keep: bool) -> T:
+    """Returns a nested state with whole tensors on the host in the place of shards; all ranks call it alike. `keep`
+    tells whether this rank wants them: elsewhere they are empty.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def gathered(value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value.detach().cpu()
+        sharded: Any = value.detach()
+        full: Tensor = sharded.full_tensor()
+        return full.cpu() if keep else torch.empty(0)
+
+    gathered_state: T = tree_map_only(Tensor, gathered, state)
+    return gathered_state
+
+
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
+    """Returns this rank's shard of a whole tensor, sharded as another tensor is; a tensor whose like is whole stays."""
+    local = shard_of(like)
+    if local is like:
+        return value
+    sharded: Any = like
+    parts = torch.chunk(value, sharded.device_mesh.size(), dim=0)
+    rank = sharded.device_mesh.get_local_rank()
+    own = parts[rank] if rank < len(parts) else value[:0]
+    return sharded_like(own.to(local.device, copy=True), sharded)
+
+
+def sharded_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state of an optimizer with shards in the place of whole tensors that have a parameter's shape."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def of_parameter(number: int, values: dict[str, Any]) -> dict[str, Any]:
+        like = parameters[number]
+        return {name: shard_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else value
+                for name, value in values.items()}  # fmt: skip
+
+    return {**state, "state": {number: of_parameter(number, values) for number, values in state["state"].items()}}
+
+
+def sharded_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a state of a model with shards in the place of the whole tensors of parameters that are sharded."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: shard_like(value, parameters[name]) if name in parameters else value for name, value in state.items()}

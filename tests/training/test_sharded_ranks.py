@@ -1,0 +1,81 @@
+"""Real processes that share a model out as shards: they train the weights of one process, whatever happens."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from fakes.several_ranks import error_text, run_ranks
+from fakes.training_ranks import fit_line
+
+pytestmark = pytest.mark.slow
+
+EXACT: Final = {
+    "deep": True,
+    "precision": "fp64",
+    "batch_size": 20,
+    "micro_batch_size": 3,
+    "epochs": 2,
+    "scheduler": "constant",
+}
+
+
+def fitted(folder: Path, ranks: int, **options: Any) -> list[dict[str, Any]]:
+    """Returns what each of so many ranks came to."""
+    folder.mkdir(exist_ok=True)
+    assert run_ranks(ranks, fit_line, folder, **options) == [0] * ranks
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)]
+
+
+def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "training"),
+    [
+        (2, {}),
+        (4, {"micro_batch_size": 2, "grad_clip_norm": 0.5, "ema": "0.9"}),
+        (3, {"recompute": ["*"], "optimizer": "sgd"}),
+        (4, {"batch_size": 3, "micro_batch_size": 1, "epochs": 1}),
+        (2, {"freeze": ["1", "4.bias"], "grad_noise": 0.1, "grad_clip_value": 0.3}),
+    ],
+    ids=["two", "four, clipped and averaged", "three, recomputed", "fewer samples than ranks", "frozen, with noise"],
+)
+def test_shards_train_the_weights_of_one_process(tmp_path: Path, ranks: int, training: dict[str, Any]) -> None:
+    settings = {**EXACT, **training}
+    (alone,) = fitted(tmp_path / "alone", 1, **settings)
+    several = fitted(tmp_path / "several", ranks, fit="shard", **settings)
+    for rank in several:
+        assert relative_error(rank["weights"], alone["weights"]) <= 1e-12
+    assert several[0]["best"].keys() == alone["best"].keys()
+    for name, weight in alone["best"].items():
+        assert torch.allclose(several[0]["best"][name], weight, rtol=1e-11, atol=1e-13)
+
+
+def test_an_out_of_memory_on_one_rank_is_repeated_by_all_and_changes_nothing(tmp_path: Path) -> None:
+    (alone,) = fitted(tmp_path / "alone", 1, **EXACT)
+    several = fitted(tmp_path / "several", 3, fit="shard", fault=(1, "little memory", 2), **EXACT)
+    assert relative_error(several[2]["weights"], alone["weights"]) <= 1e-12
+    assert [rank["ooms"][0] > 0 for rank in several] == [False, True, False]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_on_shards_goes_on_with_another_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    settings = {**EXACT, "checkpoint_every": 2}
+    (alone,) = fitted(tmp_path / "alone", 1, **settings)
+    folder = tmp_path / "several"
+    folder.mkdir()
+    stopped = run_ranks(4, fit_line, folder, fit="shard", fault=(1, "signal", 4), **settings)
+    assert stopped == [143] * 4
+    resumed = fitted(folder, ranks, fit="shard" if ranks > 1 else "auto", **settings)
+    assert any("Continuing at step" in text for text in resumed[0]["notices"])
+    assert relative_error(resumed[0]["weights"], alone["weights"]) <= 1e-12
+
+
+def test_one_process_alone_cannot_shard(tmp_path: Path) -> None:
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    assert run_ranks(1, fit_line, folder, fit="shard", **EXACT) == [2]
+    assert "shares a model out to the ranks of a run" in error_text(folder, 0)
