@@ -36,7 +36,7 @@ FIRST_RUNS: Final = 10
 BEND: Final = 0.15
 NOISE: Final = 0.02
 NOISES: Final = (NOISE, 0.05, 0.08)
-OVERSTATED: Final = (0.0, 0.04)
+OVERSTATED: Final = (0.0, 0.11)
 CEILINGS: Final = (0.82, 0.94)
 CEILING_SD: Final = 0.01
 TAIL_NOISE: Final = 0.025
@@ -70,7 +70,7 @@ STAYS_RUNS: Final = 10
 """A target is reached by a peak within NEAR of it, if the next STAYS_RUNS peaks are within STAYS of it."""
 
 MOST_OOMS: Final = 0.2
-MOST_GAP: Final = 0.015
+MOST_GAP: Final = 0.02
 MOST_RUNS: Final = 4
 """Goals of the affine policy, over all kinds of laws: out-of-memory errors in 40 runs, distance of its mean peak below
 the oracle's at an equal risk, as a share of the capacity, and median runs to the target where it can be reached."""

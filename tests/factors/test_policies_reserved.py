@@ -1,6 +1,9 @@
 """What runs had reserved, and heavy tails: how they lower the aim before memory runs out."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -29,6 +32,25 @@ POINTS = st.builds(
 HISTORIES = st.lists(POINTS, min_size=1, max_size=30)
 
 
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+CARDS = ("h100-80gb", "h200-141gb")
+
+
+def measured_on(card: str) -> Iterator[tuple[str, float, float, float]]:
+    """Peaks that fitted on a card: name, peak and reserved bytes ÷ capacity, and the ceiling seen there."""
+    for name, row in json.loads((BENCH / f"gpu-check-{card}.json").read_text())["models"].items():
+        capacity_bytes = row["capacity_bytes"]
+        for kind in ("points", "compiled_points"):
+            for point in row.get(kind, []) if row["ceiling_bytes"] else []:
+                if point["measured_bytes"] and point["reserved_bytes"]:
+                    shares = [point[what] / capacity_bytes for what in ("measured_bytes", "reserved_bytes")]
+                    label = f"{card}, {name}, {kind}, {shares[0]:.1%}"
+                    yield label, shares[0], shares[1], row["ceiling_bytes"] / capacity_bytes
+
+
+MEASURED = [row for card in CARDS for row in measured_on(card)]
+
+
 def along(ratio: float | None, *used: float) -> list[FactorPoint]:
     """Runs on the line 0.1 + used, of which a share of what was reserved was in use."""
     return [FactorPoint(u, 0.1 + u, None, None if ratio is None else (0.1 + u) / ratio) for u in used]
@@ -36,6 +58,24 @@ def along(ratio: float | None, *used: float) -> list[FactorPoint]:
 
 def without_reserved(history: list[FactorPoint]) -> list[FactorPoint]:
     return [replace(point, reserved=None) for point in history]
+
+
+@pytest.mark.parametrize(
+    ("peak", "reserved", "ceiling"), [row[1:] for row in MEASURED], ids=[row[0] for row in MEASURED]
+)
+def test_the_ceiling_of_one_run_is_near_the_ceiling_of_the_card(peak: float, reserved: float, ceiling: float) -> None:
+    history = [FactorPoint(used=peak, peak=peak, reserved=reserved)]
+    fitted = fit_with_ceiling(readings_of(history), DEFAULT_PRIOR).ceiling
+    assert ceiling - 0.065 < fitted < ceiling + 0.02
+    # Far below the capacity, bytes that are reserved and not in use are cached.
+    assert peak > 0.4 or fitted > 0.95
+
+
+def test_ceilings_of_cards_are_a_quarter_as_far_off_as_the_plain_ratio() -> None:
+    fits = [fit_with_ceiling(readings_of([FactorPoint(p, p, reserved=r)]), DEFAULT_PRIOR) for _, p, r, _ in MEASURED]
+    by_fit = fmean(abs(ceiling - fit.ceiling) for fit, (*_, ceiling) in zip(fits, MEASURED, strict=True))
+    by_ratio = fmean(abs(ceiling - peak / reserved) for _, peak, reserved, ceiling in MEASURED)
+    assert by_fit < 0.25 * by_ratio
 
 
 @given(history=HISTORIES, first=st.floats(0.05, 1.0), data=st.data())
@@ -70,7 +110,7 @@ def test_an_out_of_memory_after_reserved_peaks_never_raises_the_factor(
 
 
 def test_a_fragmented_run_that_fitted_lowers_the_aim_before_memory_runs_out() -> None:
-    decision = POLICY.decide(along(0.86, 0.5, 0.65, 0.7), first=0.5)
+    decision = POLICY.decide(along(0.84, 0.5, 0.65, 0.7), first=0.5)
     assert decision.limited_by == "reserved"
     assert 0.74 < decision.aim < 0.84
     assert POLICY.decide(along(None, 0.5, 0.65, 0.7), first=0.5).aim == POLICY.target
@@ -102,7 +142,7 @@ def test_the_last_page_of_a_small_run_does_not_hold_the_factor_down() -> None:
 
 def test_on_fragmented_laws_reserved_memory_spares_most_out_of_memories_for_little_fill() -> None:
     laws = [
-        replace(law, ceiling_sd=0.01, overstated=0.02)
+        replace(law, ceiling_sd=0.01, overstated=0.055)
         for law in fragmented(draw_laws(60, noise=0.02, bend=0.15, seed=1), ceilings=(0.82, 0.94))
     ]
 
@@ -111,7 +151,7 @@ def test_on_fragmented_laws_reserved_memory_spares_most_out_of_memories_for_litt
             return super().next_factor(without_reserved(history), first=first)
 
     known, unknown = (simulate_all(policy, laws, runs=40) for policy in (POLICY, Blind()))
-    assert sum(one.ooms for one in known) <= 0.25 * sum(one.ooms for one in unknown)
+    assert sum(one.ooms for one in known) <= 0.4 * sum(one.ooms for one in unknown)
     late = [fmean(fmean(one.peaks[10:]) for one in runs) for runs in (known, unknown)]
     assert late[0] > late[1] - 0.015
 
