@@ -66,6 +66,27 @@ class FaultyLineTask(LineTask):
             self.fail_above = 2
         elif self.how == "no memory":
             self.fail_above = 0
+        elif self.how in ("forward", "backward"):
+            Failing.at = self.how
+
+
+class Failing(nn.Module):
+    """Returns its input; a pass runs out of memory `at` this module once, forward or backward."""
+
+    at = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fail("forward")
+        y = x.clone()
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.fail("backward"))
+        return y
+
+    @staticmethod
+    def fail(at: str) -> None:
+        if Failing.at == at:
+            Failing.at = ""
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
 
 class Block(nn.Sequential):
@@ -78,7 +99,7 @@ class Block(nn.Sequential):
 
 def deep_model(dropout: float) -> nn.Module:
     """Makes a model of three blocks, and of weights outside of them; few sizes can be divided by a number of ranks."""
-    blocks = [Block(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 9), nn.Dropout(dropout)) for _ in range(3)]
+    blocks = [Block(nn.Linear(9, 7), nn.Tanh(), Failing(), nn.Linear(7, 9), nn.Dropout(dropout)) for _ in range(3)]
     return nn.Sequential(nn.Linear(4, 9), *blocks, nn.Linear(9, 1))
 
 
@@ -287,4 +308,16 @@ def train_mode(ranks: Ranks, folder: Path, *, model: str, mode: str, log: Path, 
 def _train(ranks: Ranks, folder: Path, request: RunRequest) -> None:
     reporter = Notices()
     outcome = train_new(resolve(request), reporter, ranks)
+    torch.save((outcome.summary, reporter.texts), folder / f"outcome-{ranks.rank}.pt")
+
+
+def train_task(ranks: Ranks, folder: Path, *, task: str, devices: Sequence[str] = ("cpu",), **values: Any) -> None:
+    """Trains a task of a file, from the data to the judgement, each rank on a device of its own; `values` are settings
+    of the training.
+    """
+    paths = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
+    named = {f"training.{name}": value for name, value in values.items()}
+    device = devices[ranks.rank % len(devices)]
+    reporter = Notices()
+    outcome = train_new(resolve(RunRequest(task=task, device=device, values=paths | named)), reporter, ranks)
     torch.save((outcome.summary, reporter.texts), folder / f"outcome-{ranks.rank}.pt")

@@ -54,11 +54,24 @@ def test_shards_train_the_weights_of_one_process(tmp_path: Path, ranks: int, tra
         assert torch.allclose(several[0]["best"][name], weight, rtol=1e-11, atol=1e-13)
 
 
-def test_an_out_of_memory_on_one_rank_is_repeated_by_all_and_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["forward", "backward", "little memory"])
+def test_an_out_of_memory_on_one_rank_is_repeated_by_all_and_changes_nothing(tmp_path: Path, where: str) -> None:
     (alone,) = fitted(tmp_path / "alone", 1, **EXACT)
-    several = fitted(tmp_path / "several", 3, fit="shard", fault=(1, "little memory", 2), **EXACT)
+    several = fitted(tmp_path / "several", 3, fit="shard", fault=(1, where, 2), **EXACT)
     assert relative_error(several[2]["weights"], alone["weights"]) <= 1e-12
     assert [rank["ooms"][0] > 0 for rank in several] == [False, True, False]
+
+
+def test_samples_that_do_not_fit_on_one_rank_end_all_after_a_checkpoint(tmp_path: Path) -> None:
+    options = {**EXACT, "oom_retries": 0, "fault": (1, "no memory", 3)}
+    assert run_ranks(3, fit_line, tmp_path, fit="shard", **options) == [3, 3, 3]
+    assert error_text(tmp_path, 1).startswith("DoesNotFitError: Memory ran out for samples that may not be split")
+    assert "rank 1" in error_text(tmp_path, 0)
+
+
+@pytest.mark.parametrize(("how", "codes"), [("bug", [3, 1, 3]), ("kill", [3, -9, 3])])
+def test_a_rank_that_fails_in_a_pass_ends_all(tmp_path: Path, how: str, codes: list[int]) -> None:
+    assert run_ranks(3, fit_line, tmp_path, fit="shard", fault=(1, how, 3), **EXACT) == codes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

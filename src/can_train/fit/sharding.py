@@ -25,6 +25,7 @@ from can_train.fit.rescue import RepeatedError
 from can_train.fit.rungs import candidates, gathered_weights, modules_of_segment, sharded_parameters
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.sharded_tensors import padded, padded_numel, shard_of, sharded_like
+from can_train.memory.simulated.gpu import look_again
 
 if TYPE_CHECKING:
     from can_train.fit.rescue import Ladder, Try
@@ -160,6 +161,8 @@ class Shards:
             module.set_custom_reduce_scatter(_Reduce(self, name))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            for one in sharded_parameters(module):
+                _tell_resizes(one)
         for root in self._roots:
             root._get_fsdp_state()._lazy_init()
         for module in self._modules:
@@ -391,6 +394,20 @@ def _fully_shard(model: nn.Module, roots: Sequence[nn.Module], ranks: SharingRan
             fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
             sharded.append(module)
     return sharded
+
+
+def _tell_resizes(parameter: Any) -> None:
+    """Lets a simulated GPU see when a weight is gathered and freed: its storage is resized, by no operation."""
+
+    def told(resize: Callable[[], None]) -> Callable[[], None]:
+        def resize_and_tell() -> None:
+            resize()
+            look_again(parameter.all_gather_outputs)
+
+        return resize_and_tell
+
+    parameter.alloc_all_gather_outputs = told(parameter.alloc_all_gather_outputs)
+    parameter.free_unsharded_param = told(parameter.free_unsharded_param)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 from torch._C import DispatchKey
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from can_train.memory.cuda_operators import CUDA_OPERATORS, DeviceMode, composite
@@ -213,6 +214,17 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
                 if tracked is None or tracked.allocation is None:
                     self._track(storage, outside=False)
 
+    def look_again(self, tensors: Iterable[Tensor]) -> None:
+        """Counts storages that were resized by no operation."""
+        self.free_dead()
+        for tensor in tensors:
+            for storage in self._storages(tensor):
+                tracked = self._find(storage)
+                if tracked is None:
+                    self._track(storage, outside=self._outside)
+                elif tracked.allocation is not None and tracked.size != storage.nbytes():
+                    self._resize(tracked, storage.nbytes())
+
     def arrive(self, tensor: Tensor) -> Tensor:
         """Returns a copy on the device of a tensor that is on the host; a tensor that is there already as it is."""
         return tensor if self._outside or self.holds(tensor) else tensor.clone()
@@ -266,6 +278,13 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         else:
             del self._tracked[tracked.key]
         self._free(old)
+
+
+def look_again(tensors: Sequence[Tensor]) -> None:
+    """Lets what counts memory see that storages were resized by no operation, as `fully_shard` resizes them."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, StorageTracker):
+            mode.look_again(tensors)
 
 
 # Methods that return the dense tensors a sparse tensor is made of: it has no storage of its own.
