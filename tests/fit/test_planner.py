@@ -114,7 +114,7 @@ def test_a_planner_that_is_made_from_another_measures_modules_anew(tmp_path: Pat
     planner = Planner(run=line_run(tmp_path), task=task, model=task.build_model(), meter=meter, reporter=Notices())
     planner._measured["layer"] = ModuleCost(name="layer", saved_bytes=1, seconds=1.0)
     # Another phase has another loss.
-    assert not replace(planner, others_state_bytes=1)._measured
+    assert not replace(planner, state_leaves=True)._measured
 
 
 @pytest.mark.parametrize("batch", [1, 60])

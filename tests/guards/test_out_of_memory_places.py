@@ -40,6 +40,7 @@ TRIALS = {
     "training/explain.py _savings": "changes of a step are tried",
     "training/inference.py copy_to_device": "a finished model may be too large for a device",
     "training/loading.py ResidentData.move_to_device": "data that do not fit stay on the host",
+    "training/session.py Session.use_rung": "the optimizers' state may not fit on the device again",
     "training/reference_models.py ReferenceModels._decide": "placements of a reference model are tried",
     "training/reference_models.py ReferenceModels._with_host_fallback": "the host may have to compute",
 }

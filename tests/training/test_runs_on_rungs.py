@@ -1,6 +1,7 @@
 """Trainings whose largest sample does not fit by splitting alone: the plan's rung, its peak, and the same weights."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ import can_train
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
 from can_train.errors import ConfigError, DoesNotFitError
+from can_train.fit.rungs import Rung
 from can_train.reporter import Reporter, SilentReporter
 from can_train.training.train import train_new
 from fakes.bitwise import assert_same, final_state, losses
@@ -131,7 +133,7 @@ def test_a_rung_that_was_chosen_by_hand_is_not_the_first_of_later_runs(tmp_path:
 
 def test_a_rung_is_chosen_by_hand(tmp_path: Path) -> None:
     plan = plan_of(train(tmp_path, RUNGS["split"], fit="recompute", recompute=["[0-3]"]))
-    assert plan["rung"] == {"recompute": ["0", "1", "2", "3"], "offload": False, "ranks": 1}
+    assert plan["rung"] == {**asdict(Rung()), "recompute": ["0", "1", "2", "3"]}
 
 
 @pytest.mark.parametrize("fit", ["split", "off"])
@@ -151,7 +153,7 @@ CHANGING: Final = DEEP.replace(
 
 def test_where_modules_cannot_be_computed_again_saved_tensors_are_offloaded_alone(tmp_path: Path) -> None:
     run = train(tmp_path, RUNGS["recompute"], text=CHANGING)
-    assert plan_of(run)["rung"] == {"recompute": [], "offload": True, "ranks": 1}
+    assert plan_of(run)["rung"] == {**asdict(Rung(offload=True)), "recompute": []}
 
 
 def test_modules_that_were_named_and_cannot_be_computed_again_are_an_error(tmp_path: Path) -> None:
@@ -160,8 +162,9 @@ def test_modules_that_were_named_and_cannot_be_computed_again_are_an_error(tmp_p
 
 
 def test_where_no_rung_fits_the_error_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DoesNotFitError, match="of the device, also with --fit recompute and offload"):
-        train(tmp_path, "6MiB")
+    rungs = "recompute and offload and offload-optimizer and offload-all"
+    with pytest.raises(DoesNotFitError, match=f"of the device, also with --fit {rungs}"):
+        train(tmp_path, "5MiB")
 
 
 def test_a_dry_run_names_the_rung_for_each_device(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_each_phase_is_planned_by_its_own_cost_with_room_for_the_others_optimize
     assert [plan.phase for plan in session.own_plan.phases] == ["critic", "generator"]
     assert len({plan.phase_plan.logical_batch for plan in session.own_plan.phases}) == 1
     states = [planner.explorer.optimizer_memory().state_bytes for planner in session.planners.phases]
-    assert [planner.others_state_bytes for planner in session.planners.phases] == [states[1], states[0]]
+    assert [planner.explorer.others_state_bytes for planner in session.planners.phases] == [states[1], states[0]]
 
 
 def test_a_plan_with_phases_is_read_back(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ CHOICES: Final = {
     "lr_scale": ("auto", "none", "sqrt", "linear"),
     "optimizer": ("adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam",
                   "rmsprop", "rprop"),
-    "fit": ("auto", "split", "recompute", "offload", "shard", "off"),
+    "fit": ("auto", "split", "recompute", "offload", "offload-optimizer", "offload-all", "shard", "off"),
     "order": ("shuffled", "bucketed"),
     "precision": PRECISIONS,
     "scheduler": ("cosine", "constant", "linear", "one-cycle", "step", "plateau", "wsd"),
@@ -324,7 +324,8 @@ class TrainingSettings:
     min_micro_batch_size: int = 1
     """Samples below which a batch is never split."""
     fit: str = "auto"
-    """How far a step goes to fit, with the same gradient: split, recompute, offload, shard; auto: the first to fit."""
+    """How far a step goes to fit, with the same gradient: split, recompute, offload (saved tensors), offload-optimizer,
+    offload-all, shard; auto: the first to fit."""
     recompute: list[str] = field(default_factory=list)
     """Modules that the backward pass computes again, by name or pattern: [layers.*]; none: chosen from the model."""
     adaptive_micro_batch: bool = True

@@ -390,7 +390,7 @@ def memory_fingerprint(run: ResolvedRun) -> dict[str, Any]:
         # A copy of the weights is in the memory of each step.
         **({"averaged": True} if training.averaging is not None else {}),
         # The rung that was chosen by hand; splitting alone leads to no other.
-        **({"fit": training.fit} if training.fit in ("recompute", "offload", "shard") else {}),
+        **({"fit": training.fit} if training.fit not in ("auto", "split", "off") else {}),
         **({"recompute": list(training.recompute)} if training.recompute else {}),
         # As earlier runs have it where nothing is compiled.
         "compiled": training.compile if training.compile != "off" else False,

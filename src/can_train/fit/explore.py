@@ -64,6 +64,8 @@ from can_train.memory.sharded_tensors import shard_of
 from can_train.task import Phase
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from can_train.config.settings import TrainingSettings
     from can_train.fit.compiled import CompiledModel
     from can_train.fit.factor_rule import EarlierSearch, RememberedLimit, RememberedLimits
@@ -466,7 +468,8 @@ class Explorer:
     verify: bool = True  # Whether limits are tried; otherwise they are predicted, for a device that need not be at hand
     reference_tensors: Sequence[Tensor] = ()  # Tensors of reference models that are on the device
     phase: Phase = field(default_factory=Phase)  # Whose parameters are trained; the task is as it is in it
-    others_state_bytes: int = 0  # Size of the state of the other phases' optimizers, which is on the device meanwhile
+    other_phases: Sequence[Explorer] = ()  # Whose optimizers have state, too
+    others_state_bytes: int = 0  # The part of their state that is on the device meanwhile
     search_seconds: float = math.inf  # That a search of limits may take in any case
     epoch_share: float = SEARCH_SHARE  # The share of an epoch with every sample that it may take where that is more
     record: Record | None = None  # Measures a batch on a device that is not at hand; None: probes alone predict it
@@ -512,6 +515,7 @@ class Explorer:
             known = None
         with self._trained_alone() as buffer_copies:
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
+            optimizer_peak = self._bytes_without_batch(optimizer) + optimizer.transient_bytes
             training = find_limit(work, self.meter, upper, replace(search, known=known.training if known else None))
             # Evaluation runs without gradients.
             del work
@@ -528,7 +532,7 @@ class Explorer:
             capacity_bytes=self.meter.capacity_bytes,
             training=training,
             evaluation=evaluation,
-            optimizer_peak_bytes=self._bytes_without_batch(optimizer) + optimizer.transient_bytes,
+            optimizer_peak_bytes=optimizer_peak,
             gradient_bytes=optimizer.parameter_bytes,
         )
 
@@ -574,14 +578,32 @@ class Explorer:
 
     def optimizer_memory(self) -> OptimizerMemory:
         """Measures, on the host, the memory of the phase's optimizer for the parameters that are trained now."""
-        training, device = self.training, self.meter.device
+        return self._optimizer_memory(offloaded=self.rung.offload_optimizer)
+
+    def count_others_state(self) -> None:
+        """Counts the state of the other phases' optimizers on the rung in force; to be called outside of a phase."""
+        offloaded = self.rung.offload_optimizer
+        states = (one._optimizer_memory(offloaded=offloaded).state_bytes for one in self.other_phases)
+        self.others_state_bytes = sum(states)
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Bytes of the state of all phases' optimizers that wait on the host."""
+        return sum(one._optimizer_memory(offloaded=True).host_bytes for one in (self, *self.other_phases))
+
+    def make_optimizer(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
+        """Makes the phase's optimizer for some parameters."""
+        return make_optimizer(list(parameters), self.training, self.training.lr, self.meter.device)
+
+    def _optimizer_memory(self, *, offloaded: bool) -> OptimizerMemory:
+        training = self.training
         with self.meter.host(), only_trained(self.model, self.phase):
-            trained = tuple((shard_of(one).shape, one.dtype) for one in self._parameters)
+            trained = (offloaded, *((shard_of(one).shape, one.dtype) for one in self._parameters))
             if trained in self._optimizers:
                 return self._optimizers[trained]
             try:
                 self._optimizers[trained] = measure_optimizer(
-                    self._parameters, lambda shadows: make_optimizer(list(shadows), training, training.lr, device)
+                    self._parameters, self.make_optimizer, offloaded=offloaded
                 )
             except CanTrainError:
                 raise
@@ -769,6 +791,9 @@ def _divisor(denominator: float | Tensor) -> float | Tensor:
     return float(denominator) or 1.0
 
 
+MODEL_MUST_FIT: Final = "Weights, gradients and optimizer state must fit on the device"
+
+
 def model_does_not_fit(need_bytes: int, capacity_bytes: int, foreign_bytes: int = 0) -> DoesNotFitError:
     """Makes the error for a model that leaves no room for a batch; other processes hold `foreign_bytes`."""
     found = f"they need {size_text(need_bytes)}, the device has {size_text(capacity_bytes)}"
@@ -777,7 +802,7 @@ def model_does_not_fit(need_bytes: int, capacity_bytes: int, foreign_bytes: int 
     elif need_bytes <= capacity_bytes:
         found += ", too little for the whole pages in which the allocator takes memory"
     return DoesNotFitError(
-        "Weights, gradients and optimizer state must fit on the device",
+        MODEL_MUST_FIT,
         value=found,
         remedy=_smaller_model(max(need_bytes, capacity_bytes)),
         details=OutOfMemoryDetails(need_bytes=need_bytes),
@@ -788,7 +813,6 @@ def _smaller_model(need_bytes: float) -> str:
     return f"Choose a smaller model by its settings (--set), or a larger device ({cards_that_hold(need_bytes)})"
 
 
-def bytes_of_others(explorers: Sequence[Explorer]) -> list[int]:
-    """Returns for each of a task's phases the size of the state that the other phases' optimizers keep."""
-    states = [explorer.optimizer_memory().state_bytes for explorer in explorers]
-    return [sum(states) - own for own in states]
+def others_of(explorers: Sequence[Explorer]) -> list[list[Explorer]]:
+    """Returns for the explorer of each phase the explorers of the other phases."""
+    return [[one for one in explorers if one is not explorer] for explorer in explorers]

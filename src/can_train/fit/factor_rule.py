@@ -112,6 +112,7 @@ class RememberedLimits:
     evaluation: RememberedLimit
     recompute: tuple[str, ...] = ()  # Modules that the backward pass computed again
     offload: bool = False  # Whether saved tensors waited on the host
+    offload_optimizer: bool = False  # Whether the optimizer's state did
     ranks: int = 1  # That weights and optimizer state were sharded over
 
 

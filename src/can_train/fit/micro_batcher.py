@@ -27,7 +27,7 @@ from can_train.fit.optimizer import parameters_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.peak_prediction import PeakPrediction
 from can_train.fit.rescue import Backoff, Ladder, RepeatedError, Rescue, RescueSettings, Try, Undo, leaves_of
-from can_train.fit.rungs import NOT_REPEATABLE, computed_on, is_not_repeatable, rungs_of
+from can_train.fit.rungs import NOT_REPEATABLE, Rung, computed_on, is_not_repeatable, rungs_of
 from can_train.fit.search import SizeSearch
 from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import Meter, meter_of, tensors_of
@@ -330,6 +330,7 @@ class MicroBatcher:
             until then.
         compiled: The compiler of the model, which a part that it fails for is computed without; None: there is none.
         ladder: The rungs that a step may be computed on.
+        use_rung: Called with a rung before a part is computed on it for the first time; tells whether it can be.
     """
 
     def __init__(  # noqa: PLR0913 - the entrance for people with a loop of their own
@@ -352,6 +353,7 @@ class MicroBatcher:
         # Only the ranks of a run share a model out.
         check_choice("fit", fit, [choice for choice in CHOICES["fit"] if choice != "shard"])
         self.ladder = Ladder(rungs_of(model, fit, is_host=self._meter.is_host))
+        self.use_rung: Callable[[Rung], bool] = lambda rung: True
         self._rescue = Rescue(self._meter, self._settings, climb=self.climb)
         # Evaluation costs less a sample, so limits that training learned do not hold for evaluation.
         self._evaluation = Rescue(self._meter, self._settings)
@@ -535,6 +537,7 @@ class MicroBatcher:
                 raise
             warnings.warn(f"{NOT_REPEATABLE}.", stacklevel=2)
             self.ladder.without_recomputation()
+            self.use_rung(self.ladder.rung)
             part.again = True
             forget_frames(error)
 
@@ -651,13 +654,13 @@ class MicroBatcher:
             backoff = backoff.after_step(planned=self._largest_planned, factor=self._settings.factor)
         self._retries, self._retries_rose = retries, rose
         self._rescue.backoff = backoff
-        if self._settings.regrow:
-            self.ladder.after_step()
+        if self._settings.regrow and self.ladder.after_step() and not self.use_rung(self.ladder.rung):
+            self.ladder.climb()
 
     def climb(self) -> bool:
         """Goes on to the next rung; tells whether there is one."""
         # A compiled model is traced once, on one rung.
-        return self.compiled is None and self.ladder.climb()
+        return self.compiled is None and self.ladder.climb() and self.use_rung(self.ladder.rung)
 
     def watch(self, on_oom: Callable[[], object]) -> None:
         """Registers a function that is called after each out-of-memory of training, such as `MemoryMonitor.rescued`."""

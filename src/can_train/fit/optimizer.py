@@ -39,6 +39,7 @@ from can_train.errors import (
     nearest_first,
     unknown_name,
 )
+from can_train.fit.offloaded_state import OffloadedState, parameters_on_host
 from can_train.io.units import size_text
 from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
 from can_train.memory.sharded_tensors import shard_like, shard_of, sharded_optimizer
@@ -354,6 +355,20 @@ class Optimization:
     is_lazy: bool  # Whether the first step of a parameter makes its state; Adagrad makes it at once, and never again
     # Of the phase. A frozen one has no gradient, so the optimizer passes over it until it is thawed.
     parameters: list[nn.Parameter]
+    offloaded: OffloadedState | None = None  # The state that waits on the host; None: it never has
+
+    @property
+    def device_state_bytes(self) -> int:
+        """Bytes of the optimizer's state that are on the device."""
+        return state_bytes(self.optimizer) if self.offloaded is None else self.offloaded.device_bytes
+
+    def keep_state(self, *, on_host: bool) -> None:
+        """Keeps the optimizer's state on the host from now on, or on the device, where memory may run out."""
+        if on_host:
+            self.offloaded = self.offloaded or OffloadedState(self.optimizer)
+            self.offloaded.begin()
+        elif self.offloaded is not None:
+            self.offloaded.end()
 
     def step(self, number: int = 0, update: int = 0) -> bool:
         """Unscales and clips the gradients, adds noise, steps, and clears them; the caller moves the schedule.
@@ -444,6 +459,10 @@ class Optimization:
         Raises:
             ValueError: It belongs to other parameters, or a part of it is something else.
         """
+        with nullcontext() if self.offloaded is None else self.offloaded.loading():
+            self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
         own = {name: part.state_dict() for name, part in self._parts.items()}
         fresh = [{**group, "params": None} for group in self.optimizer.param_groups]
         for name, part in self._parts.items():
@@ -622,14 +641,19 @@ def make_optimization(  # noqa: PLR0913 - the settings of a phase, and a task's 
     total_steps: int,
     phase: Phase = Phase(),  # noqa: B008 - frozen
     schedule_of: Callable[[Optimizer, int], object] = by_settings,
+    offloaded: bool = False,
 ) -> Optimization:
     """Makes optimizer, schedule and scaler for all parameters of a phase, also those that are frozen now and thawed
     later. `lr` is the learning rate at the plan's logical batch, `total_steps` counts optimizer steps, not
-    micro-batches. `schedule_of` is `Task.schedule`.
+    micro-batches. `schedule_of` is `Task.schedule`; `offloaded` tells whether the state waits on the host.
     """
     named = phase_parameters(model, phase)
     groups, device = parameter_groups(model, named, training, lr), named[0][1].device
-    optimizer = make_optimizer(groups, training, lr, device)
+    with parameters_on_host([parameter for _, parameter in named]) if offloaded else nullcontext():
+        optimizer = make_optimizer(groups, training, lr, device)
+    state = OffloadedState(optimizer) if offloaded else None
+    if state is not None:
+        state.begin()
     ticks = total_steps if training.scheduler_interval == "step" else training.epochs
     is_lazy = not optimizer.state
     scheduler, plateau = _task_schedule(schedule_of, optimizer, ticks), None
@@ -648,6 +672,7 @@ def make_optimization(  # noqa: PLR0913 - the settings of a phase, and a task's 
         plateau=plateau,
         is_lazy=is_lazy,
         parameters=[parameter for _, parameter in named],
+        offloaded=state,
     )
 
 
@@ -891,12 +916,15 @@ class OptimizerMemory:
     transient_bytes: int  # Temporary memory of a step
     # Size of each trained parameter that is not empty: the pieces that an optimizer works in.
     tensor_bytes: tuple[int, ...]
+    host_bytes: int = 0  # State that waits on the host between steps
 
 
 def measure_optimizer(
-    parameters: Iterable[Tensor], make: Callable[[Sequence[nn.Parameter]], Optimizer]
+    parameters: Iterable[Tensor], make: Callable[[Sequence[nn.Parameter]], Optimizer], *, offloaded: bool = False
 ) -> OptimizerMemory:
-    """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes."""
+    """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes; `offloaded`
+    tells whether its state waits on the host.
+    """
     # Only planning measures: whoever evaluates a finished run needs this module's precision, and no simulated GPU.
     from can_train.memory.simulated.gpu import LiveStorageTracker
 
@@ -907,7 +935,10 @@ def measure_optimizer(
             shadow.grad = torch.zeros_like(shadow)
         before = tracker.live_bytes
         # Adagrad makes its state here.
-        optimizer = make(shadows)
+        with parameters_on_host(shadows) if offloaded else nullcontext():
+            optimizer = make(shadows)
+        if offloaded:
+            OffloadedState(optimizer).begin()
         optimizer.step()
         state_bytes = tracker.live_bytes - before
         # State is made in the first step, so only the second has the temporary memory of all later ones.
@@ -918,6 +949,7 @@ def measure_optimizer(
         state_bytes=max(state_bytes, 0),
         transient_bytes=max(transient_bytes, 0),
         tensor_bytes=tuple(shadow.nbytes for shadow in shadows if shadow.nbytes),
+        host_bytes=tracker.host_bytes,
     )
 
 

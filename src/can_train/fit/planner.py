@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -17,10 +17,12 @@ from can_train.fit.batch_dependence import UNKNOWN as UNKNOWN_DEPENDENCE
 from can_train.fit.compiled import SAVED_SHARE, compile_notices, compiles_on
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.epochs import epoch_shares, planned_orders
-from can_train.fit.explore import Explorer, bytes_of_others
+from can_train.fit.explore import MODEL_MUST_FIT, Explorer, others_of
 from can_train.fit.factor_rule import NO_AIM, PROVISIONAL, Aim, EarlierSearch, FactorRule
+from can_train.fit.offloaded_state import refusal
 from can_train.fit.optimizer import (
     capture_generators,
+    make_optimizer,
     phase_parameters,
     phase_training,
     restore_generators,
@@ -28,7 +30,7 @@ from can_train.fit.optimizer import (
 from can_train.fit.packing import ROUNDING, BatchCosts, SplitRules
 from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, spare_room
 from can_train.fit.plan_notices import format_notices, limits_notices, too_large_notices
-from can_train.fit.rescue import Ladder
+from can_train.fit.rescue import Ladder, without_recomputation
 from can_train.fit.run_plan import DataPlacement, PredictedLimit, RunPlan, price
 from can_train.fit.rungs import (
     NOT_REPEATABLE,
@@ -42,6 +44,7 @@ from can_train.fit.rungs import (
 from can_train.fit.search import NO_RECORDING, SEARCH_SECONDS, SEARCH_SHARE, RecordedPhase, Recording
 from can_train.io.units import counted, size_text
 from can_train.memory.catalogue import cards_that_hold, predicted_room
+from can_train.memory.host import HOST_SHARE, available_bytes
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory, forget_frames
 from can_train.task import Phase
@@ -107,7 +110,8 @@ class Planner:
     ranks: int = 1  # Processes that train the run; a plan made here assumes that all of them are alike
     reference_tensors: Sequence[Tensor] = ()  # Tensors of reference models that are on the device
     phase: Phase = field(default_factory=Phase)  # That is planned; the task is as it is in it
-    others_state_bytes: int = 0  # Size of the state of the other phases' optimizers
+    other_phases: Sequence[Explorer] = ()  # Whose optimizers have state, too
+    state_leaves: bool = False  # Whether the state of all optimizers waits on the host, because another phase needs it
     search_seconds: float = SEARCH_SECONDS  # That a search of limits may take, however short an epoch is
     recording: Recording = NO_RECORDING  # What was recorded of the task, in place of probes
     shards: Shards | None = None  # The model's shards on the ranks; None: each rank has the whole model
@@ -131,7 +135,7 @@ class Planner:
             verify=self.verify,
             reference_tensors=self.reference_tensors,
             phase=self.phase,
-            others_state_bytes=self.others_state_bytes,
+            other_phases=self.other_phases,
             # Each rank trains a share of an epoch. Their clocks differ, so do their limits, as their devices' limits
             # may: they agree on the plans that are made of them.
             search_seconds=self.search_seconds,
@@ -147,7 +151,19 @@ class Planner:
         training, ranks = self.training, 1 if self.shards is None else self.shards.size
         # On shards, a step goes as far to fit as it would go without them.
         fit = "auto" if training.fit == "shard" else training.fit
-        return rungs_of(self.model, fit, training.recompute, is_host=self.meter.is_host, ranks=ranks)
+        return rungs_of(self.model, fit, training.recompute, is_host=self.meter.is_host, ranks=ranks,
+                        state_can_leave=self._state_can_leave())  # fmt: skip
+
+    def _state_can_leave(self) -> bool:
+        fit = self.training.fit
+        if self.meter.is_host or self.shards is not None or fit not in ("auto", "offload-optimizer", "offload-all"):
+            return False
+        make = partial(make_optimizer, training=self.training, lr=self.training.lr, device=self.meter.device)
+        reason = refusal(make)
+        if reason and fit != "auto":
+            rule = f"training.fit={fit} keeps the state of an optimizer on the host"
+            raise ConfigError(rule, value=f"{self.training.optimizer}: {reason}", remedy="Give --fit auto")
+        return not reason
 
     @property
     def _recorded(self) -> RecordedPhase | None:
@@ -247,18 +263,23 @@ class Planner:
         if known is not None and known.ranks != self.rungs[0].ranks:
             known = None
         left = [*(self.rungs if known is None else Ladder(self.rungs).on(rung_of(known)).rungs)]
+        if self.state_leaves:
+            left = [rung for rung in left if rung.offload_optimizer] or left
         while left:
             self.explorer.rung = rung = left.pop(0)
             if rung != self.rungs[0] and self.batch_dependence is UNKNOWN_DEPENDENCE:
                 # On this rung a few samples may fit, which did not on the first one.
                 del self.batch_dependence
             try:
+                self._check_host(rung)
                 made = plan()
             except DoesNotFitError as error:
                 # The frames of its traceback hold tensors, which the next rung has no room for.
                 error.__traceback__ = error.__context__ = None
                 failures[rung] = error
                 self.meter.release()
+                if error.rule == MODEL_MUST_FIT:
+                    left = [one for one in left if one.offload_optimizer and not rung.offload_optimizer]
                 continue
             except Exception as error:
                 if not rung.recompute or not is_not_repeatable(error):
@@ -280,9 +301,21 @@ class Planner:
         forget_frames(error)
         self.meter.release()
         self.reporter.notice(NOT_REPEATABLE)
-        first, *higher = self.rungs
-        self.rungs = (first, *(replace(rung, recompute=()) for rung in higher if rung.offload))
-        return [replace(rung, recompute=()) for rung in left if rung.offload]
+        self.rungs = without_recomputation(self.rungs)
+        return [rung for rung in without_recomputation(left) if rung != self.rungs[0]]
+
+    def _check_host(self, rung: Rung) -> None:
+        """Checks that the optimizer's state fits into the memory of the host, where it is to wait there."""
+        if not rung.offload_optimizer or isinstance(self.meter, AbsentGpuMeter):
+            return
+        need_bytes, room_bytes = self.explorer.host_state_bytes, HOST_SHARE * available_bytes()
+        if need_bytes > room_bytes:
+            raise DoesNotFitError(
+                "The optimizer's state must fit into the memory of the host, where it is to wait",
+                value=f"it takes {size_text(need_bytes)}, {size_text(room_bytes)} may be used",
+                remedy="Ask for more memory of the host (--mem), or take --optimizer sgd, which needs less",
+                details=OutOfMemoryDetails(of_host=True),
+            )
 
     def _with_fewest_modules(self, made: RunPlan, plan: Callable[[], RunPlan]) -> RunPlan:
         """Plans that no more modules are computed again than the largest sample needs; `made` has all of them."""
@@ -396,6 +429,7 @@ class Planner:
         they were.
         """
         generators = capture_generators()
+        self.explorer.count_others_state()
         with self.reporter.stage("finding what fits in memory", unit="trials") as stage:
 
             def upper(costs: BatchCosts) -> float:
@@ -421,6 +455,7 @@ class Planner:
         from can_train.fit.prediction import record_phase
 
         samples = price(self.task, self.task.train_rows, None)
+        self.explorer.count_others_state()
         return record_phase(self.explorer, search_upper(self.request(), samples, factor=PROVISIONAL))
 
     def _same_batch(self, frozen: RunPlan) -> PlanRequest:
@@ -456,7 +491,7 @@ class Planner:
                 "training.order=bucketed: batches hold samples of about the same size, which changes training"
             )
         notices += self.batch_dependence.sentences(split=plan.most_parts > 1, ranks=self.ranks)
-        samples = None
+        samples, on_host = None, self.explorer.host_state_bytes if self.explorer.rung.offload_optimizer else 0
         if limits is not None:
             if limits.not_recorded_because:
                 notices.append(f"Small batches on the CPU alone predict the memory: {limits.not_recorded_because}")
@@ -472,7 +507,7 @@ class Planner:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(phase_plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
                        notices=tuple(notices), phase=self.phase.name, room_samples=samples,
-                       rung=self.explorer.rung)  # fmt: skip
+                       rung=self.explorer.rung, state_on_host_bytes=on_host)  # fmt: skip
 
     @property
     def _counted_rows(self) -> Rows:
@@ -517,10 +552,10 @@ class Planners:
         if len(phases) == 1 and phases[0].loss is None and not phases[0].parameters:
             return cls((replace(planner, phase=phases[0]),))
         alone = [replace(planner, task=planner.task.in_phase(phase), phase=phase) for phase in phases]
-        state_bytes = bytes_of_others([planner.explorer for planner in alone])
+        explorers = [planner.explorer for planner in alone]
         seconds = planner.search_seconds / len(phases)
-        return cls(tuple(replace(planner, others_state_bytes=size, search_seconds=seconds)
-                         for planner, size in zip(alone, state_bytes, strict=True)))  # fmt: skip
+        return cls(tuple(replace(planner, other_phases=others, search_seconds=seconds)
+                         for planner, others in zip(alone, others_of(explorers), strict=True)))  # fmt: skip
 
     @property
     def first(self) -> Planner:
@@ -529,8 +564,21 @@ class Planners:
 
     def make(self, factor: FactorRule) -> RunPlan:
         """Makes the plan; raises as `Planner.make` does."""
-        plan = self.joined([planner.make(factor) for planner in self.phases], factor)
+        plan = self.joined(self.on_common_rungs(lambda planner: planner.make(factor)), factor)
         return self.place_data(plan, factor)
+
+    def on_common_rungs(self, plan: Callable[[Planner], RunPlan]) -> list[RunPlan]:
+        """Plans each phase; where one needs the memory of all optimizers' states, all states wait on the host."""
+        plans = [plan(planner) for planner in self.phases]
+        if len({made.rung.offload_optimizer for made in plans}) == 1:
+            return plans
+        for planner in self.phases:
+            planner.state_leaves = True
+        try:
+            return [plan(planner) for planner in self.phases]
+        finally:
+            for planner in self.phases:
+                planner.state_leaves = False
 
     def place_data(self, plan: RunPlan, factor: FactorRule) -> RunPlan:
         """Decides whether the data live on the device, and plans the same batch beside them.
@@ -586,8 +634,10 @@ class Planners:
 
     def replan_same_batch(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
         """Plans anew how a plan's logical batch is cut; `held_bytes` of all optimizers' state are there already."""
-        first, *later = (planner.replan_same_batch(phase, factor, held_bytes=held_bytes)
-                         for planner, phase in zip(self.phases, frozen.phases, strict=True))  # fmt: skip
+        frozen_phases = dict(zip(map(id, self.phases), frozen.phases, strict=True))
+        first, *later = self.on_common_rungs(
+            lambda planner: planner.replan_same_batch(frozen_phases[id(planner)], factor, held_bytes=held_bytes)
+        )
         return replace(first, later=tuple(later), data=frozen.data)
 
     def common(self, plans: Sequence[RunPlan], ours: RunPlan, factor: FactorRule) -> RunPlan:
@@ -602,15 +652,16 @@ def _on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:
     (_, first), *others = failures.items()
     # Weights and the optimizer's state take as much on all of them.
     further = [(rung, error) for rung, error in others if error.rule == first.rule and error.value != first.value]
-    needs = [
-        f"{size_text(error.details.need_bytes)} with --fit {rung.name}"
+    # Of rungs with the same name, the last one goes furthest.
+    needs = {
+        rung.name: f"{size_text(error.details.need_bytes)} with --fit {rung.name}"
         for rung, error in further
         if error.details.need_bytes is not None
-    ]
+    }
     if needs:
-        first.value += f", and {', '.join(needs)}"
+        first.value += f", and {', '.join(needs.values())}"
     elif others and first.details.need_bytes is None:
-        first.value += f", also with --fit {' and '.join(rung.name for rung, _ in others)}"
+        first.value += f", also with --fit {' and '.join(dict.fromkeys(rung.name for rung, _ in others))}"
     return first
 
 

@@ -41,12 +41,13 @@ from can_train.fit.explore import (
     ProbeBounds,
     Upper,
     Workload,
-    bytes_of_others,
     left_as_it_was,
+    others_of,
     probe,
     resident_bytes,
     weighted_loss,
 )
+from can_train.fit.offloaded_state import OffloadedState
 from can_train.fit.optimizer import (
     Precision,
     make_optimizer,
@@ -563,6 +564,8 @@ class TaskStep:
             self._maker(training)([parameter for _, parameter in phase_parameters(self.model, phase)])
             for phase, training in phases
         ]
+        for optimizer in optimizers if self.rung.offload_optimizer else ():
+            OffloadedState(optimizer).begin()
         for _ in range(_RECORDED_STEPS):
             for (phase, training), optimizer in zip(phases, optimizers, strict=True):
                 with only_trained(self.model, phase):
@@ -776,8 +779,9 @@ def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPre
                  rows=task.train_rows, verify=False, phase=phase)
         for phase in task.phases()
     ]  # fmt: skip
-    for explorer, others in zip(explorers, bytes_of_others(explorers), strict=True):
-        explorer.others_state_bytes = others
+    for explorer, others in zip(explorers, others_of(explorers), strict=True):
+        explorer.other_phases = others
+        explorer.count_others_state()
     return max((_of_phase(explorer, batch) for explorer in explorers), key=lambda found: found.peak_bytes)
 
 

@@ -139,21 +139,26 @@ class Ladder:
 
     def without_recomputation(self) -> None:
         """Leaves the rungs out that compute modules again, for a model that cannot be; goes on to the next one."""
-        self.rungs = tuple(dict.fromkeys(replace(rung, recompute=()) for rung in self.rungs))
-        self.level = len(self.rungs) - 1
+        self.rungs = without_recomputation(self.rungs)
+        self.level = min(1, len(self.rungs) - 1)
 
-    def after_step(self) -> None:
-        """Counts an optimizer step; after a quiet stretch the rung below is tried once more."""
+    def after_step(self) -> bool:
+        """Counts an optimizer step; after a quiet stretch goes back to the rung below, and returns True."""
         if self.level == 0:
-            return
+            return False
         self.quiet += 1
-        if self.quiet >= self.patience:
-            self.level, self.quiet, self.patience = self.level - 1, 0, min(2 * self.patience, MAX_QUIET_STEPS)
+        if self.quiet < self.patience:
+            return False
+        self.level, self.quiet, self.patience = self.level - 1, 0, min(2 * self.patience, MAX_QUIET_STEPS)
+        return True
 
     def on(self, rung: Rung) -> Ladder:
-        """Returns the ladder of a plan: from the plan's rung on, with the rungs above it that go further."""
-        higher = (one for one in self.rungs if (one.offload, len(one.recompute)) > (rung.offload, len(rung.recompute)))
-        return Ladder((rung, *higher))
+        """Returns the ladder of a plan: the plan's rung, and rungs each of which goes further than the one before."""
+        rungs = [rung]
+        for one in self.rungs:
+            if one.goes_further(rungs[-1]):
+                rungs.append(one)
+        return Ladder(tuple(rungs))
 
     def state_dict(self) -> dict[str, int]:
         """Returns the rung in force and its history, for a checkpoint."""
@@ -163,6 +168,11 @@ class Ladder:
         """Restores a state of `state_dict`, of a ladder of the same rungs."""
         self.level = min(state["level"], len(self.rungs) - 1)
         self.quiet, self.patience = state["quiet"], state["patience"]
+
+
+def without_recomputation(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
+    """Returns rungs for a model whose modules cannot be computed again."""
+    return tuple(dict.fromkeys(replace(rung, recompute=()) for rung in rungs))
 
 
 class PartDoesNotFitError(DoesNotFitError):

@@ -60,6 +60,7 @@ class RunPlan:
     room_samples: int | None = None  # Predicted to fit at once on all devices; None without a search
     rung: Rung = SPLIT_ALONE  # That steps are computed on
     rung_saves_bytes: int = 0  # Bytes that the largest sample saves less for the backward pass; 0: not known
+    state_on_host_bytes: int = 0  # Of all optimizers' state that waits on the host between steps
     rung_longer: float = 0.0  # Predicted share of a step's time that computing modules again adds
 
     @property

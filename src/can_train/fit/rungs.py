@@ -1,7 +1,8 @@
 """Rungs: how far a training step goes to fit on its device. On every rung the gradient is the same.
 
 On rung 0 batches are split. On rung 1 chosen modules are computed again in the backward pass, in place of keeping their
-activations. On rung 2 the tensors that are still saved for the backward pass wait in the memory of the host.
+activations. On rung 2 the tensors that are still saved for the backward pass wait in the memory of the host. On rung 3
+the state of the optimizer waits there between its steps (`offloaded_state.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from can_train.errors import ConfigError, nearest_first
-from can_train.memory.cuda_operators import is_on_device, on_host
-from can_train.memory.host import available_bytes
+from can_train.memory.cuda_operators import is_on_device, offloading, on_host
+from can_train.memory.host import HOST_SHARE, available_bytes
 from can_train.memory.meters import copy_stream
 from can_train.memory.out_of_memory import error_chain
 from can_train.memory.sharded_tensors import shard_of
@@ -41,7 +42,6 @@ OFFLOADED_LEAST_BYTES: Final = 4096  # Smaller tensors stay on the device: a cop
 # Copies to the host that may be under way. The device keeps the tensors until then, on every device alike, so that a
 # prediction on a simulated GPU holds.
 _COPIES_AHEAD: Final = 2
-_HOST_SHARE: Final = 0.8  # Of the memory that the host has left, which the tensors of a micro-batch may take
 _LEAST_SEGMENTED: Final = 4  # Modules of a sequence that is recomputed in segments
 _SWITCHES: Final = ("activation", "gradient")  # Kinds of checkpointing, as transformers 5 and 4 name their switch
 _KNAPSACK_UNITS: Final = 1000  # Parts of the room for activations, in which modules are packed
@@ -51,28 +51,41 @@ _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """How the activations of a step are kept.
+    """How the activations of a step, and the state of its optimizer, are kept.
 
     Attributes:
         recompute: Names of the modules that the backward pass computes again; `net[0:4]` are four modules of a
             sequence. A model that checkpoints itself, as those of `transformers` do, does so by its own switch.
         offload: Whether saved tensors wait in the memory of the host.
+        offload_optimizer: Whether the optimizer's state waits there.
         ranks: Ranks that weights, gradients and optimizer state are sharded over; 1: each rank has all of them.
     """
 
     recompute: tuple[str, ...] = ()
     offload: bool = False
+    offload_optimizer: bool = False
     ranks: int = 1
 
     def __bool__(self) -> bool:
         """Whether anything is computed otherwise than by splitting alone."""
-        return bool(self.recompute) or self.offload or self.ranks > 1
+        return self != SPLIT_ALONE
+
+    def goes_further(self, other: Rung) -> bool:
+        """Whether a step takes less memory on this rung than on another one, in one way at least, and more in none."""
+        ways, others = self._ways, other._ways
+        return ways != others and all(way >= of_other for way, of_other in zip(ways, others, strict=True))
+
+    @property
+    def _ways(self) -> tuple[int, int, int]:
+        return len(self.recompute), self.offload, self.offload_optimizer
 
     @property
     def name(self) -> str:
         """The rung's name, as in `--fit`."""
         if self.ranks > 1:
             return "shard"
+        if self.offload_optimizer:
+            return "offload-all" if self.offload else "offload-optimizer"
         if self.offload:
             return "offload"
         return "recompute" if self.recompute else "split"
@@ -87,6 +100,8 @@ class Rung:
             parts.append(f"{_named(self.recompute)} {verb} computed again in the backward pass")
         if self.offload:
             parts.append("saved tensors wait on the host")
+        if self.offload_optimizer:
+            parts.append("the optimizer's state waits on the host")
         return _listed(parts) or "batches are split"
 
 
@@ -99,7 +114,8 @@ SPLIT_ALONE: Final = Rung()
 
 def rung_of(remembered: RememberedLimits) -> Rung:
     """Returns the rung that an earlier run found its limits on."""
-    return Rung(recompute=remembered.recompute, offload=remembered.offload, ranks=remembered.ranks)
+    return Rung(recompute=remembered.recompute, offload=remembered.offload, ranks=remembered.ranks,
+                offload_optimizer=remembered.offload_optimizer)  # fmt: skip
 
 
 def _named(names: Sequence[str]) -> str:
@@ -114,17 +130,24 @@ def _named(names: Sequence[str]) -> str:
     )
 
 
-def rungs_of(
-    model: nn.Module, fit: str, patterns: Sequence[str] = (), *, is_host: bool = False, ranks: int = 1
+def rungs_of(  # noqa: PLR0913 - the model, the settings, and what the device and the optimizer allow
+    model: nn.Module,
+    fit: str,
+    patterns: Sequence[str] = (),
+    *,
+    is_host: bool = False,
+    ranks: int = 1,
+    state_can_leave: bool = False,
 ) -> tuple[Rung, ...]:
     """Returns the rungs that a model may be computed on, in the order in which they are tried.
 
     Args:
         model: The model.
-        fit: The setting: auto, split, recompute or offload.
+        fit: The setting, one of `CHOICES["fit"]`.
         patterns: Modules to recompute, by name or pattern; without any, all that can be.
         is_host: Whether the device is the host itself, where nothing can be offloaded.
         ranks: Ranks that weights, gradients and optimizer state are sharded over.
+        state_can_leave: Whether the optimizer's state may wait on the host.
 
     Raises:
         ConfigError: A pattern names no module.
@@ -137,12 +160,17 @@ def rungs_of(
     recompute = Rung(recompute=names)
     if fit == "recompute":
         return (recompute,)
-    if fit == "offload":
-        return (SPLIT_ALONE,) if is_host else (Rung(recompute=names if patterns else (), offload=True),)
-    higher = [recompute] if names else []
-    if not is_host:
-        higher.append(Rung(recompute=names, offload=True))
-    return (SPLIT_ALONE, *higher)
+    if fit != "auto":
+        by_hand = Rung(recompute=names if patterns else (), offload=fit in ("offload", "offload-all"),
+                       offload_optimizer=state_can_leave and fit in ("offload-optimizer", "offload-all"))  # fmt: skip
+        return (SPLIT_ALONE if is_host else by_hand,)
+    rungs = (SPLIT_ALONE, *([recompute] if names else []))
+    if is_host:
+        return rungs
+    rungs = (*rungs, Rung(recompute=names, offload=True))
+    # The state is copied once a step, however many micro-batches it has: most steps lose more time on rung 2.
+    without_state = [replace(rung, offload_optimizer=True) for rung in rungs] if state_can_leave else []
+    return (*rungs, *without_state)
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -575,7 +603,7 @@ class OffloadedActivations(saved_tensors_hooks):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._pack, self._unpack)
         # Without room on the host, tensors stay on the device.
-        self._room_bytes = _HOST_SHARE * available_bytes()
+        self._room_bytes = HOST_SHARE * available_bytes()
         # They are on the device in any case.
         self._resident = _resident_storages(model)
         self._packed: list[weakref.ref[_OffloadedStorage]] = []
@@ -633,7 +661,7 @@ class OffloadedActivations(saved_tensors_hooks):
         self._room_bytes -= whole.nbytes
         stream = self._stream(whole)
         if stream is None:
-            with on_host():
+            with offloading():
                 copy, event = whole.detach().to("cpu", copy=True), None
         else:
             copy = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)

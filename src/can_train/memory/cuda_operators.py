@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import save_on_cpu
 from torch.library import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -40,6 +41,10 @@ class DeviceMode(TorchDispatchMode):
     @abstractmethod
     def host(self) -> AbstractContextManager[None]:
         """Opens a span whose new tensors take nothing of the device."""
+
+    @abstractmethod
+    def offloading(self) -> AbstractContextManager[None]:
+        """Opens a span whose new tensors take memory of the host, which is counted."""
 
     @abstractmethod
     def holds(self, tensor: Tensor) -> bool:
@@ -72,14 +77,40 @@ def on_host() -> AbstractContextManager[None]:
     return _everywhere(lambda mode: mode.host())
 
 
+def offloading() -> AbstractContextManager[None]:
+    """Opens a span whose new tensors are copies that have left every device that is counted, for the host."""
+    return _everywhere(lambda mode: mode.offloading())
+
+
 def is_on_device(tensor: Tensor) -> bool:
     """Tells whether a tensor takes memory of a GPU, or of the devices that are counted."""
     modes = _modes()
-    return all(mode.holds(tensor) for mode in modes) if modes else tensor.device.type != "cpu"
+    return any(mode.holds(tensor) for mode in modes) if modes else tensor.device.type != "cpu"
 
 
 def _in_kernel(name: str) -> AbstractContextManager[None]:
     return _everywhere(lambda mode: mode.kernel(name))
+
+
+_SAVE_ON_CPU: Final = save_on_cpu.__init__
+
+
+def _save_on_host(self: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
+    """Initializes a `save_on_cpu` whose tensors leave the devices that are counted, whose tensors are on the CPU."""
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if not is_on_device(tensor):
+            return tensor
+        with offloading():
+            return tensor.device, tensor.detach().to("cpu", copy=True)
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, host = packed
+        return torch.empty_like(host, device=device).copy_(host)
+
+    super(save_on_cpu, self).__init__(pack, unpack)
 
 
 class CudaOperators:
@@ -110,6 +141,7 @@ class CudaOperators:
                 if hasattr(_aten, "_fused_rms_norm"):
                     self.kernels[_aten.rms_norm.default] = _rms_norm
                 self._libraries = [register("AutogradCPU", self.kernels), register("AutocastCPU", _autocast_kernels())]
+                save_on_cpu.__init__ = _save_on_host  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Brings the CPU's own operators back when the last span ends."""
@@ -117,6 +149,7 @@ class CudaOperators:
             self._num_open -= 1
             if not self._num_open:
                 self.kernels = {}
+                save_on_cpu.__init__ = _SAVE_ON_CPU  # type: ignore[method-assign]
                 for library in self._libraries:
                     library._destroy()
 

@@ -8,6 +8,10 @@ from typing import Final, NamedTuple
 
 import psutil
 
+# Of the memory that the host has left, the share that tensors which have left a device may take; and the share that may
+# be pinned: the operating system can give pinned memory to nothing else.
+HOST_SHARE: Final = 0.8
+PINNED_SHARE: Final = 0.5
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _CHILD_TIMEOUT_S: Final = 120.0  # a process that records starts anew, and reads a sample of the data
 _OFFLOAD: Final = "--fit offload"
+_OFFLOAD_OPTIMIZER: Final = "--fit offload-optimizer"
 _RECOMPUTE: Final = "--fit recompute"
 _LARGEST: Final = 5  # modules whose recomputation is tried
 _CHUNKS: Final = 8  # of a cross entropy
@@ -258,6 +259,8 @@ def _changes(step: TaskStep, parts: Sequence[MemoryPart]) -> Iterator[tuple[str,
         yield flags, replace(step, rung=replace(step.rung, recompute=names)), True
     if not step.rung.offload:
         yield _OFFLOAD, replace(step, rung=replace(step.rung, offload=True)), True
+    if not step.rung.offload_optimizer:
+        yield _OFFLOAD_OPTIMIZER, replace(step, rung=replace(step.rung, offload_optimizer=True)), True
     if any(part.operation.startswith(_LOGARITHMS) for part in parts[:_SHOWN]):
         yield f"cross entropy in {_CHUNKS} chunks (docs/explain.md)", replace(step, loss_chunks=_CHUNKS), True
     if line := _update_in_place(training):

@@ -83,6 +83,8 @@ def _parts_text(run_plan: RunPlan) -> str:
 def _rung_text(run_plan: RunPlan) -> str:
     """Says how far a step goes to fit, beyond splitting."""
     effects = []
+    if run_plan.state_on_host_bytes:
+        effects.append(f"{size_text(run_plan.state_on_host_bytes)} are copied to the device and back in each step")
     if run_plan.rung_saves_bytes:
         effects.append(f"a sample takes up to {size_text(run_plan.rung_saves_bytes)} less")
     if run_plan.rung_longer:
@@ -233,6 +235,8 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
             "name": run_plan.rung.name,
             "recompute": list(run_plan.rung.recompute),
             "offload": run_plan.rung.offload,
+            "offload_optimizer": run_plan.rung.offload_optimizer,
+            "state_on_host_bytes": run_plan.state_on_host_bytes or None,
             "ranks": run_plan.rung.ranks,
             "saves_bytes": run_plan.rung_saves_bytes or None,
             "longer": run_plan.rung_longer or None,

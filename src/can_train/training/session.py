@@ -34,7 +34,6 @@ from can_train.fit.optimizer import (
     only_trained,
     restore_generators,
     seed_rank,
-    state_bytes,
     step_generator,
 )
 from can_train.fit.planner import Planner, Planners
@@ -45,7 +44,7 @@ from can_train.io.records import read_text, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter
 from can_train.memory.monitor import LeakWatch, MemoryMonitor
-from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.sharded_tensors import sharded_state, whole
 from can_train.reporter import Reporter
 from can_train.runs.attempts import TERMINATED, StopRequests
@@ -177,6 +176,17 @@ class PhaseEngine(Engine):
     told_rung: Rung = SPLIT_ALONE
     _in_epoch: tuple[int, TaskInEpoch] | None = None
 
+    def expect_step(self) -> None:
+        """Reserves the memory of the optimizer's step on the rung in force, also while another phase trains."""
+        trainable = self.optimization.trainable
+        self.optimization.set_trainable(self.planned_for)
+        try:
+            needs = self.planner.explorer.optimizer_memory()
+        finally:
+            self.optimization.set_trainable(trainable)
+        self.reserve.tensors.clear()
+        self.reserve.expect(needs, held_bytes=self.optimization.device_state_bytes)
+
     def in_epoch(self, epoch: int, epochs: int) -> TaskInEpoch:
         """Returns the task as it is in an epoch of the phase."""
         if self._in_epoch is None or self._in_epoch[0] != epoch:
@@ -262,7 +272,7 @@ class Session(Parts):
         training, meter, phase, plan = planner.training, self.meter, planner.phase, run_plan.phase_plan
         optimization = make_optimization(
             self.model, training, lr=training.lr * plan.lr_factor, total_steps=self.total_steps * phase.steps,
-            phase=phase, schedule_of=planner.task.schedule,
+            phase=phase, schedule_of=planner.task.schedule, offloaded=run_plan.rung.offload_optimizer,
         )  # fmt: skip
         rescue = replace(
             rescue_settings(training),
@@ -273,10 +283,11 @@ class Session(Parts):
                                shards=self.shards)  # fmt: skip
         batcher.ladder = Ladder(planner.rungs).on(run_plan.rung)
         planner.explorer.rung = run_plan.rung
+        batcher.use_rung = self.use_rung
         batcher.watch(self.record_rescue)
         batcher.compiled = self.compiled
         reserve = OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries,
-                                   held_bytes=state_bytes(optimization.optimizer))  # fmt: skip
+                                   held_bytes=optimization.device_state_bytes)  # fmt: skip
         return PhaseEngine(
             meter=meter, monitor=self.monitor, batcher=batcher, reserve=reserve, phase=phase, task=planner.task,
             planner=planner, run_plan=run_plan, shared_plan=shared_plan, optimization=optimization,
@@ -402,6 +413,24 @@ class Session(Parts):
                 engine.told_rung = rung
                 yield f"{engine.phase.name}: {rung.describe()}" if engine.phase.name else rung.describe()
 
+    def use_rung(self, rung: Rung) -> bool:
+        """Keeps the state of all optimizers on the host where any phase's rung does; tells whether there is room."""
+        on_host = any(engine.batcher.ladder.rung.offload_optimizer for engine in self.engines)
+        for engine in self.engines:
+            with CatchOutOfMemory() as caught:
+                engine.optimization.keep_state(on_host=on_host)
+            if caught.message:
+                self.meter.release()
+                for each in self.engines:
+                    each.optimization.keep_state(on_host=True)
+                return False
+        for engine in self.engines:
+            explorer = engine.planner.explorer
+            if explorer.rung.offload_optimizer != on_host:
+                explorer.rung = replace(explorer.rung, offload_optimizer=on_host)
+                engine.expect_step()
+        return True
+
     def record_rescue(self) -> None:
         """Records an out-of-memory of any phase: the monitor's peak since then is all phases'."""
         for engine in self.engines:
@@ -424,7 +453,7 @@ class Session(Parts):
             self.planners = Planners.of_phases(self.planners.first)
             for engine, planner in zip(self.engines, self.planners.phases, strict=True):
                 engine.planner = planner
-        held_bytes = sum(state_bytes(engine.optimization.optimizer) for engine in self.engines)
+        held_bytes = sum(engine.optimization.device_state_bytes for engine in self.engines)
         # Probes have peaks of their own, and reset the meter.
         self.monitor.pause()
         own = self.own_plan
@@ -435,7 +464,7 @@ class Session(Parts):
             self._use_thawed(plans)
         for engine in self.engines:
             engine.reserve.expect(
-                engine.planner.explorer.optimizer_memory(), held_bytes=state_bytes(engine.optimization.optimizer)
+                engine.planner.explorer.optimizer_memory(), held_bytes=engine.optimization.device_state_bytes
             )
             engine.reserve.hold()
         self.compile()
@@ -644,7 +673,7 @@ class Session(Parts):
                 # `resume --epochs` may have made the schedule longer since.
                 engine.optimization.follow_schedule()
                 needed = engine.planner.explorer.optimizer_memory()
-                engine.reserve.expect(needed, held_bytes=state_bytes(engine.optimization.optimizer))
+                engine.reserve.expect(needed, held_bytes=engine.optimization.device_state_bytes)
             if self.folder.goes_on_for_longer(self.progress.step):
                 self.progress.trained, self.progress.epochs_without_gain = False, 0
             of_ranks = [state, *state["other_ranks"]]

@@ -1076,6 +1076,5 @@ def _found_limits(session: Session) -> dict[str, RememberedLimits]:
                           measured_ratio=phase.measured_ratio)  # fmt: skip
 
     return {plan.phase: RememberedLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation),
-                                         recompute=plan.rung.recompute, offload=plan.rung.offload,
-                                         ranks=plan.rung.ranks)
+                                         **asdict(plan.rung))
             for plan in plans if plan.limits}  # fmt: skip

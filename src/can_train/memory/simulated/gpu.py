@@ -121,6 +121,14 @@ class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Allocation]):
     size: int
 
 
+class _HostStorage(weakref.ref[UntypedStorage]):
+    """A storage on the host that has left the device."""
+
+    __slots__ = ("key", "size")
+    key: int
+    size: int
+
+
 class StorageTracker(DeviceMode, Generic[Allocation]):
     """Counts the storages that operations make while it is active, until they die, then or later.
 
@@ -133,6 +141,11 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         self._cuda = cuda  # of the GPU whose operators run; None: the CPU's own do
         self._computes = computes  # whether large products have values; if not, random numbers are in their place
         self._outside = False
+        self._offloads = False
+        self.peak_host_bytes = 0  # The most bytes of copies that have left the device at once
+        self._host_bytes = 0
+        self._on_host: dict[int, _HostStorage] = {}
+        self._dead_on_host: deque[_HostStorage] = deque()
         self._tracked: dict[int, _TrackedStorage[Allocation]] = {}
         # Garbage may be collected at any moment, also while the books are being changed, so dead storages wait here
         # until the next operation or reading. A bound method of the deque does not keep the mode alive.
@@ -159,6 +172,41 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
             yield
         finally:
             self._outside = before
+
+    @contextmanager
+    def offloading(self) -> Iterator[None]:
+        """Counts tensors that are made inside the block as memory of the host, for as long as they live."""
+        before, self._offloads = self._offloads, True
+        try:
+            with self.host():
+                yield
+        finally:
+            self._offloads = before
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of copies that have left the device."""
+        while self._dead_on_host:
+            dead = self._dead_on_host.popleft()
+            self._host_bytes -= dead.size
+            if self._on_host.get(dead.key) is dead:
+                del self._on_host[dead.key]
+        return self._host_bytes
+
+    def _has_left(self, storage: UntypedStorage) -> bool:
+        known = self._on_host.get(id(storage))
+        return known is not None and known() is storage
+
+    def _count_on_host(self, tensor: Tensor) -> None:
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if not self._has_left(storage):
+            counted = _HostStorage(storage, self._dead_on_host.append)
+            counted.key, counted.size = id(storage), storage.nbytes()
+            self._on_host[counted.key] = counted
+            self._host_bytes += counted.size
+            self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 
     @abstractmethod
     def _allocate(self, size: int) -> Allocation:
@@ -188,6 +236,8 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         shortcut = None if self._computes else _shortcut(func, args)
         result = func(*args, **kwargs) if shortcut is None else shortcut(func, args, kwargs)
         self.free_dead()
+        if self._offloads and isinstance(result, Tensor):
+            self._count_on_host(result)
         try:
             # Most operations return one tensor, and `tree_iter` is slow.
             for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
@@ -206,11 +256,15 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         raise torch.OutOfMemoryError(failure)
 
     def seed_resident(self, tensors: Iterable[Tensor]) -> None:
-        """Counts tensors that were made before the mode was entered, or outside the device, from now on."""
+        """Counts tensors that were made before the mode was entered, or outside the device, from now on; tensors that
+        have left the device stay on the host.
+        """
         self.free_dead()
         for tensor in tensors:
             for storage in self._storages(tensor):
                 tracked = self._find(storage)
+                if self._has_left(storage):
+                    continue
                 if tracked is None or tracked.allocation is None:
                     self._track(storage, outside=False)
 

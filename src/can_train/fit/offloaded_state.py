@@ -1,0 +1,346 @@
+"""Rung "offload-optimizer": the optimizer's state waits in the memory of the host, and a step brings it to the device
+in chunks of parameters. The weights are those of a plain step, bit by bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from can_train.errors import first_sentence
+from can_train.memory.cuda_operators import is_on_device, offloading
+from can_train.memory.host import PINNED_SHARE, available_bytes
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+LEAST_BYTES: Final = 4096  # Smaller parts of the state stay on the device, as scalars do
+# Parameters of a chunk take at most so many bytes, and at most this share of all: three chunks are on the device at
+# once. Copies of this size reach the full rate of PCIe, so that larger chunks would only take more memory.
+_CHUNK_BYTES: Final = 64 * 2**20
+_CHUNK_SHARE: Final = 1 / 32
+_COMPARED_STEPS: Final = 3
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Parameters of one group that are stepped together."""
+
+    group: dict[str, Any]
+    parameters: Sequence[Tensor]
+
+
+@dataclass
+class _OnDevice:
+    """The state of a chunk that is on the device, or on its way there or back."""
+
+    hosts: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # Copies on the host, by parameter and name
+    leaving: list[Tensor] = field(default_factory=list)
+    copied: torch.cuda.Event | None = None
+
+
+class OffloadedState:
+    """Keeps the state of an optimizer on the host between its steps, from `begin` on.
+
+    `optimizer.step()` then steps chunks of parameters, one after the other, by the optimizer's own step. On a GPU the
+    state of the next chunk comes, and the state of the last one leaves, on streams of their own meanwhile.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.is_on = False
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # To the device, and from it
+        self._last_copied: torch.cuda.Event | None = None
+        self._patch()
+
+    def _patch(self) -> None:
+        plain = self._optimizer.step
+
+        # A scheduler marks the method that it has wrapped, and wraps methods alone.
+        @functools.wraps(plain)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(plain, *args, **kwargs) if self.is_on else plain(*args, **kwargs)
+
+        self._optimizer.step = MethodType(step, self._optimizer)  # type: ignore[method-assign]
+        # Copies to the host may be under way.
+        self._optimizer.register_state_dict_pre_hook(lambda optimizer: self._await_copies())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the state that are on the host."""
+        left = (value for value in self._values() if _can_move(value) and not is_on_device(value))
+        return sum(value.nbytes for value in left) if self.is_on else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the state that are on the device."""
+        return sum(value.nbytes for value in self._values()) - self.host_bytes
+
+    def begin(self) -> None:
+        """Moves the state to the host."""
+        self.is_on = True
+        self._return_small_values()
+        for chunk in self._chunks(with_gradients=False):
+            self._let_go(self._leave(chunk, _OnDevice()))
+
+    def end(self) -> None:
+        """Moves the state back to the device; where it does not fit, it stays on the host and memory runs out."""
+        if not self.is_on:
+            return
+        self._await_copies()
+        arrived: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        try:
+            for chunk in self._chunks(with_gradients=False):
+                for parameter in chunk.parameters:
+                    before = dict(self._optimizer.state.get(parameter, {}))
+                    self._fetch(_Chunk(chunk.group, [parameter]))
+                    arrived.append((self._optimizer.state.get(parameter, {}), before))
+        except Exception:
+            for state, before in arrived:
+                state.update(before)
+            raise
+        self.is_on = False
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Opens a span in which the optimizer makes or reads its state: where its parameters are, on the host."""
+        if not self.is_on:
+            yield
+            return
+        with parameters_on_host(self._parameters):
+            yield
+        self.begin()
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _return_small_values(self) -> None:
+        """Moves the small parts of a state that was made on the host to where the optimizer looks for them."""
+        for group in self._optimizer.param_groups:
+            counts_on_host = not (group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter, {})
+                for name, value in state.items() if is_on_device(parameter) else ():
+                    is_small = isinstance(value, Tensor) and value.nbytes < LEAST_BYTES and not is_on_device(value)
+                    if is_small and not (name == "step" and counts_on_host):
+                        state[name] = torch.empty_like(value, device=parameter.device).copy_(value)
+
+    def _values(self) -> Iterator[Tensor]:
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _step(self, plain: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        optimizer, loss = self._optimizer, None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups, chunks = optimizer.param_groups, self._chunks()
+        with _hooks_called_once(optimizer):
+            try:
+                self._step_chunks(chunks, lambda: plain(**kwargs))
+            finally:
+                optimizer.param_groups = groups
+        return loss
+
+    def _step_chunks(self, chunks: Sequence[_Chunk], step: Callable[[], Any]) -> None:
+        leaving, arriving = _OnDevice(), self._fetch(chunks[0]) if chunks else _OnDevice()
+        for chunk, following in pairwise([*chunks, None]):
+            assert chunk is not None
+            ready, arriving = arriving, _OnDevice() if following is None else self._fetch(following)
+            self._await(ready, chunk)
+            self._optimizer.param_groups = [chunk.group]
+            every = chunk.group["params"]
+            chunk.group["params"] = list(chunk.parameters)
+            try:
+                step()
+            finally:
+                chunk.group["params"] = every
+            self._let_go(leaving)
+            leaving = self._leave(chunk, ready)
+        self._let_go(leaving)
+
+    def _chunks(self, *, with_gradients: bool = True) -> list[_Chunk]:
+        groups = self._optimizer.param_groups
+        limit = chunk_limit(self._parameters)
+        chunks = []
+        for group in groups:
+            stepped = [one for one in group["params"] if one.grad is not None or not with_gradients]
+            chunks += [_Chunk(group, part) for part in in_chunks(stepped, limit)]
+        return chunks
+
+    def _fetch(self, chunk: _Chunk) -> _OnDevice:
+        """Begins to copy the state of a chunk to the device."""
+        there = _OnDevice()
+        for parameter in chunk.parameters:
+            state = self._optimizer.state.get(parameter, {})
+            for name, host in state.items():
+                if _can_move(host) and is_on_device(parameter) and not is_on_device(host):
+                    state[name] = torch.empty_like(host, device=parameter.device, pin_memory=False)
+                    there.hosts[id(parameter), name] = host
+        stream = self._stream(chunk, 0)
+        if stream is None:
+            self._copy(chunk, there)
+            return there
+        # The memory may be in use by what the device was given before.
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        if self._last_copied is not None:
+            stream.wait_event(self._last_copied)
+        with torch.cuda.stream(stream):
+            self._copy(chunk, there)
+            there.copied = stream.record_event()
+        return there
+
+    def _copy(self, chunk: _Chunk, there: _OnDevice) -> None:
+        for parameter in chunk.parameters:
+            state = self._optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if (host := there.hosts.get((id(parameter), name))) is not None:
+                    value.copy_(host, non_blocking=True)
+
+    @staticmethod
+    def _await(ready: _OnDevice, chunk: _Chunk) -> None:
+        if ready.copied is not None:
+            torch.cuda.current_stream(chunk.parameters[0].device).wait_event(ready.copied)
+
+    def _leave(self, chunk: _Chunk, ready: _OnDevice) -> _OnDevice:
+        """Begins to copy the state of a chunk to the host."""
+        left, pairs = _OnDevice(), []
+        for parameter in chunk.parameters:
+            state = self._optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if not _can_move(value) or not is_on_device(value):
+                    continue
+                host = ready.hosts.get((id(parameter), name))
+                if host is None or host.shape != value.shape or host.dtype != value.dtype:
+                    host = _host_tensor(value)
+                state[name] = host
+                pairs.append((host, value))
+        left.leaving = [value for _, value in pairs]
+        stream = self._stream(chunk, 1)
+        if stream is None:
+            for host, value in pairs:
+                host.copy_(value)
+            return left
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for host, value in pairs:
+                host.copy_(value, non_blocking=True)
+            left.copied = self._last_copied = stream.record_event()
+        return left
+
+    @staticmethod
+    def _let_go(leaving: _OnDevice) -> None:
+        """Frees the memory of a chunk on the device, which goes on once it has copied it."""
+        if leaving.copied is not None and leaving.leaving:
+            torch.cuda.current_stream(leaving.leaving[0].device).wait_event(leaving.copied)
+        leaving.leaving.clear()
+
+    def _await_copies(self) -> None:
+        if self._last_copied is not None:
+            self._last_copied.synchronize()
+
+    def _stream(self, chunk: _Chunk, way: int) -> torch.cuda.Stream | None:
+        """Returns the stream of copies to the device (0) or from it (1); None where there is no GPU."""
+        device = chunk.parameters[0].device
+        if device.type != "cuda" or not torch.cuda.is_initialized():
+            return None
+        self._streams = self._streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return self._streams[way]
+
+
+def chunk_limit(parameters: Sequence[Tensor]) -> float:
+    """Returns the bytes of parameters that a chunk may have."""
+    return min(_CHUNK_BYTES, _CHUNK_SHARE * sum(parameter.nbytes for parameter in parameters))
+
+
+def in_chunks(parameters: Sequence[Tensor], limit_bytes: float) -> Iterator[list[Tensor]]:
+    """Cuts parameters, in order, into chunks of at most some bytes; one that takes more is a chunk of its own."""
+    chunk: list[Tensor] = []
+    for parameter in parameters:
+        if chunk and sum(one.nbytes for one in chunk) + parameter.nbytes > limit_bytes:
+            yield chunk
+            chunk = []
+        chunk.append(parameter)
+    if chunk:
+        yield chunk
+
+
+def _can_move(value: Any) -> bool:
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return is_dense and value.nbytes >= LEAST_BYTES and not is_traceable_wrapper_subclass(value)
+
+
+def _host_tensor(like: Tensor) -> Tensor:
+    """Makes a tensor of the host for the values of another one; pinned for a GPU, as far as the host has memory."""
+    is_gpu = like.device.type == "cuda" and torch.cuda.is_initialized()
+    is_pinned = is_gpu and like.nbytes <= PINNED_SHARE * available_bytes()
+    with offloading():
+        return torch.empty_like(like, device="cpu", pin_memory=is_pinned)
+
+
+@contextmanager
+def _hooks_called_once(optimizer: Any) -> Iterator[None]:
+    """Calls the hooks of an optimizer's step before and after the block, and not in each call of its step."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for hook in before.values():
+        hook(optimizer, (), {})
+    optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+    for hook in after.values():
+        hook(optimizer, (), {})
+
+
+@contextmanager
+def parameters_on_host(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Opens a span in which parameters are, without values, on the host: an optimizer makes its state beside them."""
+    held = [(parameter, parameter.data) for parameter in parameters]
+    try:
+        with offloading():
+            for parameter, data in held:
+                parameter.data = torch.empty_like(data, device="cpu")
+            yield
+    finally:
+        for parameter, data in held:
+            parameter.data = data
+
+
+def refusal(make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> str:
+    """Returns the reason why an optimizer cannot step in chunks, as a clause; empty where it can. Some steps of small
+    parameters are compared: an optimizer whose step of one parameter depends on others moves the weights otherwise.
+    """
+    try:
+        whole, parts = (_weights_after(make, is_on=is_on) for is_on in (False, True))
+    except Exception as error:  # noqa: BLE001 - an optimizer may be anybody's code
+        return f"its step failed for a part of the parameters ({first_sentence(error)})"
+    is_same = all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+    return "" if is_same else "its step of a parameter depends on other parameters"
+
+
+def _weights_after(make: Callable[[Sequence[nn.Parameter]], Optimizer], *, is_on: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        shapes = ((6, 4), (5, 3), (4, 8), (3, 3))
+        weights = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+        optimizer = make(weights)
+        if is_on:
+            OffloadedState(optimizer).begin()
+        for number in range(_COMPARED_STEPS):
+            for weight in weights:
+                weight.grad = (1 + number) * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            optimizer.step()
+    return [weight.detach() for weight in weights]

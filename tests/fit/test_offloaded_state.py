@@ -1,0 +1,224 @@
+"""An optimizer whose state waits on the host moves the weights as one whose state stays on the device, bit by bit."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from can_train.fit.offloaded_state import OffloadedState, in_chunks, parameters_on_host, refusal
+from can_train.fit.optimizer import measure_optimizer
+from can_train.memory.meters import simulated_gpu
+from can_train.memory.out_of_memory import CatchOutOfMemory
+
+STEPS: Final = 4
+WIDTH: Final = 64
+Make = Callable[[Any], Optimizer]
+OPTIMIZERS: Final[dict[str, Make]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "AdamW, foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "AMSGrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    **{name: partial(getattr(torch.optim, name), lr=0.01)
+       for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")},
+}  # fmt: skip
+
+
+class Norm(torch.optim.SGD):
+    """Divides all gradients by their common norm."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        torch._foreach_div_(gradients, torch.stack(torch._foreach_norm(gradients)).norm())
+        super().step()
+
+
+class Counting(torch.optim.SGD):
+    """Takes smaller steps with every call."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        super().step()
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)])
+
+
+class Training:
+    """Some steps of a model of two groups on a simulated GPU."""
+
+    def __init__(self, make: Make, *, on_host: bool, kind: type[OffloadedState] = OffloadedState) -> None:
+        self.model = layers()
+        groups = [{"params": self.model[:3].parameters()}, {"params": self.model[3:].parameters(), "lr": 0.003}]
+        with simulated_gpu("16MiB", self.model) as self.meter:
+            with parameters_on_host([*self.model.parameters()]) if on_host else nullcontext():
+                self.optimizer = make(groups)
+            self.state = kind(self.optimizer)
+            if on_host:
+                self.state.begin()
+            self.train(STEPS)
+            self.between_steps = self.meter.allocated_bytes()
+
+    def train(self, steps: int) -> None:
+        generator = torch.Generator().manual_seed(steps)
+        for _ in range(steps):
+            self.model(torch.randn(8, WIDTH, generator=generator)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def go_on(self, steps: int = 2) -> None:
+        with self.meter.active():
+            self.train(steps)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def are_equal(one: Training, other: Training) -> bool:
+    return all(map(torch.equal, one.weights, other.weights))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_and_saved_state_are_those_of_a_plain_step(name: str) -> None:
+    plain, offloaded = (Training(OPTIMIZERS[name], on_host=on_host) for on_host in (False, True))
+    assert are_equal(plain, offloaded)
+    assert not refusal(OPTIMIZERS[name])
+    one, other = (training.optimizer.state_dict()["state"] for training in (plain, offloaded))
+    assert one.keys() == other.keys()
+    for number, values in one.items():
+        assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(other[number][key]))
+                   for key, value in values.items())  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+def test_between_steps_only_small_parts_of_the_state_are_on_the_device(name: str) -> None:
+    plain, offloaded = (Training(OPTIMIZERS[name], on_host=on_host) for on_host in (False, True))
+    large = sum(value.nbytes for state in plain.optimizer.state.values() for value in state.values()
+                if isinstance(value, Tensor) and value.dim() > 1)  # fmt: skip
+    assert plain.between_steps - offloaded.between_steps == pytest.approx(large, abs=2**13)
+    assert offloaded.state.host_bytes == large
+    # Counters of steps may be there, too.
+    assert offloaded.meter.gpu.host_bytes == pytest.approx(large, abs=64)
+    assert plain.state.host_bytes == 0
+
+
+class Forgetful(OffloadedState):
+    """Leaves the state that a step has changed on the device, and keeps the state of before."""
+
+    def _leave(self, chunk: Any, ready: Any) -> Any:
+        for parameter in chunk.parameters if ready.hosts else ():
+            for name in self._optimizer.state[parameter]:
+                if (host := ready.hosts.get((id(parameter), name))) is not None:
+                    self._optimizer.state[parameter][name] = host
+        return super()._leave(chunk, ready)
+
+
+def test_a_mutant_that_loses_the_state_of_a_step_moves_the_weights_otherwise() -> None:
+    plain = Training(OPTIMIZERS["AdamW"], on_host=False)
+    assert not are_equal(plain, Training(OPTIMIZERS["AdamW"], on_host=True, kind=Forgetful))
+
+
+@pytest.mark.parametrize("kind", [Norm, Counting])
+def test_an_optimizer_that_treats_parameters_together_is_refused(kind: Any) -> None:
+    assert refusal(partial(kind, lr=0.1, momentum=0.9)) == "its step of a parameter depends on other parameters"
+
+
+def test_a_step_takes_the_memory_of_three_chunks() -> None:
+    parameters = [nn.Parameter(torch.zeros(256, 256)) for _ in range(40)]
+    needs = measure_optimizer(parameters, OPTIMIZERS["SGD"], offloaded=True)
+    assert needs.state_bytes == 0
+    assert needs.host_bytes == needs.parameter_bytes == 40 * 2**18
+    assert needs.transient_bytes == 3 * 2**18
+
+
+def test_chunks_have_all_parameters_in_order() -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (4, 4, 20, 1, 1, 1)]
+    chunks = [*in_chunks(parameters, 40.0)]
+    assert [len(chunk) for chunk in chunks] == [2, 1, 3]
+    assert [id(one) for chunk in chunks for one in chunk] == [*map(id, parameters)]
+
+
+def test_the_state_of_a_plain_step_is_loaded_to_the_host_and_back() -> None:
+    plain, offloaded = (Training(OPTIMIZERS["AdamW, fused"], on_host=on_host) for on_host in (False, True))
+    plain.go_on()
+    offloaded.model.load_state_dict(plain.model.state_dict())
+    state = deepcopy(plain.optimizer.state_dict())
+    with offloaded.meter.active(), offloaded.state.loading():
+        offloaded.optimizer.load_state_dict(state)
+    assert offloaded.meter.allocated_bytes() <= offloaded.between_steps
+    for training in (plain, offloaded):
+        training.go_on()
+    assert are_equal(plain, offloaded)
+
+
+def test_the_state_returns_to_the_device_where_it_fits() -> None:
+    plain, offloaded = (Training(OPTIMIZERS["AdamW"], on_host=on_host) for on_host in (False, True))
+    with offloaded.meter.active():
+        offloaded.state.end()
+    assert offloaded.meter.allocated_bytes() == plain.between_steps
+    assert offloaded.state.host_bytes == 0
+    for training in (plain, offloaded):
+        training.go_on()
+    assert are_equal(plain, offloaded)
+
+
+def test_a_state_that_does_not_fit_on_the_device_stays_on_the_host() -> None:
+    plain, offloaded = (Training(OPTIMIZERS["AdamW"], on_host=on_host) for on_host in (False, True))
+    host_bytes = offloaded.state.host_bytes
+    with offloaded.meter.active():
+        taken = []
+        with CatchOutOfMemory():
+            while True:
+                taken.append(torch.empty(2**14, dtype=torch.uint8))
+        # A part of the state fits.
+        del taken[:4]
+        with pytest.raises(torch.OutOfMemoryError):
+            offloaded.state.end()
+        taken.clear()
+    assert (offloaded.state.is_on, offloaded.state.host_bytes) == (True, host_bytes)
+    for training in (plain, offloaded):
+        training.go_on()
+    assert are_equal(plain, offloaded)
+
+
+def test_closures_and_hooks_are_called_once_a_step() -> None:
+    training, calls = Training(OPTIMIZERS["SGD"], on_host=True), list[str]()
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        loss: Tensor = training.model(torch.ones(2, WIDTH)).square().sum()
+        loss.backward()
+        return loss
+
+    training.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    training.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    with training.meter.active():
+        loss: Any = training.optimizer.step(closure)
+    assert loss.item() > 0
+    assert sorted(calls) == ["after", "before", "closure"]
+
+
+def test_a_scheduler_and_a_scaler_step_it_as_any_optimizer() -> None:
+    trained = []
+    for on_host in (False, True):
+        training = Training(OPTIMIZERS["AdamW"], on_host=on_host)
+        scheduler, scaler = LambdaLR(training.optimizer, lambda step: 0.5**step), torch.amp.GradScaler("cpu")
+        with training.meter.active():
+            for _ in range(3):
+                scaler.scale(training.model(torch.ones(2, WIDTH)).square().sum()).backward()
+                scaler.step(training.optimizer)
+                scaler.update()
+                scheduler.step()
+        trained.append(training)
+    assert are_equal(*trained)
