@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from can_train.config.settings import TrainingSettings
-from can_train.fit.optimizer import Optimization, OptimizerMemory, make_optimization, measure_optimizer
+from can_train.fit.optimizer import (
+    Optimization,
+    OptimizerMemory,
+    allocate_ballast,
+    make_optimization,
+    measure_optimizer,
+)
+from can_train.memory.meters import open_meter
 
 CPU = torch.device("cpu")
 
@@ -160,3 +167,13 @@ class Later(torch.optim.SGD):
 def test_what_only_the_first_or_only_a_later_step_needs_counts(hungry: int) -> None:
     memory = measure_optimizer(layers(), partial(Later, hungry=hungry))
     assert (memory.state_bytes, memory.transient_bytes) == (0, 2**20)
+
+
+def test_state_in_small_tensors_fits_where_a_single_tensor_of_its_size_does_not() -> None:
+    meter, need, small = open_meter("sim:8MiB"), 3 * 2**20, (64 * 2**10,)
+    with meter.measuring([]):
+        held = allocate_ballast(need, small, meter.device)
+        assert held is not None
+        assert sum(tensor.nbytes for tensor in held) == need
+        del held
+        assert allocate_ballast(need, (need,), meter.device) is None

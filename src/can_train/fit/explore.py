@@ -36,6 +36,7 @@ from can_train.fit.optimizer import (
     OptimizerMemory,
     Precision,
     Snapshot,
+    allocate_ballast,
     make_optimizer,
     measure_optimizer,
     only_trained,
@@ -716,11 +717,12 @@ class Explorer:
         """
         optimizer = self.optimizer_memory()
         missing = max(optimizer.state_bytes + self.others_state_bytes - held_bytes, 0)
+        state = allocate_ballast(missing, optimizer.tensor_bytes, self.meter.device)
         with CatchOutOfMemory():
-            state = torch.empty(missing, dtype=torch.uint8, device=self.meter.device)
-            gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
-            work = self._work(self._train_step, [state, *gradients, *buffer_copies])
-            return optimizer, [state, *buffer_copies], replace(work, gradient_bytes=optimizer.parameter_bytes)
+            if state is not None:
+                gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+                work = self._work(self._train_step, [*state, *gradients, *buffer_copies])
+                return optimizer, [*state, *buffer_copies], replace(work, gradient_bytes=optimizer.parameter_bytes)
         foreign_bytes = self.meter.foreign_bytes()
         raise model_does_not_fit(self._bytes_without_batch(optimizer), self.meter.capacity_bytes, foreign_bytes)
 

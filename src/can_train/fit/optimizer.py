@@ -1007,11 +1007,8 @@ class OptimizerReserve:
 
     def _allocate(self, need: int) -> list[Tensor]:
         for retry in range(self._retries + 1):
-            # One piece is quick. Where memory is fragmented, the pieces that the optimizer will ask for still fit.
-            for in_pieces in (False, True):
-                sizes = _pieces(need, self._tensor_bytes) if in_pieces else [need]
-                with CatchOutOfMemory():
-                    return [torch.empty(size, dtype=torch.uint8, device=self._meter.device) for size in sizes]
+            if (held := allocate_ballast(need, self._tensor_bytes, self._meter.device)) is not None:
+                return held
             self._meter.release()
             # After the first failure, the released cache may be enough.
             if retry:
@@ -1023,6 +1020,17 @@ class OptimizerReserve:
             # Smaller micro-batches leave room for it when the run is resumed.
             details=OutOfMemoryDetails(should_fit=True),
         )
+
+
+def allocate_ballast(need: int, tensor_bytes: Sequence[int], device: torch.device) -> list[Tensor] | None:
+    """Allocates as many bytes as an optimizer's state and step need, for parameters of `tensor_bytes` each; returns
+    None where the device has no room for them.
+    """
+    # One piece is quick. Where memory is fragmented, the pieces that the optimizer will ask for still fit.
+    for sizes in ([need], [*_pieces(need, tensor_bytes)]):
+        with CatchOutOfMemory():
+            return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    return None
 
 
 def _pieces(need: int, tensor_bytes: Sequence[int]) -> Iterator[int]:
