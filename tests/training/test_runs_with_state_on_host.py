@@ -7,12 +7,15 @@ from typing import Any, Final
 
 import pytest
 
+import can_train
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
+from can_train.errors import DoesNotFitError
 from can_train.fit.rungs import Rung
-from can_train.reporter import SilentReporter
+from can_train.reporter import Reporter, SilentReporter
 from can_train.training.train import train_new
 from fakes.bitwise import assert_same, final_state, losses
+from fakes.killed_runs import command, finish, finish_killed, only_run
 
 WIDE: Final = """
 import torch
@@ -30,14 +33,14 @@ class Wide(can_train.Task):
         return {"train": samples[:8], "validation": samples[8:10], "test": samples[10:]}
 
     def model(self):
-        return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(40)])
+        return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(20)])
 
     def loss(self, model, batch):
         return {"square": (model(batch[0]).square().mean(1).sum(), len(batch[0]))}
 """
-"""Weights take 10 MiB, as do gradients and each moment of AdamW."""
+"""Weights take 5 MiB, as do gradients and each moment of AdamW."""
 
-ALONE: Final = "80MiB"
+ALONE, LITTLE = "40MiB", "16MiB"
 
 
 def task_file(folder: Path, text: str = WIDE) -> Path:
@@ -46,13 +49,13 @@ def task_file(folder: Path, text: str = WIDE) -> Path:
     return folder / "wide.py"
 
 
-def train(folder: Path, device: str, text: str = WIDE, **settings: Any) -> Path:
+def train(folder: Path, device: str, text: str = WIDE, reporter: Reporter | None = None, **settings: Any) -> Path:
     """Trains, and returns the folder of the run."""
     values = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state"),
               "training.num_workers": "0", "training.accumulation_splits": 4}  # fmt: skip
     named = {f"training.{name}": value for name, value in settings.items()}
     request = RunRequest(task=f"{task_file(folder, text)}:Wide", device=f"sim:{device}", values=values | named)
-    return train_new(with_absolute_paths(resolve(request)), SilentReporter()).folder.path
+    return train_new(with_absolute_paths(resolve(request)), reporter or SilentReporter()).folder.path
 
 
 def plan_of(run: Path) -> dict[str, Any]:
@@ -69,9 +72,151 @@ def assert_same_training(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_run_whose_state_does_not_fit_trains_to_the_same_weights(tmp_path: Path, optimizer: str) -> None:
-    alone, on_host = (train(tmp_path / size, size, optimizer=optimizer) for size in (ALONE, "32MiB"))
+    alone, on_host = (train(tmp_path / size, size, optimizer=optimizer) for size in (ALONE, LITTLE))
     assert not plan_of(alone)["rung"]["offload_optimizer"]
     assert plan_of(on_host)["rung"] == {**asdict(Rung(offload_optimizer=True)), "recompute": []}
     assert_same_training(alone, on_host)
     result = json.loads((on_host / "result.json").read_text())
     assert result["peak_memory_bytes"] == pytest.approx(result["predicted_peak_bytes"], rel=0.01)
+
+
+class Flag(SilentReporter):
+    """Makes a file once training begins, for the code of a task."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.notices: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    def stage(self, title: str, **options: Any) -> Any:
+        if title == "training":
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.touch()
+        return super().stage(title, **options)
+
+
+HUNGRY: Final = WIDE.replace(
+    '        return {"square"',
+    "        from pathlib import Path\n"
+    "        grows = Path(__file__).with_name('flag').exists() and model.training\n"
+    "        held = [torch.empty(2**18, dtype=torch.uint8) for _ in range(88 * grows)]\n"
+    '        return {"square"',
+)
+"""Holds 22 MiB in each forward pass, once training has begun."""
+
+
+def test_a_sample_that_runs_out_of_memory_in_mid_run_sends_the_state_to_the_host(tmp_path: Path) -> None:
+    alone, reporter = train(tmp_path / "alone", ALONE), Flag(tmp_path / "hungry" / "flag")
+    run = train(tmp_path / "hungry", ALONE, HUNGRY, reporter)
+    assert not plan_of(run)["rung"]["offload_optimizer"]
+    assert [text for text in reporter.notices if "the optimizer's state waits on the host" in text]
+    assert_same_training(alone, run)
+
+
+@pytest.mark.slow
+def test_a_run_that_climbed_goes_on_where_it_was(tmp_path: Path) -> None:
+    reporter, runs = Flag(tmp_path / "hungry" / "flag"), list[Path]()
+    for name, text in (("alone", WIDE), ("hungry", HUNGRY)):
+        run = train(tmp_path / name, ALONE, text, reporter, epochs=1)
+        with command(tmp_path / name, tmp_path / name / "state", "resume", run.name, "--epochs", "2") as process:
+            assert process.wait() == 0, process.stderr
+            assert "memory ran out" not in process.stderr
+        runs.append(run)
+    assert_same_training(*runs)
+
+
+def test_without_the_rung_the_run_ends_for_lack_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError):
+        train(tmp_path, ALONE, HUNGRY, Flag(tmp_path / "flag"), fit="offload")
+
+
+@pytest.mark.parametrize("settings", [
+    {"precision": "fp16", "grad_clip_norm": 0.5, "ema": 0.9, "optimizer": "adamw"},
+    {"optimizer": "adagrad", "grad_noise": 0.1, "scheduler": "plateau", "grad_clip_value": 0.01},
+], ids=["fp16", "adagrad"])  # fmt: skip
+def test_scalers_clipping_averages_and_schedules_are_those_of_a_plain_run(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    alone, on_host = (train(tmp_path / fit, "64MiB", fit=fit, **settings) for fit in ("split", "offload-optimizer"))
+    assert plan_of(on_host)["rung"]["offload_optimizer"]
+    assert_same_training(alone, on_host)
+
+
+def test_where_the_host_has_too_little_memory_the_state_does_not_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("can_train.fit.planner.available_bytes", lambda: 2**20)
+    with pytest.raises(DoesNotFitError, match=r"it takes 10.0 MiB, 819 KiB may be used"):
+        train(tmp_path, ALONE, fit="offload-optimizer")
+
+
+def test_a_dry_run_says_for_each_device_where_the_state_waits(tmp_path: Path) -> None:
+    plans = can_train.plan(f"--task {task_file(tmp_path)}:Wide --accumulation-splits 4",
+                           targets=["sim:18MiB", f"sim:{ALONE}"])  # fmt: skip
+    little, alone = (plan["rung"] for plan in plans.to_plain()["plans"])
+    assert [little["name"], alone["name"]] == ["offload-optimizer", "split"]
+    # The moments of the weights; those of biases are small and stay.
+    assert little["state_on_host_bytes"] == 2 * 20 * 2**18
+
+
+PHASES: Final = """
+import torch
+from torch import nn
+
+import can_train
+
+
+class Wide(can_train.Task):
+    training = {"lr_batch_size": 4, "epochs": 2, "min_steps_per_epoch": 1}
+
+    def datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        samples = [(torch.randn(256, generator=generator),) for _ in range(12)]
+        return {"train": samples[:8], "validation": samples[8:10], "test": samples[10:]}
+
+    def model(self):
+        return nn.ModuleDict({name: nn.Sequential(*[nn.Linear(256, 256) for _ in range(10)]) for name in "ab"})
+
+    def phases(self):
+        return (can_train.Phase(name="a", parameters=("a",), loss=self.loss_of_a, steps=2),
+                can_train.Phase(name="b", parameters=("b",), loss=self.loss, training={"optimizer": "sgd"}))
+
+    def loss_of_a(self, model, batch):
+        return {"a": (model["b"](model["a"](batch[0])).square().mean(1).sum(), len(batch[0]))}
+
+    def loss(self, model, batch):
+        return {"square": (model["a"](model["b"](batch[0])).square().mean(1).sum(), len(batch[0]))}
+"""
+"""Two phases with halves of the weights, 2.5 MiB each, and optimizers of different kinds."""
+
+
+def test_the_state_of_all_phases_waits_on_the_host(tmp_path: Path) -> None:
+    alone, on_host = (train(tmp_path / size, size, PHASES) for size in (ALONE, "14MiB"))
+    plan = plan_of(on_host)
+    assert [phase["rung"]["offload_optimizer"] for phase in (plan, *plan["later"])] == [True, True]
+    assert_same_training(alone, on_host)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_with_its_state_on_the_host_to_the_same_bits(tmp_path: Path) -> None:
+    words = ("--task", f"{task_file(tmp_path)}:Wide", "--device", f"sim:{LITTLE}", "--epochs", "4",
+             "--accumulation-splits", "4", "--checkpoint-every", "1")  # fmt: skip
+    finish(tmp_path / "whole", tmp_path / "state", *words)
+    finish_killed(tmp_path / "killed", tmp_path / "other", words, at=(2, 5))
+    whole, killed = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")
+    assert plan_of(whole)["rung"]["offload_optimizer"]
+    assert_same_training(whole, killed)
+    assert json.loads((killed / "result.json").read_text())["peak_memory_bytes"] <= 16 * 2**20
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_its_state_no_longer_fits_to_the_same_bits(tmp_path: Path) -> None:
+    runs = [train(tmp_path / size, ALONE, epochs=1) for size in (ALONE, LITTLE)]
+    for run, device in zip(runs, (ALONE, LITTLE), strict=True):
+        words = ("resume", run.name, "--epochs", "2", "--device", f"sim:{device}")
+        with command(run.parent.parent, run.parent.parent / "state", *words) as process:
+            assert process.wait() == 0, process.stderr
+    assert plan_of(runs[1])["rung"]["offload_optimizer"]
+    assert_same_training(*runs)

@@ -119,7 +119,16 @@ class OffloadedState:
             return
         with parameters_on_host(self._parameters):
             yield
+        self._copy_on_host()
         self.begin()
+
+    def _copy_on_host(self) -> None:
+        """Copies the state that was read: to pinned memory, and so that it belongs to the optimizer alone."""
+        for parameter in self._parameters:
+            state = self._optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if _can_move(value) and not is_on_device(value):
+                    state[name] = _host_tensor(value, parameter.device).copy_(value)
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -223,7 +232,7 @@ class OffloadedState:
                     continue
                 host = ready.hosts.get((id(parameter), name))
                 if host is None or host.shape != value.shape or host.dtype != value.dtype:
-                    host = _host_tensor(value)
+                    host = _host_tensor(value, value.device)
                 state[name] = host
                 pairs.append((host, value))
         left.leaving = [value for _, value in pairs]
@@ -281,9 +290,9 @@ def _can_move(value: Any) -> bool:
     return is_dense and value.nbytes >= LEAST_BYTES and not is_traceable_wrapper_subclass(value)
 
 
-def _host_tensor(like: Tensor) -> Tensor:
-    """Makes a tensor of the host for the values of another one; pinned for a GPU, as far as the host has memory."""
-    is_gpu = like.device.type == "cuda" and torch.cuda.is_initialized()
+def _host_tensor(like: Tensor, device: torch.device) -> Tensor:
+    """Makes a tensor of the host for values that go to a device; pinned for a GPU, as far as the host has memory."""
+    is_gpu = device.type == "cuda" and torch.cuda.is_initialized()
     is_pinned = is_gpu and like.nbytes <= PINNED_SHARE * available_bytes()
     with offloading():
         return torch.empty_like(like, device="cpu", pin_memory=is_pinned)

@@ -42,7 +42,7 @@ from can_train.fit.run_plan import RunPlan, still_fits
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.io.records import read_text, write_json_atomic
 from can_train.io.units import size_text
-from can_train.memory.meters import Meter
+from can_train.memory.meters import Meter, tensors_of
 from can_train.memory.monitor import LeakWatch, MemoryMonitor
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.sharded_tensors import sharded_state, whole
@@ -429,6 +429,7 @@ class Session(Parts):
             if explorer.rung.offload_optimizer != on_host:
                 explorer.rung = replace(explorer.rung, offload_optimizer=on_host)
                 engine.expect_step()
+        self.meter.release()
         return True
 
     def record_rescue(self) -> None:
@@ -666,10 +667,14 @@ class Session(Parts):
             self.bests = {kind: best if weights_here else replace(best, weights={}) for kind, best in bests.items()}
             if self.average is not None:
                 self.average.load_state_dict(state["average"])
+            self._restore_ladders(state)
             saved = zip(self.engines, state["trainable"], state["optimization"], strict=True)
             for engine, trainable, optimization in saved:
                 engine.optimization.set_trainable(trainable)
                 engine.optimization.load_state_dict(optimization)
+                # On a simulated GPU, tensors of the checkpoint are in its place.
+                with self.meter.measuring(tensors_of([engine.optimization.optimizer])):
+                    pass
                 # `resume --epochs` may have made the schedule longer since.
                 engine.optimization.follow_schedule()
                 needed = engine.planner.explorer.optimizer_memory()
@@ -690,6 +695,15 @@ class Session(Parts):
             return f"{type(error).__name__}: {first_sentence(error)}"
         return ""
 
+    def _restore_ladders(self, state: Mapping[str, Any]) -> None:
+        """Goes on on the rungs of the attempt before, so that the optimizers' state is read to where it waits."""
+        of_ranks = [state, *state["other_ranks"]]
+        if len(of_ranks) == self.ranks.size and state["device"] == self.meter.key:
+            saved = of_ranks[self.ranks.rank]["micro_batches"]
+            for engine, micro_batches in zip(self.engines, saved, strict=True):
+                engine.batcher.ladder.load_state_dict(micro_batches["ladder"])
+            self.use_rung(self.engine.batcher.ladder.rung)
+
     def _restore_thawed(self, saved: Sequence[dict[str, Any] | None]) -> None:
         """Goes on by all ranks' plans of the attempt before. Limits that are found once more may differ a little, and
         batches would be cut elsewhere. Where these plans do not fit, the next step makes others.
@@ -706,7 +720,13 @@ class Session(Parts):
 def load_checkpoint(parts: Parts, *, skip: int = 0) -> dict[str, Any] | None:
     """Reads the last checkpoint on every rank, but for the newest `skip`; None where there is none."""
     checkpoints = Checkpoints(parts.folder.checkpoints_path)
-    saved = parts.ranks.on_every_rank(lambda: checkpoints.load(parts.reporter, check=_check_progress, skip=skip))
+
+    def load() -> dict[str, Any] | None:
+        # The device has room for one copy of what it is to hold.
+        with parts.meter.host():
+            return checkpoints.load(parts.reporter, check=_check_progress, skip=skip)
+
+    saved = parts.ranks.on_every_rank(load)
 
     steps = parts.ranks.gather(lambda: None if saved is None else int(saved["progress"]["step"]))
     if len(set(steps)) > 1:

@@ -201,7 +201,8 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         if not tensor.is_cpu or tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        if not self._has_left(storage):
+        tracked = self._find(storage)
+        if not self._has_left(storage) and (tracked is None or tracked.allocation is None):
             counted = _HostStorage(storage, self._dead_on_host.append)
             counted.key, counted.size = id(storage), storage.nbytes()
             self._on_host[counted.key] = counted
@@ -236,7 +237,8 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         shortcut = None if self._computes else _shortcut(func, args)
         result = func(*args, **kwargs) if shortcut is None else shortcut(func, args, kwargs)
         self.free_dead()
-        if self._offloads and isinstance(result, Tensor):
+        # A view is where the tensor is that it is of.
+        if self._offloads and isinstance(result, Tensor) and not func.is_view:
             self._count_on_host(result)
         try:
             # Most operations return one tensor, and `tree_iter` is slow.
