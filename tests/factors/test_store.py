@@ -36,7 +36,9 @@ def converging(**changed: Any) -> list[Observation]:
 
 
 def test_nothing_is_known_before_the_first_run(tmp_path: Path) -> None:
-    assert get_safety_factor_db(tmp_path).learned_rule(KEY, "v100-16gb") == FactorRule(decided=None, aim=NO_AIM)
+    assert get_safety_factor_db(tmp_path).learned_rule(KEY, "v100-16gb") == FactorRule(
+        decided=None, aim=NO_AIM, times=[]
+    )
 
 
 def test_the_next_run_has_what_was_learned(tmp_path: Path) -> None:

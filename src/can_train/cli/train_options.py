@@ -90,8 +90,8 @@ GROUPS: Final[Groups] = (
      schedule_start_divisor schedule_end_divisor patience best_by keep ema ema_start max_time val_interval order
      num_workers log_splits checkpoint_every deterministic"""),
     ("Device and memory", "device find_batch_size",
-     """memory fit recompute micro_batch_size min_micro_batch_size adaptive_micro_batch backoff_factor oom_retries
-     regrow oversize accumulation accumulation_splits accumulation_threshold accumulation_target_mib
+     """memory fit recompute micro_batch micro_batch_size min_micro_batch_size adaptive_micro_batch backoff_factor
+     oom_retries regrow oversize accumulation accumulation_splits accumulation_threshold accumulation_target_mib
      accumulation_max_splits gradient_accumulation_steps preflight_threshold min_steps_per_epoch steps_per_epoch
      find_batch_size_steps_per_trial data_on_device tf32 channels_last compile cuda_empty_cache_interval
      cuda_empty_cache_threshold_mib use_adaptive_batch_size_factor graph_memory_safety_factor"""),

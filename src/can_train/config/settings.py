@@ -256,6 +256,7 @@ CHOICES: Final = {
     "optimizer": ("adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam",
                   "rmsprop", "rprop"),
     "fit": ("auto", "split", "recompute", "offload", "offload-optimizer", "offload-all", "shard", "off"),
+    "micro_batch": ("auto", "fastest", "largest"),
     "order": ("shuffled", "bucketed"),
     "precision": PRECISIONS,
     "scheduler": ("cosine", "constant", "linear", "one-cycle", "step", "plateau", "wsd"),
@@ -321,6 +322,8 @@ class TrainingSettings:
     """Optimizer steps of an epoch where samples come from a stream; 0: as many as its length makes."""
     micro_batch_size: int = 0
     """Fixed number of samples on the device at once, without a search; 0 searches."""
+    micro_batch: str = "auto"
+    """fastest: the size that took least time in earlier runs; largest: that fits; auto: fastest, if not simulated."""
     min_micro_batch_size: int = 1
     """Samples below which a batch is never split."""
     fit: str = "auto"

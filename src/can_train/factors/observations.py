@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from can_train.errors import StateError
 from can_train.fit.factor_rule import RememberedLimits
+from can_train.fit.step_time import TimedSize
 from can_train.io import records
 from can_train.io.index import INDEX_FROM, Index, Kind, digest, index_folder, read_folder
 from can_train.io.records import DOCUMENT_SUFFIX, AttemptStart, Count, SetAside, check_time
@@ -103,6 +104,8 @@ class Observation:
     binding_limit: str  # the limit that decided the logical batch
     # limits that the search found, by the names of the phases; empty without a search, or where it ran out of time
     limits: dict[str, RememberedLimits] = field(default_factory=dict)
+    # times of micro-batches by the names of the phases, each attempt's own size first; empty where none was tried
+    times: dict[str, list[TimedSize]] = field(default_factory=dict)
     oom_used: Share | None = None  # cost of the smallest micro-batch that ran out of memory ÷ tuned limit
     # The largest micro-batch that ran after the last out-of-memory, and the peak since then; None where none ran.
     used_after_rescue: Share | None = None

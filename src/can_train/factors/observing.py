@@ -107,7 +107,7 @@ def make_observation(
         planned: The plan that it trained by.
         outcome: How it ended.
         ooms: Out-of-memories that were rescued in the attempt.
-        settings: Further fields: `end_time`, `size`, `fingerprint`, `policy`.
+        settings: Further fields: `end_time`, `size`, `fingerprint`, `times`, `policy`.
     """
     engine, limit = engines[0], planned.limit
     monitor, oom_cost = engine.monitor, engine.batcher.oom_cost

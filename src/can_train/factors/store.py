@@ -34,6 +34,7 @@ from can_train.reporter import Reporter
 
 # Last runs on another device whose median ratio of measured to predicted peak stands for that device.
 _OTHER_DEVICE_RUNS: Final = 10
+_TIMED_RUNS: Final = 20  # Last runs whose times of micro-batches decide
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,12 @@ class FactorStore:
         active = ActiveEvents.of(records.events, key, device, size or (here[-1].size if here else ""))
         summary = summarize_runs((key, device), here, active, self.policy)
         earlier = _earlier_search(here, active)
+        times = [run.times for run in here if run.times and active.learn_from(run)][-_TIMED_RUNS:]
         if summary.factor is None or summary.state == "first":
             elsewhere = [run for run in runs if run.device.key != device]
             other_device = _other_device(elsewhere, records.events)
-            return FactorRule(decided=None, aim=NO_AIM, other_device=other_device, earlier=earlier)
+            return FactorRule(decided=None, aim=NO_AIM, other_device=other_device, earlier=earlier,
+                              times=times)  # fmt: skip
         attempts = [run for run in every if run_id and run.run_id == run_id]
         last = max((run.attempt for run in attempts), default=0)
         after_oom = any(run.outcome == "oom" for run in attempts if run.attempt == last)
@@ -162,7 +165,7 @@ class FactorStore:
         # An import has no aim of its own, so the target stands until the limits lower it.
         is_learned = summary.interval is not None and not is_pinned
         return FactorRule(decided=SafetyFactor(summary.factor, summary.reason), aim=aim, aim_is_learned=is_learned,
-                          after_oom=after_oom, earlier=earlier)  # fmt: skip
+                          after_oom=after_oom, earlier=earlier, times=times)  # fmt: skip
 
     def reset(self, key: str | None, device: str | None = None) -> Path:
         """Excludes the runs so far from learning; they stay in the history. None means every key, or every device.
@@ -335,7 +338,9 @@ def rule_after(learned: FactorRule, first: FactorRule) -> FactorRule:
         return learned
     # A measurement on another device says more than an experience table.
     table = None if learned.other_device else first.decided
-    return replace(first, other_device=learned.other_device, decided=table, earlier=learned.earlier)
+    return replace(
+        first, other_device=learned.other_device, decided=table, earlier=learned.earlier, times=learned.times
+    )
 
 
 def _first_rule(run: ResolvedRun) -> FactorRule:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from can_train.fit.cost_model import DeviceLimits
+    from can_train.fit.step_time import Times
 
 _LEAST_LIMIT_BYTES: Final = 1.0  # Least divisor in place of a tuned limit: dividing by it needs no case of its own
 
@@ -139,6 +140,8 @@ class FactorRule:
     other_device: OtherDevice | None = None  # measurements of the configuration on another device
     after_oom: bool = False  # whether the last attempt died of an out-of-memory: its plan gives way to `decided`
     earlier: EarlierSearch | None = None  # whose limits a plan may confirm instead of searching; None: there are none
+    # times of micro-batches that earlier attempts measured, by the phases' names; None: nothing is learned of them
+    times: Sequence[Mapping[str, Times]] | None = None
 
     @property
     def provisional(self) -> float:

@@ -662,6 +662,11 @@ class MicroBatcher:
         # A compiled model is traced once, on one rung.
         return self.compiled is None and self.ladder.climb() and self.use_rung(self.ladder.rung)
 
+    @property
+    def is_undisturbed(self) -> bool:
+        """Whether nothing but the limits decides how training batches are computed: no out-of-memory so far does."""
+        return self._rescue.backoff.limit == math.inf and not self._rescue.contention_level and self.ladder.level == 0
+
     def watch(self, on_oom: Callable[[], object]) -> None:
         """Registers a function that is called after each out-of-memory of training, such as `MemoryMonitor.rescued`."""
         self._rescue.on_oom = on_oom

@@ -368,6 +368,7 @@ class SplitRules:
 
     safe_limit: float = math.inf  # Largest cost of one micro-batch; infinite without a search
     tuned_limit: float = math.inf  # Cost that was tried and fits; infinite without a search
+    fastest: float = math.inf  # Largest cost of a micro-batch where smaller ones are faster; infinite: they are not
     samples: int = 0  # Largest micro-batch in samples (a fixed one, or a loader batch); 0: any
     floor: int = 1  # Smallest micro-batch in samples
     equal: bool = False  # Micro-batches of equal size
@@ -381,7 +382,8 @@ class SplitRules:
         """Decides the limit of a micro-batch of this logical batch."""
         if self.threshold and batch.in_units().total <= self.threshold:
             return MicroBatchLimit(cost=self.tuned_limit, floor=self.floor, equal=self.equal)
-        limit = MicroBatchLimit(cost=self.safe_limit, samples=self.samples, floor=self.floor, equal=self.equal)
+        cost = min(self.safe_limit, self.fastest)
+        limit = MicroBatchLimit(cost=cost, samples=self.samples, floor=self.floor, equal=self.equal)
         if self.target < self.safe_limit:
             wanted = replace(limit, cost=self.target)
             if len(cut(batch, wanted)) > self.max_splits:

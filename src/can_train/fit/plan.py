@@ -14,11 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.fit.packing import BatchCosts, SplitRules, cut, largest_typical_batch, optimizer_batches, share_out
+from can_train.fit.step_time import SizeCandidate
 from can_train.io.units import counted
 
 # Optimizer steps per epoch below which schedules, early stopping and averages over an epoch lose their meaning.
 _FEW_STEPS: Final = 5
 _BUCKET_BATCHES: Final = 50  # Batches whose samples are sorted by their size, where they are bucketed
+_SAMPLED_BATCHES: Final = 32  # Logical batches whose cuts stand for all of them where sizes are compared
+_SAME_SIZE: Final = 0.02  # Sizes of micro-batches that differ by less are taken as one
+_MOST_OCTAVES: Final = 12  # A micro-batch is at most so often halved
 Mode = Literal["max", "opt", "off"]
 BindingLimit = Literal["requested", "preset", "memory", "dataset", "min_steps"]
 LrScale = Literal["auto", "none", "sqrt", "linear"]
@@ -163,6 +167,40 @@ def resolve_plan(
             *_divisor_notices(sizes, shares, rules),
         ),
     )
+
+
+def size_candidates(request: PlanRequest, plan: PhasePlan, order: BatchCosts) -> list[SizeCandidate]:
+    """Returns the sizes that micro-batches of a plan may have, the plan's own first: with more parts, down to a single
+    sample or the floor. Next to the plan's size they are about a fifth apart, else by a factor of about 1.4.
+    """
+    size, ranks = plan.logical_batch, request.ranks
+    if request.bucketed:
+        order = order.chosen(bucketed(order.each(), size))
+    starts = range(0, max(len(order) - size, 0) + 1, size)[:_SAMPLED_BATCHES]
+    batches = [order.part(start, min(start + size, len(order))).packed() for start in starts]
+    shares = [share for batch in batches for share in batch.parts(share_out(batch, ranks)) if len(share)]
+
+    def mean_samples(rules: SplitRules) -> float:
+        return sum(map(len, shares)) / sum(len(cut(share, rules.limit_for(share))) for share in shares)
+
+    own = mean_samples(plan.rules)
+    longest = max(map(len, shares))
+    parts = longest / own
+    candidates = [SizeCandidate(cost=plan.largest_cost, samples=own)]
+    for factor in _size_factors(own / max(plan.rules.floor, 1)):
+        number = math.ceil(parts * factor)
+        even = order.cost(0, math.ceil(longest / number))
+        cost = even if order.is_uniform else plan.largest_cost * parts / number
+        samples = mean_samples(replace(plan.rules, fastest=cost))
+        if samples < candidates[-1].samples * (1 - _SAME_SIZE):
+            candidates.append(SizeCandidate(cost=cost, samples=samples))
+    return candidates
+
+
+def _size_factors(most: float) -> list[float]:
+    """Returns the factors by which a plan's micro-batches may become smaller, up to `most`."""
+    powers = [power / 4 for power in range(1, 4)] + [power / 2 for power in range(2, 2 * _MOST_OCTAVES + 1)]
+    return [2**power for power in powers if 2**power <= most * (1 + _SAME_SIZE)]
 
 
 def bucketed(sizes: NDArray[np.float64], logical_batch: int, *, seed: int = 0, epoch: int = 0) -> NDArray[np.int64]:

@@ -28,7 +28,7 @@ from can_train.fit.optimizer import (
     restore_generators,
 )
 from can_train.fit.packing import ROUNDING, BatchCosts, SplitRules
-from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, spare_room
+from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, size_candidates, spare_room
 from can_train.fit.plan_notices import format_notices, limits_notices, too_large_notices
 from can_train.fit.rescue import Ladder, without_recomputation
 from can_train.fit.run_plan import DataPlacement, PredictedLimit, RunPlan, price
@@ -42,6 +42,7 @@ from can_train.fit.rungs import (
     rungs_of,
 )
 from can_train.fit.search import NO_RECORDING, SEARCH_SECONDS, SEARCH_SHARE, RecordedPhase, Recording
+from can_train.fit.step_time import MicroBatchChoice, choose_size
 from can_train.io.units import counted, size_text
 from can_train.memory.catalogue import cards_that_hold, predicted_room
 from can_train.memory.host import HOST_SHARE, available_bytes
@@ -475,13 +476,17 @@ class Planner:
         orders = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)
         order, *other_epochs = (price(self.task, rows, phase) for rows in orders)
         decided = rule.decide(limits if request.searches else None)
-        plan = resolve_plan(
-            replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs)),
-            order,
+        request = replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs))
+        resolve = partial(
+            resolve_plan,
+            order=order,
             tuned_limit=phase.tuned_limit if phase is not None and request.searches else None,
             factor=decided.value,
             other_epochs=other_epochs,
         )
+        plan = resolve(request)
+        if choice := self._choose_size(request, plan, order, rule):
+            plan = _with_choice(plan, choice, resolve(replace(request, rules=choice.in_rules(request.rules))))
         notices = [*self.task.notices(), *self.meter.notices]
         if training.compile != "off":
             notices += compile_notices(training.compile, self.meter)
@@ -490,7 +495,8 @@ class Planner:
             notices.append(
                 "training.order=bucketed: batches hold samples of about the same size, which changes training"
             )
-        notices += self.batch_dependence.sentences(split=plan.most_parts > 1, ranks=self.ranks)
+        is_split = plan.most_parts > 1 or (choice is not None and bool(choice.trials))
+        notices += self.batch_dependence.sentences(split=is_split, ranks=self.ranks)
         samples, on_host = None, self.explorer.host_state_bytes if self.explorer.rung.offload_optimizer else 0
         if limits is not None:
             if limits.not_recorded_because:
@@ -507,7 +513,30 @@ class Planner:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(phase_plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
                        notices=tuple(notices), phase=self.phase.name, room_samples=samples,
-                       rung=self.explorer.rung, state_on_host_bytes=on_host)  # fmt: skip
+                       rung=self.explorer.rung, state_on_host_bytes=on_host, micro_batch=choice)  # fmt: skip
+
+    def _choose_size(
+        self, request: PlanRequest, plan: PhasePlan, order: BatchCosts, rule: FactorRule
+    ) -> MicroBatchChoice | None:
+        """Chooses the fastest size of micro-batches that fit; None where the largest are to be taken."""
+        training, rules = self.training, request.rules
+        # The user's own options decide how batches are cut.
+        is_free = request.searches and rules.splits == 1 and not (rules.equal or rules.threshold)
+        is_free = is_free and rules.target == np.inf and training.compile == "off"
+        wanted = training.micro_batch
+        if wanted == "auto":
+            # The time of a simulation says nothing of a GPU.
+            wanted = "largest" if training.deterministic or self.meter.key.startswith("sim-") else "fastest"
+        if rule.times is None or wanted == "largest" or not is_free:
+            return None
+        # A choice by time may not change the gradient.
+        if self.batch_dependence.terms or not self.batch_dependence.measured:
+            return None
+        candidates = size_candidates(request, plan, order)
+        runs = [times.get(self.phase.name, ()) for times in rule.times]
+        steps = int(plan.mean_steps_per_epoch * training.epochs)
+        choice = choose_size(candidates, runs, total_steps=steps, rung=self.explorer.rung.name)
+        return replace(choice, sample_cost=float(order.each().mean()))
 
     @property
     def _counted_rows(self) -> Rows:
@@ -677,6 +706,13 @@ def _within(plan: RunPlan, beside: RunPlan) -> RunPlan:
     rules, safety_factor = beside.phase_plan.rules, beside.phase_plan.safety_factor
     phase_plan = replace(plan.phase_plan, rules=rules, safety_factor=safety_factor)
     return replace(plan, limits=beside.limits, factor=beside.factor, phase_plan=phase_plan)
+
+
+def _with_choice(largest: PhasePlan, choice: MicroBatchChoice, chosen: PhasePlan) -> PhasePlan:
+    """Returns the plan of the chosen size, with the costs of the largest micro-batches if some steps try them."""
+    if all(trial.cost <= choice.cost for trial in choice.trials):
+        return chosen
+    return replace(chosen, largest_cost=largest.largest_cost, largest_later_cost=largest.largest_later_cost)
 
 
 def _fixed_size(plan: RunPlan, factor: FactorRule) -> PredictedLimit:

@@ -14,6 +14,7 @@ from can_train.fit.factor_rule import UNUSED, SafetyFactor
 from can_train.fit.packing import BatchCosts, MicroBatchLimit
 from can_train.fit.plan import PhasePlan
 from can_train.fit.rungs import SPLIT_ALONE, Rung
+from can_train.fit.step_time import MicroBatchChoice
 
 if TYPE_CHECKING:
     from can_train.memory.meters import Meter
@@ -61,6 +62,7 @@ class RunPlan:
     rung: Rung = SPLIT_ALONE  # That steps are computed on
     rung_saves_bytes: int = 0  # Bytes that the largest sample saves less for the backward pass; 0: not known
     state_on_host_bytes: int = 0  # Of all optimizers' state that waits on the host between steps
+    micro_batch: MicroBatchChoice | None = None  # The size that is the fastest; None: it is not looked for
     rung_longer: float = 0.0  # Predicted share of a step's time that computing modules again adds
 
     @property

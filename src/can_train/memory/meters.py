@@ -106,6 +106,14 @@ class Meter(ABC):
         """
         return time.thread_time()
 
+    def moment(self) -> object:
+        """Marks a moment in the device's work, without waiting for it; `seconds_between` reads two of them later."""
+        return time.perf_counter()
+
+    def seconds_between(self, begun: Any, ended: Any) -> float:
+        """Returns the seconds from one `moment` to another, which the device has passed."""
+        return float(ended - begun)
+
     def retries(self) -> int:
         """Returns how often the allocator has released its cache because an allocation did not fit."""
         return 0
@@ -267,6 +275,17 @@ class CudaMeter(Meter):
         """Waits for the kernels, which run on after their launch has returned, and reads the clock."""
         torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def moment(self) -> object:
+        """Records an event in the stream of the kernels."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds_between(self, begun: Any, ended: Any) -> float:
+        """Returns the seconds between two events; waits for the second one where it has not happened."""
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1000
 
     def retries(self) -> int:
         """Returns the allocator's count of retries."""

@@ -12,6 +12,7 @@ from can_train.io.units import counted, size_text
 if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel, DeviceLimits
     from can_train.fit.run_plan import RunPlan
+    from can_train.fit.step_time import MicroBatchChoice
     from can_train.training.dry_run import CardPlan
     from can_train.training.reference_models import ReferenceModelPlan
 
@@ -55,6 +56,8 @@ def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> lis
     if plan.lr_factor != 1:
         lines.append(f"The learning rate is the preset's × {plan.lr_factor:.3g}, because the batch is another one.")
     lines += map(_parts_text, run_plan.phases)
+    choices = [phase.micro_batch for phase in run_plan.phases if phase.micro_batch is not None]
+    lines += [_fastest_text(choice) for choice in choices if not choice.is_largest]
     lines += dict.fromkeys(_rung_text(phase) for phase in run_plan.phases if phase.rung)
     if plan.safety_factor is not None and run_plan.factor.reason == STATIC:
         lines.append(f"The safety factor is {plan.safety_factor:g}, as set: nothing is learned.")
@@ -80,6 +83,25 @@ def _parts_text(run_plan: RunPlan) -> str:
     return f"{owner} is computed in {parts} of up to {counted(plan.largest_micro_batch, 'sample')}{splits}."
 
 
+def _fastest_text(choice: MicroBatchChoice) -> str:
+    """Says why micro-batches are smaller than those that fit."""
+    tried = f"measured in {counted(choice.timed_steps, 'step')} of {counted(choice.timed_runs, 'run')}"
+    sizes = f"{choice.samples:.3g} samples on average against {choice.largest_samples:.3g} that fit"
+    return f"Smaller micro-batches are faster: {sizes}, {choice.gain:.0%} less time ({tried})."
+
+
+def _trials_text(choice: MicroBatchChoice) -> str:
+    """Says which size of micro-batches was chosen, and which sizes some steps try."""
+    size, largest = f"{choice.samples:.3g} samples on average", f"the largest that fit, {choice.largest_samples:.3g}"
+    if choice.is_largest:
+        chosen = f"{size}: no smaller size was measured to be faster" if choice.timed_runs else f"{size}, {largest}"
+    else:
+        chosen = f"{size}: {choice.gain:.1%} ± {choice.deviation:.1%} less time than {largest}"
+    steps = sum(trial.steps for trial in choice.trials)
+    sizes = ", ".join(f"{trial.samples:.3g}" for trial in choice.trials)
+    return f"{chosen}; {counted(steps, 'step')} of the run try {sizes}" if steps else chosen
+
+
 def _rung_text(run_plan: RunPlan) -> str:
     """Says how far a step goes to fit, beyond splitting."""
     effects = []
@@ -102,6 +124,8 @@ def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
             continue
         lines += [("phase", phase.phase)] if phase.phase else []
         lines.append(("memory", _cost_model_text(limits.training.model)))
+        if phase.micro_batch:
+            lines.append(("micro-batch", _trials_text(phase.micro_batch)))
         if phase.rung:
             lines.append(("fits by", f"{phase.rung.name}: {phase.rung.describe()}"))
         if plan.safety_factor is not None:
@@ -231,6 +255,7 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
             "accumulation_splits": plan.rules.splits,
         },
         "largest_batch": run_plan.room_samples,
+        "fastest": None if run_plan.micro_batch is None else _choice_json(run_plan.micro_batch),
         "rung": {
             "name": run_plan.rung.name,
             "recompute": list(run_plan.rung.recompute),
@@ -273,6 +298,20 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
         "whole_batch_peak_bytes": round(run_plan.whole_batch_peak_bytes or 0),
         "is_recorded": limits.recorded,
         "optimizer_peak_bytes": limits.optimizer_peak_bytes,
+    }
+
+
+def _choice_json(choice: MicroBatchChoice) -> dict[str, Any]:
+    return {
+        "samples": choice.samples,
+        "largest_samples": choice.largest_samples,
+        "is_largest": choice.is_largest,
+        "gain": choice.gain,
+        "gain_deviation": choice.deviation,
+        "predicted_seconds_per_sample": choice.seconds,
+        "timed_steps": choice.timed_steps,
+        "timed_runs": choice.timed_runs,
+        "trials": [{"samples": trial.samples, "steps": trial.steps} for trial in choice.trials],
     }
 
 

@@ -36,10 +36,12 @@ from can_train.fit.optimizer import (
     seed_rank,
     step_generator,
 )
+from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, Planners
 from can_train.fit.rescue import Backoff, Ladder
 from can_train.fit.run_plan import RunPlan, still_fits
 from can_train.fit.rungs import SPLIT_ALONE, Rung
+from can_train.fit.step_time import StepTimer
 from can_train.io.records import read_text, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, tensors_of
@@ -164,6 +166,7 @@ class PhaseEngine(Engine):
         shared_plan: Rank 0's plan: its prices let all ranks share samples out alike.
         planned_for: Which parameters were trained when the plan was made.
         told_rung: The rung of the plan, or the last rung that the user was told of.
+        timer: Times steps, some of which try other sizes of micro-batches.
     """
 
     phase: Phase
@@ -172,6 +175,7 @@ class PhaseEngine(Engine):
     run_plan: RunPlan
     shared_plan: RunPlan
     optimization: Optimization
+    timer: StepTimer
     planned_for: tuple[bool, ...] = ()
     told_rung: Rung = SPLIT_ALONE
     _in_epoch: tuple[int, TaskInEpoch] | None = None
@@ -192,6 +196,23 @@ class PhaseEngine(Engine):
         if self._in_epoch is None or self._in_epoch[0] != epoch:
             self._in_epoch = epoch, self.task.in_epoch(epoch, epochs)
         return self._in_epoch[1]
+
+    @contextmanager
+    def timed(self, step: int, costs: BatchCosts) -> Iterator[None]:
+        """Computes a share of a step's batch in the block, in micro-batches of the size that the step tries."""
+        trial, rules = self.timer.trial(step), self.batcher.rules
+        if trial is not None:
+            self.batcher.rules = replace(rules, fastest=trial.cost)
+        try:
+            with self.timer.timing(step, costs):
+                yield
+        finally:
+            self.batcher.rules = rules
+
+    def count_timed(self, step: int, result: BatchResult, *, is_typical: bool) -> None:
+        """Counts the micro-batches of a timed step; memory that ran out may have made them smaller."""
+        is_undisturbed = self.batcher.is_undisturbed and not result.ooms_rescued
+        self.timer.count(step, result.micro_batches, is_typical=is_typical and is_undisturbed)
 
 
 @dataclass(kw_only=True)
@@ -292,6 +313,7 @@ class Session(Parts):
             meter=meter, monitor=self.monitor, batcher=batcher, reserve=reserve, phase=phase, task=planner.task,
             planner=planner, run_plan=run_plan, shared_plan=shared_plan, optimization=optimization,
             planned_for=optimization.trainable, told_rung=run_plan.rung,
+            timer=StepTimer(meter=meter, choice=run_plan.micro_batch),
         )  # fmt: skip
 
     def _compiled_model(self) -> CompiledModel | None:
@@ -475,6 +497,7 @@ class Session(Parts):
         self.is_thawed = True
         for engine, mine, first in zip(self.engines, plans[self.ranks.rank].phases, plans[0].phases, strict=True):
             engine.run_plan, engine.shared_plan = mine, first
+            engine.timer.stop()
             engine.set_limits(mine.phase_plan.rules, mine.limits)
 
     def log(self, **record: Any) -> None:

@@ -53,6 +53,7 @@ from can_train.fit.planner import PROBED, Planner, Planners
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.fit.run_plan import RunPlan
 from can_train.fit.search import NO_RECORDING
+from can_train.fit.step_time import TimedSize
 from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
@@ -654,7 +655,11 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
         received = [share.received for share in shares] if ranks.size > 1 else [session.stops.received]
         session.stop_signal = _first_signal(received)
         session.is_time_up = any(share.is_late for share in shares)
-    session.engine.record_result(shares[ranks.rank].result, is_counted=counted)
+    own, engine = shares[ranks.rank].result, session.engine
+    engine.record_result(own, is_counted=counted)
+    # A step that is measured on the host takes longer, a shorter batch has other shares of fixed costs.
+    is_plain = (session.meter.counts_always or not counted) and len(rows) == session.epochs.logical_batch
+    engine.count_timed(session.progress.step, own, is_typical=is_plain)
     if session.training.log_splits and len(result.micro_batches) > 1:
         session.reporter.detail(_split_text(session, rows, result))
     return result, denominators
@@ -706,13 +711,15 @@ def _accumulate(
             # A scaler that has never scaled refuses to step.
             engine.optimization.scaler.scale(torch.zeros((), device=device))
         try:
-            result = engine.batcher.run_share(
-                losses_of,
-                engine.run_plan.training_costs(engine.task, rows[share]),
-                denominators=denominators.by_term,
-                weights=session.task.loss_weights or None,
-                scale=engine.optimization.scaler.scale,
-            )
+            costs = engine.run_plan.training_costs(engine.task, rows[share])
+            with engine.timed(progress.step, costs):
+                result = engine.batcher.run_share(
+                    losses_of,
+                    costs,
+                    denominators=denominators.by_term,
+                    weights=session.task.loss_weights or None,
+                    scale=engine.optimization.scaler.scale,
+                )
         except DoesNotFitError as error:
             raise with_samples(error, session.task.describe, rows[share]) from None
         engine.reserve.before_step()
@@ -1059,8 +1066,14 @@ def _observation(
     planned = PlannedMemory.of_plan(fullest.run_plan, _found_limits(session))
     engines = [fullest, *(engine for engine in session.engines if engine is not fullest)]
     return make_observation(begun, engines, planned, outcome, ooms, end_time=end_time, size=run.size,
-                            fingerprint=memory_fingerprint(run),
+                            fingerprint=memory_fingerprint(run), times=_times(session),
                             policy={"name": run.factor.policy, "options": policy_options(run)})  # fmt: skip
+
+
+def _times(session: Session) -> dict[str, list[TimedSize]]:
+    """Returns the times of micro-batches by the names of the phases; none where no other size was tried."""
+    times = {engine.phase.name: engine.timer.sizes() for engine in session.engines}
+    return {name: sizes for name, sizes in times.items() if sizes}
 
 
 def _found_limits(session: Session) -> dict[str, RememberedLimits]:

@@ -1,0 +1,385 @@
+"""The time that a sample takes in micro-batches of different sizes: measured while a run trains, learned over the runs
+of a configuration on a kind of device, and the fastest size that follows.
+
+Sizes are compared within a run, each measured step with the steps around it: clocks, cards and other processes differ
+from run to run, and change slowly within a run. Pure functions of records, but for the timer. No numpy, since
+`can-train factors` replays the choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from can_train.fit.packing import BatchCosts, SplitRules
+    from can_train.memory.meters import Meter
+
+EXPLORED_EVERY: Final = 50  # Of so many steps, one at most tries another size: 2 %
+EXTRA_SHARE: Final = 1 / EXPLORED_EVERY  # Share of a run's time that trials may take longer, at worst
+SLOWER: Final = 0.02  # Share by which a chosen size may be slower than the largest, at `_SIGMAS`
+# Change of the time of a sample, in logarithms, that is expected from a size to one twice as large.
+_PER_OCTAVE: Final = 0.25
+_SIGMAS: Final = 3.0  # Standard deviations: the best of many noisy sizes looks better than it is
+_NOISE: Final = 0.1  # Spread of single steps that is assumed before any was measured, with a weight of some steps
+_NOISE_STEPS: Final = 4
+_DIFFERENCE: Final = 0.004  # Spread from run to run of a size's time relative to another's
+# Steps of a trial: the first one of a size may pay for what is done once (kernels that are chosen, memory that grows).
+_TRIAL_STEPS: Final = 3
+_MOST_STEPS: Final = 240  # Of a size in one run
+_LEAST_GAIN: Final = 0.00001  # Expected gain, as a share of the time, below which a size is not tried any more
+_WINDOW: Final = 8  # Steps before and after an explored one that it is compared with
+_LEAST_WINDOW: Final = 4  # Fewer do not count
+_SAME: Final = 0.02  # Sizes that differ by less are one size
+_CLIP: Final = 3.0  # Standard deviations beyond which a step counts as one that far off
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedSize:
+    """The steps of an attempt whose micro-batches had about one size."""
+
+    samples: float  # Of a micro-batch, on average
+    steps: int  # Steps that were timed
+    seconds: float  # Of a sample, the median
+    # Mean logarithm of the time of a sample, less that of the steps around; 0 for the attempt's own size.
+    log_ratio: float = 0.0
+    spread: float = 0.0  # Standard deviation of single steps
+    rung: str = "split"
+
+
+Times = Sequence[TimedSize]
+"""The sizes of one attempt; the first is its own size, which the others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeCandidate:
+    """A size that micro-batches may have."""
+
+    cost: float  # Limit of a micro-batch, in bytes above base
+    samples: float  # Of a micro-batch under this limit, on average
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeTrial:
+    """A size that some steps of a run try."""
+
+    cost: float
+    samples: float
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchChoice:
+    """The size of micro-batches that a plan takes, and the sizes that some of its steps try."""
+
+    samples: float  # Of a micro-batch, on average
+    cost: float  # Limit of a micro-batch, in bytes above base; the largest that is safe where nothing was faster
+    largest_samples: float  # Of the largest micro-batches that are safe
+    sample_cost: float = 1.0  # Of the mean sample
+    gain: float = 0.0  # Share of the largest size's time that it is predicted to save
+    deviation: float = 0.0  # Standard deviation of the gain
+    seconds: float | None = None  # Predicted time of a sample; None: nothing was measured
+    timed_steps: int = 0  # Steps of earlier runs that tried other sizes
+    timed_runs: int = 0
+    trials: tuple[SizeTrial, ...] = ()
+    rung: str = "split"
+
+    @property
+    def is_largest(self) -> bool:
+        """Whether no smaller size was chosen."""
+        return self.samples == self.largest_samples
+
+    def in_rules(self, rules: SplitRules) -> SplitRules:
+        """Returns rules that cut batches into micro-batches of the size."""
+        return rules if self.is_largest else replace(rules, fastest=self.cost)
+
+    @property
+    def schedule(self) -> list[SizeTrial]:
+        """The trials in their order, a step each."""
+        rounds = max((trial.steps for trial in self.trials), default=0)
+        return [trial for number in range(rounds) for trial in self.trials if number < trial.steps]
+
+
+def explored_number(step: int) -> int | None:
+    """Returns the number of the trial that a step, counted from 0, may be, from 0; None: it is none.
+
+    >>> [explored_number(step) for step in (0, 48, 49, 99)]
+    [None, None, 0, 1]
+    """
+    number, rest = divmod(step + 1, EXPLORED_EVERY)
+    return number - 1 if rest == 0 else None
+
+
+class TimeModel:
+    """The time of a sample against the size of a micro-batch, as logarithms.
+
+    Between sizes the time may change as a random walk along the logarithm of the size: a smooth law is interpolated,
+    and a cliff, where a cache is full, is followed. Measured are differences between sizes of the same run.
+    """
+
+    def __init__(self, sizes: Iterable[float], runs: Sequence[Times] = ()) -> None:
+        measured = [size.samples for run in runs for size in run]
+        self._nodes: list[float] = []
+        for samples in sorted({*sizes, *measured}):
+            if not self._nodes or samples > self._nodes[-1] * (1 + _SAME):
+                self._nodes.append(samples)
+        count = len(self._nodes)
+        self.noise = _noise(runs)
+        self._means = [0.0] * count
+        # Covariance of the walk, from the smallest size on, whose own level is not known and does not matter.
+        steps = [0.0, *(math.log2(big / small) for small, big in zip(self._nodes, self._nodes[1:], strict=False))]
+        levels = [sum(steps[: number + 1]) for number in range(count)]
+        self._covariance = [[_PER_OCTAVE**2 * min(one, other) for other in levels] for one in levels]
+        self._measured = {self._node(samples) for samples in measured}
+        for run in runs:
+            for size in run[1:]:
+                variance = max(self.noise, size.spread) ** 2 / max(size.steps, 1) + _DIFFERENCE**2
+                self._learn(self._node(size.samples), self._node(run[0].samples), size.log_ratio, variance)
+
+    def _node(self, samples: float) -> int:
+        return min(range(len(self._nodes)), key=lambda node: abs(math.log(self._nodes[node] / samples)))
+
+    def _learn(self, one: int, other: int, difference: float, variance: float) -> None:
+        """Adds a measured difference of two sizes, as a Kalman filter does."""
+        if one == other:
+            return
+        matrix = self._covariance
+        column = [row[one] - row[other] for row in matrix]
+        total = column[one] - column[other] + variance
+        error = difference - (self._means[one] - self._means[other])
+        self._means = [mean + entry * error / total for mean, entry in zip(self._means, column, strict=True)]
+        self._covariance = [[entry - left * right / total for entry, right in zip(row, column, strict=True)]
+                            for row, left in zip(matrix, column, strict=True)]  # fmt: skip
+
+    def expect(self, samples: float, reference: float, steps: float) -> None:
+        """Counts steps to come of a size: they make it better known, whatever their time will be."""
+        one, other = self._node(samples), self._node(reference)
+        mean = self._means[one] - self._means[other]
+        self._learn(one, other, mean, self.noise**2 / steps + _DIFFERENCE**2)
+
+    def ratio(self, samples: float, reference: float) -> tuple[float, float]:
+        """Returns the logarithm of a size's time ÷ another size's, and its standard deviation."""
+        one, other, matrix = self._node(samples), self._node(reference), self._covariance
+        variance = matrix[one][one] + matrix[other][other] - 2 * matrix[one][other]
+        return self._means[one] - self._means[other], math.sqrt(max(variance, 0.0))
+
+    def worst_ratio(self, samples: float, reference: float) -> float:
+        """Returns the time of a sample ÷ another size's that must be reckoned with. A size that was not measured takes
+        as much longer than a larger one that was as it has more micro-batches.
+        """
+        node = self._node(samples)
+        if node in self._measured:
+            return math.exp(self.ratio(samples, reference)[0])
+        larger = [self._nodes[one] for one in self._measured if one > node]
+        known = min(larger, default=reference)
+        return math.exp(self.ratio(known, reference)[0]) * max(known / samples, 1.0)
+
+
+def _noise(runs: Sequence[Times]) -> float:
+    degrees, total = float(_NOISE_STEPS), _NOISE_STEPS * _NOISE
+    for run in runs:
+        for size in run[1:]:
+            degrees += max(size.steps - 1, 0)
+            # Not the squares: another process may have made a single step many times as long.
+            total += max(size.steps - 1, 0) * size.spread
+    return total / degrees
+
+
+def choose_size(
+    candidates: Sequence[SizeCandidate], runs: Sequence[Times], *, total_steps: int, rung: str = "split"
+) -> MicroBatchChoice:
+    """Chooses the size of micro-batches that earlier runs have shown to be the fastest, and the sizes that are tried.
+
+    A smaller size is chosen if its time is known well enough: it is not slower than the largest by more than 2 %, at
+    three standard deviations. What no run has shown is tried, and not believed.
+
+    Args:
+        candidates: Sizes that fit, the largest first.
+        runs: Times of earlier attempts.
+        total_steps: Steps of the run.
+        rung: Name of the rung that the run's steps are computed on; times on others are left out.
+    """
+    largest, runs = candidates[0], [run for run in runs if run and all(size.rung == rung for size in run)]
+    model = TimeModel([one.samples for one in candidates], runs)
+    chosen, gain, deviation = largest, 0.0, 0.0
+    for one in candidates[1:]:
+        ratio, spread = model.ratio(one.samples, largest.samples)
+        if ratio + _SIGMAS * spread <= math.log1p(SLOWER) and ratio < -gain:
+            chosen, gain, deviation = one, -ratio, spread
+    seconds = None
+    if runs:
+        own = runs[-1][0]
+        seconds = own.seconds * math.exp(model.ratio(chosen.samples, own.samples)[0])
+    return MicroBatchChoice(
+        samples=chosen.samples, cost=chosen.cost, largest_samples=largest.samples, gain=-math.expm1(-gain),
+        deviation=deviation, seconds=seconds, timed_steps=sum(size.steps for run in runs for size in run[1:]),
+        timed_runs=len(runs), trials=_trials(model, candidates, chosen, total_steps),
+        rung=rung,
+    )  # fmt: skip
+
+
+def _trials(
+    model: TimeModel, candidates: Sequence[SizeCandidate], chosen: SizeCandidate, total_steps: int
+) -> tuple[SizeTrial, ...]:
+    """Distributes the steps that a run may try other sizes in: to the sizes with the largest expected gain."""
+    left, extra_left = total_steps // EXPLORED_EVERY, EXTRA_SHARE * total_steps
+    steps: defaultdict[int, int] = defaultdict(int)
+    others = [one for one in candidates if one is not chosen]
+    extras = [max(model.worst_ratio(one.samples, chosen.samples) - 1.0, 0.0) for one in others]
+    if chosen is not candidates[0] and (count := min(_TRIAL_STEPS, left)) * (1 + extras[0]) <= left:
+        # The largest, whatever is known: it shows a device or a PyTorch that changed.
+        steps[0], left, extra_left = count, left - count, extra_left - count * extras[0]
+    while left > 0:
+        count = min(_TRIAL_STEPS, left)
+        values = [
+            _expected_gain(*model.ratio(one.samples, chosen.samples)) / (1 + extra)
+            if steps[number] < _MOST_STEPS and count * extra <= extra_left else 0.0
+            for number, (one, extra) in enumerate(zip(others, extras, strict=True))
+        ]  # fmt: skip
+        best = max(range(len(others)), key=values.__getitem__, default=None)
+        if best is None or values[best] < _LEAST_GAIN:
+            break
+        steps[best] += count
+        left, extra_left = left - count, extra_left - count * extras[best]
+        model.expect(others[best].samples, chosen.samples, count)
+    return tuple(SizeTrial(cost=one.cost, samples=one.samples, steps=steps[number])
+                 for number, one in enumerate(others) if steps[number])  # fmt: skip
+
+
+def _expected_gain(ratio: float, deviation: float) -> float:
+    """Returns the mean of the time that is saved where a size turns out to be faster, as a share."""
+    if deviation <= 0:
+        return max(-ratio, 0.0)
+    z = -ratio / deviation
+    density = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    return deviation * (z * 0.5 * math.erfc(-z / math.sqrt(2)) + density)
+
+
+@dataclass
+class _TimedStep:
+    seconds: float = 0.0
+    units: float = 0.0  # Mean samples
+    samples: int = 0
+    micro_batches: int = 0
+    trial: SizeTrial | None = None
+
+
+@dataclass(kw_only=True)
+class StepTimer:
+    """Times steps of a phase without waiting for the device, and summarizes them for the store.
+
+    Attributes:
+        meter: Of the device.
+        choice: The plan's; None: nothing is timed.
+    """
+
+    meter: Meter
+    choice: MicroBatchChoice | None
+    _schedule: list[SizeTrial] = field(default_factory=list)
+    _steps: dict[int, _TimedStep] = field(default_factory=dict)
+    _pending: deque[tuple[int, object, object]] = field(default_factory=deque)
+    _spoilt: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._schedule = [] if self.choice is None else self.choice.schedule
+
+    def stop(self) -> None:
+        """Tries and times no further steps: other parameters are trained from now on."""
+        self._schedule = []
+
+    def trial(self, step: int) -> SizeTrial | None:
+        """Returns the size that a step, counted from 0, tries; None: the plan's."""
+        number = explored_number(step)
+        return self._schedule[number] if number is not None and number < len(self._schedule) else None
+
+    def is_near_trial(self, step: int) -> bool:
+        """Tells whether a step is a trial, or one that a trial is compared with."""
+        if not self._schedule:
+            return False
+        return any(self.trial(near) is not None for near in range(max(step - _WINDOW, 0), step + _WINDOW + 1))
+
+    @contextmanager
+    def timing(self, step: int, costs: BatchCosts) -> Iterator[None]:
+        """Times a block of a step, which computes samples of these costs; blocks of the same step add up."""
+        if self.choice is None or not self.is_near_trial(step):
+            yield
+            return
+        begun = self.meter.moment()
+        yield
+        self._pending.append((step, begun, self.meter.moment()))
+        timed = self._steps.setdefault(step, _TimedStep(trial=self.trial(step)))
+        timed.units += float(costs.each().sum()) / self.choice.sample_cost
+
+    def count(self, step: int, micro_batches: Sequence[int], *, is_typical: bool) -> None:
+        """Counts the micro-batches of a step. A step that is not typical (memory ran out or was measured, the batch is
+        shorter than others) teaches nothing.
+        """
+        # The device has computed the step before the last one: the host is at most one micro-batch ahead.
+        while self._pending and self._pending[0][0] < step - 1:
+            self._read()
+        if (timed := self._steps.get(step)) is None:
+            return
+        timed.samples += sum(micro_batches)
+        timed.micro_batches += len(micro_batches)
+        if not is_typical:
+            self._spoilt.add(step)
+
+    def _read(self) -> None:
+        step, begun, ended = self._pending.popleft()
+        self._steps[step].seconds += self.meter.seconds_between(begun, ended)
+
+    def sizes(self) -> list[TimedSize]:
+        """Summarizes the steps so far, the plan's own size first; empty where no trial was timed."""
+        while self._pending:
+            self._read()
+        steps = {number: step for number, step in self._steps.items()
+                 if number not in self._spoilt and step.units and step.micro_batches and step.seconds > 0}  # fmt: skip
+        own = [step for step in steps.values() if step.trial is None]
+        by_size: defaultdict[SizeTrial, list[tuple[float, _TimedStep]]] = defaultdict(list)
+        for number, step in sorted(steps.items()):
+            if step.trial is not None and (around := _around(steps, number)):
+                by_size[step.trial].append((math.log(step.seconds / step.units) - _median(around), step))
+        if not own or not by_size:
+            return []
+        rung = "split" if self.choice is None else self.choice.rung
+        return [_timed_size([(0.0, step) for step in own], rung),
+                *(_timed_size(each[1:] if len(each) > 1 else each, rung) for each in by_size.values())]  # fmt: skip
+
+
+def _around(steps: Mapping[int, _TimedStep], number: int) -> list[float]:
+    """Returns the logarithms of the time of a sample in the plan's own steps around a trial; empty: too few."""
+    near = (steps.get(one) for one in range(number - _WINDOW, number + _WINDOW + 1))
+    logs = [math.log(step.seconds / step.units) for step in near if step is not None and step.trial is None]
+    return logs if len(logs) >= _LEAST_WINDOW else []
+
+
+def _timed_size(timed: Sequence[tuple[float, _TimedStep]], rung: str) -> TimedSize:
+    ratios, steps = [ratio for ratio, _ in timed], [step for _, step in timed]
+    mean, spread = _robust(ratios)
+    return TimedSize(
+        samples=sum(step.samples for step in steps) / sum(step.micro_batches for step in steps),
+        steps=len(steps), seconds=_median([step.seconds / step.units for step in steps]), log_ratio=mean,
+        spread=spread, rung=rung,
+    )  # fmt: skip
+
+
+def _robust(values: Sequence[float]) -> tuple[float, float]:
+    """Returns mean and standard deviation of values, with those far from the median moved nearer."""
+    middle = _median(values)
+    scale = 1.4826 * _median([abs(value - middle) for value in values])
+    bound = _CLIP * scale if scale > 0 and len(values) > _LEAST_WINDOW else math.inf
+    clipped = [min(max(value, middle - bound), middle + bound) for value in values]
+    mean = math.fsum(clipped) / len(clipped)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in clipped) / max(len(clipped) - 1, 1))
+
+
+def _median(values: Sequence[float]) -> float:
+    # Not the statistics module, whose import takes a tenth of the command line's start.
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
