@@ -80,10 +80,11 @@ def test_a_tensor_that_has_left_is_not_counted_on_the_device_again() -> None:
 
 @pytest.mark.parametrize("target", [None, "a100-40gb"])
 def test_a_predicted_peak_is_without_tensors_that_are_saved_on_the_cpu(target: str | None) -> None:
-    peaks = []
-    for kind in ("device", "cpu"):
-        model, x = Deep(kind), torch.ones(4096, 64)
-        found = predict_peak(model, 4096, loss_of=lambda rows, model=model: model(x[rows]).square().sum(),
-                             optimizer="sgd", target=target)  # fmt: skip
-        peaks.append(found.peak_bytes)
-    assert peaks[0] - peaks[1] >= (LAYERS - 4) * MIB
+    x = torch.ones(4096, 64)
+
+    def peak(kind: str) -> float:
+        model = Deep(kind)
+        loss_of = lambda rows: model(x[rows]).square().sum()  # noqa: E731
+        return predict_peak(model, 4096, loss_of=loss_of, optimizer="sgd", target=target).peak_bytes
+
+    assert peak("device") - peak("cpu") >= (LAYERS - 4) * MIB
