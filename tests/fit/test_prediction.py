@@ -632,6 +632,41 @@ class Detector(nn.Module):
         return self.classes(features[image, :, row, column]).square().sum() / count + kept.square().mean()
 
 
+# As torchvision's `nms`: the size of its result depends on values, and it has no tag that says so.
+_operators = torch.library.Library("can_train_tests", "DEF")
+_operators.define("above_mean(Tensor scores) -> Tensor")
+_operators.impl("above_mean", lambda scores: (scores > scores.mean()).nonzero().squeeze(1), "CPU")
+
+
+@torch.library.register_fake("can_train_tests::above_mean", lib=_operators)
+def _above_mean(scores: Tensor) -> Tensor:
+    return scores.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
+
+
+class Proposals(nn.Module):
+    """Classifies 32 places of each image in two stages, as torchvision's R-CNN does: both choose by the same lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.score = nn.Conv2d(3, 32, 5, stride=2, padding=2), nn.Conv2d(32, 1, 1)
+        self.first, self.second = nn.Linear(32, 400), nn.Linear(32, 400)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.body(images).flatten(2).transpose(1, 2)
+        scores = self.score(self.body(images)).flatten(1)
+        first = [each[self.chosen(score)] for each, score in zip(features, scores, strict=True)]
+        kept = [torch.ops.can_train_tests.above_mean(score.detach()) for score in scores]
+        second = [
+            each[places][self.chosen(score[places])] for each, score, places in zip(features, scores, kept, strict=True)
+        ]
+        return self.first(torch.cat(first)).square().mean() + self.second(torch.cat(second)).square().mean()
+
+    def chosen(self, score: Tensor) -> Tensor:
+        picked = torch.zeros(len(score), dtype=torch.bool, device=score.device)
+        picked[(score > score.mean()).nonzero().squeeze(1)[:32]] = True
+        return picked.nonzero().squeeze(1)
+
+
 class SortedExperts(Experts):
     """Sorts the tokens by their experts, whose numbers of tokens it reads as a list."""
 
@@ -656,6 +691,7 @@ CHOOSING: dict[str, Callable[[], tuple[nn.Module, LossOf]]] = {
     "experts": lambda: (model := Experts(), lambda rows: model(TOKENS[rows]).square().sum()),
     "sorted experts": lambda: (model := SortedExperts(), lambda rows: model(TOKENS[rows]).square().sum()),
     "detector": lambda: (model := Detector(), lambda rows: model(IMAGES[rows])),
+    "proposals": lambda: (model := Proposals(), lambda rows: model(IMAGES[rows])),
 }
 
 
@@ -682,7 +718,14 @@ def test_sizes_that_depend_on_values_are_those_of_a_step_on_the_cpu(
     assert found.tensors.least_bytes < peak < found.tensors.most_bytes
 
 
-@pytest.mark.parametrize("name", CHOOSING)
+def test_sizes_of_another_loop_over_samples_are_noticed(dispatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "_READ_S", 0.0)
+    monkeypatch.setattr(value_sizes, "_like", lambda uses, numel, index: (uses[index % len(uses)],) * 2)
+    found, peak = choosing("proposals")
+    assert found.notices or found.tensors.num_bytes != pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in CHOOSING if name != "proposals"])
 def test_sizes_that_are_not_scaled_are_noticed(name: str, dispatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "_READ_S", 0.0)
     monkeypatch.setattr(value_sizes, "_count", lambda first, second, places: second)

@@ -264,7 +264,10 @@ def price_trace(
         allocator = _replayed(trace, settings, kinds)
         peaks.append(allocator.peak_allocated_bytes)
         reserved = allocator.peak_reserved_bytes
-    tensors, with_cublas, with_all = peaks
+    with_all = peaks[-1]
+    # A library's block may change how the allocator splits others: the peak with it is not always the higher one.
+    with_cublas = min(peaks[1], with_all)
+    tensors = min(peaks[0], with_cublas)
     cublas, cudnn = with_cublas - tensors, with_all - with_cublas
     context = _context(card, kernels)
     taken_bytes = max(context.most_bytes, context.num_bytes + screen_bytes(card))

@@ -29,6 +29,8 @@ INDEXING: Final = frozenset(
 _NONZERO: Final = "nonzero"
 _ITEM: Final = "_local_scalar_dense"
 _VALUE_TAGS: Final = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+# Operators of PyTorch, which say by tags that results depend on values; other libraries' may not (torchvision's nms).
+_TAGGED: Final = ("aten", "prim", "prims")
 # Files of PyTorch and of this package: the line that asks is outside of them.
 _INSIDE: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _BACKWARD: Final = (
@@ -102,9 +104,11 @@ class ValueSizes:
             return None
         index = self._num_asked[site]
         self._num_asked[site] += 1
-        found = larger[index % len(larger)]
-        # In a loop over samples, the operations are more, and not their results.
-        first = smaller[index % len(smaller)] if len(smaller) == len(larger) else found
+        if len(smaller) == len(larger):
+            first, found = smaller[index % len(smaller)], larger[index % len(larger)]
+        else:
+            # In a loop over samples, the operations are more, and not their results. One line may be in several loops.
+            first, found = _like(larger, numel, index)
         if first.numel != found.numel or len(smaller) != len(larger):
             places = first.numel, found.numel, numel
         else:
@@ -121,6 +125,17 @@ class ValueSizes:
                 sizes[1:] = after[1:]
             shapes.append(tuple(sizes))
         return Use(numel, shapes=shapes, dtypes=found.dtypes)
+
+
+def _like(uses: Sequence[Use], numel: int, index: int) -> tuple[Use, Use]:
+    """Returns a use of a tensor about as large as a given one, the uses of equally large tensors in turn. A use of
+    another size with the same result comes before it, if there is one: the result does not depend on the size then.
+    """
+    nearest = min((use.numel for use in uses), key=lambda other: abs(math.log((other + 1) / (numel + 1))))
+    alike = [use for use in uses if use.numel == nearest]
+    found = alike[index % len(alike)]
+    same = (use for use in uses if use.numel != nearest and (use.value, use.shapes) == (found.value, found.shapes))
+    return next(same, found), found
 
 
 def _number(first: Any, second: Any, places: tuple[int, int, int]) -> Any:
@@ -176,7 +191,7 @@ class _Reader(TorchDispatchMode):
         elif func is _aten.masked_select.default:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             self._add(func, Use(math.prod(shape), shapes=[(len(result), len(shape))], dtypes=[torch.int64]))
-        elif func not in INDEXING and _VALUE_TAGS & set(func.tags):
+        elif func not in INDEXING and (_VALUE_TAGS & set(func.tags) or func.namespace not in _TAGGED):
             self._add(func, _use_of(args, result))
         return result
 
