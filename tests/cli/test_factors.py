@@ -1,9 +1,11 @@
 import json
+import math
 import os
 import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,6 +18,7 @@ from can_train.cli.factors import factors
 from can_train.cli.main import Command
 from can_train.errors import CanTrainError, ConfigError
 from can_train.factors.observations import write_record
+from can_train.fit.step_time import TimedSize
 from fakes.samples import A100, KEY, observation, out_of_memory, started
 
 
@@ -257,6 +260,28 @@ def test_a_replay_shows_what_another_policy_would_have_set(state: Path) -> None:
     assert f"next: affine {replayed['replayed_safety_factor']:.4f}; in force 0.5172" in text
     (own,) = as_json(state, KEY, "--device", "v100-16gb", "--replay", "momentum")["replays"]
     assert own["replayed_safety_factor"] == own["safety_factor"]
+
+
+def test_a_replay_shows_the_fastest_micro_batch_and_its_time(tmp_path: Path) -> None:
+    own, half = (
+        TimedSize(samples=64, steps=200, seconds=2e-4),
+        TimedSize(samples=32, steps=40, seconds=1e-4, log_ratio=-0.5),
+    )
+    first = observation(1, size="teacher", times={"": [own, half]})
+    # The second run has half of the size, as the first one has taught, and tries the whole.
+    later = [replace(half, log_ratio=0.0), replace(own, log_ratio=0.5)]
+    for record in [first, observation(2, size="teacher", times={"": later}), observation(3, size="teacher")]:
+        write_record(tmp_path, record)
+    (replayed,) = as_json(tmp_path, KEY, "--replay", "affine")["replays"]
+    (one,), (other,), none = [entry["micro_batches"] for entry in replayed["runs"]]
+    assert (one["own_samples"], one["samples"], one["predicted_seconds"]) == (64, 64, None)
+    assert one["measured_seconds"] == pytest.approx(2e-4)
+    assert (other["own_samples"], other["samples"], none) == (32, 32, [])
+    assert other["predicted_seconds"] == pytest.approx(2e-4 * math.exp(-0.5), rel=0.02)
+    assert other["measured_seconds"] == pytest.approx(1e-4)
+    lines = shown(tmp_path, KEY, "--replay", "affine")
+    assert ["–", "split", "64", "64", "–", "200", "µs"] in [words[-7:] for words in lines]
+    assert [words[-6:-4] for words in lines if words[-1:] == ["µs"]][1] == ["32", "32"]
 
 
 @pytest.mark.parametrize(

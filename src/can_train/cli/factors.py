@@ -17,7 +17,7 @@ from can_train.errors import ConfigError, StateError, nearest_first, unknown_nam
 from can_train.factors.exchange import make_export, run_notes
 from can_train.factors.observations import ANY_DEVICE, read_records, without_size
 from can_train.factors.policies import POLICIES
-from can_train.factors.store import FactorStore, get_safety_factor_db, replay_runs
+from can_train.factors.store import FactorStore, ReplayedSize, get_safety_factor_db, replay_runs, replay_sizes
 from can_train.factors.summary import (
     FactorFigures,
     FactorSummary,
@@ -38,6 +38,7 @@ _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
 )  # fmt: skip
 _RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "batch", "micro-batch", "outcome", "notes")
+_SIZE_COLUMNS: Final = ("run", "ended", "phase", "rung", "micro-batch", "fastest", "predicted", "measured")
 _LISTED_RUNS: Final = 50  # of one configuration and device, the last ones; Rich takes a second for two thousand
 _BEFORE_RESET: Final = "before the reset"
 _JSON_NAMES: Final = {
@@ -168,12 +169,14 @@ def _print_replay(store: FactorStore, key: str | None, device: str | None, name:
             continue
         replay = replay_runs(summary, policy_of(summary.runs[-1], name))
         pairs = list(zip(summary.runs, replay.factors, strict=True))
+        sizes = replay_sizes(summary)
         objects.append({
             "config_key": summary.key, "device": summary.device, "policy": name, "safety_factor": summary.factor,
             "replayed_safety_factor": replay.next_factor,
             "runs": [{"run_id": run.run_id, "attempt": run.attempt, "end_time": run.end_time, "factor": run.factor,
-                      "replayed_factor": factor, "peak_memory_pct": run.peak, "outcome": run.outcome}
-                     for run, factor in pairs],
+                      "replayed_factor": factor, "peak_memory_pct": run.peak, "outcome": run.outcome,
+                      "micro_batches": [asdict(size) for size in of_run]}
+                     for (run, factor), of_run in zip(pairs, sizes, strict=True)],
         })  # fmt: skip
         rows = [(run.run_id, str(run.attempt), _minute(run.ended), f"{run.factor:.4f}", f"{factor:.4f}",
                  _percent(run.peak), run.outcome) for run, factor in pairs]  # fmt: skip
@@ -183,12 +186,35 @@ def _print_replay(store: FactorStore, key: str | None, device: str | None, name:
         title = f"{summary.key} on {_shown_device(summary.device)}, replayed with {name}"
         columns = ("run", "attempt", "ended", "factor", name, "peak", "outcome")
         tables.append(TextTable(title, columns, rows, [note]))
+        if any(sizes):
+            title = f"{summary.key} on {_shown_device(summary.device)}: the fastest micro-batches by earlier runs"
+            tables.append(TextTable(title, _SIZE_COLUMNS, list(_size_rows(summary, sizes)), []))
     if as_json:
         print_json({"replays": objects})
     elif tables:
         print_tables(tables)
     else:
         print_text("No run is left to replay: all of them began before a reset.")
+
+
+def _size_rows(summary: FactorSummary, sizes: Sequence[Sequence[ReplayedSize]]) -> Iterator[tuple[str, ...]]:
+    """Yields a row for each run and phase whose micro-batches were timed; times are those of a sample."""
+    for run, of_run in zip(summary.runs, sizes, strict=True):
+        for size in of_run:
+            yield (
+                run.run_id,
+                _minute(run.ended),
+                size.phase or "–",
+                size.rung,
+                f"{size.own_samples:.3g}",
+                f"{size.samples:.3g}",
+                _microseconds(size.predicted_seconds),
+                _microseconds(size.measured_seconds),
+            )
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e6:,.4g} µs"
 
 
 def _on(device: str | None) -> str:

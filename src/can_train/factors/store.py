@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import exp
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -28,6 +29,7 @@ from can_train.factors.summary import (
     summarize_runs,
 )
 from can_train.fit.factor_rule import NO_AIM, STATIC, Aim, EarlierSearch, FactorRule, OtherDevice, SafetyFactor
+from can_train.fit.step_time import SizeCandidate, Times, choose_size, is_same_size
 from can_train.io.records import write_json_atomic
 from can_train.memory.allocator_settings import allocator_settings
 from can_train.reporter import Reporter
@@ -303,6 +305,38 @@ def replay_runs(summary: FactorSummary, policy: FactorPolicy) -> Replay:
     histories = [history_of([past for past in runs if past.ended <= run.started and past is not run]) for run in runs]
     factors = tuple(policy.next_factor(history, first=first) for history in histories)
     return Replay(summary, factors, policy.next_factor(history_of(runs), first=first))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedSize:
+    """The size of micro-batches that a run's predecessors have shown to be the fastest, for one phase of the run."""
+
+    phase: str
+    own_samples: float  # Of the run's micro-batches, on average
+    samples: float  # Of the fastest
+    rung: str
+    predicted_seconds: float | None  # Of a sample in that size; None before any run
+    measured_seconds: float | None  # In this run; None where it did not have or try that size
+
+
+def replay_sizes(summary: FactorSummary) -> list[list[ReplayedSize]]:
+    """Chooses the fastest of the sizes that were measured, for each run from the runs that had ended when it began."""
+    replayed = []
+    for run in summary.runs:
+        earlier = [past for past in summary.runs if past.ended <= run.started and past is not run]
+        replayed.append([_replay_size(phase, times, [past.times.get(phase, ()) for past in earlier])
+                         for phase, times in run.times.items()])  # fmt: skip
+    return replayed
+
+
+def _replay_size(phase: str, times: Times, earlier: Sequence[Times]) -> ReplayedSize:
+    own = times[0]
+    every = {size.samples for run in (times, *earlier) for size in run}
+    candidates = [SizeCandidate(cost=samples, samples=samples) for samples in sorted(every, reverse=True)]
+    choice = choose_size(candidates, earlier, total_steps=0, rung=own.rung)
+    measured = [own.seconds * exp(size.log_ratio) for size in times if is_same_size(size.samples, choice.samples)]
+    return ReplayedSize(phase=phase, own_samples=own.samples, samples=choice.samples, rung=own.rung,
+                        predicted_seconds=choice.seconds, measured_seconds=next(iter(measured), None))  # fmt: skip
 
 
 def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id: str = "") -> FactorRule:

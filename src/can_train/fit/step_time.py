@@ -106,6 +106,11 @@ class MicroBatchChoice:
         return [trial for number in range(rounds) for trial in self.trials if number < trial.steps]
 
 
+def is_same_size(one: float, other: float) -> bool:
+    """Tells whether two sizes, in samples, are one to the model of time."""
+    return abs(one - other) <= _SAME * max(one, other)
+
+
 def explored_number(step: int) -> int | None:
     """Returns the number of the trial that a step, counted from 0, may be, from 0; None: it is none.
 
