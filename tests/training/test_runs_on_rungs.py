@@ -126,6 +126,21 @@ def test_the_next_run_begins_on_the_rung_of_the_last_one(tmp_path: Path) -> None
     assert second.count == 1 < first.count
 
 
+SURPRISING: Final = DEEP.replace(
+    'return {"square": (model(batch[0])',
+    "if model.training and (batch[0][0, 0, 0] == self.datasets()['train'][3][0][0, 0]):\n"
+    "            return {'square': (model(batch[0].repeat(1, 2, 1)).square().mean((1, 2)).sum(), 1)}\n"
+    '        return {"square": (model(batch[0])',
+)
+"""A sample takes twice as much as its features tell."""
+
+
+def test_the_next_run_begins_on_the_rung_that_a_run_climbed_to(tmp_path: Path) -> None:
+    runs = [train(tmp_path, "50MiB", text=SURPRISING) for _ in range(2)]
+    assert [name_of(plan_of(run)["rung"]) for run in runs] == ["split", "recompute"]
+    assert [json.loads((run / "result.json").read_text())["ooms_rescued"] for run in runs] == [1, 0]
+
+
 def test_a_rung_that_was_chosen_by_hand_is_not_the_first_of_later_runs(tmp_path: Path) -> None:
     by_hand, later = (plan_of(train(tmp_path, RUNGS["split"], fit=fit)) for fit in ("offload", "auto"))
     assert [name_of(plan["rung"]) for plan in (by_hand, later)] == ["offload", "split"]

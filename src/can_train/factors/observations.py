@@ -152,8 +152,12 @@ class Observation:
     @property
     def ran_out_of_memory(self) -> bool:
         """Whether memory ran out, rescued or not, while no other process held some of it."""
-        failed = self.outcome == "oom" or self.ooms_rescued > 0
-        return failed and self.foreign_bytes <= _FOREIGN_SHARE * self.capacity_bytes
+        return (self.outcome == "oom" or self.ooms_rescued > 0) and self.was_alone
+
+    @property
+    def was_alone(self) -> bool:
+        """Whether no other process held some of the memory when it ran out."""
+        return self.foreign_bytes <= _FOREIGN_SHARE * self.capacity_bytes
 
     @property
     def teaches_out_of_memory(self) -> bool:

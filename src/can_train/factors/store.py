@@ -260,12 +260,19 @@ def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorP
 
 
 def _earlier_search(runs: Sequence[Observation], active: ActiveEvents) -> EarlierSearch | None:
-    """Returns the limits of the last run; None where memory ran out within them, or they were reset since."""
+    """Returns the limits of the last run; where memory ran out within them, the rungs alone that it climbed to; None
+    where there are none, or they were reset since.
+    """
     last = max(runs, key=lambda run: run.ended, default=None)
-    if last is None or last.ran_out_of_memory or not last.limits or not active.learn_from(last):
+    if last is None or not active.learn_from(last):
+        return None
+    # A run that climbed beside other processes teaches nothing of the time without them.
+    phases = {name: limits for name, limits in last.limits.items()
+              if (last.was_alone if limits.climbed else not last.ran_out_of_memory)}  # fmt: skip
+    if not phases:
         return None
     return EarlierSearch(run_id=last.run_id, capacity_bytes=last.capacity_bytes, torch_version=last.torch_version,
-                         phases=last.limits)  # fmt: skip
+                         phases=phases)  # fmt: skip
 
 
 def _other_device(runs: Iterable[Observation], events: Sequence[Event]) -> OtherDevice | None:

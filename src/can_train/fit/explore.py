@@ -512,7 +512,7 @@ class Explorer:
             recorded=recorded.training if recorded else None, on_refused=self.on_refused,
         )  # fmt: skip
         known = self.remembered(earlier)
-        if known is not None and rung_of(known) != self.rung:
+        if known is not None and (known.climbed or rung_of(known) != self.rung):
             known = None
         with self._trained_alone() as buffer_copies:
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)

@@ -115,6 +115,8 @@ class RememberedLimits:
     offload: bool = False  # Whether saved tensors waited on the host
     offload_optimizer: bool = False  # Whether the optimizer's state did
     ranks: int = 1  # That weights and optimizer state were sharded over
+    # Whether a step ran out of memory on the rung of the limits, so that the next run begins on this one, without them.
+    climbed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

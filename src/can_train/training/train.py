@@ -45,9 +45,9 @@ from can_train.factors.observing import (
 )
 from can_train.factors.store import FactorStore, factor_rule, memory_fingerprint, policy_options, store_of
 from can_train.fit.compiled import compiler_limits
-from can_train.fit.cost_model import SearchResult
+from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
-from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, combine_shares, sum_by_term
+from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, MicroBatcher, combine_shares, sum_by_term
 from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator, tf32
 from can_train.fit.planner import PROBED, Planner, Planners
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
@@ -1083,11 +1083,17 @@ def _found_limits(session: Session) -> dict[str, RememberedLimits]:
     phases = [phase for plan in plans if plan.limits for phase in (plan.limits.training, plan.limits.evaluation)]
     if session.is_thawed or not all(phase.trials and not phase.untried for phase in phases):
         return {}
+    return {plan.phase: _remembered(plan, plan.limits, engine.batcher)
+            for plan, engine in zip(plans, session.engines, strict=True) if plan.limits}  # fmt: skip
+
+
+def _remembered(plan: RunPlan, limits: DeviceLimits, batcher: MicroBatcher) -> RememberedLimits:
+    """Returns the limits of a phase, and the rung that a later run begins on, which is the rung in force at the end."""
 
     def known(phase: SearchResult) -> RememberedLimit:
         return RememberedLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
                           measured_ratio=phase.measured_ratio)  # fmt: skip
 
-    return {plan.phase: RememberedLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation),
-                                         **asdict(plan.rung))
-            for plan in plans if plan.limits}  # fmt: skip
+    rung = batcher.ladder.rung
+    return RememberedLimits(training=known(limits.training), evaluation=known(limits.evaluation),
+                            climbed=rung != plan.rung, **asdict(rung))  # fmt: skip
