@@ -248,7 +248,7 @@ def test_a_fragmented_configuration_tells_why_its_aim_is_lower() -> None:
     runs = [
         observation(
             n, used=used, capacity_bytes=10**11, peak_allocated_bytes=round(1e11 * (0.1 + used)),
-            policy={"name": "affine"}, peak_reserved_bytes=round(1e11 * (0.1 + used) / 0.86),
+            policy={"name": "affine"}, peak_reserved_bytes=round(1e11 * (0.1 + used) / 0.8),
             fingerprint={"allocator": "expandable_segments:True"},
         )
         for n, used in enumerate((0.5, 0.65, 0.7), start=1)
