@@ -70,6 +70,12 @@ def test_processes_that_read_samples_have_processors_and_memory() -> None:
     assert [(run.cpus, run.mem) for run in asks] == [(8, "32G"), (13, "44G")]
 
 
+def test_a_run_that_offloads_has_its_whole_share_of_the_memory_of_a_node() -> None:
+    place = Partition(name="p", nodes=(Node(name="g", cpus=64, memory_mib=512 * 1024, gpus={"a100": 4}),))
+    asks = [with_cluster_defaults(ClusterSettings(), place, "cuda", offloads=offloads) for offloads in (False, True)]
+    assert [run.mem for run in asks] == ["32G", "128G"]
+
+
 def test_what_was_said_stays() -> None:
     run = asked(cpus=3, mem="7G", time="5")
     assert (run.cpus, run.mem, run.time) == (3, "7G", "5")

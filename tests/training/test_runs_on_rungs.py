@@ -99,6 +99,9 @@ def test_a_run_trains_on_the_first_rung_that_fits_to_the_same_weights(tmp_path: 
     run = train(tmp_path, RUNGS[rung])
     assert name_of(plan_of(alone)["rung"]) == "split"
     assert name_of(plan_of(run)["rung"]) == rung
+    # The inputs of 24 blocks, and of the loss.
+    on_host = 25 * 1200 * 32 * 4 if rung == "offload" else 0
+    assert plan_of(run)["saved_on_host_bytes"] == pytest.approx(on_host, rel=0.1)
     one, other = (final_state(path) for path in (run, alone))
     for part in ("model", "optimization", "randomness"):
         assert_same(one[part], other[part])

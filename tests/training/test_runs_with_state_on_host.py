@@ -148,8 +148,21 @@ def test_where_the_host_has_too_little_memory_the_state_does_not_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("can_train.fit.planner.available_bytes", lambda: 2**20)
-    with pytest.raises(DoesNotFitError, match=r"it takes 10.0 MiB, 819 KiB may be used"):
-        train(tmp_path, ALONE, fit="offload-optimizer")
+    with pytest.raises(DoesNotFitError, match=r"it takes 10\.0 MiB, 819 KiB may be used") as refused:
+        train(tmp_path, LITTLE)
+    # A job is submitted again with more memory of the host.
+    assert refused.value.details.of_host
+
+
+@pytest.mark.parametrize(("device", "told"), [
+    ("8MiB", r"they need 20\.1 MiB, the device has 8\.0 MiB, and 10\.1 MiB with --fit offload-optimizer"),
+    ("12MiB", r"they need 20\.1 MiB, the device has 12\.0 MiB; with --fit offload-all a batch of one sample"),
+])  # fmt: skip
+def test_where_the_state_leaves_in_vain_the_error_says_what_the_rung_takes(
+    tmp_path: Path, device: str, told: str
+) -> None:
+    with pytest.raises(DoesNotFitError, match=told):
+        train(tmp_path, device)
 
 
 def test_a_dry_run_says_for_each_device_where_the_state_waits(tmp_path: Path) -> None:

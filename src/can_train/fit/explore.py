@@ -477,6 +477,8 @@ class Explorer:
     rung: Rung = SPLIT_ALONE  # That steps are computed on
     shards: Shards | None = None  # The model's shards on the ranks of a run; None: each rank has the whole model
     on_refused: Callable[[str], object] = lambda reason: None  # Called where a trial does not confirm recorded lines
+    # By rung, the most bytes of saved tensors of a batch that left for the host, and the rows of the batch.
+    left_most: dict[Rung, tuple[int, NDArray[np.int64]]] = field(default_factory=dict, init=False)
     # By the sizes and types of the parameters that were trained then.
     _optimizers: dict[tuple[object, ...], OptimizerMemory] = field(default_factory=dict, init=False)
 
@@ -746,12 +748,14 @@ class Explorer:
     def _train_step(self, rows: NDArray[np.int64], start: int = 0, stop: int | None = None) -> None:
         """Runs forward and backward of a batch, or of a part of it; drops the gradients, also where it fails."""
         # Each part of a batch holds copies of the buffers, beside the step's.
-        held = Snapshot(self.model, self.meter.device)
+        held, left = Snapshot(self.model, self.meter.device), list[int]()
         try:
-            with computed_on(self.rung, self.model):
+            with computed_on(self.rung, self.model, left.append):
                 batch = self._batch(rows, coupled=True)
                 losses = self._losses(batch, start, len(rows) if stop is None else stop)
                 weighted_loss(losses, self.task.loss_weights).backward()
+            if stop is None and left and sum(left) > self.left_most.get(self.rung, (0,))[0]:
+                self.left_most[self.rung] = sum(left), rows
         finally:
             del held
             self._reset_shards()

@@ -513,7 +513,8 @@ class Planner:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(phase_plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
                        notices=tuple(notices), phase=self.phase.name, room_samples=samples,
-                       rung=self.explorer.rung, state_on_host_bytes=on_host, micro_batch=choice)  # fmt: skip
+                       rung=self.explorer.rung, state_on_host_bytes=on_host, micro_batch=choice,
+                       saved_on_host_bytes=self._saved_on_host(plan.largest_cost, phase))  # fmt: skip
 
     def _choose_size(
         self, request: PlanRequest, plan: PhasePlan, order: BatchCosts, rule: FactorRule
@@ -537,6 +538,13 @@ class Planner:
         steps = int(plan.mean_steps_per_epoch * training.epochs)
         choice = choose_size(candidates, runs, total_steps=steps, rung=self.explorer.rung.name)
         return replace(choice, sample_cost=float(order.each().mean()))
+
+    def _saved_on_host(self, cost: float, phase: SearchResult | None) -> int:
+        """Returns the bytes of saved tensors of a micro-batch that wait on the host, in proportion to its cost."""
+        if phase is None or self.explorer.rung not in self.explorer.left_most:
+            return 0
+        left_bytes, rows = self.explorer.left_most[self.explorer.rung]
+        return round(left_bytes * cost / max(price(self.task, rows, phase).total, 1.0))
 
     @property
     def _counted_rows(self) -> Rows:
@@ -679,6 +687,11 @@ class Planners:
 def _on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:
     """Returns the error of the first rung, with how much the further ones would take."""
     (_, first), *others = failures.items()
+    on_host = next((error for _, error in others if error.details.of_host), None)
+    if on_host is not None:
+        # More memory of the host helps: a job is submitted again with more of it.
+        on_host.value += f". On the device: {first.rule[0].lower()}{first.rule[1:]}, {first.value}"
+        return on_host
     # Weights and the optimizer's state take as much on all of them.
     further = [(rung, error) for rung, error in others if error.rule == first.rule and error.value != first.value]
     # Of rungs with the same name, the last one goes furthest.
@@ -689,6 +702,9 @@ def _on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:
     }
     if needs:
         first.value += f", and {', '.join(needs.values())}"
+    elif first.rule == MODEL_MUST_FIT and others:
+        last, error = others[-1]
+        first.value += f"; with --fit {last.name} {error.value}"
     elif others and first.details.need_bytes is None:
         first.value += f", also with --fit {' and '.join(dict.fromkeys(rung.name for rung, _ in others))}"
     return first

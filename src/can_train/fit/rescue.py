@@ -511,6 +511,9 @@ def describe_out_of_memory(
     memory ran out `available_bytes` were there: other processes may have left since.
     """
     known = known or OutOfMemoryDetails()
+    if known.of_host:
+        # The device has nothing to do with it.
+        return known
     available = min(available_bytes, meter.available_bytes())
     foreign = max(known.foreign_bytes, meter.foreign_bytes_at_start + round(meter.capacity_bytes - available))
     alone = meter.capacity_bytes + meter.foreign_bytes_at_start

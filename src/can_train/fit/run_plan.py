@@ -62,6 +62,7 @@ class RunPlan:
     rung: Rung = SPLIT_ALONE  # That steps are computed on
     rung_saves_bytes: int = 0  # Bytes that the largest sample saves less for the backward pass; 0: not known
     state_on_host_bytes: int = 0  # Of all optimizers' state that waits on the host between steps
+    saved_on_host_bytes: int = 0  # Most that the saved tensors of a micro-batch take of the host
     micro_batch: MicroBatchChoice | None = None  # The size that is the fastest; None: it is not looked for
     rung_longer: float = 0.0  # Predicted share of a step's time that computing modules again adds
 

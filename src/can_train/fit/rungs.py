@@ -253,15 +253,17 @@ def is_not_repeatable(error: BaseException) -> bool:
 
 
 @contextmanager
-def computed_on(rung: Rung, model: nn.Module) -> Iterator[None]:
-    """Computes the forward and backward passes in the block on a rung; the model is as it was after it."""
+def computed_on(rung: Rung, model: nn.Module, on_left: Callable[[int], object] = int) -> Iterator[None]:
+    """Computes the forward and backward passes in the block on a rung; the model is as it was after it. `on_left` is
+    called with the bytes of each tensor that leaves for the host.
+    """
     segments: dict[str, list[slice]] = defaultdict(list)
     for name in rung.recompute:
         path, segment = _place_of(name)
         segments[path] += [] if segment is None else [segment]
     with ExitStack() as stack:
         if rung.offload:
-            stack.enter_context(OffloadedActivations(model))
+            stack.enter_context(OffloadedActivations(model, on_left))
         for path, parts in segments.items():
             stack.enter_context(_recomputed(model.get_submodule(path), parts))
         yield
@@ -600,8 +602,9 @@ class OffloadedActivations(saved_tensors_hooks):
     in the reverse order, so that the next one is fetched while the device computes with the last one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, on_left: Callable[[int], object] = int) -> None:
         super().__init__(self._pack, self._unpack)
+        self._on_left = on_left
         # Without room on the host, tensors stay on the device.
         self._room_bytes = HOST_SHARE * available_bytes()
         # They are on the device in any case.
@@ -659,6 +662,7 @@ class OffloadedActivations(saved_tensors_hooks):
     def _leave(self, whole: Tensor) -> Tensor:
         """Copies a tensor to the host, while the device goes on."""
         self._room_bytes -= whole.nbytes
+        self._on_left(whole.nbytes)
         stream = self._stream(whole)
         if stream is None:
             with offloading():

@@ -112,7 +112,7 @@ def with_sbatch_defaults(cluster: ClusterSettings, environment: Mapping[str, str
 
 
 def with_cluster_defaults(
-    cluster: ClusterSettings, partition: Partition | None, device: str, workers: int = 0
+    cluster: ClusterSettings, partition: Partition | None, device: str, workers: int = 0, *, offloads: bool = False
 ) -> ClusterSettings:
     """Fills empty settings: GPUs, time limit and a fair share of a node's processors and memory.
 
@@ -123,6 +123,7 @@ def with_cluster_defaults(
         partition: Partition of the job. If None, processors and memory stay empty.
         device: The run's device: auto, cpu, cuda[:i] or sim:SIZE.
         workers: Processes of each rank that read samples, as far as they were asked for.
+        offloads: Whether tensors of the GPU wait in the memory of the host: a rank then has its whole share of it.
     """
     limit_min = None if partition is None else partition.max_time_min
     time = cluster.time or time_text(DAY_MIN if limit_min is None else min(DAY_MIN, limit_min))
@@ -144,6 +145,8 @@ def with_cluster_defaults(
     if cluster.mem or decided & _SETS_MEMORY:
         return replace(cluster, cpus=cpus)
     most_mib = MAX_DEFAULT_MEMORY_MIB + workers * WORKER_MEMORY_MIB
+    if offloads:
+        most_mib = max(node.memory_mib for node in nodes)
     rank_mib = min(min(most_mib, node.memory_mib // _ranks_sharing(node, most_cpus)) for node in nodes)
     memory_mib = rank_mib * cluster.ranks_per_node
     return replace(cluster, cpus=cpus, mem=memory_text(memory_mib) if memory_mib > 0 else "")

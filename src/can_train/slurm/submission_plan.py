@@ -362,7 +362,9 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
     places = find_partitions(asked.partition, partitions) if partitions else []
     places = [replace(place, max_time_min=None) if outranks_partition(asked, place) else place for place in places]
     workers = int(run.training.num_workers) if run.training.num_workers.isdecimal() else 0
-    cluster = with_cluster_defaults(asked, places[0] if places else None, run.device, workers)
+    cluster = with_cluster_defaults(
+        asked, places[0] if places else None, run.device, workers, offloads=run.training.fit.startswith("offload")
+    )
     # Defaults are lowered to the limits of the first partition that allows the job.
     lowered = _first_allowed(places, lambda place: with_allowed(asked, cluster, job_limits(asked, place)))
     cluster, cuts = lowered or (cluster, [])

@@ -111,6 +111,8 @@ def _rung_text(run_plan: RunPlan) -> str:
         effects.append(f"a sample takes up to {size_text(run_plan.rung_saves_bytes)} less")
     if run_plan.rung_longer:
         effects.append(f"a step about {run_plan.rung_longer:.0%} longer")
+    if on_host := run_plan.state_on_host_bytes + run_plan.saved_on_host_bytes:
+        effects.append(f"the host needs {size_text(on_host)} for it")
     told = f": {', '.join(effects)}" if effects else ""
     return f"So that it fits, {run_plan.rung.describe()}{told}."
 
@@ -262,6 +264,7 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
             "offload": run_plan.rung.offload,
             "offload_optimizer": run_plan.rung.offload_optimizer,
             "state_on_host_bytes": run_plan.state_on_host_bytes or None,
+            "saved_on_host_bytes": run_plan.saved_on_host_bytes or None,
             "ranks": run_plan.rung.ranks,
             "saves_bytes": run_plan.rung_saves_bytes or None,
             "longer": run_plan.rung_longer or None,
