@@ -47,6 +47,7 @@ from can_train.fit.explore import (
     resident_bytes,
     weighted_loss,
 )
+from can_train.fit.low_bit_state import LowBitOptimizer
 from can_train.fit.offloaded_state import OffloadedState
 from can_train.fit.optimizer import (
     Precision,
@@ -281,7 +282,8 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         loss_of: For a model: computes the loss of the samples at some positions of `batch`.
         optimizer: For a model: a name as on the command line (`"adamw"`, `"torch.optim.NAdam"`, `"package.Lion"`), a
             class, or a function that makes it; None: AdamW. It is measured as it runs on a GPU, where most optimizers
-            update many parameters at once (`foreach`). `"sgd"` has a momentum of 0.9, as on the command line.
+            update many parameters at once (`foreach`). `"sgd"` has a momentum of 0.9, as on the command line. The state
+            of bitsandbytes' optimizers is known by their names (`"paged_adamw_8bit"`, `"bitsandbytes.optim.Lion8bit"`).
         training: For a task: precision, optimizer, format of images and `compile`; None: the defaults.
         precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`.
         memory_format: For a model: format of the images that it is called with, `torch.channels_last`.
@@ -333,10 +335,11 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
     if name not in _PRECISIONS:
         raise ArgumentError("A model's precision must be a precision of autocast", value=repr(precision),
                             remedy=f"Valid: {', '.join(_PRECISIONS)}")  # fmt: skip
+    low_bit = LowBitOptimizer.named(optimizer, task_or_model) if isinstance(optimizer, str) else None
     has_compiled = any(_is_compiled(module) for module in task_or_model.modules())
     step = _Step(
         model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
-        make=_maker(optimizer), memory_format=memory_format, loop=loop, is_compiled=compile or has_compiled,
+        make=low_bit or _maker(optimizer), memory_format=memory_format, loop=loop, is_compiled=compile or has_compiled,
     )  # fmt: skip
     if target is not None:
         found = _of_target(step, _card(target), allocator, "")
@@ -345,6 +348,8 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         with torch.compiler.set_stance("force_eager") if has_compiled else nullcontext():
             found = step.on_cpu()
         found = _widened(found) if step.is_compiled else found
+    if low_bit is not None:
+        found = low_bit.stated(found, step.trained)
     gradient_bytes = sum(parameter.nbytes for parameter in step.trained)
     if told := loop.told(gradient_bytes, found.peak_bytes):
         found = replace(found, assumptions=(*found.assumptions, told))
