@@ -4,12 +4,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
+from can_train.errors import ConfigError
 from can_train.memory.catalogue import ROCM_CAVEAT, UNKNOWN_CAVEAT, UsableMemory, find_card, other_card, usable
-from can_train.training.dry_run import CardPlan, plans_of_sample
+from can_train.reporter import SilentReporter
+from can_train.training.dry_run import CardPlan, find_targets, plans_of_sample
 from fakes.line_fit import LineTask, Notices, line_run
 
 TARGETS = [usable(find_card(name)) for name in ("v100-16gb", "h100-80gb")]
+
+
+class WideTask(LineTask):
+    """Points on a line, and a model of a million weights."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 512), *[nn.Linear(512, 512) for _ in range(4)], nn.Linear(512, 1))
 
 
 class SampledTask(LineTask):
@@ -28,6 +38,34 @@ def test_an_epoch_of_a_plan_is_as_long_as_the_data_set(tmp_path: Path) -> None:
 def test_a_task_that_holds_all_of_its_data_is_planned_as_it_is(tmp_path: Path) -> None:
     (plan,) = plans_of_sample(line_run(tmp_path, batch_size=20), LineTask(), TARGETS[:1], Notices())
     assert plan.num_samples == 60
+
+
+def targets(folder: Path, *names: str) -> list[UsableMemory]:
+    return find_targets(line_run(folder), names, SilentReporter())
+
+
+def test_several_gpus_of_a_kind_are_one_target(tmp_path: Path) -> None:
+    found = targets(tmp_path, "2xrtx-4090", "8×h100-80gb", "2 x 16GiB", "3xsim:1GiB", "rtx-4090", "a100_3g.40gb")
+    assert [target.count for target in found] == [2, 8, 2, 3, 1, 1]
+    assert [target.label for target in found[:2]] == ["2xrtx-4090-24gb", "8xh100-80gb"]
+    assert found[4].label == found[0].key
+
+
+def test_a_model_is_sharded_over_several_gpus_where_one_cannot_hold_it(tmp_path: Path) -> None:
+    several = targets(tmp_path, "2xsim:16MiB", "sim:16MiB", "2xsim:60MiB")
+    run = line_run(tmp_path, batch_size=4, epochs=1)
+    sharded, alone, whole = plans_of_sample(run, WideTask(), several, Notices())
+    assert sharded.plan is not None
+    assert (sharded.plan.rung.name, sharded.plan.rung.ranks) == ("shard", 2)
+    assert alone.plan is not None
+    assert alone.plan.rung.ranks == 1
+    assert whole.plan is not None
+    assert whole.plan.rung.ranks == 1
+
+
+def test_one_gpu_cannot_be_shared(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="several GPUs"):
+        plans_of_sample(line_run(tmp_path, fit="shard"), LineTask(), TARGETS[:1], Notices())
 
 
 def test_planning_leaves_the_task_as_it_was(tmp_path: Path) -> None:

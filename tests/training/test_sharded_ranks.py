@@ -1,5 +1,6 @@
 """Real processes that share a model out as shards: they train the weights of one process, whatever happens."""
 
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from fakes.several_ranks import error_text, run_ranks
-from fakes.training_ranks import fit_line
+from fakes.training_ranks import fit_line, train_task
 
 pytestmark = pytest.mark.slow
 
@@ -92,3 +93,44 @@ def test_one_process_alone_cannot_shard(tmp_path: Path) -> None:
     folder.mkdir()
     assert run_ranks(1, fit_line, folder, fit="shard", **EXACT) == [2]
     assert "shares a model out to the ranks of a run" in error_text(folder, 0)
+
+
+@pytest.mark.parametrize("device", ["sim:72MiB", "sim:40MiB"], ids=["split", "recomputed"])
+def test_the_peak_of_a_sharded_step_is_predicted(tmp_path: Path, device: str) -> None:
+    (tmp_path / "wide.py").write_text(WIDE)
+    task = f"{tmp_path / 'wide.py'}:Wide"
+    assert run_ranks(2, train_task, tmp_path, task=task, devices=[device], fit="shard", accumulation_splits=2,
+                     num_workers="0") == [0, 0]  # fmt: skip
+    (path,) = tmp_path.glob("runs/*/result.json")
+    result = json.loads(path.read_text())
+    assert result["predicted_peak_bytes"] == pytest.approx(result["peak_memory_bytes"], rel=0.01)
+    assert "sharded over 2 ranks" in "\n".join(torch.load(tmp_path / "outcome-0.pt")[1])
+
+
+WIDE: Final = """
+import torch
+from torch import nn
+
+import can_train
+
+
+class Block(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Wide(can_train.Task):
+    training = {"lr_batch_size": 4, "epochs": 1, "min_steps_per_epoch": 1}
+
+    def datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        samples = [(torch.randn(768, 192, generator=generator),) for _ in range(8)]
+        return {"train": samples[:4], "validation": samples[4:6], "test": samples[6:]}
+
+    def model(self):
+        blocks = [Block(nn.LayerNorm(192), nn.Linear(192, 384), nn.GELU(), nn.Linear(384, 192)) for _ in range(8)]
+        return nn.Sequential(nn.Linear(192, 192), *blocks, nn.Linear(192, 8))
+
+    def loss(self, model, batch):
+        return {"square": (model(batch[0]).square().mean((1, 2)).sum(), len(batch[0]))}
+"""

@@ -63,7 +63,7 @@ OPTIONS: Final[dict[str, Option]] = {
     "force": (bool, False, "With --submit: submit even if an identical run is queued, running or finished."),
     "dry_run": (bool, False, "Print the plan, write nothing, and stop."),
     "show_config": (bool, False, "With --dry-run: print the resolved configuration too."),
-    "target_gpu": (str | None, None, "With --dry-run: the GPU to plan for: h100-80gb. Several: a100-40gb,t4."),
+    "target_gpu": (str | None, None, "With --dry-run: the GPU to plan for: h100-80gb. Several: a100-40gb,2xt4."),
     "target_memory": (str | None, None, "With --dry-run: plan for a GPU with this much memory in total: 16GiB."),
     "json": (bool, False, "Print the result as JSON, and nothing else on standard output."),
     "quiet": (bool, False, "Print only the result, and errors."),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -213,6 +214,35 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardedWeights:
+    """Sizes in bytes of a model whose weights, gradients and optimizer state are shards on the ranks of a run."""
+
+    ranks: int
+    weight_bytes: int  # Of the whole model
+    weight_shard_bytes: int  # Of one rank; a weight that cannot be divided evenly is filled up
+    trained_bytes: int  # Of the weights that are trained, as large as their gradients
+    trained_shard_bytes: int
+    root_bytes: int  # Of the weights outside of blocks, which are gathered for a whole pass
+    block_bytes: tuple[int, ...]  # Of each block, in order
+
+    def of_state(self, num_bytes: int) -> int:
+        """Returns the part of one rank of an optimizer's state."""
+        return round(num_bytes * self.trained_shard_bytes / max(self.trained_bytes, 1))
+
+    def gathered_bytes(self, sample_cost: float) -> int:
+        """Returns the most that a pass takes for gathered weights, and for gradients that are not added up yet, beside
+        activations; a sample costs `sample_cost` bytes.
+        """
+        # The backward pass begins with the weights of the root and a copy of them, and goes on with those of a block
+        # and of the next block.
+        pair = max((one + other for one, other in pairwise([*self.block_bytes, 0])), default=0)
+        least = self.root_bytes + max(self.root_bytes, pair)
+        # At the end of a block there are its gradients, a copy of them, that of the block before, and the next block's
+        # weights; but its activations are gone, which are less than these for small micro-batches.
+        return least + round(max(pair - sample_cost / max(len(self.block_bytes), 1), 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
     """Both phases and the optimizer on one device."""
 
@@ -266,6 +296,27 @@ class DeviceLimits:
             training=self.training.beside(num_bytes, room_bytes),
             evaluation=self.evaluation.beside(num_bytes, room_bytes),
             optimizer_peak_bytes=self.optimizer_peak_bytes + num_bytes,
+        )
+
+    def on_shards(self, weights: ShardedWeights, *, state_bytes: int, transient_bytes: int) -> DeviceLimits:
+        """Returns the limits that are predicted where ranks share the model: a pure function, which allocates nothing.
+
+        Args:
+            weights: Sizes of the model.
+            state_bytes: Size of the optimizers' state, of the whole model.
+            transient_bytes: Temporary memory of the optimizer's step, of the whole model.
+        """
+        sample_cost = float(np.asarray(self.training.mean_totals) @ np.asarray(self.training.model.coefficients))
+        kept = weights.weight_shard_bytes - weights.weight_bytes + weights.of_state(state_bytes) - state_bytes
+        gradients = weights.trained_shard_bytes - weights.trained_bytes
+        gathered, room_bytes = weights.gathered_bytes(sample_cost), predicted_room(self.capacity_bytes)
+        step = kept + gradients + weights.of_state(transient_bytes) - transient_bytes
+        return replace(
+            self,
+            training=self.training.beside(kept + gradients + gathered, room_bytes),
+            evaluation=self.evaluation.beside(kept + gathered, room_bytes),
+            optimizer_peak_bytes=self.optimizer_peak_bytes + step,
+            gradient_bytes=weights.trained_shard_bytes,
         )
 
     def peak_interval(self, peak_bytes: float, cost: float) -> tuple[float, float]:

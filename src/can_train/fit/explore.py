@@ -95,6 +95,7 @@ _WORTH_GROWING: Final = 8.0
 # Cost of the largest probe in units of the most that a kernel takes: its sums are a part of the cost. The critic of a
 # WGAN-GP in bf16, recorded for an H100, grows evenly from 13 times as much on.
 _BEYOND_KERNELS: Final = 16.0
+_SIZES_OF_A_LINE: Final = 2  # Of one size alone, nobody knows how much is there without a batch
 PROBE_SHARE: Final = 0.5  # Share of the capacity that probes stay below: they should be tiny
 
 
@@ -137,6 +138,7 @@ def fit_by_probes(
         DoesNotFitError: Not even a single sample fits.
     """
     readings: list[ProbeReading] = []
+    sizes: set[int] = set()  # That were read
     capacity_bytes, are_uniform = bounds.capacity_bytes, not np.ptp(counts, axis=0).any()
 
     def probes(size: int) -> list[Positions]:
@@ -153,6 +155,7 @@ def fit_by_probes(
         for positions in probes(size):
             with CatchOutOfMemory() as caught:
                 readings.append((batch_totals(features, counts[positions]), float(measure(positions))))
+                sizes.add(len(positions))
             complete = complete and not caught.message
             # All single samples are tried, since any may be huge.
             if caught.message and size > 1:
@@ -162,7 +165,7 @@ def fit_by_probes(
     for multiple in (multiple for multiple in ROUNDS + LATER_ROUNDS if 2 * multiple > bounds.first_round):
         is_first = not readings
         complete = run_round(SMALLEST_PROBE * multiple)
-        if not readings:
+        if not complete and len(sizes) < _SIZES_OF_A_LINE:
             run_round(1)
         if not readings:
             raise DoesNotFitError(

@@ -55,6 +55,7 @@ _BETAS: Final = [0.9, 0.999]  # of `training.betas`: PyTorch's own; an optimizer
 _FUSED: Final = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # that PyTorch has a kernel of on GPUs
 _UNLIMITED: Final = 2**62
 _NORM_ROUNDING: Final = 1e-6  # That `clip_grad_norm_` adds to a norm, against a division by zero
+_SAMPLE_WEIGHTS: Final = 2**18  # Whose state is measured: what an optimizer counts beside it is a small part
 _SUGGESTIONS: Final = 5  # Names that an error lists
 _MT19937_BYTES: Final = 4 * (624 + 1)  # 624 words of state, and the position in them
 _COMPARED_BYTES: Final = 4 * (16 + 1)  # The position and the 16 words next to it: they differ wherever two states do
@@ -951,6 +952,15 @@ def measure_optimizer(
         tensor_bytes=tuple(shadow.nbytes for shadow in shadows if shadow.nbytes),
         host_bytes=tracker.host_bytes,
     )
+
+
+def state_share(training: TrainingSettings, dtype: torch.dtype) -> float:
+    """Returns the size of the state that the optimizer of some settings keeps, ÷ that of the weights; no weights are
+    needed for it.
+    """
+    sample = [torch.empty(_SAMPLE_WEIGHTS, dtype=dtype, device="cpu")]
+    needs = measure_optimizer(sample, lambda shadows: make_optimizer(shadows, training, training.lr, sample[0].device))
+    return needs.state_bytes / needs.parameter_bytes
 
 
 class OptimizerReserve:

@@ -18,20 +18,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
-from can_train.errors import RankGoneError
-from can_train.fit.optimizer import Snapshot
+from can_train.errors import ConfigError, RankGoneError
+from can_train.fit.cost_model import ShardedWeights
+from can_train.fit.optimizer import Snapshot, state_share
 from can_train.fit.rescue import RepeatedError
 from can_train.fit.rungs import candidates, gathered_weights, modules_of_segment, sharded_parameters
+from can_train.memory.catalogue import predicted_room
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.sharded_tensors import padded, padded_numel, shard_of, sharded_like
 from can_train.memory.simulated.gpu import look_again
 
 if TYPE_CHECKING:
+    from can_train.config.settings import TrainingSettings
     from can_train.fit.rescue import Ladder, Try
     from can_train.memory.meters import Meter
 
 T = TypeVar("T")
+# Optimizers that update an entry of a weight by the same entry of its gradient and its moments alone.
+ELEMENTWISE: Final = ("adamw", "adam", "sgd", "adadelta", "adagrad", "adamax", "nadam", "radam", "rmsprop", "rprop")
 # From torch 2.13 on, the older names are deprecated.
 _GATHER: Final = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE: Final = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -235,8 +241,14 @@ class Shards:
         `together`, or enter its collectives alone. A pass that fails on one rank is repeated by all of them.
         """
         part = next(tries, None)
-        while any(has_part for has_part, _ in self._agree_on_rung(passes, has_part=part is not None)):
-            passage = self._passage(part, passes)
+        while True:
+            reports = self._ranks.exchange((part is not None, passes.ladder.level))
+            if not any(has_part for has_part, _ in reports):
+                return
+            # Ranks may have other rungs, but all of them rehearse at the same time.
+            level = max(level for _, level in reports)
+            passes.ladder.go_to(level)
+            passage = self._passage(part, passes, level)
             if part is None:
                 self._enter_alone(passage, passes)
                 continue
@@ -247,14 +259,9 @@ class Shards:
                 self._settle(passes)
             part = next(tries, None)
 
-    def _agree_on_rung(self, passes: Passes, *, has_part: bool) -> list[tuple[bool, int]]:
-        reports = self._ranks.exchange((has_part, passes.ladder.level))
-        passes.ladder.go_to(max(level for _, level in reports))
-        return reports
-
-    def _passage(self, part: Try | None, passes: Passes) -> Passage | None:
+    def _passage(self, part: Try | None, passes: Passes, level: int) -> Passage | None:
         """Returns the collectives of a pass, rehearsed where they are not known; None where no rank has room for it."""
-        key = passes.kind, passes.ladder.level
+        key = passes.kind, level
         if key not in self._passages:
             rehearsed = None if part is None else self._rehearsed(passes, part.start)
             known = [one for one in self._ranks.exchange(rehearsed) if one is not None]
@@ -422,6 +429,54 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         return bool(own) and all(count == uses[key] for key, count in own.items())
 
     return [module for module in modules if is_alone(module)]
+
+
+def sharded_weights(model: nn.Module, ranks: int) -> ShardedWeights:
+    """Returns the sizes of a model that ranks share; allocates nothing, also for a model on the meta device."""
+    blocks = blocks_of(model)
+    in_blocks = {one: number for number, block in enumerate(blocks) for one in block.parameters()}
+    parameters = [*model.parameters()]
+    shards = {one: padded_numel(one, ranks) * one.element_size() if one.dim() else one.nbytes for one in parameters}
+    gathered = [0] * (len(blocks) + 1)
+    for one in parameters:
+        gathered[in_blocks.get(one, len(blocks))] += ranks * shards[one] if one.dim() else 0
+    trained = [one for one in parameters if one.requires_grad]
+    return ShardedWeights(
+        ranks=ranks,
+        weight_bytes=sum(one.nbytes for one in parameters),
+        weight_shard_bytes=sum(shards.values()),
+        trained_bytes=sum(one.nbytes for one in trained),
+        trained_shard_bytes=sum(shards[one] for one in trained),
+        root_bytes=gathered[-1],
+        block_bytes=tuple(gathered[:-1]),
+    )
+
+
+def fits_whole(model: nn.Module, training: TrainingSettings, capacity_bytes: float) -> bool:
+    """Tells whether weights, gradients and optimizer state leave room on one device; allocates nothing as large."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    trained_bytes = sum(one.nbytes for one in trained)
+    states = 1 + (state_share(training, trained[0].dtype) if trained else 0.0)
+    held = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+    return held + states * trained_bytes <= predicted_room(capacity_bytes)
+
+
+def unshardable_because(training: TrainingSettings) -> ConfigError | None:
+    """Returns the error of settings that exclude shards; None where there is none."""
+    setting = "training.fit=shard"
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        return ConfigError(f"{setting} needs fully_shard of torch 2.13", value=f"torch {torch.__version__}",
+                           remedy="Install a later torch, or give --fit auto")  # fmt: skip
+    if training.optimizer not in ELEMENTWISE:
+        return ConfigError(f"{setting} updates each weight by itself", value=f"--optimizer {training.optimizer}",
+                           remedy=f"Take one of {', '.join(ELEMENTWISE)}")  # fmt: skip
+    if training.compile != "off":
+        return ConfigError(f"{setting} computes the model as it is", value=f"training.compile={training.compile}",
+                           remedy="Leave --compile out")  # fmt: skip
+    if training.channels_last:
+        return ConfigError(f"{setting} shares weights out that lie in rows", value="training.channels_last=true",
+                           remedy="Leave --channels-last out")  # fmt: skip
+    return None
 
 
 def _outermost(model: nn.Module, called: Sequence[nn.Module]) -> list[nn.Module]:

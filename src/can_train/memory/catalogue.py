@@ -311,6 +311,12 @@ class UsableMemory:
     source: str  # where the figures come from: `ASSUMED`, or "measured on …"
     generation: str = UNKNOWN  # its architecture
     resident_threads: int = 0  # threads that it runs at once; 0 where it is no NVIDIA GPU that a plan is made for
+    count: int = 1  # such devices, each for one rank of a run
+
+    @property
+    def label(self) -> str:
+        """The key, after the number of devices where they are several: `2xrtx-4090-24gb`."""
+        return self.key if self.count == 1 else f"{self.count}x{self.key}"
 
     @property
     def capacity_bytes(self) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,7 @@ from can_train.fit.factor_rule import PROVISIONAL, FactorRule
 from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.fit.planner import Planner, Planners
 from can_train.fit.run_plan import RunPlan
+from can_train.fit.sharding import fits_whole, sharded_weights, unshardable_because
 from can_train.io.units import parse_size, size_text
 from can_train.memory import catalogue, meters
 from can_train.memory.catalogue import UsableMemory
@@ -46,6 +48,9 @@ _LITTLE_IN_USE: Final = 0.7
 # Batches that are tried for a small GPU: its room is then known to 2 % of itself.
 _TRIALS: Final = 4
 
+# Several GPUs of a kind: 2xrtx-4090.
+_SEVERAL: Final = re.compile(r"(?P<count>[1-9]\d*) ?[x×*] ?(?P<name>\D.*|\d+ ?[KMGT]i?B)", re.IGNORECASE)
+
 
 def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> list[UsableMemory]:
     """Returns the devices to plan for: the named ones, or the run's own device where none is named.
@@ -53,7 +58,7 @@ def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> 
     Args:
         run: The resolved run.
         names: Names of GPUs, in the spelling of the catalogue, a driver or a scheduler; the whole memory of a GPU that
-            the catalogue does not have, `16GiB`; simulated GPUs, `sim:2GiB`.
+            the catalogue does not have, `16GiB`; simulated GPUs, `sim:2GiB`; several of a kind, `2xrtx-4090`.
         reporter: Receives notices of measurements that cannot be read.
 
     Raises:
@@ -61,11 +66,14 @@ def find_targets(run: ResolvedRun, names: Sequence[str], reporter: Reporter) -> 
         DeviceError: The run's device cannot be used.
     """
     # The same card in two spellings is one target.
-    targets = {target.key: target for name in names for target in [_named_target(run, name, reporter)]}
+    targets = {target.label: target for name in names for target in [_named_target(run, name, reporter)]}
     return [*targets.values()] or [_device_target(run.device, reporter)]
 
 
 def _named_target(run: ResolvedRun, name: str, reporter: Reporter) -> UsableMemory:
+    several = _SEVERAL.fullmatch(name.strip())
+    if several is not None:
+        return replace(_named_target(run, several["name"], reporter), count=int(several["count"]))
     if name.startswith("sim:"):
         return _device_target(name, reporter)
     card = _card_of_size(name) or catalogue.find_card(name)
@@ -120,8 +128,8 @@ class CardPlan:
 
     @property
     def name(self) -> str:
-        """The device's key: `h100-80gb`."""
-        return self.target.key
+        """The device's key: `h100-80gb`, or `2xh100-80gb` for two of them."""
+        return self.target.label
 
     @property
     def fits(self) -> bool:
@@ -348,15 +356,16 @@ def plans_of_sample(
     # Of each generation of GPUs the largest target is explored once; the others hold less, which is predicted.
     by_size = sorted(targets, key=lambda target: target.capacity_bytes)
     largest = {_kind(target): target for target in by_size}
-    absent = AbsentRun.of_sample(run, sampled, by_size[-1], reporter, ranks=ranks)
+    absent = AbsentRun.of_sample(run, sampled, by_size[-1], reporter)
     # Targets of one generation that consult reference models alike share the probes.
     explored: dict[tuple[object, ...], _ExploredRun] = {}
     plans = []
     for target in targets:
         here = absent.placed_on(target)
-        kind = (_kind(target), *(plan.placement for plan in here))
+        number = target.count if target.count > 1 else ranks
+        kind = (_kind(target), number, *(plan.placement for plan in here))
         if kind not in explored:
-            explored[kind] = _ExploredRun(absent.planners(largest[_kind(target)], here))
+            explored[kind] = _ExploredRun(absent.planners(largest[_kind(target)], here, ranks=number))
         plan, error = explored[kind].plan_for(target)
         plans.append(CardPlan(target=target, plan=plan, error=error, num_samples=len(absent.planner.task.train_rows),
                              sample_note=sampled.sample_note, reference_models=here))  # fmt: skip
@@ -402,13 +411,36 @@ class _ExploredPhase:
 
     def plan_for(self, target: UsableMemory, rule: FactorRule) -> RunPlan:
         """Resolves the phase's plan for a target on the first rung that fits; raises DoesNotFitError."""
-        return self._planner.on_first_rung(lambda: self._plan_on_rung(target, rule))
+        planner, rungs = self._planner, self._planner.rungs
+        if self._is_sharded_on(target):
+            # The state of shards stays on their devices.
+            on_device = [rung for rung in rungs if not rung.offload_optimizer]
+            planner.rungs = tuple(replace(rung, ranks=planner.ranks) for rung in on_device)
+        try:
+            return planner.on_first_rung(lambda: self._plan_on_rung(target, rule))
+        finally:
+            planner.rungs = rungs
+
+    def _is_sharded_on(self, target: UsableMemory) -> bool:
+        planner, training = self._planner, self._planner.training
+        if training.fit == "shard" and planner.ranks == 1:
+            raise ConfigError("training.fit=shard plans for several GPUs", value=target.label,
+                              remedy=f"Name their number: --target-gpu 2x{target.key}")  # fmt: skip
+        if planner.ranks == 1 or training.fit not in ("auto", "shard"):
+            return False
+        refusal = unshardable_because(training)
+        if training.fit == "shard" and refusal is not None:
+            raise refusal
+        needed = training.fit == "shard" or not fits_whole(planner.model, training, target.capacity_bytes)
+        return needed and refusal is None
 
     def _plan_on_rung(self, target: UsableMemory, rule: FactorRule) -> RunPlan:
         capacity, explored = target.capacity_bytes, self._limits()
+        is_sharded = self._planner.explorer.rung.ranks > 1
         limits = explored.predicted_on(target.key, capacity, _LITTLE_IN_USE * capacity)
         # Whatever the fragmentation, a capped batch fits.
-        room = catalogue.predicted_room(capacity) if limits.training.capped else self._room(capacity)
+        is_roomy = limits.training.capped or is_sharded
+        room = catalogue.predicted_room(capacity) if is_roomy else self._room(capacity)
         limits = explored.predicted_on(target.key, capacity, room)
         if limits.optimizer_peak_bytes > limits.capacity_bytes:
             raise model_does_not_fit(limits.optimizer_peak_bytes, limits.capacity_bytes)
@@ -416,7 +448,8 @@ class _ExploredPhase:
 
     def _limits(self) -> DeviceLimits:
         """Returns the limits on the rung in force, which are measured once."""
-        rung = self._planner.explorer.rung
+        ranks = self._planner.explorer.rung.ranks
+        rung = replace(self._planner.explorer.rung, ranks=1)
         if rung not in self._explored:
             try:
                 self._explored[rung] = self._planner.explore(self._request, PROVISIONAL)
@@ -425,7 +458,16 @@ class _ExploredPhase:
         explored = self._explored[rung]
         if isinstance(explored, DoesNotFitError):
             raise explored
-        return explored
+        return explored if ranks == 1 else self._shared_out(explored, ranks)
+
+    def _shared_out(self, limits: DeviceLimits, ranks: int) -> DeviceLimits:
+        explorer = self._planner.explorer
+        optimizer = explorer.optimizer_memory()
+        return limits.on_shards(
+            sharded_weights(explorer.model, ranks),
+            state_bytes=optimizer.state_bytes + explorer.others_state_bytes,
+            transient_bytes=optimizer.transient_bytes,
+        )
 
     def _room(self, capacity_bytes: int) -> float:
         """Returns how much may be allocated before the allocator needs to reserve more than a capacity."""

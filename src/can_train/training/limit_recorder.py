@@ -107,9 +107,7 @@ class AbsentRun:
     decided: Sequence[ReferenceModelPlan]  # Plans of the reference models, on no device yet
 
     @classmethod
-    def of_sample(
-        cls, run: ResolvedRun, sampled: BatchTask, largest: UsableMemory, reporter: Reporter, *, ranks: int = 1
-    ) -> AbsentRun:
+    def of_sample(cls, run: ResolvedRun, sampled: BatchTask, largest: UsableMemory, reporter: Reporter) -> AbsentRun:
         """Makes the model on the host; `largest` is the largest of the devices."""
         # Of the runs that are at work, only the process that records needs it.
         from can_train.training.reference_models import ReferenceModels
@@ -120,7 +118,7 @@ class AbsentRun:
         task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows or len(sampled.train_rows))
         meter = AbsentGpuMeter(largest)
         model = fresh_model(run, task, meter)
-        planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False, ranks=ranks)
+        planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False)
         references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
                                      cache=cache_folder(run.paths), verify=False)  # fmt: skip
         return cls(planner=planner, references=references, decided=references.decide(model))
@@ -130,11 +128,12 @@ class AbsentRun:
         samples = len(self.planner.task.train_rows) * self.planner.run.training.epochs
         return tuple(plan.on(target.capacity_bytes, samples=samples) for plan in self.decided)
 
-    def planners(self, target: UsableMemory, placed: Sequence[ReferenceModelPlan]) -> Planners:
-        """Makes the planners of all phases for a device, beside reference models that are placed."""
+    def planners(self, target: UsableMemory, placed: Sequence[ReferenceModelPlan], *, ranks: int = 1) -> Planners:
+        """Makes the planners of all phases for a device of each rank, beside reference models that are placed."""
         average = average_tensors(self.planner.model, self.planner.run.training)
         resident = [*self.references.bind_placeholders(placed), *average]
-        return Planners.of_phases(replace(self.planner, meter=AbsentGpuMeter(target), reference_tensors=resident))
+        planner = replace(self.planner, meter=AbsentGpuMeter(target), reference_tensors=resident, ranks=ranks)
+        return Planners.of_phases(planner)
 
 
 def record(run: ResolvedRun, target: UsableMemory) -> Recording:

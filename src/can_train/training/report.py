@@ -170,7 +170,7 @@ def dry_lines(dry: CardPlan, *, details: bool, parts: Sequence[str] = ()) -> lis
     """
     assert dry.plan is not None, "what does not fit has an error in place of a plan"
     target = dry.target
-    lines = plan_summary(dry.plan, target.key, target.capacity_bytes)
+    lines = plan_summary(dry.plan, target.label, target.capacity_bytes)
     if details:
         lines += [
             f"  device         {target.name}, {size_text(target.total_bytes)}: {target.source}",
@@ -193,12 +193,12 @@ def dry_table(plans: Sequence[CardPlan], *, details: bool) -> tuple[tuple[str, .
     for dry in plans:
         usable = size_text(dry.target.capacity_bytes)
         if dry.plan is None:
-            rows.append((dry.target.key, usable, *("–",) * (len(_COLUMNS) - 3), "does not fit"))
+            rows.append((dry.target.label, usable, *("–",) * (len(_COLUMNS) - 3), "does not fit"))
             continue
         plan, peak = dry.plan.fullest.phase_plan, dry.plan.fullest.predicted_peak_bytes
         parts = [phase.phase_plan for phase in dry.plan.phases]
         rows.append((
-            dry.target.key,
+            dry.target.label,
             usable,
             "–" if plan.safety_factor is None else f"{plan.safety_factor:.3f}",
             str(plan.logical_batch),
@@ -222,6 +222,7 @@ def dry_json(config: Mapping[str, Any], key: str, plans: Sequence[CardPlan]) -> 
         objects.append({
             "target": {
                 "key": target.key,
+                "count": target.count,
                 "name": target.name,
                 "total_bytes": target.total_bytes,
                 "subtracted": [{"what": use.what, "bytes": use.num_bytes} for use in target.subtracted],

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from can_train.errors import ConfigError
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.planner import Planner, Planners
-from can_train.fit.sharding import Shards
+from can_train.fit.sharding import Shards, fits_whole, unshardable_because
 from can_train.memory.meters import CpuMeter
 from can_train.memory.sharded_tensors import shard_of
 from can_train.reporter import SilentReporter
@@ -19,12 +17,10 @@ from can_train.training.distributed import ConnectedRanks
 from can_train.training.inference import rescue_settings
 from can_train.training.loading import fresh_model
 
-# Optimizers that update an entry of a weight by the same entry of its gradient and its moments alone.
-ELEMENTWISE: Final = ("adamw", "adam", "sgd", "adadelta", "adagrad", "adamax", "nadam", "radam", "rmsprop", "rprop")
-
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
     from can_train.fit.batch_dependence import BatchDependence
+    from can_train.memory.meters import Meter
     from can_train.training.distributed import Ranks
     from can_train.training.session import Parts, Session
 
@@ -52,24 +48,39 @@ class WholeModel:
             planner.batch_dependence = dependence
 
 
-def check_shardable(training: TrainingSettings, ranks: Ranks) -> None:
-    """Raises ConfigError where a run cannot train on shards."""
-    setting = "training.fit=shard"
+def may_shard(training: TrainingSettings, ranks: Ranks) -> bool:
+    """Tells whether a run may share its model out to its ranks; raises ConfigError where it must and cannot."""
+    refusal = unshardable_because(training)
     if not isinstance(ranks, ConnectedRanks):
-        raise ConfigError(f"{setting} shares a model out to the ranks of a run", value="this run has one",
-                          remedy="Submit it with --gpus 2, start it with torchrun, or give --fit auto")  # fmt: skip
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise ConfigError(f"{setting} needs fully_shard of torch 2.13", value=f"torch {torch.__version__}",
-                          remedy="Install a later torch, or give --fit auto")  # fmt: skip
-    if training.optimizer not in ELEMENTWISE:
-        raise ConfigError(f"{setting} updates each weight by itself", value=f"--optimizer {training.optimizer}",
-                          remedy=f"Take one of {', '.join(ELEMENTWISE)}")  # fmt: skip
-    if training.compile != "off":
-        raise ConfigError(f"{setting} computes the model as it is", value=f"training.compile={training.compile}",
-                          remedy="Leave --compile out")  # fmt: skip
-    if training.channels_last:
-        raise ConfigError(f"{setting} shares weights out that lie in rows", value="training.channels_last=true",
-                          remedy="Leave --channels-last out")  # fmt: skip
+        refusal = ConfigError("training.fit=shard shares a model out to the ranks of a run", value="this run has one",
+                              remedy="Submit it with --gpus 2, start it with torchrun, or give --fit auto")  # fmt: skip
+    if training.fit == "shard" and refusal is not None:
+        raise refusal
+    return training.fit in ("auto", "shard") and refusal is None
+
+
+def shard_if_needed(parts: Parts, model: nn.Module) -> tuple[Shards, WholeModel] | None:
+    """Shards a model that is on the host of each rank; moves it to the device, and returns None, where the run need not
+    share it out.
+    """
+    ranks, meter, training = parts.ranks, parts.meter, parts.training
+    fits = ranks.gather(lambda: training.fit != "shard" and fits_whole(model, training, meter.capacity_bytes))
+    if all(fits):
+        ranks.on_every_rank(lambda: _move(model, meter))
+        ranks.broadcast([*model.parameters(), *model.buffers()])
+        return None
+    # The same seed may give other bits on another processor.
+    ranks.broadcast([*model.parameters(), *model.buffers()])
+    with meter.host():
+        known = ranks.on_every_rank(lambda: WholeModel(parts, model))
+    assert isinstance(ranks, ConnectedRanks), "a rank alone shards nothing"
+    return Shards(model, ranks, meter.device, known.called), known
+
+
+def _move(model: nn.Module, meter: Meter) -> None:
+    model.to(meter.device)
+    with meter.measuring([*model.parameters(), *model.buffers()]):
+        """A simulated GPU counts them from now on."""
 
 
 def join_for_judgement(session: Session) -> None:
@@ -81,10 +92,3 @@ def join_for_judgement(session: Session) -> None:
     rescue = rescue_settings(session.training)
     for engine in session.engines:
         engine.batcher = MicroBatcher(session.model, meter=session.meter, rescue=rescue)
-
-
-def shard_model(parts: Parts, model: nn.Module, known: WholeModel) -> Shards:
-    """Shards a model that is whole on the host of each rank."""
-    ranks = parts.ranks
-    assert isinstance(ranks, ConnectedRanks), "a rank alone shards nothing"
-    return Shards(model, ranks, parts.meter.device, known.called)

@@ -99,7 +99,7 @@ from can_train.training.loading import (
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
-from can_train.training.sharded_model import WholeModel, check_shardable, join_for_judgement, shard_model
+from can_train.training.sharded_model import join_for_judgement, may_shard, shard_if_needed
 
 T = TypeVar("T")
 
@@ -340,39 +340,35 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     _keep_imports_from_collections()
     checkpoint = load_checkpoint(parts)
 
-    is_sharded = run.training.fit == "shard"
-    if is_sharded:
-        check_shardable(run.training, ranks)
+    is_on_host = may_shard(run.training, ranks)
 
     def initial_model() -> nn.Module:
-        with meter.host() if is_sharded else nullcontext():
-            model = fresh_model(run, task, meter, on_host=is_sharded)
-        if checkpoint is None and run.training.start_from:
-            start_from(model, Path(run.training.start_from))
+        with meter.host() if is_on_host else nullcontext():
+            model = fresh_model(run, task, meter, on_host=is_on_host)
+            if checkpoint is None and run.training.start_from:
+                start_from(model, Path(run.training.start_from))
         return model
 
     model = ranks.on_every_rank(initial_model)
-    # The same seed may give other bits on another processor.
-    ranks.broadcast([*model.parameters(), *model.buffers()])
-    known, shards = None, None
-    if is_sharded:
-        with meter.host():
-            known = ranks.on_every_rank(lambda: WholeModel(parts, model))
-        shards = shard_model(parts, model, known)
+    sharded = shard_if_needed(parts, model) if is_on_host else None
+    if not is_on_host:
+        # The same seed may give other bits on another processor.
+        ranks.broadcast([*model.parameters(), *model.buffers()])
     references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
                                  cache=cache_folder(run.paths), ranks=ranks)  # fmt: skip
     resident = references.prepare(model, parts.folder.reference_models_path)
     # Before the plan, which leaves room for it.
     average = ranks.on_every_rank(lambda: averaged_weights(model, run.training))
     resident = [*resident, *([] if average is None else average.tensors)]
-    recording = NO_RECORDING if parts.recorder is None or is_sharded else ranks.on_rank0(parts.recorder.result)
+    recording = NO_RECORDING if parts.recorder is None or sharded else ranks.on_rank0(parts.recorder.result)
     if recording.reason:
         reporter.detail(f"{PROBED}: {recording.reason}")
     planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
                                           ranks=ranks.size, reference_tensors=resident,
-                                          recording=recording, shards=shards))  # fmt: skip
-    if known is not None:
-        known.tell(planners)
+                                          recording=recording,
+                                          shards=None if sharded is None else sharded[0]))  # fmt: skip
+    if sharded is not None:
+        sharded[1].tell(planners)
     plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
     _show_plan(parts, plans[ranks.rank], references)
     # After the plan, whose limits count them; each rank decides for its own device.
@@ -382,7 +378,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references,
-                      data=data, average=average, shards=shards)  # fmt: skip
+                      data=data, average=average, shards=None if sharded is None else sharded[0])  # fmt: skip
     if is_file(parts.folder.trial_path):
         from can_train.runs.trials import TrialRun
 
