@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from can_train.errors import ArgumentError
+from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.offloaded_state import OffloadedState, in_chunks, parameters_on_host, refusal
 from can_train.fit.optimizer import measure_optimizer
+from can_train.fit.rescue import RescueSettings
+from can_train.fit.rungs import Rung
 from can_train.memory.meters import simulated_gpu
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
@@ -190,6 +194,49 @@ def test_a_state_that_does_not_fit_on_the_device_stays_on_the_host() -> None:
     for training in (plain, offloaded):
         training.go_on()
     assert are_equal(plain, offloaded)
+
+
+def in_own_loop(memory: str, extra: int = 0, **given: Any) -> tuple[MicroBatcher, list[Tensor]]:
+    """Trains in a loop of one's own, whose passes hold some blocks of 64 KiB from the third step on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(20)])
+    with simulated_gpu(memory, model) as meter:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        batcher = MicroBatcher(model, meter=meter, optimizers=[optimizer], **given)
+        for step in range(5):
+            x = torch.randn(2, 128, generator=torch.Generator().manual_seed(step))
+
+            def losses_of(start: int, stop: int, step: int = step, x: Tensor = x) -> Any:
+                held = [torch.empty(2**16, dtype=torch.uint8) for _ in range(extra * (step > 1))]
+                loss = model(x[start:stop]).square().sum()
+                del held
+                return {"loss": (loss, stop - start)}
+
+            batcher.run(losses_of, 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            batcher.stepped()
+    return batcher, [parameter.detach() for parameter in model.parameters()]
+
+
+def test_the_state_of_a_loop_of_ones_own_leaves_where_memory_runs_out() -> None:
+    plain, weights = in_own_loop("16MiB", limits=1)
+    tight, others = in_own_loop("16MiB", 190, limits=1, rescue=RescueSettings(retries=0))
+    assert not plain.ladder.rung.offload_optimizer
+    assert tight.ladder.rung.offload_optimizer
+    assert all(map(torch.equal, weights, others))
+
+
+def test_the_state_of_a_loop_of_ones_own_leaves_by_hand() -> None:
+    _, weights = in_own_loop("16MiB", limits=1)
+    by_hand, others = in_own_loop("16MiB", limits=1, fit="offload-optimizer")
+    assert by_hand.ladder.rung == Rung(offload_optimizer=True)
+    assert all(map(torch.equal, weights, others))
+
+
+def test_a_loop_without_an_optimizer_has_no_state_to_offload() -> None:
+    with pytest.raises(ArgumentError, match=r"fit='offload-optimizer': none is given"):
+        MicroBatcher(layers(), meter="sim:16MiB", fit="offload-optimizer")
 
 
 def test_closures_and_hooks_are_called_once_a_step() -> None:

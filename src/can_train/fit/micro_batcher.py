@@ -23,6 +23,7 @@ from can_train.config.settings import CHOICES, check_choice
 from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import DeviceLimits
+from can_train.fit.offloaded_state import OffloadedState, refusal_of
 from can_train.fit.optimizer import parameters_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.peak_prediction import PeakPrediction
@@ -34,6 +35,8 @@ from can_train.memory.meters import Meter, meter_of, tensors_of
 from can_train.memory.out_of_memory import CatchOutOfMemory, forget_frames
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from can_train.fit.compiled import CompiledModel
     from can_train.fit.sharding import Shards
     from can_train.task import LogicalBatch
@@ -316,7 +319,8 @@ class MicroBatcher:
         rescue: The measures that are allowed after an out-of-memory.
         rules: How batches are cut, in place of rules that follow from `limits`.
         fit: How far a step goes to fit where a part of one sample runs out of memory, as in `--fit`: `auto`, `split`,
-            `recompute` or `offload`. The gradient is the same.
+            `recompute`, `offload`, `offload-optimizer` or `offload-all`. The gradient is the same.
+        optimizers: Optimizers of the model, whose state may wait on the host between their steps.
         shards: The model's shards on the ranks of a run; None: each rank has the whole model.
 
     Raises:
@@ -342,6 +346,7 @@ class MicroBatcher:
         rescue: RescueSettings | None = None,
         rules: SplitRules | None = None,
         fit: str = "auto",
+        optimizers: Sequence[Optimizer] = (),
         shards: Shards | None = None,
     ) -> None:
         if shards is None and (refusal := unsplittable_because(model)) is not None:
@@ -352,8 +357,9 @@ class MicroBatcher:
         self._settings = rescue or RescueSettings()
         # Only the ranks of a run share a model out.
         check_choice("fit", fit, [choice for choice in CHOICES["fit"] if choice != "shard"])
-        self.ladder = Ladder(rungs_of(model, fit, is_host=self._meter.is_host))
-        self.use_rung: Callable[[Rung], bool] = lambda rung: True
+        self._states: list[OffloadedState] = []
+        self.ladder = Ladder(self._rungs(fit, optimizers))
+        self.use_rung: Callable[[Rung], bool] = self._keep_states
         self._rescue = Rescue(self._meter, self._settings, climb=self.climb)
         # Evaluation costs less a sample, so limits that training learned do not hold for evaluation.
         self._evaluation = Rescue(self._meter, self._settings)
@@ -369,6 +375,8 @@ class MicroBatcher:
         self.batch_dependence: BatchDependence | None = None
         self.compiled: CompiledModel | None = None
         self.shards = shards
+        if self.ladder.rung.offload_optimizer:
+            self._keep_states(self.ladder.rung)
         if isinstance(limits, PeakPrediction):
             capacity_bytes = self._meter.capacity_bytes
             limits = limits.on_device(self._meter.key, capacity_bytes, predicted_room(capacity_bytes))
@@ -376,6 +384,33 @@ class MicroBatcher:
         self._split = limits if callable(limits) else None
         self._price = of_device.priced if of_device is not None and rules is None else _as_costs
         self.set_limits(rules or _rules_of(limits), of_device)
+
+    def _rungs(self, fit: str, optimizers: Sequence[Optimizer]) -> tuple[Rung, ...]:
+        """Returns the rungs of somebody else's loop, and prepares its optimizers for them."""
+        names_state, reason = fit in ("offload-optimizer", "offload-all"), ""
+        if optimizers and (names_state or fit == "auto"):
+            reason = next(filter(None, map(refusal_of, optimizers)), "")
+            self._states = [] if reason else [OffloadedState(optimizer) for optimizer in optimizers]
+        if names_state and not self._states:
+            raise ArgumentError("The state of the optimizers that are given waits on the host",
+                                value=f"fit={fit!r}: {reason or 'none is given'}",
+                                remedy="Give optimizers=[optimizer] to MicroBatcher, or fit='offload'")  # fmt: skip
+        return rungs_of(self._model, fit, is_host=self._meter.is_host, state_can_leave=bool(self._states))
+
+    def _keep_states(self, rung: Rung) -> bool:
+        """Keeps the state of the given optimizers where a rung has it; tells whether there is room for it."""
+        with CatchOutOfMemory() as caught, self._meter.active(tensors_of([self._model])):
+            for state in self._states:
+                if rung.offload_optimizer:
+                    state.begin()
+                else:
+                    state.end()
+        if caught.message:
+            for state in self._states:
+                state.begin()
+        if self._states:
+            self._meter.release()
+        return not caught.message
 
     def run(
         self,
@@ -703,6 +738,7 @@ class MicroBatcher:
         self._rescue.ooms_rescued = state["ooms_rescued"]
         if same_device:
             self.ladder.load_state_dict(state["ladder"])
+            self.use_rung(self.ladder.rung)
 
     def set_limits(self, rules: SplitRules, limits: DeviceLimits | None) -> None:
         """Replaces rules and limits after the device was explored again."""

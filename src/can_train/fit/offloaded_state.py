@@ -4,11 +4,12 @@ in chunks of parameters. The weights are those of a plain step, bit by bit.
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial, wraps
+from inspect import signature
 from itertools import pairwise
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
@@ -67,9 +68,15 @@ class OffloadedState:
         plain = self._optimizer.step
 
         # A scheduler marks the method that it has wrapped, and wraps methods alone.
-        @functools.wraps(plain)
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self._step(plain, *args, **kwargs) if self.is_on else plain(*args, **kwargs)
+        @wraps(plain)
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            # Memory may run out in it, so that the state leaves meanwhile.
+            loss = None if closure is None else _computed(closure)
+            if self.is_on:
+                self._step(partial(plain, **kwargs))
+                return loss
+            result = plain(**kwargs)
+            return result if closure is None else loss
 
         self._optimizer.step = MethodType(step, self._optimizer)  # type: ignore[method-assign]
         # Copies to the host may be under way.
@@ -149,18 +156,14 @@ class OffloadedState:
         for state in self._optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def _step(self, plain: Callable[..., Any], closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        optimizer, loss = self._optimizer, None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, plain: Callable[[], Any]) -> None:
+        optimizer = self._optimizer
         groups, chunks = optimizer.param_groups, self._chunks()
         with _hooks_called_once(optimizer):
             try:
-                self._step_chunks(chunks, lambda: plain(**kwargs))
+                self._step_chunks(chunks, plain)
             finally:
                 optimizer.param_groups = groups
-        return loss
 
     def _step_chunks(self, chunks: Sequence[_Chunk], step: Callable[[], Any]) -> None:
         leaving, arriving = _OnDevice(), self._fetch(chunks[0]) if chunks else _OnDevice()
@@ -268,6 +271,11 @@ class OffloadedState:
         return self._streams[way]
 
 
+def _computed(closure: Callable[[], Any]) -> Any:
+    with torch.enable_grad():
+        return closure()
+
+
 def chunk_limit(parameters: Sequence[Tensor]) -> float:
     """Returns the bytes of parameters that a chunk may have."""
     return min(_CHUNK_BYTES, _CHUNK_SHARE * sum(parameter.nbytes for parameter in parameters))
@@ -337,6 +345,13 @@ def refusal(make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> str:
         return f"its step failed for a part of the parameters ({first_sentence(error)})"
     is_same = all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
     return "" if is_same else "its step of a parameter depends on other parameters"
+
+
+def refusal_of(optimizer: Optimizer) -> str:
+    """Returns the reason why the optimizer of somebody else's loop cannot step in chunks, as `refusal` does."""
+    kind: Any = type(optimizer)
+    taken = signature(kind).parameters
+    return refusal(partial(kind, **{name: value for name, value in optimizer.defaults.items() if name in taken}))
 
 
 def _weights_after(make: Callable[[Sequence[nn.Parameter]], Optimizer], *, is_on: bool) -> list[Tensor]:
