@@ -1,6 +1,6 @@
 """Peaks predicted from tiny batches, against those measured of batches many times as large."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -1172,6 +1172,24 @@ def test_a_plan_for_an_unknown_generation_holds_on_the_worst(dispatched: None) -
 
     t4, h100 = (peak(usable(find_card(name))) for name in ("t4", "h100-80gb"))
     assert peak(usable(other_card(15 * 2**30))) >= 0.99 * t4 > 1.5 * h100
+
+
+@pytest.mark.parametrize(("task", "recorded"), [(ImageTask(), 1), (AttentionTask(), 5)])
+def test_generations_are_recorded_where_kernels_differ(
+    task: ImageTask, recorded: int, dispatched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generations: list[list[str]] = []
+    of_generations = prediction._of_generations
+
+    def count(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        results = of_generations(*args, **kwargs)
+        generations.append(list(results))
+        return results
+
+    monkeypatch.setattr(prediction, "_of_generations", count)
+    limits = predict_limits(explorer_of(task, usable(other_card(15 * 2**30))), whole_epoch)
+    assert limits.recorded
+    assert {len(each) for each in generations} == {recorded}
 
 
 def test_a_recording_leaves_model_and_generators_as_they_were(dispatched: None) -> None:

@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -125,24 +126,25 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
         return replace(limits, spread=NOT_RECORDED) if card is not None and card.generation == ROCM else limits
 
     def record(work: Workload, positions: Positions) -> int | None:
-        def measure(gpu: RecordedGpu) -> int:
+        def measure(gpu: RecordedGpu) -> tuple[int, bool]:
             # In a child process: the explorer's work runs on the GPU.
             recorded.meter = gpu
-            return work.peak(gpu, positions).allocated
+            return work.peak(gpu, positions).allocated, gpu.depends_on_generation
 
         compute = partial(compute_on_cuda, recorded.model, measure, resident_threads=card.resident_threads)
         try:
             try:
-                found = _of_generations(card.generation, compute)
+                found = _of_generations(card.generation, compute, differs=itemgetter(1))
             except ValuesNeededError:
                 sizes = _read_sizes(
                     recorded.model, lambda samples: work.run(work.rows[positions[:samples]]), len(positions)
                 )
                 if sizes is None:
                     raise
-                found = _of_generations(card.generation, partial(compute, sizes=sizes))
+                compute = partial(compute, sizes=sizes)
+                found = _of_generations(card.generation, compute, differs=itemgetter(1))
                 read.append(sizes.largest_step)
-            peak = max(found.values())
+            peak = max(allocated for allocated, _ in found.values())
         except NoCudaDispatchError as error:
             sentences = filter(None, (f"{error.rule}: {error.value}", error.remedy))
             failures.append("; ".join(f"{sentence[0].lower()}{sentence[1:]}" for sentence in sentences))
@@ -221,9 +223,11 @@ def _record_line(gpu: RecordedGpu, wanted_samples: float, work: Workload) -> Rec
 Result = TypeVar("Result")
 
 
-def _of_generations(generation: str, record: Callable[..., Result]) -> dict[str, Result]:
-    """Returns what is recorded on each generation that a GPU may be of; raises NoCudaDispatchError where nothing can
-    be recorded on the first.
+def _of_generations(
+    generation: str, record: Callable[..., Result], *, differs: Callable[[Result], bool] = lambda _: True
+) -> dict[str, Result]:
+    """Returns what is recorded on each generation that a GPU may be of, or on the first alone where its result does not
+    differ on others; raises NoCudaDispatchError where nothing can be recorded on the first.
     """
     results: dict[str, Result] = {}
     for like in generations_like(generation):
@@ -233,6 +237,8 @@ def _of_generations(generation: str, record: Callable[..., Result]) -> dict[str,
             # An old generation may lack what a program needs.
             if not results:
                 raise
+        if not all(map(differs, results.values())):
+            break
     return results
 
 

@@ -255,6 +255,11 @@ class RecordedGpu(Meter):
         if not num_graphs():
             raise RuntimeError("the compiler made no graph of the model")
 
+    @property
+    def depends_on_generation(self) -> bool:
+        """Whether the program's tensors so far may differ from one generation of GPUs to another."""
+        return not isinstance(self._recorder, _Recorder) or self._recorder.asked_capability
+
     def host(self) -> AbstractContextManager[None]:
         """Leaves new tensors of the block off a simulated GPU, whose tensors are the CPU's."""
         return self._recorder.host() if self.device.type == "cpu" else nullcontext()
@@ -351,7 +356,12 @@ class _Recorder(AllocationRecorder):
         self._real_host = real_host
         self._sizes = sizes
         # Kernels that PyTorch runs on a GPU in place of composite operations.
-        attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
+        self.asked_capability = False  # whether the program's operations so far depend on the GPU's generation
+        attention = {
+            _aten.scaled_dot_product_attention.default: lambda *args, **kwargs: _attention(
+                self._capability_asked(), *args, **kwargs
+            )
+        }
         self._kernels = attention | recurrent_kernels(has_values=False)
         self._span = ""  # library whose memory is made now; empty: tensors
         self._fake = _FakeGpu(allow_non_fake_inputs=True)
@@ -367,6 +377,10 @@ class _Recorder(AllocationRecorder):
     def ignore_compile_internals(cls) -> bool:
         """The compiler traces without this mode, and its graphs run in it. They run only where they are recorded."""
         return True
+
+    def _capability_asked(self) -> Capability:
+        self.asked_capability = True
+        return self._capability
 
     def holds(self, tensor: Tensor) -> bool:
         """Tells whether a tensor is on the GPU."""
@@ -393,7 +407,7 @@ class _Recorder(AllocationRecorder):
         self._libraries = [
             register("CUDA", dict.fromkeys(_FUSED_ON_CUDA, never_run)), register("AutogradCUDA", self._kernels)
         ]  # fmt: skip
-        _pretend_cuda(self._capability)
+        _pretend_cuda(self._capability_asked)
         torch.cuda.empty_cache = self.release_cached
         with self._fake:
             self._move_model()
@@ -696,8 +710,10 @@ def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return func._schema.name in ("aten::randint", "aten::randperm") or all(isinstance(value, int) for value in args)
 
 
-def _pretend_cuda(capability: Capability) -> None:
-    """Lets this process, which must be a child, believe that there is one GPU: models and autocast ask for it."""
+def _pretend_cuda(capability: Callable[[], Capability]) -> None:
+    """Lets this process, which must be a child, believe that there is one GPU: models and autocast ask for it, and for
+    its capability.
+    """
     # A build with CUDA would look for its driver.
     torch.cuda._lazy_init = lambda: None
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
@@ -708,6 +724,6 @@ def _pretend_cuda(capability: Capability) -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_rng_state = lambda device=None: torch.empty(0, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda new_state, device=None: None
-    torch.cuda.get_device_capability = lambda device=None: capability
-    torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation or capability >= (8, 0)
+    torch.cuda.get_device_capability = lambda device=None: capability()
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation or capability() >= (8, 0)
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
