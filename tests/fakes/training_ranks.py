@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from can_train import Task
 from can_train.config.compose import RunRequest, resolve
 from can_train.fit.optimizer import Optimization, capture_generators, restore_generators
+from can_train.memory.sharded_tensors import whole
 from can_train.task import BatchTask
 from can_train.training import train as training_loop
 from can_train.training.distributed import ConnectedRanks, Ranks
@@ -222,9 +223,8 @@ def fit_line(
     with parts.stops.installed(), recording_observation(session):
         training_loop.train(session)
     assert isinstance(parts.reporter, Notices)
-    weights = [getattr(one, "full_tensor", lambda one=one: one)() for one in session.model.parameters()]
     told = {
-        "weights": torch.cat([weight.detach().flatten() for weight in weights]),
+        "weights": whole_weights(session.model),
         "buffers": dict(session.model.named_buffers()),
         "best": session.best,
         "step": session.progress.step,
@@ -237,6 +237,11 @@ def fit_line(
     }
     torch.save(told, folder / f"rank-{ranks.rank}.pt")
     ranks.close()
+
+
+def whole_weights(model: nn.Module) -> Tensor:
+    """Joins the weights of a model, which may be shards on several ranks: all of them call it alike."""
+    return torch.cat([weight.flatten() for weight in whole([one.detach() for one in model.parameters()], keep=True)])
 
 
 class FewSamplesTask(BatchTask):
@@ -271,7 +276,7 @@ def fit_samples(
     training_loop.train(session)
     assert isinstance(parts.reporter, Notices)
     told = {
-        "weights": torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()]),
+        "weights": whole_weights(session.model),
         "ooms": (session.ooms_rescued, session.ooms_elsewhere),
         "best": session.progress.best_loss,
         "notices": parts.reporter.texts,

@@ -41,6 +41,18 @@ def test_two_ranks_train_the_weights_of_one_process_though_memory_runs_out_on_on
     assert ran_out == (limited_rank is not None)
 
 
+@pytest.mark.parametrize("kind", [Words, TwoTerms, TwoPhases, ShardedWords])
+def test_shards_train_the_weights_of_one_process_though_memory_runs_out_on_a_rank(
+    tmp_path: Path, kind: type[Task]
+) -> None:
+    (alone,) = fitted(tmp_path / "alone", 1, kind)
+    several = fitted(tmp_path / "several", 2, kind, limited_rank=1, fit="shard")
+    error = (several[0]["weights"] - alone["weights"]).norm() / alone["weights"].norm()
+    assert float(error) <= 1e-12
+    assert several[0]["best"] == pytest.approx(alone["best"], rel=1e-12)
+    assert [rank["ooms"][0] > 0 for rank in several] == [False, True]
+
+
 @pytest.mark.parametrize("kind", [Words, TwoPhases])
 def test_the_noise_of_gradients_is_added_once_and_alike_on_all_ranks(tmp_path: Path, kind: type[Task]) -> None:
     (plain,) = fitted(tmp_path / "plain", 1, kind)

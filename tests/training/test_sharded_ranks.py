@@ -55,6 +55,15 @@ def test_shards_train_the_weights_of_one_process(tmp_path: Path, ranks: int, tra
         assert torch.allclose(several[0]["best"][name], weight, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_mixed_precision_trains_shards_alike_on_all_ranks(tmp_path: Path, precision: str) -> None:
+    settings = {**EXACT, "precision": precision, "epochs": 1, "batch_size": 2, "grad_clip_norm": 1.0}
+    (alone,) = fitted(tmp_path / "alone", 1, **settings)
+    several = fitted(tmp_path / "several", 3, fit="shard", **settings)
+    assert all(torch.equal(rank["weights"], several[0]["weights"]) for rank in several)
+    assert relative_error(several[0]["weights"], alone["weights"]) <= 0.02
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "little memory"])
 def test_an_out_of_memory_on_one_rank_is_repeated_by_all_and_changes_nothing(tmp_path: Path, where: str) -> None:
     (alone,) = fitted(tmp_path / "alone", 1, **EXACT)

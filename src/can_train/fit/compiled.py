@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from can_train.errors import CanTrainError, TaskError
 from can_train.memory.meters import Meter, SimulatedMeter
@@ -211,6 +213,44 @@ def outermost_calls(model: nn.Module, compute: Callable[[], object]) -> list[nn.
         for hook in hooks:
             hook.remove()
     return list(called)
+
+
+class WeightsOutside(TorchFunctionMode):
+    """Sees the weights that a block computes with outside of calls of some modules.
+
+    Attributes:
+        seen: Ids of the weights.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+        self._modules, self._inside = modules, 0
+
+    def __enter__(self) -> Self:
+        """Watches from now on."""
+        self._hooks = [hook for module in self._modules for hook in (
+            module.register_forward_pre_hook(lambda *_: self._step(1)),
+            module.register_forward_hook(lambda *_: self._step(-1), always_call=True),
+        )]  # fmt: skip
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends the watch."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def _step(self, change: int) -> None:
+        self._inside += change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes the weights among the arguments of what needs a gradient."""
+        result = func(*args, **(kwargs or {}))
+        if not self._inside and isinstance(result, Tensor) and result.requires_grad:
+            self.seen |= {id(one) for one in tree_leaves((args, kwargs)) if isinstance(one, nn.Parameter)}
+        return result
 
 
 def _is_compilers(error: BaseException) -> bool:

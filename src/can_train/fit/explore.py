@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from can_train.errors import CanTrainError, DoesNotFitError, OutOfMemoryDetails, TaskError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
-from can_train.fit.compiled import FEW, SAMPLES, outermost_calls
+from can_train.fit.compiled import FEW, SAMPLES, WeightsOutside, outermost_calls
 from can_train.fit.cost_model import (
     AGREED,
     CostModel,
@@ -676,10 +676,16 @@ class Explorer:
             snapshot.restore()
             self._reset_shards()
 
-    def called_modules(self) -> list[nn.Module]:
-        """Returns the modules that the loss of a few samples calls, from outside of any other."""
+    def called_modules(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
+        """Returns the modules that the loss of a few samples calls, from outside of any other, and the weights that it
+        computes with outside of them.
+        """
+        step = partial(self._train_step, self.rows[: sum(SPLIT)])
         with self._trained_alone():
-            return outermost_calls(self.model, partial(self._train_step, self.rows[: sum(SPLIT)]))
+            called = outermost_calls(self.model, step)
+            with WeightsOutside(called) as outside:
+                step()
+            return called, [one for one in self.model.parameters() if id(one) in outside.seen]
 
     def compile(self, compiled: CompiledModel) -> None:
         """Compiles the modules that training calls, for training and evaluation.

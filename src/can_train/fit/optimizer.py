@@ -718,6 +718,9 @@ def make_optimizer(parameters: Sequence[Any], training: TrainingSettings, lr: fl
         # PyTorch's default on a GPU (foreach) copies the parameters for a moment in every step, which the batch could
         # have used. Where there is nothing else, it is asked for: what is measured on the host then does the same.
         arguments["fused" if kind in _FUSED else "foreach"] = True
+    if _is_partly_sharded(parameters) and not given.keys() & {"fused", "foreach", "differentiable"}:
+        # Its kernels take either shards or whole weights.
+        arguments |= {"fused": False, "foreach": False}
     arguments = {key: value for key, value in arguments.items() if key in taken}
     arguments |= {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     try:
@@ -728,6 +731,12 @@ def make_optimizer(parameters: Sequence[Any], training: TrainingSettings, lr: fl
     except Exception as error:
         raise TaskError(f"{kind.__name__} failed when it was made", error) from error
     return optimizer
+
+
+def _is_partly_sharded(parameters: Sequence[Any]) -> bool:
+    """Tells whether some parameters, or parameters of groups, are shards and others are whole."""
+    groups = [one["params"] if isinstance(one, dict) else [one] for one in parameters]
+    return len({shard_of(one) is one for group in groups for one in group}) > 1
 
 
 def _optimizer_class(name: str) -> Any:

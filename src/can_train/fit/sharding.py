@@ -141,14 +141,20 @@ class Shards:
         ranks: The ranks.
         device: Device of the shards.
         called: Modules that the loss calls, from outside of any other.
+        used: Parameters that it computes with outside of them.
 
     Attributes:
-        replicated: Parameters that each rank keeps whole: those without a dimension, and those outside of modules that
-            the loss calls.
+        replicated: Parameters that each rank keeps whole: those without a dimension, and those that the loss computes
+            with outside of the modules that it calls.
     """
 
     def __init__(
-        self, model: nn.Module, ranks: SharingRanks, device: torch.device, called: Sequence[nn.Module]
+        self,
+        model: nn.Module,
+        ranks: SharingRanks,
+        device: torch.device,
+        called: Sequence[nn.Module],
+        used: Sequence[nn.Parameter] = (),
     ) -> None:
         self.model, self._ranks = model, ranks
         self._is_live = False
@@ -159,7 +165,8 @@ class Shards:
         self._is_unsettled = False  # Whether a pass of this rank has begun whose end the other ranks wait for
         self._names = {module: name for name, module in model.named_modules()}
         roots = _outermost(model, called)
-        self._modules = _fully_shard(model, roots, ranks, device)
+        kept = {*used, *(one for one in model.parameters() if one.dim() == 0)}
+        self._modules = _fully_shard(model, roots, ranks, device, kept)
         self._roots: list[Any] = [module for module in roots if module in self._modules]
         for module in self._modules:
             name = self._names[module]
@@ -386,20 +393,30 @@ class Shards:
         return [(names[id(one.sharded_param)], one.sharded_param) for one in states]
 
 
-def _fully_shard(model: nn.Module, roots: Sequence[nn.Module], ranks: SharingRanks, device: torch.device) -> list[Any]:
-    """Shards the blocks of a model, and the modules that the loss calls; returns the sharded modules, blocks first."""
+def _fully_shard(
+    model: nn.Module,
+    roots: Sequence[nn.Module],
+    ranks: SharingRanks,
+    device: torch.device,
+    kept: set[nn.Parameter],
+) -> list[Any]:
+    """Shards the blocks of a model, and the modules that the loss calls, but for the parameters `kept`; returns the
+    sharded modules, blocks first.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh.from_group(ranks.tensor_group, device.type)
     inside = {part for root in roots for part in root.modules()}
     blocks = [block for block in blocks_of(model) if block in inside]
-    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     sharded = []
     for module in dict.fromkeys([*blocks, *roots]):
-        if any(one.dim() and shard_of(one) is one for one in module.parameters()):
-            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
+        if any(one not in kept and shard_of(one) is one for one in module.parameters()):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
             sharded.append(module)
+    for parameter in model.parameters():
+        if shard_of(parameter) is parameter:
+            parameter.data = parameter.data.to(device)
     return sharded
 
 

@@ -38,8 +38,9 @@ class WholeModel:
             Planner(run=parts.run, task=parts.task, model=model, meter=CpuMeter(), reporter=SilentReporter(),
                     verify=False, ranks=parts.ranks.size)
         )  # fmt: skip
-        called = [module for planner in planners.phases for module in planner.explorer.called_modules()]
-        self.called = list(dict.fromkeys(called))
+        seen = [planner.explorer.called_modules() for planner in planners.phases]
+        self.called = list(dict.fromkeys(module for called, _ in seen for module in called))
+        self.used = list(dict.fromkeys(parameter for _, used in seen for parameter in used))
         self.dependences: list[BatchDependence] = [planner.batch_dependence for planner in planners.phases]
 
     def tell(self, planners: Planners) -> None:
@@ -74,7 +75,7 @@ def shard_if_needed(parts: Parts, model: nn.Module) -> tuple[Shards, WholeModel]
     with meter.host():
         known = ranks.on_every_rank(lambda: WholeModel(parts, model))
     assert isinstance(ranks, ConnectedRanks), "a rank alone shards nothing"
-    return Shards(model, ranks, meter.device, known.called), known
+    return Shards(model, ranks, meter.device, known.called, known.used), known
 
 
 def _move(model: nn.Module, meter: Meter) -> None:
