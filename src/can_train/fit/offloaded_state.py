@@ -110,7 +110,8 @@ class OffloadedState:
             for chunk in self._chunks(with_gradients=False):
                 for parameter in chunk.parameters:
                     before = dict(self._optimizer.state.get(parameter, {}))
-                    self._fetch(_Chunk(chunk.group, [parameter]))
+                    alone = _Chunk(chunk.group, [parameter])
+                    self._await(self._fetch(alone), alone)
                     arrived.append((self._optimizer.state.get(parameter, {}), before))
         except Exception:
             for state, before in arrived:
