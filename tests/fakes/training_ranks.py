@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from can_train import Task
 from can_train.config.compose import RunRequest, resolve
 from can_train.fit.optimizer import Optimization, capture_generators, restore_generators
+from can_train.fit.sharding import Shards
 from can_train.memory.sharded_tensors import whole
 from can_train.task import BatchTask
 from can_train.training import train as training_loop
@@ -187,6 +188,7 @@ def fit_line(
     odd: bool = False,
     growing: bool = False,
     deep: bool = False,
+    broken: str = "",
     **training: Any,
 ) -> None:
     """Trains as a run does, from the plan to the last step.
@@ -201,9 +203,14 @@ def fit_line(
         odd: Whether points allocate other sizes on odd ranks.
         growing: Whether each epoch has more points.
         deep: Whether the model has blocks, which can be sharded one by one.
+        broken: A fault of the passes on shards.
         training: Training settings.
     """
     torch.use_deterministic_algorithms(True)
+    if broken == "stale gradients":
+        Shards.reset = lambda self: [root.reset_iter_state() for root in self._roots]  # type: ignore[method-assign]
+    elif broken == "lost gradients":
+        Shards._add_gradients = lambda self, parameters, summed: None  # type: ignore[method-assign]
     faulty_rank, how, at = fault
     given = {"dropout": dropout, "norm": norm, "how": how if faulty_rank == ranks.rank else "", "at": at,
              "deep": deep}  # fmt: skip

@@ -63,6 +63,12 @@ def test_a_model_is_sharded_over_several_gpus_where_one_cannot_hold_it(tmp_path:
     assert whole.plan.rung.ranks == 1
 
 
+def test_the_ranks_of_a_job_share_the_model_of_its_plan(tmp_path: Path) -> None:
+    (plan,) = plans_of_sample(line_run(tmp_path, fit="shard"), LineTask(), TARGETS[:1], Notices(), ranks=8)
+    assert plan.plan is not None
+    assert plan.plan.rung.ranks == 8
+
+
 def test_one_gpu_cannot_be_shared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="several GPUs"):
         plans_of_sample(line_run(tmp_path, fit="shard"), LineTask(), TARGETS[:1], Notices())

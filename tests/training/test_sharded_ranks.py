@@ -72,6 +72,15 @@ def test_an_out_of_memory_on_one_rank_is_repeated_by_all_and_changes_nothing(tmp
     assert [rank["ooms"][0] > 0 for rank in several] == [False, True, False]
 
 
+@pytest.mark.parametrize("broken", ["stale gradients", "lost gradients"])
+def test_gradients_of_failed_passes_and_of_ranks_without_samples_would_change_the_weights(
+    tmp_path: Path, broken: str
+) -> None:
+    (alone,) = fitted(tmp_path / "alone", 1, **EXACT)
+    several = fitted(tmp_path / "several", 3, fit="shard", fault=(1, "backward", 2), broken=broken, **EXACT)
+    assert relative_error(several[1]["weights"], alone["weights"]) > 1e-6
+
+
 def test_samples_that_do_not_fit_on_one_rank_end_all_after_a_checkpoint(tmp_path: Path) -> None:
     options = {**EXACT, "oom_retries": 0, "fault": (1, "no memory", 3)}
     assert run_ranks(3, fit_line, tmp_path, fit="shard", **options) == [3, 3, 3]
