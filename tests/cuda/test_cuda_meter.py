@@ -1,5 +1,6 @@
 """What the meter says of CUDA is what CUDA says of itself."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -101,3 +102,16 @@ def test_without_a_limit_the_capacity_is_what_is_free(meter: CudaMeter) -> None:
 def test_the_driver_and_the_card_are_named(meter: CudaMeter) -> None:
     assert meter.name == torch.cuda.get_device_name(0)
     assert meter.key.endswith("gb")
+
+
+def test_the_time_between_moments_is_the_devices(meter: CudaMeter) -> None:
+    factor = torch.ones(4096, 4096, device=meter.device)
+    _ = factor @ factor
+    torch.cuda.synchronize()
+    begun, host = meter.moment(), time.perf_counter()
+    for _ in range(50):
+        _ = factor @ factor
+    ended, queued = meter.moment(), time.perf_counter() - host
+    measured = meter.seconds_between(begun, ended)
+    # Two events do not wait for the products between them.
+    assert queued < measured <= time.perf_counter() - host

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from can_train.io.units import counted
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -34,6 +36,7 @@ _DIFFERENCE: Final = 0.004  # Spread from run to run of a size's time relative t
 _TRIAL_STEPS: Final = 3
 _MOST_STEPS: Final = 240  # Of a size in one run
 _LEAST_GAIN: Final = 0.00001  # Expected gain, as a share of the time, below which a size is not tried any more
+_STRIDE, _SHIFTS = 7, 17  # Trial number n, from 1, is (7 n - 4) mod 17 steps later than step 50 n
 _WINDOW: Final = 8  # Steps before and after an explored one that it is compared with
 _LEAST_WINDOW: Final = 4  # Fewer do not count
 _SAME: Final = 0.02  # Sizes that differ by less are one size
@@ -114,11 +117,12 @@ def is_same_size(one: float, other: float) -> bool:
 def explored_number(step: int) -> int | None:
     """Returns the number of the trial that a step, counted from 0, may be, from 0; None: it is none.
 
-    >>> [explored_number(step) for step in (0, 48, 49, 99)]
+    >>> [explored_number(step) for step in (0, 49, 52, 109)]
     [None, None, 0, 1]
     """
     number, rest = divmod(step + 1, EXPLORED_EVERY)
-    return number - 1 if rest == 0 else None
+    # Each some steps later than the last: at equal distances, all could be the shorter last batches of epochs.
+    return number - 1 if number and rest == (_STRIDE * number - 4) % _SHIFTS else None
 
 
 class TimeModel:
@@ -355,6 +359,16 @@ class StepTimer:
         rung = "split" if self.choice is None else self.choice.rung
         return [_timed_size([(0.0, step) for step in own], rung),
                 *(_timed_size(each[1:] if len(each) > 1 else each, rung) for each in by_size.values())]  # fmt: skip
+
+    def sentences(self) -> list[str]:
+        """Says how long a sample took in each size that was tried, against the plan's."""
+        sizes = self.sizes()
+        return [
+            f"In micro-batches of {size.samples:.3g} samples, a sample took {abs(math.expm1(size.log_ratio)):.0%} "
+            f"{'less' if size.log_ratio < 0 else 'more'} time than in those of {sizes[0].samples:.3g} "
+            f"({counted(size.steps, 'step')})"
+            for size in sizes[1:]
+        ]
 
 
 def _around(steps: Mapping[int, _TimedStep], number: int) -> list[float]:

@@ -468,6 +468,8 @@ def train(session: Session) -> None:
             elif session.is_time_up and progress.epoch < epochs:
                 text = f"The training time of {session.training.max_time} is up: stopping at step {progress.step}"
                 session.reporter.notice(f"{text}, in epoch {figures.epoch} of {epochs}")
+    for sentence in (sentence for engine in session.engines for sentence in engine.timer.sentences()):
+        session.reporter.detail(sentence)
     # Judging has a peak of its own, and nothing is learned from it.
     session.monitor.pause()
     session.ooms_elsewhere = sum(ranks.gather(lambda: session.ooms_rescued)) - session.ooms_rescued

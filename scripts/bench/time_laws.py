@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,9 +31,11 @@ class LawMeter:
     now: float = 0.0
 
     def moment(self) -> float:
+        """Reads the clock."""
         return self.now
 
     def seconds_between(self, begun: float, ended: float) -> float:
+        """Returns the seconds between two readings."""
         return ended - begun
 
 
@@ -90,16 +92,3 @@ class TimedRuns:
             timer.count(step, parts_of(self.batch, size), is_typical=True)
         self.history.append(timer.sizes())
         return meter.now / speed / steps / self.step_time(self.largest)
-
-
-def runs_in_a_row(law: Law, batch: int, largest: int, *, runs: int, steps: int, seed: int = 0) -> TimedRuns:
-    """Runs a configuration several times."""
-    made = TimedRuns(law, batch, largest, seed=seed)
-    for _ in range(runs):
-        made.run(steps)
-    return made
-
-
-def shares(sizes: Sequence[TimedSize]) -> dict[float, float]:
-    """Returns the logarithms of the times by the samples of a micro-batch."""
-    return {round(size.samples, 1): size.log_ratio for size in sizes}
