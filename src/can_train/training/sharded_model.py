@@ -65,7 +65,9 @@ def shard_if_needed(parts: Parts, model: nn.Module) -> tuple[Shards, WholeModel]
     share it out.
     """
     ranks, meter, training = parts.ranks, parts.meter, parts.training
-    fits = ranks.gather(lambda: training.fit != "shard" and fits_whole(model, training, meter.capacity_bytes))
+    # The optimizer is measured on a few weights, which are not the device's.
+    with meter.host():
+        fits = ranks.gather(lambda: training.fit != "shard" and fits_whole(model, training, meter.capacity_bytes))
     if all(fits):
         ranks.on_every_rank(lambda: _move(model, meter))
         ranks.broadcast([*model.parameters(), *model.buffers()])
