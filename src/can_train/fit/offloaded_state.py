@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from can_train.errors import first_sentence
-from can_train.memory.cuda_operators import is_on_device, offloading
+from can_train.memory.cuda_operators import is_on_device, offloading, on_host
 from can_train.memory.host import PINNED_SHARE, available_bytes
 
 if TYPE_CHECKING:
@@ -357,7 +357,8 @@ def refusal_of(optimizer: Optimizer) -> str:
 
 def _weights_after(make: Callable[[Sequence[nn.Parameter]], Optimizer], *, is_on: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):
+    # Its tensors are in cycles, and would stay on a simulated GPU until these are collected.
+    with torch.random.fork_rng(devices=[]), on_host():
         torch.manual_seed(0)
         shapes = ((6, 4), (5, 3), (4, 8), (3, 3))
         weights = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
