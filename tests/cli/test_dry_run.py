@@ -107,7 +107,7 @@ def test_memory_decides_on_a_small_gpu_and_what_was_learned_there_holds(
 def test_a_training_that_does_not_fit_is_an_error_and_in_a_table_a_row(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    line = (*LINE, "--state-dir", str(tmp_path), "--model-args", "hidden=512,layers=1")
+    line = (*LINE, "--state-dir", str(tmp_path), "--model-args", "hidden=512,layers=1", "--fit", "split")
     assert main((*line, "--target-memory", "2400MiB")) == DOES_NOT_FIT
     said = capsys.readouterr()
     assert "must fit" in said.err

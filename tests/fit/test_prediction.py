@@ -1224,7 +1224,8 @@ def test_limits_follow_from_batches_whose_sizes_depend_on_values(dispatched: Non
     assert limits.samples_of_sizes >= 64
     whole = predict_peak(task, 4000, target="t4")
     peak = limits.step_peak_bytes(limits.training.model.cost(np.ones((4000, 1))), 0.0)
-    assert peak == pytest.approx(whole.tensors.num_bytes, rel=0.1)
+    # A slow processor reads the sizes of smaller steps, which tell less of 4,000 samples.
+    assert peak == pytest.approx(whole.tensors.num_bytes, rel=0.15)
 
 
 def test_a_plan_does_not_claim_a_recording_where_no_sample_costs_anything() -> None:
