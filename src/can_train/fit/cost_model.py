@@ -229,6 +229,11 @@ class ShardedWeights:
         """Returns the part of one rank of an optimizer's state."""
         return round(num_bytes * self.trained_shard_bytes / max(self.trained_bytes, 1))
 
+    def saved_bytes(self, state_bytes: int) -> int:
+        """Returns how much less weights, gradients and optimizer state of `state_bytes` take on one rank."""
+        weights, gradients = self.weight_bytes - self.weight_shard_bytes, self.trained_bytes - self.trained_shard_bytes
+        return weights + gradients + state_bytes - self.of_state(state_bytes)
+
     def gathered_bytes(self, sample_cost: float) -> int:
         """Returns the most that a pass takes for gathered weights, and for gradients that are not added up yet, beside
         activations; a sample costs `sample_cost` bytes.
@@ -307,15 +312,14 @@ class DeviceLimits:
             transient_bytes: Temporary memory of the optimizer's step, of the whole model.
         """
         sample_cost = float(np.asarray(self.training.mean_totals) @ np.asarray(self.training.model.coefficients))
-        kept = weights.weight_shard_bytes - weights.weight_bytes + weights.of_state(state_bytes) - state_bytes
-        gradients = weights.trained_shard_bytes - weights.trained_bytes
+        saved = weights.saved_bytes(state_bytes)
+        gradients = weights.trained_bytes - weights.trained_shard_bytes
         gathered, room_bytes = weights.gathered_bytes(sample_cost), predicted_room(self.capacity_bytes)
-        step = kept + gradients + weights.of_state(transient_bytes) - transient_bytes
         return replace(
             self,
-            training=self.training.beside(kept + gradients + gathered, room_bytes),
-            evaluation=self.evaluation.beside(kept + gathered, room_bytes),
-            optimizer_peak_bytes=self.optimizer_peak_bytes + step,
+            training=self.training.beside(gathered - saved, room_bytes),
+            evaluation=self.evaluation.beside(gathered + gradients - saved, room_bytes),
+            optimizer_peak_bytes=self.optimizer_peak_bytes - weights.saved_bytes(state_bytes + transient_bytes),
             gradient_bytes=weights.trained_shard_bytes,
         )
 

@@ -521,7 +521,7 @@ class Explorer:
             known = None
         with self._trained_alone() as buffer_copies:
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
-            optimizer_peak = self._bytes_without_batch(optimizer) + optimizer.transient_bytes
+            optimizer_peak = self.bytes_without_batch(optimizer) + optimizer.transient_bytes
             training = find_limit(work, self.meter, upper, replace(search, known=known.training if known else None))
             # Evaluation runs without gradients.
             del work
@@ -619,8 +619,15 @@ class Explorer:
                 raise TaskError(rule, error) from error
             return self._optimizers[trained]
 
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether the model has no values, so that no batch can be computed."""
+        return any(parameter.is_meta for parameter in self.model.parameters())
+
     def batch_dependence(self) -> BatchDependence:
         """Measures whether samples of a batch influence each other's gradient."""
+        if self.is_on_meta:
+            return UNKNOWN
         # Samples below the middle need little memory; those above the first quarter have some of every feature.
         ranked = self.rows[np.argsort(self._counts[:, 0], kind="stable")]
         batch = self._batch(np.resize(ranked[len(ranked) // 4 :], sum(SPLIT)), coupled=True)
@@ -644,6 +651,8 @@ class Explorer:
         of the whole forward pass. Nothing is measured where memory runs out.
         """
         rows = np.asarray([row])
+        if self.is_on_meta:
+            return [], 0.0
 
         def forward() -> Losses:
             return self._losses(self._batch(rows, coupled=True), 0, 1)
@@ -666,6 +675,8 @@ class Explorer:
 
     def check_outputs(self) -> None:
         """Lets the task check the form of all that it computes of a few samples beside the loss."""
+        if self.is_on_meta:
+            return
         rows, snapshot = self.task.validation_rows[: sum(SPLIT)], Snapshot(self.model, self.meter.device)
         self.model.eval()
         try:
@@ -735,9 +746,10 @@ class Explorer:
                 work = self._work(self._train_step, [*state, *gradients, *buffer_copies])
                 return optimizer, [*state, *buffer_copies], replace(work, gradient_bytes=optimizer.parameter_bytes)
         foreign_bytes = self.meter.foreign_bytes()
-        raise model_does_not_fit(self._bytes_without_batch(optimizer), self.meter.capacity_bytes, foreign_bytes)
+        raise model_does_not_fit(self.bytes_without_batch(optimizer), self.meter.capacity_bytes, foreign_bytes)
 
-    def _bytes_without_batch(self, optimizer: OptimizerMemory) -> int:
+    def bytes_without_batch(self, optimizer: OptimizerMemory) -> int:
+        """Returns the bytes of weights, gradients, optimizer state and buffers."""
         # A step holds copies of the buffers.
         buffers = [*self.model.buffers()] * 2
         weights = map(shard_of, self.model.parameters())

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map_only
@@ -938,8 +939,11 @@ def measure_optimizer(
     # Only planning measures: whoever evaluates a finished run needs this module's precision, and no simulated GPU.
     from can_train.memory.simulated.gpu import LiveStorageTracker
 
-    with LiveStorageTracker(_UNLIMITED) as tracker:
-        shadows = [nn.Parameter(torch.zeros_like(shard_of(parameter), device="cpu")) for parameter in parameters]
+    shards = [shard_of(parameter) for parameter in parameters]
+    # A model on meta may be larger than the host.
+    fake = FakeTensorMode() if any(shard.is_meta for shard in shards) else nullcontext()
+    with fake, LiveStorageTracker(_UNLIMITED) as tracker:
+        shadows = [nn.Parameter(torch.zeros(shard.shape, dtype=shard.dtype, device="cpu")) for shard in shards]
         parameter_bytes = tracker.live_bytes
         for shadow in shadows:
             shadow.grad = torch.zeros_like(shadow)

@@ -438,9 +438,12 @@ class Planner:
 
             if isinstance(self.meter, AbsentGpuMeter):
                 # No training needs the recorder of CUDA's dispatch.
-                from can_train.fit.prediction import predict_limits
+                from can_train.fit.prediction import predict_limits, predict_without_values
 
-                limits = predict_limits(self.explorer, upper)
+                if self.explorer.is_on_meta:
+                    limits = predict_without_values(self.explorer, upper)
+                else:
+                    limits = predict_limits(self.explorer, upper)
             else:
                 limits = self.explorer.explore(
                     upper, held_bytes=held_bytes, on_trial=lambda _: stage.advance(1), earlier=earlier,

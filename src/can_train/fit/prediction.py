@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -163,6 +164,32 @@ def predict_limits(explorer: Explorer, upper: Upper) -> DeviceLimits:
         samples_of_sizes=min(read, default=0),
         spread=SPREADS[operations_of(explorer.model)] if is_recorded else NOT_RECORDED,
     )
+
+
+def predict_without_values(explorer: Explorer, upper: Upper) -> DeviceLimits:
+    """Predicts the limits of an NVIDIA GPU that is not at hand, up to the cost `upper`, for a model on meta, from
+    recorded batches alone: the model has no memory, and nothing is computed. The caller checks whether weights and
+    optimizer state fit.
+
+    Raises:
+        NoCudaDispatchError: The task cannot be recorded.
+    """
+    assert isinstance(explorer.meter, AbsentGpuMeter), "only a device that is not at hand is recorded"
+    recorded, target = copy(explorer), explorer.meter.target
+
+    def compute(gpu: RecordedGpu) -> DeviceLimits:
+        # The limits hold for devices that share the model out, too.
+        gpu.key, gpu.capacity_bytes = target.key, sys.maxsize
+        gpu.kernel_bytes = target.resident_threads * SUM_BYTES_PER_THREAD
+        recorded.meter = gpu
+        recorded.record = lambda work, positions: work.peak(gpu, positions).allocated
+        return recorded.explore(upper)
+
+    compute_on = partial(compute_on_cuda, recorded.model, compute, resident_threads=target.resident_threads)
+    found = _of_generations(target.generation, compute_on).values()
+    limits = max(found, key=lambda limits: limits.training.peak_bytes(limits.training.tuned_limit))
+    spread = SPREADS[operations_of(explorer.model)]
+    return replace(limits, capacity_bytes=target.capacity_bytes, recorded=True, spread=spread)
 
 
 # Cost in bytes that the smallest of the recorded batches have, unless fewer samples are wanted: memory is as fragmented

@@ -406,8 +406,9 @@ class _ExploredPhase:
         self._request = planner.request()
         self._explored: dict[Rung, DeviceLimits | DoesNotFitError] = {}
         self._shares: dict[Rung, float] = {}  # Allocated ÷ reserved bytes
-        with suppress(DoesNotFitError):
-            self._limits()
+        if not planner.explorer.is_on_meta:
+            with suppress(DoesNotFitError):
+                self._limits()
 
     def plan_for(self, target: UsableMemory, rule: FactorRule) -> RunPlan:
         """Resolves the phase's plan for a target on the first rung that fits; raises DoesNotFitError."""
@@ -435,16 +436,28 @@ class _ExploredPhase:
         return needed and refusal is None
 
     def _plan_on_rung(self, target: UsableMemory, rule: FactorRule) -> RunPlan:
-        capacity, explored = target.capacity_bytes, self._limits()
-        is_sharded = self._planner.explorer.rung.ranks > 1
+        capacity, explorer = target.capacity_bytes, self._planner.explorer
+        is_sharded = explorer.rung.ranks > 1
+        # Before anything is recorded, which takes a large model half a minute.
+        if (need_bytes := self._optimizer_peak_bytes()) > capacity:
+            raise model_does_not_fit(need_bytes, capacity)
+        explored = self._limits()
         limits = explored.predicted_on(target.key, capacity, _LITTLE_IN_USE * capacity)
         # Whatever the fragmentation, a capped batch fits.
         is_roomy = limits.training.capped or is_sharded
         room = catalogue.predicted_room(capacity) if is_roomy else self._room(capacity)
         limits = explored.predicted_on(target.key, capacity, room)
-        if limits.optimizer_peak_bytes > limits.capacity_bytes:
-            raise model_does_not_fit(limits.optimizer_peak_bytes, limits.capacity_bytes)
         return self._planner.resolve(self._request, limits, rule)
+
+    def _optimizer_peak_bytes(self) -> int:
+        """Returns the peak of an optimizer's step on the rung in force."""
+        explorer = self._planner.explorer
+        optimizer, ranks = explorer.optimizer_memory(), explorer.rung.ranks
+        need_bytes = explorer.bytes_without_batch(optimizer) + optimizer.transient_bytes
+        if ranks == 1:
+            return need_bytes
+        kept_bytes = optimizer.state_bytes + explorer.others_state_bytes + optimizer.transient_bytes
+        return need_bytes - sharded_weights(explorer.model, ranks).saved_bytes(kept_bytes)
 
     def _limits(self) -> DeviceLimits:
         """Returns the limits on the rung in force, which are measured once."""
@@ -473,6 +486,8 @@ class _ExploredPhase:
         """Returns how much may be allocated before the allocator needs to reserve more than a capacity."""
         room = catalogue.predicted_room(capacity_bytes)
         training, explorer = self._limits().training, self._planner.explorer
+        if explorer.is_on_meta:
+            return room
         if training.cost_within(room) > meters.FRAGMENTATION_PROBE_BYTES:
             if explorer.rung not in self._shares:
                 with explorer.worst_case(training, meters.FRAGMENTATION_PROBE_BYTES) as (run, resident):

@@ -44,7 +44,7 @@ from can_train.fit.optimizer import (
     use_channels_last,
 )
 from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
-from can_train.memory.meters import Meter
+from can_train.memory.meters import AbsentGpuMeter, Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
@@ -155,7 +155,10 @@ def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter, *, on_host: boo
     seed_everything(run.training.seed)
     try:
         device = torch.device("cpu") if on_host else meter.device
-        model = task.build_model().to(device, Precision.named(run.training.precision).dtype)
+        model = task.build_model()
+        if any(parameter.is_meta for parameter in model.parameters()):
+            device = _without_values(meter)
+        model = model.to(device, Precision.named(run.training.precision).dtype)
         freeze(model, run.training, epoch=0)
         return use_channels_last(model) if run.training.channels_last else model
     except RuntimeError as error:
@@ -164,6 +167,14 @@ def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter, *, on_host: boo
         raise DoesNotFitError("The model must fit into memory", value=headline(error),
                               remedy="Choose a smaller model by its settings (--set)",
                               details=OutOfMemoryDetails(of_host=True)) from error  # fmt: skip
+
+
+def _without_values(meter: Meter) -> torch.device:
+    """Returns the device of a model that has no values: a dry run for a card plans it without its memory."""
+    if isinstance(meter, AbsentGpuMeter) and meter.target.resident_threads:
+        return torch.device("meta")
+    raise ConfigError("The weights of a model have values", value="parameters on meta",
+                      remedy="Plan it for a card with --dry-run --target-gpu, or build it on the CPU")  # fmt: skip
 
 
 @dataclass(kw_only=True)
