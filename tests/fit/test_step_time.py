@@ -47,8 +47,8 @@ def test_three_runs_come_near_the_optimum_of_each_law(name: str, batch: int, lar
         chosen = made.step_time(made.choice(STEPS).cost)
         efficiencies.append(made.fastest / chosen)
         assert chosen <= 1.02 * made.step_time(largest)
-    # Beside a cliff, the best size and the next smaller one differ by 2 to 3 %: noise of 10 % hides that.
-    assert sum(efficiencies) / len(efficiencies) >= 0.975
+    # Sizes a fifth apart differ by 2 to 3 %: noise of 10 % hides that in some runs.
+    assert sum(efficiencies) / len(efficiencies) >= 0.98
     assert min(efficiencies) >= 0.965
 
 

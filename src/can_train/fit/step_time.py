@@ -166,6 +166,10 @@ class TimeModel:
         self._covariance = [[entry - left * right / total for entry, right in zip(row, column, strict=True)]
                             for row, left in zip(matrix, column, strict=True)]  # fmt: skip
 
+    def has_measured(self, samples: float) -> bool:
+        """Whether any run has tried a size."""
+        return self._node(samples) in self._measured
+
     def expect(self, samples: float, reference: float, steps: float) -> None:
         """Counts steps to come of a size: they make it better known, whatever their time will be."""
         one, other = self._node(samples), self._node(reference)
@@ -244,6 +248,12 @@ def _trials(
     if chosen is not candidates[0] and (count := min(_TRIAL_STEPS, left)) * (1 + extras[0]) <= left:
         # The largest, whatever is known: it shows a device or a PyTorch that changed.
         steps[0], left, extra_left = count, left - count, extra_left - count * extras[0]
+    # Each size once, from the largest on: a size that none has shown may lie on the other side of a cliff.
+    for number, (one, extra) in enumerate(zip(others, extras, strict=True)):
+        if not model.has_measured(one.samples) and _TRIAL_STEPS * (1 + extra) <= min(left, extra_left):
+            steps[number] += _TRIAL_STEPS
+            left, extra_left = left - _TRIAL_STEPS, extra_left - _TRIAL_STEPS * extra
+            model.expect(one.samples, chosen.samples, _TRIAL_STEPS)
     while left > 0:
         count = min(_TRIAL_STEPS, left)
         values = [
