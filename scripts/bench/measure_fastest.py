@@ -42,6 +42,9 @@ TASKS: Final[Mapping[str, Sequence[str]]] = {
 """The trainings, some with smaller models than the presets'."""
 
 
+_ON_CPU: Final = ("--dataset", "synthetic", "--device", "cpu", "--micro-batch", "fastest")
+
+
 class Learned(NamedTuple):
     """The sizes under one law after the runs, over the seeds."""
 
@@ -85,7 +88,7 @@ def trained(words: Sequence[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state"
         for number in range(RUNS):
-            train(Path(folder) / str(number), state, *words, "--dataset", "synthetic", "--device", "cpu")
+            train(Path(folder) / str(number), state, *words, *_ON_CPU)
         (summary,) = summarize(read_records(state).finished)
         times: list[list[TimedSize]] = [next(iter(run.times.values()), []) for run in summary.runs]
         replayed = [sizes[0] for sizes in replay_sizes(summary) if sizes]

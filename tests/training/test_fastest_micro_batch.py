@@ -81,7 +81,7 @@ def run_once(folder: Path, *, state: Path, speed: float = 1.0, stop_at: float = 
     """Trains a run, or goes on with it; what it teaches is in a folder that several runs share."""
     meter = ClockMeter(speed)
     settings = {"paths.state_dir": str(state)}
-    given = {"epochs": EPOCHS, "batch_size": BATCH, "precision": "fp64"} | training
+    given = {"epochs": EPOCHS, "batch_size": BATCH, "precision": "fp64", "micro_batch": "fastest"} | training
     parts = line_parts(folder, ClockedTask(meter, stop_at=stop_at), settings=settings, **given)
     parts.meter = meter
     session = make_session(parts, factor_rule(parts.run, meter.key, parts.reporter, run_id=parts.folder.run_id))
@@ -136,6 +136,12 @@ def test_smaller_micro_batches_train_the_same_weights(three_runs: list[Session],
     assert not are_equal(largest, three_runs[-1])
 
 
+def test_on_a_processor_every_run_of_a_line_has_the_same_cuts_unless_asked_otherwise(tmp_path: Path) -> None:
+    runs = [run_once(tmp_path / str(number), state=tmp_path / "state", micro_batch="auto") for number in range(2)]
+    assert [session.own_plan.micro_batch for session in runs] == [None, None]
+    assert are_equal(*runs)
+
+
 def test_the_times_of_a_run_are_in_its_observation(three_runs: list[Session]) -> None:
     state = Path(three_runs[0].run.paths.state_dir)
     first, *_, last = [run.times[""] for run in read_records(state).finished]
@@ -175,7 +181,7 @@ def test_a_resumed_run_that_forgot_its_trials_has_other_bits(
     "training",
     [
         {"micro_batch": "largest"},
-        {"deterministic": True},
+        {"deterministic": True, "micro_batch": "auto"},
         {"micro_batch_size": 3},
         {"accumulation": "divisor"},
         {"accumulation_splits": "2"},

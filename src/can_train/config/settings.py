@@ -323,7 +323,7 @@ class TrainingSettings:
     micro_batch_size: int = 0
     """Fixed number of samples on the device at once, without a search; 0 searches."""
     micro_batch: str = "auto"
-    """fastest: the size that took least time in earlier runs; largest: that fits; auto: fastest, if not simulated."""
+    """fastest: the size that took least time in earlier runs; largest: that fits; auto: fastest on a GPU."""
     min_micro_batch_size: int = 1
     """Samples below which a batch is never split."""
     fit: str = "auto"

@@ -529,8 +529,10 @@ class Planner:
         is_free = is_free and rules.target == np.inf and training.compile == "off"
         wanted = training.micro_batch
         if wanted == "auto":
-            # The time of a simulation says nothing of a GPU.
-            wanted = "largest" if training.deterministic or self.meter.key.startswith("sim-") else "fastest"
+            # On a processor the same line gives the same bits, run after run. The time of a simulation says nothing of
+            # a GPU.
+            is_gpu = not self.meter.is_host and not self.meter.key.startswith("sim-")
+            wanted = "fastest" if is_gpu and not training.deterministic else "largest"
         if rule.times is None or wanted == "largest" or not is_free:
             return None
         # A choice by time may not change the gradient.
