@@ -165,8 +165,11 @@ def fit_by_probes(
     for multiple in (multiple for multiple in ROUNDS + LATER_ROUNDS if 2 * multiple > bounds.first_round):
         is_first = not readings
         complete = run_round(SMALLEST_PROBE * multiple)
-        if not complete and len(sizes) < _SIZES_OF_A_LINE:
+        if not readings:
             run_round(1)
+        elif not complete and len(sizes) < _SIZES_OF_A_LINE:
+            # No single samples: BatchNorm cannot train on one.
+            run_round(SMALLEST_PROBE // 2)
         if not readings:
             raise DoesNotFitError(
                 "At least one training sample must fit on the device",
