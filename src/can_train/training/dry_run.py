@@ -452,6 +452,8 @@ class _ExploredPhase:
     def _optimizer_peak_bytes(self) -> int:
         """Returns the peak of an optimizer's step on the rung in force."""
         explorer = self._planner.explorer
+        # On this rung, which need not have been explored yet.
+        explorer.count_others_state()
         optimizer, ranks = explorer.optimizer_memory(), explorer.rung.ranks
         need_bytes = explorer.bytes_without_batch(optimizer) + optimizer.transient_bytes
         if ranks == 1:
