@@ -524,7 +524,7 @@ class Explorer:
             known = None
         with self._trained_alone() as buffer_copies:
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
-            optimizer_peak = self.bytes_without_batch(optimizer) + optimizer.transient_bytes
+            optimizer_peak = self.optimizer_peak_bytes()
             training = find_limit(work, self.meter, upper, replace(search, known=known.training if known else None))
             # Evaluation runs without gradients.
             del work
@@ -749,10 +749,14 @@ class Explorer:
                 work = self._work(self._train_step, [*state, *gradients, *buffer_copies])
                 return optimizer, [*state, *buffer_copies], replace(work, gradient_bytes=optimizer.parameter_bytes)
         foreign_bytes = self.meter.foreign_bytes()
-        raise model_does_not_fit(self.bytes_without_batch(optimizer), self.meter.capacity_bytes, foreign_bytes)
+        raise model_does_not_fit(self._bytes_without_batch(optimizer), self.meter.capacity_bytes, foreign_bytes)
 
-    def bytes_without_batch(self, optimizer: OptimizerMemory) -> int:
-        """Returns the bytes of weights, gradients, optimizer state and buffers."""
+    def optimizer_peak_bytes(self) -> int:
+        """Returns the peak of an optimizer's step on the rung in force."""
+        optimizer = self.optimizer_memory()
+        return self._bytes_without_batch(optimizer) + optimizer.transient_bytes
+
+    def _bytes_without_batch(self, optimizer: OptimizerMemory) -> int:
         # A step holds copies of the buffers.
         buffers = [*self.model.buffers()] * 2
         weights = map(shard_of, self.model.parameters())

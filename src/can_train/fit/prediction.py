@@ -86,7 +86,7 @@ from can_train.memory.allocator_settings import (
     read_allocator_settings,
     settings_variable,
 )
-from can_train.memory.catalogue import ROCM, ROCM_CAVEAT, Card, find_card, other_card
+from can_train.memory.catalogue import ROCM, ROCM_CAVEAT, Card, UsableMemory, find_card, other_card
 from can_train.memory.cuda_dispatch import RecordedGpu, compute_on_cuda, compute_on_simulated, record_on_cuda
 from can_train.memory.cuda_library import NoCudaDispatchError, ValuesNeededError
 from can_train.memory.cuda_workspaces import AMPERE, SUM_BYTES_PER_THREAD, TENSORS, generations_like
@@ -174,18 +174,15 @@ def predict_without_values(explorer: Explorer, upper: Upper) -> DeviceLimits:
     Raises:
         NoCudaDispatchError: The task cannot be recorded.
     """
-    assert isinstance(explorer.meter, AbsentGpuMeter), "only a device that is not at hand is recorded"
-    recorded, target = copy(explorer), explorer.meter.target
+    target = _recorded_target(explorer)
 
     def compute(gpu: RecordedGpu) -> DeviceLimits:
         # The limits hold for devices that share the model out, too.
-        gpu.key, gpu.capacity_bytes = target.key, sys.maxsize
-        gpu.kernel_bytes = target.resident_threads * SUM_BYTES_PER_THREAD
-        recorded.meter = gpu
+        recorded = _on_recorded(explorer, gpu, sys.maxsize)
         recorded.record = lambda work, positions: work.peak(gpu, positions).allocated
         return recorded.explore(upper)
 
-    compute_on = partial(compute_on_cuda, recorded.model, compute, resident_threads=target.resident_threads)
+    compute_on = partial(compute_on_cuda, explorer.model, compute, resident_threads=target.resident_threads)
     found = _of_generations(target.generation, compute_on).values()
     limits = max(found, key=lambda limits: limits.training.peak_bytes(limits.training.tuned_limit))
     spread = SPREADS[operations_of(explorer.model)]
@@ -210,20 +207,31 @@ def record_phase(explorer: Explorer, wanted_samples: float) -> RecordedPhase:
     Raises:
         NoCudaDispatchError: The task cannot be recorded.
     """
-    assert isinstance(explorer.meter, AbsentGpuMeter), "only a device that is not at hand is recorded"
-    recorded, target = copy(explorer), explorer.meter.target
+    target = _recorded_target(explorer)
 
     def compute(gpu: RecordedGpu) -> RecordedPhase:
-        gpu.key, gpu.capacity_bytes = target.key, target.capacity_bytes
-        gpu.kernel_bytes = target.resident_threads * SUM_BYTES_PER_THREAD
-        recorded.meter = gpu
+        recorded = _on_recorded(explorer, gpu, target.capacity_bytes)
         return recorded.record_lines(partial(_record_line, gpu, wanted_samples))
 
     if not target.resident_threads:
-        return compute_on_simulated(recorded.model, compute)
+        return compute_on_simulated(explorer.model, compute)
     return compute_on_cuda(
-        recorded.model, compute, generation=target.generation, resident_threads=target.resident_threads
+        explorer.model, compute, generation=target.generation, resident_threads=target.resident_threads
     )
+
+
+def _recorded_target(explorer: Explorer) -> UsableMemory:
+    assert isinstance(explorer.meter, AbsentGpuMeter), "only a device that is not at hand is recorded"
+    return explorer.meter.target
+
+
+def _on_recorded(explorer: Explorer, gpu: RecordedGpu, capacity_bytes: int) -> Explorer:
+    """Returns a copy of an explorer that measures on a recorded GPU."""
+    target, recorded = _recorded_target(explorer), copy(explorer)
+    gpu.key, gpu.capacity_bytes = target.key, capacity_bytes
+    gpu.kernel_bytes = target.resident_threads * SUM_BYTES_PER_THREAD
+    recorded.meter = gpu
+    return recorded
 
 
 def _record_line(gpu: RecordedGpu, wanted_samples: float, work: Workload) -> RecordedLine:

@@ -454,10 +454,10 @@ class _ExploredPhase:
         explorer = self._planner.explorer
         # On this rung, which need not have been explored yet.
         explorer.count_others_state()
-        optimizer, ranks = explorer.optimizer_memory(), explorer.rung.ranks
-        need_bytes = explorer.bytes_without_batch(optimizer) + optimizer.transient_bytes
+        need_bytes, ranks = explorer.optimizer_peak_bytes(), explorer.rung.ranks
         if ranks == 1:
             return need_bytes
+        optimizer = explorer.optimizer_memory()
         kept_bytes = optimizer.state_bytes + explorer.others_state_bytes + optimizer.transient_bytes
         return need_bytes - sharded_weights(explorer.model, ranks).saved_bytes(kept_bytes)
 
