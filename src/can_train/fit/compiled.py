@@ -246,7 +246,7 @@ class WeightsOutside(TorchFunctionMode):
         self._inside += change
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes the weights among the arguments of what needs a gradient."""
+        """Notes the weights that an operation computes with, if its result has a gradient."""
         result = func(*args, **(kwargs or {}))
         if not self._inside and isinstance(result, Tensor) and result.requires_grad:
             self.seen |= {id(one) for one in tree_leaves((args, kwargs)) if isinstance(one, nn.Parameter)}

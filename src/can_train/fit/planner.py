@@ -606,18 +606,20 @@ class Planners:
 
     def make(self, factor: FactorRule) -> RunPlan:
         """Makes the plan; raises as `Planner.make` does."""
-        plan = self.joined(self.on_common_rungs(lambda planner: planner.make(factor)), factor)
+        plan = self.joined(self.on_common_rungs([partial(planner.make, factor) for planner in self.phases]), factor)
         return self.place_data(plan, factor)
 
-    def on_common_rungs(self, plan: Callable[[Planner], RunPlan]) -> list[RunPlan]:
-        """Plans each phase; where one needs the memory of all optimizers' states, all states wait on the host."""
-        plans = [plan(planner) for planner in self.phases]
+    def on_common_rungs(self, plans_of: Sequence[Callable[[], RunPlan]]) -> list[RunPlan]:
+        """Plans each phase by its function; where one needs the memory of all optimizers' states, all states wait on
+        the host.
+        """
+        plans = [plan() for plan in plans_of]
         if len({made.rung.offload_optimizer for made in plans}) == 1:
             return plans
         for planner in self.phases:
             planner.state_leaves = True
         try:
-            return [plan(planner) for planner in self.phases]
+            return [plan() for plan in plans_of]
         finally:
             for planner in self.phases:
                 planner.state_leaves = False
@@ -676,10 +678,10 @@ class Planners:
 
     def replan_same_batch(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
         """Plans anew how a plan's logical batch is cut; `held_bytes` of all optimizers' state are there already."""
-        frozen_phases = dict(zip(map(id, self.phases), frozen.phases, strict=True))
         first, *later = self.on_common_rungs(
-            lambda planner: planner.replan_same_batch(frozen_phases[id(planner)], factor, held_bytes=held_bytes)
-        )
+            [partial(planner.replan_same_batch, phase, factor, held_bytes=held_bytes)
+             for planner, phase in zip(self.phases, frozen.phases, strict=True)]
+        )  # fmt: skip
         return replace(first, later=tuple(later), data=frozen.data)
 
     def common(self, plans: Sequence[RunPlan], ours: RunPlan, factor: FactorRule) -> RunPlan:
