@@ -59,7 +59,7 @@ from can_train.fit.search import (
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import cards_that_hold, predicted_room
-from can_train.memory.meters import AbsentGpuMeter
+from can_train.memory.meters import AbsentGpuMeter, is_on_meta
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.sharded_tensors import shard_of
 from can_train.task import Phase
@@ -625,7 +625,7 @@ class Explorer:
     @property
     def is_on_meta(self) -> bool:
         """Whether the model has no values, so that no batch can be computed."""
-        return any(parameter.is_meta for parameter in self.model.parameters())
+        return is_on_meta(self.model)
 
     def batch_dependence(self) -> BatchDependence:
         """Measures whether samples of a batch influence each other's gradient."""

@@ -90,7 +90,7 @@ from can_train.memory.catalogue import ROCM, ROCM_CAVEAT, Card, UsableMemory, fi
 from can_train.memory.cuda_dispatch import RecordedGpu, compute_on_cuda, compute_on_simulated, record_on_cuda
 from can_train.memory.cuda_library import NoCudaDispatchError, ValuesNeededError
 from can_train.memory.cuda_workspaces import AMPERE, SUM_BYTES_PER_THREAD, TENSORS, generations_like
-from can_train.memory.meters import AbsentGpuMeter, CpuMeter
+from can_train.memory.meters import AbsentGpuMeter, CpuMeter, is_on_meta
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.memory.simulated.allocator import AllocatorSettings
 from can_train.memory.value_sizes import Uses, ValueSizes, reading_sizes
@@ -722,7 +722,7 @@ def _recorded(step: _Step | TaskStep, card: Card, settings: AllocatorSettings) -
     try:
         return _priced(step, card, settings)
     except NoCudaDispatchError as error:
-        if any(parameter.is_meta for parameter in step.model.parameters()):
+        if is_on_meta(step.model):
             raise ArgumentError(
                 "A model on meta is predicted from the allocations of CUDA", value=f"{error.rule}: {error.value}",
                 remedy=error.remedy or "Give a model on the CPU",
@@ -780,7 +780,7 @@ def _read_sizes(model: nn.Module, run: Callable[[int], None], num_samples: int) 
     """Runs batches of few samples on the CPU, each of twice as many as the one before, and returns sizes that depend on
     values; None where the model has no values, or no batch runs. Forward passes do: backward passes use their masks.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if is_on_meta(model):
         return None
     read: list[tuple[int, Uses]] = []
     # Where no batch runs, the probes that follow say why.
@@ -887,7 +887,7 @@ class _Batch:
 
 def _of_model(of: _Step) -> PeakPrediction:
     meter, model, batch = CpuMeter(cuda=AMPERE), of.model, of.batch
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if is_on_meta(model):
         raise ArgumentError(
             "Small batches run on the CPU, where a model on meta has no memory", value="parameters on meta",
             remedy="Give a card, target='a100-80gb', or a model on the CPU",

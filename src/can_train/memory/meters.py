@@ -595,6 +595,11 @@ def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_b
     return False
 
 
+def is_on_meta(model: nn.Module) -> bool:
+    """Tells whether a model has no values, so that it takes no memory, and nothing is computed with it."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def tensors_of(resident: Iterable[Resident]) -> Iterator[Tensor]:
     """Yields the tensors of models, with their gradients, and of optimizers. A GPU's meter does not read them."""
     for holder in resident:

@@ -44,7 +44,7 @@ from can_train.fit.optimizer import (
     use_channels_last,
 )
 from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
-from can_train.memory.meters import AbsentGpuMeter, Meter
+from can_train.memory.meters import AbsentGpuMeter, Meter, is_on_meta
 from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.runs.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
@@ -156,7 +156,7 @@ def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter, *, on_host: boo
     try:
         device = torch.device("cpu") if on_host else meter.device
         model = task.build_model()
-        if any(parameter.is_meta for parameter in model.parameters()):
+        if is_on_meta(model):
             device = _without_values(meter)
         model = model.to(device, Precision.named(run.training.precision).dtype)
         freeze(model, run.training, epoch=0)
