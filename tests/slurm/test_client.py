@@ -18,6 +18,7 @@ from can_train.slurm.client import (
     parse_squeue,
     query_cluster,
     query_jobs,
+    refused_option,
     run_command,
 )
 from fakes.run_facts import CLUSTER, JOBS, RECORDED, slurm_job
@@ -261,6 +262,26 @@ def test_nobody_who_answers_is_an_error_that_names_the_alternatives(
         query_cluster("scontrol", "ping")
     with pytest.raises(NoControllerError, match=r"no answer after 0\.2 s"):
         query_cluster("sinfo", timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("help_status", "refusal"), [(0, "unrecognized option '--foo=1'; Invalid --begin specification"), (1, "")]
+)
+def test_an_option_is_refused_in_the_words_of_the_program_unless_it_cannot_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_status: int, refusal: str
+) -> None:
+    words = "sbatch: unrecognized option '--foo=1'\nsbatch: error: Invalid --begin specification"
+    (tmp_path / "sbatch").write_text(
+        f"""#!/bin/sh
+[ "$1" = --help ] && exit {help_status}
+[ "$*" = "--foo=1 --help" ] || exit 0
+echo "{words}" >&2; echo 'Try "sbatch --help" for more information' >&2; exit 255
+"""
+    )
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert refused_option("sbatch", ["--foo=1"]) == refusal
+    assert refused_option("sbatch", ["--bar=1"]) == ""
 
 
 def test_a_command_that_hangs_ends_with_all_that_it_has_started() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError
-from can_train.slurm.script import Submission, check_folder, parameters, resources, script, with_sbatch_defaults
+from can_train.slurm.script import Submission, check_folder, parameters, resources, script, with_sbatch_variables
 
 CODE = Path("/state/code/0123")
 SUBMISSION = Submission(name="synthetic_gat_student_normal", state_dir=Path("/state"))
@@ -87,6 +87,8 @@ def test_a_value_that_could_end_its_line_is_refused(place: str, value: str) -> N
         ("time", "--time"),
         ("signal", "signal_delay_s"),
         ("array", "Sweep"),
+        ("outp", "--runs-dir"),
+        ("clusters", "--clusters"),
     ],
 )
 def test_what_can_train_decides_itself_is_refused_with_the_way_to_it(option: str, remedy: str) -> None:
@@ -176,8 +178,26 @@ def test_there_is_a_task_for_each_gpu_of_a_node(settings: dict[str, Any], tasks:
     assert resources(ClusterSettings(**settings))["ntasks-per-node"] == tasks
 
 
+def test_settings_without_a_parameter_of_submitit_are_written() -> None:
+    text = written(ClusterSettings(time="90", gpus="2", mem_per_gpu="3G", cpus_per_gpu=2, tmp="1G", begin="now+1hour",
+                                   nice="5", clusters="b"))  # fmt: skip
+    options = ("mem-per-gpu=3G", "cpus-per-gpu=2", "tmp=1G", "begin=now+1hour", "nice=5", "clusters=b")
+    assert all(f"#SBATCH --{option}\n" in text for option in options)
+
+
 @pytest.mark.parametrize(
-    "settings", [{"gpus": "many"}, {"gpus": "a100"}, {"gpus": "2", "gres": "gpu:2"}, {"mem": "x"}, {"time": "x"}]
+    "settings",
+    [
+        {"gpus": "many"},
+        {"gpus": "a100"},
+        {"gpus": "2", "gres": "gpu:2"},
+        {"mem": "x"},
+        {"time": "x"},
+        {"ranks": 3, "gpus": "2"},
+        {"mem": "1G", "mem_per_gpu": "1G"},
+        {"cpus": 1, "cpus_per_gpu": 1},
+        {"nice": "a lot"},
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -190,10 +210,27 @@ def test_a_run_that_is_never_restarted_is_not_put_back_by_slurm_either() -> None
     assert "#SBATCH --requeue" not in text
 
 
-def test_a_users_own_defaults_are_written_where_nothing_was_asked_for() -> None:
-    mine = {"SBATCH_PARTITION": "theirs", "SBATCH_ACCOUNT": "lab", "SBATCH_TIMELIMIT": "1"}
-    cluster = with_sbatch_defaults(ClusterSettings(partition="mine"), mine)
-    assert (cluster.partition, cluster.account, cluster.time) == ("mine", "lab", "")
+def test_a_variable_of_sbatch_is_taken_or_named() -> None:
+    mine = {"SBATCH_PARTITION": "theirs", "SBATCH_ACCOUNT": "lab", "SBATCH_TIMELIMIT": "1", "SBATCH_EXCLUSIVE": "",
+            "SBATCH_MEM_PER_GPU": "3G", "SBATCH_OUTPUT": "x", "SBATCH_REQ_SWITCH": "1", "SBATCH_SPREAD_JOB": "",
+            "SBATCH_DEBUG": "1", "SLURM_CONF": "/c"}  # fmt: skip
+    cluster, notices = with_sbatch_variables(ClusterSettings(partition="mine", mem="2G"), mine)
+    assert cluster == ClusterSettings(partition="mine", mem="2G", account="lab", time="1", exclusive=True,
+                                      additional={"switches": "1", "spread-job": True})  # fmt: skip
+    taken = "SBATCH_ACCOUNT=lab, SBATCH_EXCLUSIVE=, SBATCH_REQ_SWITCH=1, SBATCH_SPREAD_JOB=, SBATCH_TIMELIMIT=1"
+    assert notices == [f"The request of the job takes {taken}",
+                       "SBATCH_DEBUG=1, SBATCH_OUTPUT=x has no effect: can-train sets it itself"]  # fmt: skip
+
+
+def test_a_variable_that_means_nothing_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"^SBATCH_CPUS_PER_GPU: ") as error:
+        with_sbatch_variables(ClusterSettings(), {"SBATCH_CPUS_PER_GPU": "few"})
+    assert error.value.remedy == "Unset it: env -u SBATCH_CPUS_PER_GPU"
+
+
+def test_variables_that_describe_the_job_around_a_submission_are_no_request() -> None:
+    described = {"SBATCH_MEM_BIND_TYPE": "none", "SBATCH_CPU_BIND": "quiet", "SLURM_JOB_ID": "7"}
+    assert with_sbatch_variables(ClusterSettings(), described) == (ClusterSettings(), [])
 
 
 def test_a_job_finds_the_programs_of_slurm_whatever_its_setup_makes_of_path(

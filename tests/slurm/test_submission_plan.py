@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun, plain_to_yaml, with_absolute_paths
-from can_train.errors import MissingDataError, RunError
+from can_train.config.settings import ClusterSettings
+from can_train.errors import ConfigError, MissingDataError, RunError
 from can_train.io.records import utc_now
 from can_train.runs.past_runs import data_files, identity
 from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import RunFolder
-from can_train.slurm.client import Node, Partition
+from can_train.slurm.client import Accounting, Node, Partition
 from can_train.slurm.script import with_cluster_defaults
 from can_train.slurm.submission_plan import UNKNOWN, JobDevice, expectation, job_device, plan_submission
 from fakes.made_runs import begin
@@ -143,6 +145,67 @@ def test_runs_that_ask_for_the_same_go_together(tmp_path: Path) -> None:
     assert (settled.cluster.gpus, settled.cluster.cpus, settled.cluster.mem) == ("1", 4, "4000M")
     assert settled.config["cluster"]["mem"] == "4000M"
     assert len({one.identity for group in order.groups for one in group}) == 2
+
+
+def requested(tmp_path: Path, *places: Partition, **values: Any) -> tuple[ClusterSettings, list[str]]:
+    values = {f"cluster.{name}": value for name, value in {"partition": "main,b", **values}.items()}
+    plan = plan_submission([run(tmp_path, values=values)], "code", [MAIN, *places])
+    return plan.groups[0][0].run.cluster, list(plan.notices)
+
+
+def test_a_job_of_several_partitions_asks_for_the_least_of_their_defaults(tmp_path: Path) -> None:
+    small = Partition(name="b", default_time_min=90, nodes=(Node(name="c", cpus=3, memory_mib=6000, gpus={"t4": 1}),))
+    cluster, notices = requested(tmp_path, small)
+    assert (cluster.time, cluster.cpus, cluster.mem, cluster.partition) == ("1:30:00", 3, "4000M", "main,b")
+    assert notices == []
+    cluster, notices = requested(tmp_path, small, gpus="2")
+    assert (cluster.time, cluster.cpus) == ("1-0:00:00", 4)
+    assert notices == ["Partition b cannot take this job: A node has at most 1 GPUs (asked for 2)"]
+
+
+@pytest.mark.parametrize(("minutes", "time"), [(5, "1-0:00:00"), (60, "1:00:00"), (9000, "2-0:00:00")])
+def test_the_default_time_is_the_partitions_unless_it_is_minutes(tmp_path: Path, minutes: int, time: str) -> None:
+    place = Partition(name="b", default_time_min=minutes, max_time_min=2880, nodes=MAIN.nodes)
+    assert requested(tmp_path, place, partition="b")[0].time == time
+
+
+def test_ranks_without_gpus_share_the_processors_and_the_memory_of_a_node(tmp_path: Path) -> None:
+    cluster, _ = requested(tmp_path, partition="main", ranks=4)
+    assert (cluster.gpus, cluster.ranks_per_node, cluster.cpus, cluster.mem) == ("0", 4, 2, "8000M")
+    with pytest.raises(ConfigError, match="at most 8 processors: asked for 9: 9 of 1 each") as error:
+        requested(tmp_path, partition="main", ranks=9)
+    assert error.value.remedy.startswith("Give --ranks less")
+
+
+def test_a_job_whose_nodes_may_have_different_gpus_is_told_so(tmp_path: Path) -> None:
+    mixed = replace(MIXED, name="b", nodes=MIXED.nodes[1:3])
+    _, notices = requested(tmp_path, mixed, partition="b", nodes=2)
+    assert notices[-1].startswith("The nodes of the job may have different GPUs (strange, v100)")
+    for settings in ({"nodes": 1}, {"nodes": 2, "gpus": "v100:1"}, {"nodes": 1, "gpus": "0"}):
+        assert "different GPUs" not in str(requested(tmp_path, mixed, partition="b", **settings)[1])
+
+
+ACCOUNTING = Accounting(
+    qualities=[{"Name": "normal"}, {"Name": "long"}],
+    associations=[
+        {"Account": "lab", "User": "me", "Partition": "", "QOS": "normal", "DefaultQOS": "", "ParentName": ""}
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"exclude": "a,n[1-2]"}, "Unknown node: 'n1'"), ({"nodelist": "b"}, "Unknown node: 'b'"),
+     ({"qos": "lon"}, "Unknown QOS: 'lon'"), ({"account": "lap"}, "Unknown account: 'lap'"),
+     ({"reservation": "r"}, "The cluster has no reservation: 'r'")],
+)  # fmt: skip
+def test_a_name_that_the_cluster_does_not_have_is_refused(
+    tmp_path: Path, values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM answers
+    place = replace(MAIN, accounting=ACCOUNTING)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan_submission([run(tmp_path, values={f"cluster.{n}": v for n, v in values.items()})], "code", [place])
 
 
 def test_a_duplicate_run_is_left_out_unless_it_is_forced(tmp_path: Path) -> None:

@@ -148,6 +148,6 @@ def _submit_again(status: "RunStatus", locator: RunLocator) -> "JobRecord":
     awaited = status.known.record.after.split(",")
     awaited_runs = [earlier for earlier in locator.runs() if earlier.run_id in awaited]
     parents = run_statuses(awaited_runs, locator.registry, slurm)
-    dependency = dependency_on(parents, settings.cluster.executor)
+    dependency = dependency_on(parents, settings.cluster.executor, settings.cluster.clusters)
     submission = Submission(name=settings.key, state_dir=locator.state_folder, dependency=dependency, reason="resumed")
     return submit_again(continue_in_job, folder, settings, submission)

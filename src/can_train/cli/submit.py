@@ -4,6 +4,7 @@ them. Imports no torch: the job itself examines its GPU.
 `entry`, wherever it is an argument, is `train.continue_in_job`: a job finds it by name, in its own copy of the code.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from can_train.runs.run_state import FINISHED
 from can_train.runs.scheduler import NoControllerError
 from can_train.slurm.client import Partition, may_requeue, read_partitions_and_limits
 from can_train.slurm.job import Entry
-from can_train.slurm.script import Submission, parameters, script
+from can_train.slurm.script import Submission, parameters, script, with_sbatch_variables
 from can_train.slurm.snapshot import Code, code_of_runs, describe, keep, with_code
 from can_train.slurm.submission_plan import (
     JobDevice,
@@ -133,7 +134,12 @@ def plan_jobs(
 
 def read_cluster(runs: Sequence[ResolvedRun]) -> list[Partition]:
     """Reads the partitions of the cluster that runs are sent to; none where they go elsewhere."""
-    return read_partitions_and_limits() if any(run.cluster.executor == "slurm" for run in runs) else []
+    on_slurm = next((run.cluster for run in runs if run.cluster.executor == "slurm"), None)
+    if on_slurm is None:
+        return []
+    # Of several clusters, SLURM takes the one where the job starts first: each must know the request.
+    first = with_sbatch_variables(on_slurm, os.environ)[0].clusters.partition(",")[0]
+    return read_partitions_and_limits(first)
 
 
 def print_notices(plan: SubmissionPlan) -> None:
@@ -216,7 +222,8 @@ def submit_again(entry: Entry, folder: RunFolder, run: ResolvedRun, submission: 
     jobs = Registry(submission.state_dir).jobs(folder.run_id)
     # It may have been submitted again with more memory since its configuration was written.
     memory = str(jobs[-1].resources.get("mem", run.cluster.mem)) if jobs else run.cluster.mem
-    job = submit_job(entry, folder, replace(run.cluster, mem=memory), submission)
+    cluster = replace(run.cluster, mem=memory, mem_per_gpu="") if memory else run.cluster
+    job = submit_job(entry, folder, cluster, submission)
     _note_forbidden_requeue(job, run.cluster)
     return job
 

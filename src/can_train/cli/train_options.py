@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise, product
@@ -13,7 +14,7 @@ import typer
 from can_train.cli.output import print_note
 from can_train.cli.run_locator import flag_values
 from can_train.config import resolved, settings
-from can_train.config.settings import TrainingSettings, split_list
+from can_train.config.settings import ClusterSettings, TrainingSettings, split_list
 from can_train.config.task_settings import TaskSettings, described_tasks, load_task_settings, locate
 from can_train.errors import ConfigError, unknown_name
 
@@ -40,27 +41,8 @@ OPTIONS: Final[dict[str, Option]] = {
     "config_dir": (str | None, None, "Folder of your own presets."),
     "submit": (bool, False, "Train in the background: as a SLURM job, or as --cluster says."),
     "cluster": (str | None, None, "Where --submit sends the run: slurm, local, debug or another preset. [slurm]"),
-    "partition": (str | None, None, "With --submit: partition. [the cluster's default]"),
-    "account": (str | None, None, "With --submit: account that is charged."),
-    "qos": (str | None, None, "With --submit: quality of service."),
-    "time": (str | None, None, "With --submit: time limit, as 90 (minutes), 1:30:00, 2-12 or 12h. [a day]"),
-    "nodes": (str | None, None, "With --submit: nodes. [1]"),
-    "gpus": (str | None, None, "With --submit: GPUs of each node, one rank each: 2, or a100:2. [auto]"),
-    "cpus": (str | None, None, "With --submit: processors of each rank. [a share of the node]"),
-    "mem": (str | None, None, "With --submit: memory of each node, as 16G. [a share of the node]"),
-    "constraint": (str | None, None, "With --submit: features that nodes must have."),
-    "gres": (str | None, None, "With --submit: generic resources of each node, as SLURM writes them."),
-    "exclude": (str | None, None, "With --submit: nodes that must not be used: n1,n2 or n[1-3,7]."),
-    "nodelist": (str | None, None, "With --submit: nodes that the job must have."),
-    "reservation": (str | None, None, "With --submit: reservation whose nodes are used."),
-    "exclusive": (bool | None, None, "With --submit: share the nodes with no other job. [no]"),
-    "comment": (str | None, None, "With --submit: text that SLURM keeps with the job."),
-    "job_name": (str | None, None, "With --submit: name of the job. [the run's configuration]"),
-    "mail_user": (str | None, None, "With --submit: address that SLURM writes to."),
-    "mail_type": (str | None, None, "With --submit: events that SLURM writes about: END,FAIL."),
-    "max_parallel": (str | None, None, "With --submit: jobs of a sweep that run at the same time. [all]"),
-    "after": (str | None, None, "With --submit: start when this run has finished. Several: RUN,RUN."),
-    "force": (bool, False, "With --submit: submit even if an identical run is queued, running or finished."),
+    "after": (str | None, None, "Start when this run has finished. Several: RUN,RUN."),
+    "force": (bool, False, "Submit even if an identical run is queued, running or finished."),
     "dry_run": (bool, False, "Print the plan, write nothing, and stop."),
     "show_config": (bool, False, "With --dry-run: print the resolved configuration too."),
     "target_gpu": (str | None, None, "With --dry-run: the GPU to plan for: h100-80gb. Several: a100-40gb,2xt4."),
@@ -97,9 +79,8 @@ GROUPS: Final[Groups] = (
      cuda_empty_cache_threshold_mib use_adaptive_batch_size_factor graph_memory_safety_factor"""),
     ("Plan and output", "dry_run target_gpu quiet verbose",
      "target_memory show_config json tracker runs_dir data_root state_dir"),
-    ("On a cluster", "submit partition gpus mem time",
-     """cluster account qos nodes cpus constraint gres exclude nodelist reservation exclusive comment job_name mail_user
-     mail_type max_parallel after force"""),
+    ("SLURM, with --submit", "submit partition gpus mem time",
+     f"cluster {' '.join(resolved.CLUSTER_FLAGS)} after force"),
 )  # fmt: skip
 """Title of each group of options in the help: the everyday options, and those that only --help-all shows."""
 
@@ -163,7 +144,8 @@ def make_command(
         for is_everyday, names in ((True, everyday), (False, rest))
         for name in names.split()
     }
-    described = {**_described(options, task_name, task), **_training_options()}
+    described = {**_described(options, task_name, task), **_options_of(TrainingSettings)}
+    described |= _options_of(ClusterSettings, resolved.CLUSTER_FLAGS) if "submit" in options else {}
     described |= {role: (str | None, None, f"Run that is {what}, by name or folder. [the newest that fits]")
                   for role, what in roles.items()}  # fmt: skip
     if not any(field.name == "baselines" for each in tasks for mode in each.modes.values() for field in fields(mode)):
@@ -204,10 +186,10 @@ def _parameter(
                              annotation=Annotated[kind, info])  # fmt: skip
 
 
-def _training_options() -> dict[str, Option]:
-    """Makes an option of each field of `TrainingSettings`; flags that are not given are None."""
+def _options_of(kind: type, names: Sequence[str] = ()) -> dict[str, Option]:
+    """Makes an option of each field of a class of settings, or of named fields; flags that are not given are None."""
     tree = ast.parse(Path(settings.__file__).read_text())
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingSettings")
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     # The docstrings below the fields, which Python does not store.
     texts = {
         field.target.id: " ".join(str(ast.literal_eval(text.value)).split())
@@ -215,12 +197,20 @@ def _training_options() -> dict[str, Option]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
     }
     defaults = {name: ",".join(map(str, value)) or "none" if isinstance(value, list | dict) else value
-                for name, value in vars(TrainingSettings()).items()}  # fmt: skip
+                for name, value in vars(kind()).items()}  # fmt: skip
     return {
         field.name: (bool | None if field.type is bool else str | None, None,
-                     f"{texts[field.name]} [{defaults[field.name]}]")
-        for field in fields(TrainingSettings)
+                     _with_default(texts[field.name], defaults[field.name]))
+        for field in fields(kind) if not names or field.name in names
     }  # fmt: skip
+
+
+def _with_default(text: str, default: Any) -> str:
+    # "Nodes; empty: all." says the default in words.
+    words = re.fullmatch(r"(.*); (?:empty|0): (.*)\.", text)
+    if words is not None:
+        return f"{words[1]}. [{words[2]}]"
+    return text if default == "" else f"{text} [{default}]"
 
 
 def _described(options: Mapping[str, Option], name: str, task: TaskSettings) -> dict[str, Option]:

@@ -28,8 +28,9 @@ _MOST_NESTED: Final = 1000  # levels of YAML that its readers are trusted with
 _MOST_VALUES: Final = 100_000  # of a YAML file whose values are repeated by aliases
 PATH_FLAGS: Final = ("runs_dir", "data_root", "state_dir")
 CLUSTER_FLAGS: Final = (
-    "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "exclude", "nodelist",
-    "reservation", "exclusive", "comment", "job_name", "mail_user", "mail_type", "max_parallel",
+    "partition", "time", "gpus", "mem", "account", "qos", "nodes", "ranks", "cpus", "mem_per_gpu", "cpus_per_gpu",
+    "tmp", "constraint", "gres", "exclude", "nodelist", "reservation", "exclusive", "clusters", "begin", "nice",
+    "comment", "job_name", "mail_user", "mail_type", "max_parallel",
 )  # fmt: skip
 """Settings of `paths` and of `cluster` that have a flag of their own, and may stand in a person's settings file."""
 

@@ -113,17 +113,25 @@ class ClusterSettings:
     qos: str = ""
     """Quality of service; empty: the default."""
     time: str = ""
-    """Time limit as SLURM writes it (90, 1:30:00, 2-12); empty: a day, or the partition's limit if that is less."""
+    """Time limit: 90 (minutes), 1:30:00, 2-12 or 12h; empty: a day, or less where a limit is less."""
     nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     gpus: str = "auto"
-    """GPUs of each node, one rank each: a number, type:number, or auto: one where the run's device is a GPU."""
+    """GPUs of each node, one rank each: 2, a100:2, or auto: one where the run's device is a GPU."""
+    ranks: int = 0
+    """Processes of each node for a run without GPUs; 0: one, or one for each GPU."""
     cpus: int = 0
     """Processors of each rank; 0: a share of the node."""
     mem: str = ""
     """Memory of each node (16G, 900M); empty: a share of the node."""
+    mem_per_gpu: str = ""
+    """Memory for each GPU in place of `mem` (16G)."""
+    cpus_per_gpu: int = 0
+    """Processors for each GPU in place of `cpus`; 0: as `cpus` says."""
+    tmp: str = ""
+    """Temporary disk space that each node must have (100G)."""
     constraint: str = ""
-    """Features that nodes must have, as sbatch --constraint."""
+    """Features that nodes must have, as SLURM writes them."""
     gres: str = ""
     """Generic resources of each node, as SLURM writes them."""
     exclude: str = ""
@@ -134,6 +142,12 @@ class ClusterSettings:
     """Reservation whose nodes the job uses."""
     exclusive: bool = False
     """Share the nodes with no other job."""
+    clusters: str = ""
+    """Cluster that gets the job, through SLURM's accounting; empty: this machine's cluster."""
+    begin: str = ""
+    """Earliest start: 16:00, now+2hours, 2027-01-31T08:00."""
+    nice: str = ""
+    """Number by which the job's priority is lowered."""
     comment: str = ""
     """Text that SLURM keeps with the job."""
     job_name: str = ""
@@ -153,17 +167,33 @@ class ClusterSettings:
     oom_resubmits: int = 2
     """Times that a run is submitted again after it ran out of memory."""
     max_parallel: int = 0
-    """Jobs of an array that run at once; 0: any number."""
+    """Jobs of a sweep that run at once; 0: all."""
 
     def __post_init__(self) -> None:
         check_choice("cluster.executor", self.executor, ("slurm", "local", "debug"))
         check_range("cluster.nodes", self.nodes, low=1)
-        for name in ("cpus", "max_restarts", "oom_resubmits", "max_parallel", "signal_delay_s"):
+        for name in (
+            "ranks",
+            "cpus",
+            "cpus_per_gpu",
+            "max_restarts",
+            "oom_resubmits",
+            "max_parallel",
+            "signal_delay_s",
+        ):
             check_range(f"cluster.{name}", getattr(self, name), low=0)
         if self.time:
             parse_time_min(self.time)
-        if self.mem:
-            parse_memory_mib(self.mem)
+        for size in filter(None, (self.mem, self.mem_per_gpu, self.tmp)):
+            parse_memory_mib(size)
+        for name, other in (("mem", "mem_per_gpu"), ("cpus", "cpus_per_gpu")):
+            if getattr(self, name) and getattr(self, other):
+                value = f"{name} {getattr(self, name)}, {other} {getattr(self, other)}"
+                raise ConfigError(f"cluster.{name} cannot go with cluster.{other}", value=value,
+                                  remedy=f"Leave out {name} or {other}")  # fmt: skip
+        if self.nice and not re.fullmatch(r"[+-]?\d{1,10}", self.nice, re.ASCII):
+            # sbatch ignores a word.
+            raise ConfigError("cluster.nice must be a whole number", value=repr(self.nice), remedy="Write it as 100")
         if self.gpus != "auto" and not re.fullmatch(r"(?:[\w.-]+:)?\d{1,4}", self.gpus, re.ASCII):
             raise ConfigError("cluster.gpus must be a number, type:number or auto", value=repr(self.gpus),
                               remedy="Write it as 2 or a100:2")  # fmt: skip
@@ -173,6 +203,10 @@ class ClusterSettings:
             if nodes and "/" not in nodes and not _NODES.fullmatch(nodes):
                 raise ConfigError(f"cluster.{name} must list nodes as SLURM writes them", value=repr(nodes),
                                   remedy="Write it as n1,n2 or n[1-3,7]")  # fmt: skip
+        if self.ranks and self.gpus_per_node not in (0, self.ranks):
+            raise ConfigError("cluster.ranks must be the number of GPUs of a node: each rank trains on one",
+                              value=f"ranks {self.ranks}, GPUs {self.gpus_per_node}",
+                              remedy="Leave out ranks, or ask for no GPUs: --gpus 0")  # fmt: skip
         if self.num_gpus and _gpus_of_gres(self.gres):
             raise ConfigError("cluster.gpus and cluster.gres both request GPUs",
                               value=f"gpus {self.gpus}, gres {self.gres}", remedy="Leave out gpus or gres")  # fmt: skip
@@ -180,7 +214,19 @@ class ClusterSettings:
     @property
     def ranks_per_node(self) -> int:
         """Processes of each node: one for each GPU, and at least one."""
-        return max(1, self.gpus_per_node)
+        return self.ranks or max(1, self.gpus_per_node)
+
+    @property
+    def cpus_per_node(self) -> int:
+        """Processors of each node, as far as they were asked for, and at least one of each rank."""
+        return self.cpus_per_gpu * self.gpus_per_node or max(1, self.cpus) * self.ranks_per_node
+
+    @property
+    def memory_per_node_mib(self) -> int:
+        """Memory of each node in MiB; 0: it was not asked for, or is a whole node's."""
+        if self.mem:
+            return parse_memory_mib(self.mem)
+        return parse_memory_mib(self.mem_per_gpu) * self.gpus_per_node if self.mem_per_gpu else 0
 
     @property
     def gpus_per_node(self) -> int:

@@ -1,4 +1,4 @@
-"""The SLURM client: the only caller of SLURM's programs. submitit alone calls sbatch and srun.
+"""The SLURM client: the only caller of SLURM's programs. submitit alone starts jobs by sbatch and srun.
 
 The module itself is a `can_train.runs.scheduler.Scheduler`.
 """
@@ -16,12 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from can_train.errors import unknown_name
 from can_train.io.records import JobId
 from can_train.io.units import parse_time_min
 from can_train.runs.scheduler import AccountRow, JobStep, NoControllerError, QueueRow, SchedulerAnswer
 
 SRUN: Final = "srun"
 """The program that starts the processes of a job step."""
+SBATCH: Final = "sbatch"
+"""The program that takes a batch script."""
 _QUERY_TIMEOUT_S: Final = 20.0
 """Longest wait for an answer: a busy controller needs seconds, and programs wait over a minute for a dead one."""
 _PERSON_TIMEOUT_S: Final = 4.0
@@ -322,16 +325,19 @@ def limited(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-c", _LIMITED, str(SUBMIT_TIMEOUT_S), *command]
 
 
-def find_jobs(name: str, folder: Path) -> list[JobId]:
-    """Finds a person's jobs of a name in the queue that write their logs into a folder: SLURM took them, but its answer
-    did not arrive. An array is one job.
+def find_jobs(name: str, folder: Path, cluster: str) -> list[JobId]:
+    """Finds a person's jobs of a name in the queue of a cluster that write their logs into a folder: SLURM took them,
+    but its answer did not arrive. An array is one job.
 
     Raises:
         NoControllerError: The controller does not answer.
     """
-    cluster = local_cluster()
-    listed = query_cluster("squeue", "--me", "--noheader", f"--name={name}", "-o", "%F").split()
-    shown = {number: query_cluster("scontrol", "show", "job", "-o", number) for number in dict.fromkeys(listed)}
+    local = local_cluster()
+    squeue, scontrol = _asking("squeue", cluster, local), _asking("scontrol", cluster, local)
+    # For another cluster, squeue prints its name first.
+    listed = query_cluster(*squeue, "--me", "--noheader", f"--name={name}", "-o", "%F").splitlines()
+    numbers = dict.fromkeys(line.strip() for line in listed if line.strip().isdecimal())
+    shown = {number: query_cluster(*scontrol, "show", "job", "-o", number) for number in numbers}
     return [JobId(number=number, cluster=cluster) for number, text in shown.items() if _log_path(text).parent == folder]
 
 
@@ -351,6 +357,7 @@ class Node:
     name: str
     cpus: int
     memory_mib: int
+    tmp_mib: int = 0
     gpus: Mapping[str, int] = field(default_factory=dict)
     is_up: bool = True
     features: Sequence[str] = ()
@@ -376,6 +383,7 @@ class Partition:
     name: str
     is_default: bool = False
     max_time_min: int | None = None
+    default_time_min: int | None = None
     max_nodes: int | None = None
     nodes: Sequence[Node] = ()
     is_up: bool = True
@@ -394,13 +402,17 @@ def programs_folder() -> str:
     return str(Path(program).absolute().parent) if program else ""
 
 
-def read_partitions() -> list[Partition]:
-    """Asks the controller for its partitions and their nodes.
+def read_partitions(cluster: str = "") -> list[Partition]:
+    """Asks the controller of a cluster for its partitions and their nodes; empty: of this machine's cluster.
 
     Raises:
         NoControllerError: There is none, or it does not answer.
+        ConfigError: The accounting knows no cluster of the name.
     """
-    partitions, nodes = (query_cluster("scontrol", "show", what, "-o") for what in ("partition", "node"))
+    if cluster and cluster not in (known := _clusters()):
+        raise unknown_name("cluster", cluster, known)
+    of_cluster = _asking("scontrol", cluster, "")
+    partitions, nodes = (query_cluster(*of_cluster, "show", what, "-o") for what in ("partition", "node"))
     return parse_partitions(partitions, nodes)
 
 
@@ -414,19 +426,21 @@ _ASSOCIATION_COLUMNS: Final = (
 )  # fmt: skip
 
 
-def read_partitions_and_limits() -> list[Partition]:
+def read_partitions_and_limits(cluster: str = "") -> list[Partition]:
     """Asks the controller as `read_partitions` does, and the accounting for the limits of this user's jobs.
 
     Raises:
         NoControllerError: There is none, or it does not answer.
+        ConfigError: The accounting knows no cluster of the name.
     """
-    partitions, lines = read_partitions(), run_command("scontrol", "show", "config").output.splitlines()
+    asked = (*_asking("scontrol", cluster, ""), "show", "config")
+    partitions, lines = read_partitions(cluster), run_command(*asked).output.splitlines()
     # Without an answer there are no limits, as on a cluster that enforces none: SLURM decides.
     settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
     if {"limits", "safe"}.isdisjoint(settings.get("AccountingStorageEnforce", "").split(",")):
         return partitions
-    user, cluster = pwd.getpwuid(os.geteuid()).pw_name, f"cluster={settings.get('ClusterName', '')}"
-    owners = [("assoc", "where", cluster, f"user={name}") for name in (user, "")]
+    user, place = pwd.getpwuid(os.geteuid()).pw_name, f"cluster={settings.get('ClusterName', '')}"
+    owners = [("assoc", "where", place, f"user={name}") for name in (user, "")]
     associations = [row for owner in owners for row in _sacctmgr(owner, _ASSOCIATION_COLUMNS)]
     default = _sacctmgr(("user", "where", f"name={user}"), ("DefaultAccount",))
     accounting = Accounting(qualities=_sacctmgr(("qos",), _QOS_COLUMNS), associations=associations,
@@ -438,6 +452,24 @@ def _sacctmgr(what: Sequence[str], columns: Sequence[str]) -> list[dict[str, str
     result = run_command("sacctmgr", "--noheader", "--parsable2", "show", *what, f"format={','.join(columns)}")
     cells = [line.split("|") for line in result.output.splitlines()]
     return [dict(zip(columns, row, strict=True)) for row in cells if len(row) == len(columns)]
+
+
+def refused_option(program: str, options: Sequence[str]) -> str:
+    """Returns the words with which sbatch or srun refuses options; empty if it takes them, or cannot be asked.
+
+    Both read their options before they print their help, also the options of a site's plugins, and ask no controller.
+    """
+    if run_command(program, "--help").status != 0:
+        return ""
+    result = run_command(program, *options, "--help")
+    lines = [line for line in result.errors.splitlines() if line and "for more information" not in line]
+    return "" if result.status in (0, None) else "; ".join(re.sub(r"^\w+: (?:error: )?", "", line) for line in lines)
+
+
+def read_reservations(cluster: str = "") -> list[str]:
+    """Asks the controller for the names of its reservations; empty if it does not answer."""
+    result = run_command(*_asking("scontrol", cluster, ""), "show", "reservation", "-o")
+    return re.findall(r"^ReservationName=(\S+)", result.output, re.MULTILINE)
 
 
 def query_cluster(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> str:
@@ -471,7 +503,8 @@ def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
         Partition(
             name=name,
             is_default=fields.get("Default") == "YES",
-            max_time_min=None if (time := fields.get("MaxTime", "")) in _UNLIMITED else parse_time_min(time),
+            max_time_min=_time_min(fields.get("MaxTime", "")),
+            default_time_min=_time_min(fields.get("DefaultTime", "")),
             max_nodes=int(count) if (count := fields.get("MaxNodes", "")).isdigit() else None,
             nodes=[_node(node) for node in node_fields if name in node.get("Partitions", "").split(",")],
             is_up=fields.get("State", "UP") == "UP",
@@ -482,6 +515,15 @@ def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
     ]
 
 
+def _clusters() -> list[str]:
+    """Asks the accounting for the names of clusters; empty without accounting."""
+    return [row["Cluster"] for row in _sacctmgr(("clusters",), ("Cluster",))]
+
+
+def _time_min(text: str) -> int | None:
+    return None if text in _UNLIMITED else parse_time_min(text)
+
+
 def _node(fields: Mapping[str, str]) -> Node:
     gpus: dict[str, int] = {}
     for kind, number in _GPU.findall(fields.get("Gres", "")):
@@ -490,7 +532,7 @@ def _node(fields: Mapping[str, str]) -> Node:
     memory_mib = int(fields.get("RealMemory") or 0) - int(fields.get("MemSpecLimit") or 0)
     features = [name for name in fields.get("AvailableFeatures", "").split(",") if name not in _NO_VALUE]
     return Node(name=fields["NodeName"], cpus=int(fields.get("CPUEfctv") or fields.get("CPUTot") or 1), gpus=gpus,
-                memory_mib=memory_mib, features=features,
+                memory_mib=memory_mib, tmp_mib=int(fields.get("TmpDisk") or 0), features=features,
                 is_up=_USABLE.issuperset(fields.get("State", "IDLE").split("+")))  # fmt: skip
 
 

@@ -257,7 +257,7 @@ def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Re
         # sbatch takes one of --mem, --mem-per-cpu and --mem-per-gpu.
         additional = cluster.additional.items()
         other_options = {name: text for name, text in additional if not name.replace("_", "-").startswith("mem-per-")}
-        changes |= {"mem": f"{decision.memory_mib}M", "additional": other_options}
+        changes |= {"mem": f"{decision.memory_mib}M", "mem_per_gpu": "", "additional": other_options}
     elif not decision.elsewhere:
         # No other node is left, so avoided nodes are tried again, except those that a person excludes.
         changes["exclude"] = cluster.exclude

@@ -169,9 +169,8 @@ def _asked_for(limit: Limit, cluster: ClusterSettings) -> int:
     """Returns the requested amount of a limited resource, of a node for a limit for a node."""
     if limit.resource == _TIME:
         return parse_time_min(cluster.time)
-    amounts = {"cpu": max(1, cluster.cpus) * cluster.ranks_per_node, "node": 1, "gres/gpu": cluster.gpus_per_node,
-               f"gres/gpu:{cluster.gpu_type}": cluster.gpus_per_node,
-               "mem": parse_memory_mib(cluster.mem) if cluster.mem else 0}  # fmt: skip
+    amounts = {"cpu": cluster.cpus_per_node, "node": 1, "gres/gpu": cluster.gpus_per_node,
+               f"gres/gpu:{cluster.gpu_type}": cluster.gpus_per_node, "mem": cluster.memory_per_node_mib}  # fmt: skip
     return amounts.get(limit.resource, 0) * _nodes(limit, cluster)
 
 

@@ -83,10 +83,77 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+# sbatch's variables, in which a user or a site sets defaults
+
+_VARIABLE: Final = "SBATCH_"
+_SETTINGS: Final[Mapping[str, str]] = {
+    **{name.upper(): name for name in ("partition", "account", "qos", "constraint", "reservation", "gres", "exclusive",
+                                       "clusters", "mem_per_gpu", "cpus_per_gpu", "job_name")},
+    "TIMELIMIT": "time", "MEM_PER_NODE": "mem", "GPUS_PER_NODE": "gpus",
+}  # fmt: skip
+"""Setting of each variable, without the prefix."""
+_OPTIONS: Final = {"REQ_SWITCH": "switches", "ACCTG_FREQ": "acctg-freq", "ARRAY_INX": "array", "BURST_BUFFER": "bb",
+                   "CPU_FREQ_REQ": "cpu-freq"}  # fmt: skip
+"""Options of sbatch whose variable has another name."""
+_NO_OPTIONS: Final = ("DEBUG", "WAIT4SWITCH", "BATCH")
+_OF_AN_ENCLOSING_JOB: Final = ("MEM_BIND", "CPU_BIND")
+"""Variables that SLURM sets in a job, to describe it."""
+
+
+def with_sbatch_variables(
+    cluster: ClusterSettings, environment: Mapping[str, str]
+) -> tuple[ClusterSettings, list[str]]:
+    """Fills empty settings from sbatch's variables; returns the settings, and notices that name the variables.
+
+    Raises:
+        ConfigError: A variable's value means nothing, or contradicts a setting.
+    """
+    in_job, used, unused = "SLURM_JOB_ID" in environment, [], []
+    for variable, value in sorted(environment.items()):
+        name = variable.removeprefix(_VARIABLE)
+        if name == variable or (in_job and name.startswith(_OF_AN_ENCLOSING_JOB)):
+            continue
+        option = _OPTIONS.get(name, name.lower().replace("_", "-"))
+        if name not in _SETTINGS and (option in _RESERVED_OPTIONS or name in _NO_OPTIONS):
+            unused.append(f"{variable}={value}")
+            continue
+        try:
+            filled = _with_variable(cluster, name, option, value)
+        except ConfigError as error:
+            raise ConfigError(f"{variable}: {error.rule}", value=error.value,
+                              remedy=f"Unset it: env -u {variable}") from error  # fmt: skip
+        if filled != cluster:
+            used.append(f"{variable}={value}")
+        cluster = filled
+    notices = [f"The request of the job takes {', '.join(used)}"] if used else []
+    return cluster, notices + ([f"{', '.join(unused)} has no effect: can-train sets it itself"] if unused else [])
+
+
+def _with_variable(cluster: ClusterSettings, name: str, option: str, value: str) -> ClusterSettings:
+    """Sets the setting or the option of a variable, unless the user has set it or an equivalent."""
+    setting = _SETTINGS.get(name)
+    if setting == "exclusive" and value not in ("", "1", "yes"):  # user, mcs
+        setting = None
+    if setting is None:
+        given = {str(key).replace("_", "-") for key in cluster.additional}
+        additional = {**cluster.additional, **({} if option in given else {option: value or True})}
+        return replace(cluster, additional=additional)
+    equivalents = {"mem": "mem_per_gpu", "mem_per_gpu": "mem", "cpus_per_gpu": "cpus"}
+    plain, names = ClusterSettings(), (setting, equivalents.get(setting, setting))
+    if any(getattr(cluster, each) != getattr(plain, each) for each in names):
+        return cluster
+    if setting == "cpus_per_gpu" and not value.isdecimal():
+        raise ConfigError("cluster.cpus_per_gpu must be a whole number", value=repr(value))
+    typed: Any = {"exclusive": True, "cpus_per_gpu": int(value) if value.isdecimal() else 0}.get(setting, value)
+    return replace(cluster, **{setting: typed})
+
+
 # Defaults of a request
 
 DAY_MIN: Final = 24 * 60
 """Default time limit in minutes. Most trainings end sooner, and schedulers start short jobs first."""
+LEAST_DEFAULT_MIN: Final = 60
+"""Shortest default time limit of a partition that is followed: a job of minutes would spend them on its restarts."""
 MAX_DEFAULT_CPUS: Final = 8
 """Largest default number of processors of a rank: preparing data uses a few, training one."""
 MAX_DEFAULT_MEMORY_MIB: Final = 32 * 2**10
@@ -96,19 +163,11 @@ WORKER_MEMORY_MIB: Final = 2**10
 _SETS_MEMORY: Final = frozenset(("mem-per-cpu", "mem-per-gpu", "exclusive"))
 _SETS_CPUS: Final = frozenset(("cpus-per-gpu", "exclusive", "threads-per-core"))
 """Other sbatch options through which a user decides the amount."""
-_SBATCH_DEFAULTS: Final = ("partition", "account", "qos", "constraint")
-"""Settings with a variable of sbatch in which a user or site may have set a default: SBATCH_PARTITION, ..."""
 
 
 def wants_gpu(device: str) -> bool:
     """Returns whether a device may be a GPU."""
     return device == "auto" or device.startswith("cuda")
-
-
-def with_sbatch_defaults(cluster: ClusterSettings, environment: Mapping[str, str]) -> ClusterSettings:
-    """Fills empty settings from sbatch's environment variables."""
-    defaults: dict[str, Any] = {name: environment.get(f"SBATCH_{name.upper()}") for name in _SBATCH_DEFAULTS}
-    return replace(cluster, **{name: text for name, text in defaults.items() if text and not getattr(cluster, name)})
 
 
 def with_cluster_defaults(
@@ -125,31 +184,42 @@ def with_cluster_defaults(
         workers: Processes of each rank that read samples, as far as they were asked for.
         offloads: Whether tensors of the GPU wait in the memory of the host: a rank then has its whole share of it.
     """
-    limit_min = None if partition is None else partition.max_time_min
-    time = cluster.time or time_text(DAY_MIN if limit_min is None else min(DAY_MIN, limit_min))
+    time = cluster.time or time_text(_default_time_min(partition))
     nodes: Sequence[Node] = () if partition is None else partition.nodes
     gpus = cluster.gpus
     if gpus == "auto":
         has_gpus = device.startswith("cuda") if partition is None else any(node.num_gpus() for node in nodes)
-        gpus = "1" if wants_gpu(device) and has_gpus and not cluster.names_gpus else "0"
+        wants_one = wants_gpu(device) and has_gpus and not cluster.ranks
+        gpus = "1" if wants_one and not cluster.names_gpus else "0"
     cluster = replace(cluster, gpus=gpus, time=time)
     # Each of these nodes may get the job, so it must fit the smallest node.
     nodes = [node for node in nodes if node.num_gpus(cluster.gpu_type) >= cluster.gpus_per_node]
     if not nodes:
         return cluster
     decided = {str(name).replace("_", "-") for name in cluster.additional}
-    decided |= {"exclusive"} if cluster.exclusive else set()
+    own = ("exclusive", "mem_per_gpu", "cpus_per_gpu")
+    decided |= {name.replace("_", "-") for name in own if getattr(cluster, name)}
     most_cpus = max(MAX_DEFAULT_CPUS, workers + 1)
-    fair_cpus = max(1, min(most_cpus, *(node.cpus // _ranks_sharing(node, most_cpus) for node in nodes)))
+    sharing = {node.name: max(cluster.ranks, _ranks_sharing(node, most_cpus)) for node in nodes}
+    fair_cpus = max(1, min(most_cpus, *(node.cpus // sharing[node.name] for node in nodes)))
     cpus = cluster.cpus or (0 if decided & _SETS_CPUS else fair_cpus)
     if cluster.mem or decided & _SETS_MEMORY:
         return replace(cluster, cpus=cpus)
     most_mib = MAX_DEFAULT_MEMORY_MIB + workers * WORKER_MEMORY_MIB
     if offloads:
         most_mib = max(node.memory_mib for node in nodes)
-    rank_mib = min(min(most_mib, node.memory_mib // _ranks_sharing(node, most_cpus)) for node in nodes)
+    rank_mib = min(min(most_mib, node.memory_mib // sharing[node.name]) for node in nodes)
     memory_mib = rank_mib * cluster.ranks_per_node
     return replace(cluster, cpus=cpus, mem=memory_text(memory_mib) if memory_mib > 0 else "")
+
+
+def _default_time_min(partition: Partition | None) -> int:
+    """Returns the partition's default time limit, else a day, at most the partition's limit."""
+    if partition is None:
+        return DAY_MIN
+    default = partition.default_time_min or 0
+    wanted = default if default >= LEAST_DEFAULT_MIN else DAY_MIN
+    return wanted if partition.max_time_min is None else min(wanted, partition.max_time_min)
 
 
 def _ranks_sharing(node: Node, most_cpus: int = MAX_DEFAULT_CPUS) -> int:
@@ -178,8 +248,14 @@ _RESERVED_OPTIONS: Final[Mapping[str, str]] = {
     "cpus-per-task": "Give --cpus",
     "gpus-per-node": "Give --gpus",
     "exclude": "Give --exclude",
+    "clusters": "Give --clusters",
+    "parsable": "can-train reads the answer of sbatch",
+    "quiet": "can-train reads the answer of sbatch",
+    "test-only": "See the job without sending it: --dry-run",
 }
 """sbatch options that `cluster.additional` may not set, with the option to use instead."""
+_WHOLE_NAMES: Final = frozenset(("gpus",))
+"""Options whose name is the beginning of a name in `_RESERVED_OPTIONS`."""
 _RESTRICTS_ENVIRONMENT: Final = frozenset(("export", "export-file"))
 """Options of sbatch that restrict the variables at the start of a job."""
 _SAVE_ENVIRONMENT: Final = "began_with=$(env -0 | base64 -w 0)"
@@ -317,7 +393,7 @@ def check_folder(folder: Path) -> None:
 def _options(cluster: ClusterSettings) -> dict[str, Any]:
     """Returns the non-empty settings under submitit's names."""
     named_alike = ("partition", "account", "qos", "nodes", "mem", "constraint", "gres", "exclude", "nodelist",
-                   "comment", "mail_user", "mail_type")  # fmt: skip
+                   "comment", "mail_user", "mail_type", "mem_per_gpu")  # fmt: skip
     options = {
         **{name: getattr(cluster, name) for name in named_alike},
         "time": parse_time_min(cluster.time) if cluster.time else "",
@@ -331,21 +407,25 @@ def _options(cluster: ClusterSettings) -> dict[str, Any]:
 
 def _additional(cluster: ClusterSettings) -> dict[str, Any]:
     """Returns the user's further sbatch options; a switch that is false is left out."""
-    # submitit has no parameter for a reservation.
-    reservation = {"reservation": cluster.reservation} if cluster.reservation else {}
+    # submitit has no parameters for these settings.
+    names = ("reservation", "tmp", "begin", "nice", "clusters", "cpus_per_gpu")
+    own = {name.replace("_", "-"): value for name in names if (value := getattr(cluster, name))}
     options = {str(name).replace("_", "-"): value for name, value in cluster.additional.items()}
-    flags = {name.replace("_", "-") for name in _options(cluster)} | reservation.keys()
+    flags = {name.replace("_", "-") for name in _options(cluster)} | own.keys()
     for name in options:
         if name in flags - _RESERVED_OPTIONS.keys():
             raise ConfigError("An option of sbatch is given twice", value=f"--{name} and cluster.additional.{name}",
                               remedy="Give it once")  # fmt: skip
-        if name in _RESERVED_OPTIONS:
-            raise ConfigError("An option of sbatch is set by can-train", value=name, remedy=_RESERVED_OPTIONS[name])
+        # sbatch takes the beginning of a name for the name.
+        meant = next((each for each in _RESERVED_OPTIONS if each.startswith(name) and name not in _WHOLE_NAMES), "")
+        if meant:
+            meant = name if name in _RESERVED_OPTIONS else meant
+            raise ConfigError("An option of sbatch is set by can-train", value=meant, remedy=_RESERVED_OPTIONS[meant])
         if not name.replace("-", "").isalnum() or not name.isascii():
             raise ConfigError("This is no name of an option of sbatch", value=repr(name),
                               remedy="Give a name of letters, digits and hyphens")  # fmt: skip
     listed = {name: ",".join(map(str, value)) if isinstance(value, list | tuple) else value
-              for name, value in (reservation | options).items()}  # fmt: skip
+              for name, value in (own | options).items()}  # fmt: skip
     return {name: value for name, value in listed.items() if value is not False and value is not None}
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -27,7 +28,13 @@ from can_train.runs.trackers import check_packages
 from can_train.slurm import client
 from can_train.slurm.client import Partition, node_names
 from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
-from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
+from can_train.slurm.script import (
+    check_folder,
+    resources,
+    wants_gpu,
+    with_cluster_defaults,
+    with_sbatch_variables,
+)
 
 T = TypeVar("T")
 
@@ -98,9 +105,12 @@ def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
         time_min = parse_time_min(cluster.time)
         requests.insert(0, (time_min, max_min, f"Its time limit is {time_text(max_min)}", cluster.time, "--time"))
     if nodes:
-        cpus, max_cpus = max(1, cluster.cpus) * ranks, max(node.cpus for node in nodes)
-        per_rank = f"{cpus}: {ranks} of {cluster.cpus} each" if ranks > 1 else f"{cpus}"
-        requests.append((cpus, max_cpus, f"A node has at most {max_cpus} processors", per_rank, "--cpus"))
+        cpus, max_cpus = cluster.cpus_per_node, max(node.cpus for node in nodes)
+        per_rank = f"{cpus}: {ranks} of {cpus // ranks} each" if ranks > 1 else f"{cpus}"
+        given = (
+            "--cpus-per-gpu" if cluster.cpus_per_gpu else "--ranks" if cluster.ranks and cluster.cpus < 2 else "--cpus"
+        )
+        requests.append((cpus, max_cpus, f"A node has at most {max_cpus} processors", per_rank, given))
         max_gpus = max(node.num_gpus(cluster.gpu_type) for node in nodes)
         gpus, option = (cluster.gpus, "--gpus") if cluster.num_gpus else (cluster.gres, "--gres")
         requests.append((cluster.gpus_per_node, max_gpus, f"A node has at most {max_gpus} GPUs", gpus, option))
@@ -111,9 +121,14 @@ def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
             )
             rule = f"Partition {partition.name} has no GPU of this kind"
             raise ConfigError(rule, value=repr(cluster.gpu_type), remedy=remedy)
-    if nodes and cluster.mem:
-        mib, max_mib = parse_memory_mib(cluster.mem), max(node.memory_mib for node in nodes)
-        requests.append((mib, max_mib, f"A node has at most {memory_text(max_mib)}", cluster.mem, "--mem"))
+    if nodes:
+        mib, max_mib = cluster.memory_per_node_mib, max(node.memory_mib for node in nodes)
+        given = "--mem-per-gpu" if cluster.mem_per_gpu else "--mem"
+        requests.append((mib, max_mib, f"A node has at most {memory_text(max_mib)}", memory_text(mib), given))
+    if nodes and cluster.tmp:
+        mib, max_mib = parse_memory_mib(cluster.tmp), max(node.tmp_mib for node in nodes)
+        rule = f"A node has at most {memory_text(max_mib)} of temporary disk"
+        requests.append((mib, max_mib, rule, cluster.tmp, "--tmp"))
     for value, limit, rule, asked, option in requests:
         if value > limit:
             raise ConfigError(f"Partition {partition.name} would never start this job. {rule}",
@@ -328,7 +343,7 @@ def plan_submission(
     if cluster.executor == "slurm":
         for place in find_partitions(cluster.partition, partitions)[:1] if partitions else []:
             check_number_of_jobs(sum(map(len, groups)), job_limits(cluster, place))
-    dependency = dependency_on(statuses[len(identical) :], runs[0].cluster.executor)
+    dependency = dependency_on(statuses[len(identical) :], cluster.executor, cluster.clusters)
     duplicate_runs = [duplicate for duplicate in duplicates.values() if duplicate is not None]
     return SubmissionPlan(groups=groups, duplicate_runs=duplicate_runs, after=[parent.run_id for parent in parents],
                           dependency=dependency, notices=list(dict.fromkeys(notices)))  # fmt: skip
@@ -358,23 +373,101 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
     if run.cluster.executor != "slurm":
         return run, []
     check_folder(run.runs_dir)
-    asked = with_sbatch_defaults(run.cluster, os.environ)
+    asked, notices = with_sbatch_variables(run.cluster, os.environ)
     places = find_partitions(asked.partition, partitions) if partitions else []
-    places = [replace(place, max_time_min=None) if outranks_partition(asked, place) else place for place in places]
-    workers = int(run.training.num_workers) if run.training.num_workers.isdecimal() else 0
-    cluster = with_cluster_defaults(
-        asked, places[0] if places else None, run.device, workers, offloads=run.training.fit.startswith("offload")
-    )
-    # Defaults are lowered to the limits of the first partition that allows the job.
-    lowered = _first_allowed(places, lambda place: with_allowed(asked, cluster, job_limits(asked, place)))
-    cluster, cuts = lowered or (cluster, [])
-    check_job(cluster, places)
-    notices = [*cuts, check_device(run.device, cluster), waiting_notice(places)]
+    _check_names(asked, places, partitions)
+    cluster, cuts = _request(run, asked, places)
+    _check_options(cluster)
+    notices += [*cuts, check_device(run.device, cluster), waiting_notice(places), _kinds_notice(cluster, places)]
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
 
 
-def dependency_on(parents: Sequence[RunStatus], executor: str) -> str:
+def _request(
+    run: ResolvedRun, asked: ClusterSettings, places: Sequence[Partition]
+) -> tuple[ClusterSettings, list[str]]:
+    """Completes a request by the least default among the partitions that allow it; returns notices, too.
+
+    Raises:
+        ConfigError: No partition allows it. The error is the first partition's.
+    """
+    workers = int(run.training.num_workers) if run.training.num_workers.isdecimal() else 0
+    completed = partial(with_cluster_defaults, device=run.device, workers=workers,
+                        offloads=run.training.fit.startswith("offload"))  # fmt: skip
+    if not places:
+        cluster = completed(asked, None)
+        check_job(cluster, [])
+        return cluster, []
+    requests: list[tuple[ClusterSettings, list[str]]] = []
+    refusals: list[tuple[Partition, ConfigError]] = []
+    for place in places:
+        limited = replace(place, max_time_min=None) if outranks_partition(asked, place) else place
+        try:
+            cluster, cuts = with_allowed(asked, completed(asked, limited), job_limits(asked, limited))
+            check_job(cluster, [limited])
+            requests.append((cluster, cuts))
+        except ConfigError as error:
+            refusals.append((place, error))
+    if not requests:
+        raise refusals[0][1]
+    clusters = [cluster for cluster, _ in requests]
+    time = min((cluster.time for cluster in clusters), key=parse_time_min)
+    mem = min((cluster.mem for cluster in clusters), key=lambda text: parse_memory_mib(text or "0"))
+    least = replace(clusters[0], time=time, mem=mem, cpus=min(cluster.cpus for cluster in clusters))
+    without = [f"Partition {place.name} cannot take this job: {error.rule.rpartition('. ')[2]} ({error.value})"
+               for place, error in refusals]  # fmt: skip
+    return least, [*dict.fromkeys(cut for _, cuts in requests for cut in cuts), *without]
+
+
+def _check_options(cluster: ClusterSettings) -> None:
+    """Raises ConfigError if the cluster's sbatch knows an option not, or takes its value for nonsense."""
+    options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in resources(cluster).items()]
+    if refusal := client.refused_option(client.SBATCH, options):
+        raise ConfigError("sbatch of this cluster refuses an option of the job", value=refusal,
+                          remedy="Options: sbatch --help. Values: man sbatch")  # fmt: skip
+
+
+def _check_names(cluster: ClusterSettings, places: Sequence[Partition], partitions: Sequence[Partition]) -> None:
+    """Raises ConfigError if a node, a reservation, a QOS or an account is not in the cluster's lists."""
+    if not partitions:
+        return
+    known = {node.name for partition in partitions for node in partition.nodes}
+    for option in ("exclude", "nodelist"):
+        text = getattr(cluster, option)
+        for name in node_names(text) if "/" not in text else ():
+            if known and name not in known:
+                raise unknown_name("node", name, known)
+    if cluster.reservation:
+        reservations = client.read_reservations(cluster.clusters)
+        for name in cluster.reservation.split(","):
+            if not reservations:
+                raise ConfigError("The cluster has no reservation", value=repr(name), remedy="Leave out --reservation")
+            if name not in reservations:
+                raise unknown_name("reservation", name, reservations)
+    accounting = partitions[0].accounting
+    qualities = {row["Name"] for row in accounting.qualities}
+    if cluster.qos and qualities and cluster.qos not in qualities:
+        raise unknown_name("QOS", cluster.qos, qualities)
+    accounts = {row["Account"] for row in accounting.associations if row["User"]}
+    if cluster.account and accounts and cluster.account not in accounts:
+        raise unknown_name("account", cluster.account, accounts)
+
+
+def _kinds_notice(cluster: ClusterSettings, places: Sequence[Partition]) -> str:
+    """Returns a sentence if the nodes of one job may have different GPUs, else an empty string."""
+    kinds = sorted({kind for place in places for node in place.nodes for kind in node.gpus})
+    if cluster.nodes == 1 or not cluster.requests_gpus or cluster.gpu_kinds or cluster.constraint or len(kinds) < 2:
+        return ""
+    return (f"The nodes of the job may have different GPUs ({', '.join(kinds)}), and each batch waits for the slowest. "
+            f"One kind: --gpus {kinds[0]}:{cluster.gpus_per_node}")  # fmt: skip
+
+
+def dependency_on(parents: Sequence[RunStatus], executor: str, cluster: str = "") -> str:
     """Returns sbatch's condition to wait for runs, empty if all runs have finished.
+
+    Args:
+        parents: The runs to wait for.
+        executor: Where the waiting run goes: slurm, local or debug.
+        cluster: Cluster of SLURM that gets its job; empty: this machine's.
 
     Raises:
         RunError: A run will not finish, or cannot be waited for.
@@ -397,7 +490,7 @@ def dependency_on(parents: Sequence[RunStatus], executor: str) -> str:
         if row is None or executor != "slurm":
             raise RunError("The run cannot be waited for", value=f"{run_id} is {state.state}",
                            remedy="Submit when that run has finished, or submit both to SLURM")  # fmt: skip
-        if row.job.cluster != answer.local:
+        if row.job.cluster != (cluster or answer.local):
             remedy = f"Submit on a login node of {row.job.cluster}, or when that run has finished"
             raise RunError(
                 "The run to wait for is on another cluster", value=f"{run_id} is job {row.job}", remedy=remedy

@@ -78,7 +78,9 @@ def start_jobs(
     check_folder(folder)
     executor = _Executor(folder)
     try:
-        executor.job_cluster = local_cluster()
+        # SLURM chooses among several clusters, and its answer names the choice.
+        executor.job_cluster = cluster.clusters if "," not in cluster.clusters else ""
+        executor.job_cluster = executor.job_cluster or local_cluster()
     except NoControllerError:
         # In a job that submits its run again, PATH may lack scontrol.
         job = SlurmContext.from_environment().job
@@ -141,13 +143,13 @@ class _Executor(submitit.SlurmExecutor):
 
     # A static method in submitit, which calls it as a method.
     def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]
-        # `cluster.additional.clusters` sends jobs to another cluster, and sbatch prints its name.
+        # `cluster.clusters` sends jobs to another cluster, and sbatch prints its name.
         if named := re.search(r" on cluster (\S+)", string if isinstance(string, str) else string.decode()):
             self.job_cluster = named[1]
         if string:
             return str(submitit.SlurmExecutor._get_job_id_from_submission_command(string))
         try:
-            jobs = find_jobs(str(self.parameters["job_name"]), Path(self.folder))
+            jobs = find_jobs(str(self.parameters["job_name"]), Path(self.folder), self.job_cluster)
         except NoControllerError as error:
             raise _unanswered(f"whether it took the job is not known ({error.value})") from error
         if not jobs:
@@ -175,7 +177,7 @@ def _take_back_unseen(name: str, folder: Path, cluster: str) -> None:
     if sent_to != cluster:
         raise RunError("Another cluster may have taken a job for the run without an answer", value=sent_to,
                        remedy=f"Submit on a login node of {sent_to}, where that job is taken back")  # fmt: skip
-    jobs = find_jobs(name, folder.absolute())
+    jobs = find_jobs(name, folder.absolute(), cluster)
     if jobs and (refusal := cancel_jobs(jobs)):
         raise RunError("SLURM refuses to cancel a job that it took without an answer", value=refusal,
                        remedy=f"Cancel job {', '.join(map(str, jobs))} with scancel, then try again")  # fmt: skip

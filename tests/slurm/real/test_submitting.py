@@ -59,6 +59,25 @@ def test_what_a_dry_run_prints_is_what_is_sent(slurm: Slurm) -> None:
     assert planned.replace(name, run["run_id"]) == sent
 
 
+def test_a_request_reaches_slurm_and_a_nonsense_is_refused_in_the_words_of_sbatch(slurm: Slurm) -> None:
+    first, second = slurm.nodes
+    request = ("--gpus", "fake:1", "--mem-per-gpu", "700M", "--cpus-per-gpu", "2", "--begin", "now+1hour", "--nice",
+               "7", "--exclude", first, "--job-name", "mine", "--comment", "a b", "--mail-type", "END", "--mail-user",
+               "me@host", "--clusters", "sandbox", "--account", "root", "--time", "10")  # fmt: skip
+    (run,) = submitted(slurm, *TRAIN, *request)
+    fields = {"Nice": "7", "JobName": "mine", "Comment": "a b", "ExcNodeList": first, "MailType": "END",
+              "Account": "root", "MailUser": "me@host", "CpusPerTres": "gres:gpu:2"}  # fmt: skip
+    assert {name: shown(slurm, run["job_id"], name) for name in fields} == fields
+    slurm.command("scancel", run["job_id"])
+    refused = {"--begin noon-ish": "Invalid --begin", "--set cluster.additional.foo=1": "unrecognized option '--foo=1'",
+               "--clusters moon": "Unknown cluster: 'moon'", f"--nodelist {second}x": "Unknown node",
+               "--tmp 1G": "at most 0M of temporary disk"}  # fmt: skip
+    for words, error in refused.items():
+        ended = slurm.can_train(*TRAIN, "--submit", "--dry-run", *words.split(), check=False)
+        assert ended.returncode == 2
+        assert error in ended.stderr
+
+
 def test_a_job_asks_for_no_more_than_its_quality_of_service_gives_it(slurm: Slurm) -> None:
     # A name of its own: the accounting outlives a test that was killed.
     brief = f"brief{uuid4().hex[:8]}"
