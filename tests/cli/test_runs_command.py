@@ -5,17 +5,19 @@ import os
 import pty
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from can_train.cli.main import main
-from can_train.cli.runs import _RememberedOutcomes
 from can_train.io.index import recall, remember
 from can_train.io.records import utc_now
+from can_train.report.run_list import _Remembered
 from can_train.report.text import duration
 from fakes.finished_runs import Shelf
 from fakes.made_runs import KEY, RESULT, Runs, begin, end
@@ -356,7 +358,7 @@ def test_a_file_of_wrong_content_hides_no_run_and_breaks_no_command(
     "name",
     ["metrics.jsonl", "steps.jsonl", "plan.json", "result.json", "changes.json", "config.yaml", "log.txt", "log.out",
      "attempts/0001-began.json", "attempts/0001-ended.json", "attempts/0001-waits.txt", "checkpoints/manifest.json",
-     "lock", "../../state/index/changes", "../../state/index/outcomes"],
+     "lock", "../../state/index/changes", "../../state/index/listed"],
 )  # fmt: skip
 def test_a_pipe_in_place_of_a_file_of_a_run_blocks_no_command_about_runs(
     runs: Runs, capsys: pytest.CaptureFixture[str], name: str, is_finished: bool
@@ -409,16 +411,15 @@ def ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def test_a_ranking_reads_no_run_again_that_has_not_changed(ranked: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
-    memory = ranked.folder / "state" / "index" / "outcomes"
-    found = recall(memory, _RememberedOutcomes)
+    memory = ranked.folder / "state" / "index" / "listed"
+    found = recall(memory, _Remembered)
     assert found is not None
-    for _, outcome in found.outcomes.values():
-        outcome.result["best_validation_loss"] += 1
+    for entry in found.runs.values():
+        entry.scores = msgspec.Raw(bytes(entry.scores).replace(struct.pack(">d", 0.5), struct.pack(">d", 1.5)))
     remember(memory, found)
-    assert best_by_loss(ranked, capsys) == [("synthetic", 1.25), ("synthetic", 1.5)]
-    remember(memory, _RememberedOutcomes("another version", found.outcomes))
-    assert best_by_loss(ranked, capsys) == [("synthetic", 0.25), ("synthetic", 0.5)]
-    memory.write_bytes(b"damaged")
+    assert best_by_loss(ranked, capsys) == [("synthetic", 0.25), ("synthetic", 1.5)]
+    found.scored_by = "another version"
+    remember(memory, found)
     assert best_by_loss(ranked, capsys) == [("synthetic", 0.25), ("synthetic", 0.5)]
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from can_train.errors import ConfigError
-from can_train.report.scores import rank
+from can_train.report.scores import rank as ranked_by
+from can_train.report.scores import ranked_values
 
 
 def result(loss: float, **mcc: float) -> dict[str, Any]:
@@ -15,6 +16,10 @@ def result(loss: float, **mcc: float) -> dict[str, Any]:
         name: {"model": {"mcc": value, "false_alarms_per_hour": value, "windows": 9}} for name, value in mcc.items()
     }
     return {"best_validation_loss": loss, "judgement": {"validation": {"mcc": loss}, "test": tests}}
+
+
+def rank(results: list[dict[str, Any]], metric: str) -> list[Any]:
+    return ranked_by([ranked_values(each) for each in results], metric)
 
 
 RESULTS = [result(0.3, easy=0.9, hard=0.1), result(0.2, easy=0.6, hard=0.6), result(0.4)]

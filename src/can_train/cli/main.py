@@ -68,15 +68,19 @@ _COMMANDS: Final = {
     "export": "write its model as a file: weights, PyTorch program, ONNX",
     "predict": "what its model says of data without labels: --dataset",
     "resubmit": "a new run like it with other settings: --lr 0.01",
+    "tag": "words on a run, which runs --tag finds",
+    "note": "a sentence on a run",
+    "delete": "delete runs that ended, with their folders; asks first",
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",
 }
 # Files of commands that are not in a file of their name.
-_MODULES: Final = {"status": "runs", "compare": "show", "report": "show", "resubmit": "train", "after-job": "train"}
+_MODULES: Final = {"status": "runs", "compare": "show", "report": "show", "resubmit": "train", "after-job": "train",
+             "tag": "labels", "note": "labels"}  # fmt: skip
 _ARGUMENTS: Final = {
     "factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL", "export": "RUN FILE",
     **dict.fromkeys(("show", "status", "logs", "cancel", "resume", "evaluate", "predict", "resubmit"), "RUN"),
-    "explain": "RUN", "diff": "LINE LINE",
+    "explain": "RUN", "diff": "LINE LINE", "tag": "RUN TAGS", "note": "RUN TEXT", "delete": "RUNS",
 }  # fmt: skip
 
 # Commands of scripts, which no help shows: of jobs, and of shells that complete a line.

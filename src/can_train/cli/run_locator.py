@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 Run = Annotated[
     str, typer.Argument(help="Id of a run, any part of it that no other run has, its folder, or last.", metavar="RUN")
 ]
+Runs = Annotated[
+    list[str], typer.Argument(help="Runs, each as in can-train show, or names of sweeps.", metavar="RUN...")
+]
+RunOrSweep = Annotated[
+    str,
+    typer.Argument(
+        help="Id of a run, any part of it that no other run has, its folder, last, or a sweep.", metavar="RUN"
+    ),
+]
 
 
 def _own_runs_dir(context: typer.Context, value: str) -> str:
@@ -105,24 +114,30 @@ class RunLocator:
         return run_statuses([known_run], self.registry, slurm)[0]
 
     def statuses(self, names: Sequence[str]) -> "list[RunStatus]":
-        """Finds runs by their names, and their status; a run with two names is listed once. The name of a sweep or of a
-        search stands for all of its runs.
-        """
-        from can_train.runs.status import find_run, run_statuses
+        """Finds runs by their names, as `find_all` does, and their status."""
+        from can_train.runs.status import run_statuses
         from can_train.slurm import client as slurm
+
+        return run_statuses(self.find_all(names), self.registry, slurm)
+
+    def find_all(self, names: Sequence[str]) -> "list[KnownRun]":
+        """Finds runs by their names; a run with two names is listed once. The name of a sweep or of a search stands for
+        all of its runs.
+        """
+        from can_train.runs.status import find_runs
 
         # Read once: a search has a name for each of its trials.
         known = self.runs()
-        runs = {run.run_id: run for name in names for run in _sweep(known, name) or [find_run(known, name)]}
-        return run_statuses(runs.values(), self.registry, slurm)
+        return list({run.run_id: run for name in names for run in find_runs(known, name)[1]}.values())
+
+    def find_any(self, name: str) -> "tuple[str, list[KnownRun]]":
+        """Finds a run or a sweep: the name of the sweep, empty for a run, and the runs."""
+        from can_train.runs.status import find_runs
+
+        return find_runs(self.runs(), name)
 
     def trust(self, *, trusts_all: bool) -> "CodeTrust":
         """Makes the rule that decides whether the code of a run may run."""
         from can_train.runs.trust import CodeTrust
 
         return CodeTrust(state=self.state_folder, trusts_all=trusts_all)
-
-
-def _sweep(runs: "Sequence[KnownRun]", name: str) -> "list[KnownRun]":
-    """Returns the runs of a sweep, the oldest first, of all runs, the newest first; none: no sweep has the name."""
-    return [run for run in reversed(runs) if name and run.record.sweep == name]

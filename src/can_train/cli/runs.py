@@ -1,30 +1,28 @@
 """`can-train runs` and `can-train status RUN`: runs with their states, and the best by a metric, as tables and JSON."""
 
-import os
+import csv
+import io
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final, TypeVar
 
-import msgspec
 import typer
 
-from can_train import __version__
 from can_train.cli.output import clear_screen, print_json, print_note, print_tables, print_text, print_wrapped
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.config.resolved import config_folder
-from can_train.config.task_settings import key_name, package_folders
-from can_train.errors import ConfigError, RunError, with_command_name
-from can_train.io.index import index_folder, recall, remember
+from can_train.config.settings import check_choice
+from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import is_file
 from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
-from can_train.report.scores import higher_is_better, mapping, rank, ranked_part, score
+from can_train.report.run_list import Condition, RunFilter, RunList, data_set_of, mean, parse_since, parse_states
+from can_train.report.scores import headline, higher_is_better, mapping, rank, score
 from can_train.report.text import duration, finite, local_time, seconds_between
 from can_train.reporter import COLUMNS, TextTable, wrapped
-from can_train.runs.run_folder import CONFIG, RESULT, name_to_type, short_name
+from can_train.runs.run_folder import name_to_type, short_name
 from can_train.runs.run_state import infer_attempt_state
 from can_train.runs.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
 from can_train.slurm import client as slurm
@@ -34,7 +32,6 @@ _WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controll
 
 _COLUMNS: Final = ("run", "state", "time", "device", "score", "trained")
 """They fit a terminal of 80 columns; steps and all else are in `status` and in the JSON."""
-_UNKNOWN: Final = "unknown data set"  # of a run whose configuration cannot be read
 _Run = TypeVar("_Run")
 _LISTED_SETTINGS: Final = 6  # changed settings that a list has of a run
 
@@ -42,6 +39,22 @@ _LISTED_SETTINGS: Final = 6  # changed settings that a list has of a run
 def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     *,
     limit: Annotated[int, typer.Option(help="Newest runs that are listed; 0: all.", min=0)] = _LIMIT,
+    state: Annotated[
+        str | None,
+        typer.Option(help="Only runs in a state: failed, live, finished, cancelled, oom, …", metavar="STATE"),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Only runs on a data set.", metavar="NAME")] = None,
+    since: Annotated[str | None, typer.Option(help="Only runs since: 7d, 12h, 2026-11-01.", metavar="WHEN")] = None,
+    sweep: Annotated[str | None, typer.Option(help="Only the runs of a sweep or search.", metavar="SWEEP")] = None,
+    tag: Annotated[str | None, typer.Option(help="Only runs with a tag (can-train tag).", metavar="TAG")] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(help="Only runs whose setting or metric compares: 'lr>0.01'; repeat it.", metavar="TEST"),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Columns of the list: run,state,lr,mcc,tags,…", metavar="NAMES")
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", help="table, csv or json.", metavar="FORMAT")] = "table",
     best: Annotated[
         str | None, typer.Option(help="Rank finished runs by a metric, each data set by itself: mcc.", metavar="METRIC")
     ] = None,
@@ -51,22 +64,33 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     state_dir: StateDir = None,
 ) -> None:
     """List runs by data set, the newest first, with their states, scores and settings."""
-    if watch and (as_json or best is not None):
-        other = "--json" if as_json else "--best"
+    check_choice("--format", format_, _FORMATS)
+    as_json = as_json or format_ == "json"
+    chosen = RunFilter(
+        states=parse_states(state) if state else (), dataset=dataset or "", since=parse_since(since) if since else "",
+        sweep=sweep or "", tag=tag or "", where=tuple(map(Condition.parse, where or ())),
+    )  # fmt: skip
+    shape = {"--json": as_json, "--best": best is not None, "--columns": columns is not None or format_ == "csv"}
+    if watch and (other := next((flag for flag, given in shape.items() if given), "")):
         raise ConfigError(f"--watch and {other} cannot be combined", remedy="Leave one out")
+    if best is not None and shape["--columns"]:
+        raise ConfigError("--best has columns of its own", value=f"--columns {columns or '--format csv'}",
+                          remedy=f"Leave out --best, and add the metric: --columns run,{best}")  # fmt: skip
     locator = RunLocator(runs_dir, state_dir)
     if misnamed := misnamed_runs(locator.runs_dir):
         more = f" and {len(misnamed) - 1} more are" if len(misnamed) > 1 else " is"
         rule = "the name of a run has letters, digits and _-.+=@%, alone"
         print_note(f"{shlex.quote(misnamed[0])}{more} not listed: {rule}")
     if best is not None:
-        _print_best(locator, best, limit, as_json=as_json)
+        _print_best(_selected(locator, chosen), best, limit, as_json=as_json)
+    elif shape["--columns"]:
+        _print_columns(_selected(locator, chosen), _column_names(columns), limit, "json" if as_json else format_)
     elif watch:
-        _watch(locator, limit)
+        _watch(locator, chosen, limit)
     elif as_json:
-        print_json([listed_json(status) for status in _newest(locator, limit)[0]])
+        print_json([listed_json(status) for status in _newest(locator, chosen, limit)[0]])
     else:
-        _print_runs(*_newest(locator, limit), locator)
+        _print_runs(*_newest(locator, chosen, limit), locator, is_filtered=chosen != RunFilter())
 
 
 def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
@@ -80,43 +104,47 @@ def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_
     print_tables(_history_tables(status))
 
 
-def _newest(locator: RunLocator, limit: int) -> tuple[list[RunStatus], int]:
-    """Returns the status of the newest runs, and how many older ones there are."""
-    runs = locator.runs()
-    newest = runs[: limit or None]
-    return run_statuses(newest, locator.registry, slurm), len(runs) - len(newest)
+def _selected(locator: RunLocator, chosen: RunFilter) -> RunList:
+    return RunList(locator.runs(), locator.state_folder, slurm).select(chosen)
 
 
-def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) -> None:
+def _newest(locator: RunLocator, chosen: RunFilter, limit: int) -> tuple[list[RunStatus], int]:
+    """Returns the status of the newest runs that meet conditions, and how many older ones do."""
+    if chosen == RunFilter():
+        runs = locator.runs()
+        newest = runs[: limit or None]
+        return run_statuses(newest, locator.registry, slurm), len(runs) - len(newest)
+    selected = _selected(locator, chosen)
+    newest = selected.runs[: limit or None]
+    return selected.statuses(newest), len(selected.runs) - len(newest)
+
+
+def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator, *, is_filtered: bool = False) -> None:
+    if not statuses and is_filtered:
+        print_text("No run meets these conditions.")
+        return
     if not statuses:
         print_text(f"No run is there yet, neither in {locator.runs_dir} nor in the state folder.")
         print_text(with_command_name("can-train --help shows how to start one."))
         return
     tables = []
-    for name, group in _by_data_set(statuses, [_data_set(status.known.config) for status in statuses]).items():
+    for name, group in _by_data_set(statuses, [data_set_of(status.known.config) for status in statuses]).items():
         scores = [score(result_of(status)) for status in group]
         rows = []
-        for status, headline in zip(group, scores, strict=True):
+        for status, headlined in zip(group, scores, strict=True):
             seconds, progress = seconds_of(status), status.progress
             done = f" {_done_of(progress.epoch or 0, progress.epochs)}" if status.state.live and progress.epochs else ""
             # The time in its largest unit only.
             time_text = " ".join(duration(seconds).split()[:2]) if seconds is not None else ""
-            score_text = f"{headline[1]:.3f}" if headline is not None else ""
+            score_text = f"{headlined[1]:.3f}" if headlined is not None else ""
             rows.append((short_name(status.known.run_id), f"{status.state.label}{done}", time_text, device_of(status),
                          score_text, _trained(status)))  # fmt: skip
-        metrics = dict.fromkeys(headline[0] for headline in scores if headline is not None)
+        metrics = dict.fromkeys(each[0] for each in scores if each is not None)
         tables.append(TextTable(name, _COLUMNS, rows, [_meaning(metric) for metric in metrics]))
     print_tables(tables, pipe_columns=COLUMNS)
     if older:
-        print_wrapped(f"{older} older: can-train runs --limit {older + len(statuses)}")
-
-
-def _data_set(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the name of the data set that a run was trained on, and its folder."""
-    data = mapping(config.get("dataset"))
-    # A task without data sets to choose from stands for its own.
-    name = data.get("name") or key_name(str(config.get("task") or "")) or _UNKNOWN
-    return str(name), str(data.get("path") or "")
+        line = f"--limit {older + len(statuses)}"
+        print_wrapped(f"{older} older: {f'add {line}' if is_filtered else f'can-train runs {line}'}")
 
 
 def _by_data_set(runs: Iterable[_Run], data_sets: Iterable[tuple[str, str]]) -> dict[str, list[_Run]]:
@@ -150,18 +178,18 @@ def _meaning(metric: str) -> str:
     return f"{metric}{'' if is_of_run else ', the mean over the test sets'}: {better} is better"
 
 
-def _watch(locator: RunLocator, limit: int) -> None:
+def _watch(locator: RunLocator, chosen: RunFilter, limit: int) -> None:
     """Redraws a terminal until Ctrl-C; a pipe gets a line for each run whose state has changed."""
     before: dict[str, str] = {}
     # Here Ctrl-C is the way to go on.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         while True:
-            statuses, older = _newest(locator, limit)
+            statuses, older = _newest(locator, chosen, limit)
             states = {status.known.run_id: str(status.state) for status in statuses}
             if sys.stdout.isatty():
                 clear_screen()
-                _print_runs(statuses, older, locator)
+                _print_runs(statuses, older, locator, is_filtered=chosen != RunFilter())
             else:
                 changed = [name for name in reversed(states) if before.get(name) != states[name]]
                 print_text("".join(f"{name}  {states[name]}\n" for name in changed), end="")
@@ -231,22 +259,96 @@ def _history_tables(status: RunStatus) -> list[TextTable]:
     return [table for table in tables if table.rows]
 
 
+# Columns by choice
+
+_FORMATS: Final = ("table", "csv", "json")
+_OF_RUN: Final[dict[str, Callable[[RunList, KnownRun], Any]]] = {
+    "run": lambda listed, run: short_name(run.run_id),
+    "id": lambda listed, run: run.run_id,
+    "state": lambda listed, run: listed.state(run),
+    "made": lambda listed, run: local_time(run.record.time),
+    "seconds": lambda listed, run: listed.figures(run).seconds,
+    "dataset": lambda listed, run: listed.data_set(run)[0],
+    "device": lambda listed, run: listed.figures(run).device,
+    "metric": lambda listed, run: (headline(listed.scores(run)) or (None,))[0],
+    "score": lambda listed, run: (headline(listed.scores(run)) or (None, None))[1],
+    "steps": lambda listed, run: listed.figures(run).steps,
+    "epochs": lambda listed, run: listed.figures(run).epochs,
+    "peak": lambda listed, run: listed.figures(run).peak_share,
+    "node": lambda listed, run: listed.figures(run).node,
+    "why": lambda listed, run: listed.figures(run).why,
+    "key": lambda listed, run: run.record.key,
+    "sweep": lambda listed, run: run.record.sweep,
+    "tags": lambda listed, run: " ".join(listed.labels_of(run).tags),
+    "note": lambda listed, run: listed.labels_of(run).note,
+    "folder": lambda listed, run: run.path,
+}
+"""Values of the columns that are neither settings nor metrics."""
+_DEFAULT_COLUMNS: Final = ("id", "state", "made", "seconds", "dataset", "model", "size", "mode", "device", "metric",
+                           "score", "sweep", "tags", "note", "why")  # fmt: skip
+
+
+def _column_names(text: str | None) -> list[str]:
+    names = [name.strip() for name in text.split(",")] if text else [*_DEFAULT_COLUMNS]
+    if not all(names):
+        raise ConfigError("--columns names nothing", value=repr(text), remedy="Write it as --columns run,state,lr,mcc")
+    return names
+
+
+def _print_columns(listed: RunList, names: Sequence[str], limit: int, format_: str) -> None:
+    runs = listed.runs[: limit or None]
+    listed.runs, older = runs, len(listed.runs) - len(runs)
+    columns = {name: _column(listed, name) for name in names}
+    rows = [[value(run) for value in columns.values()] for run in runs]
+    if format_ == "json":
+        print_json([dict(zip(names, row, strict=True)) for row in rows])
+    elif format_ == "csv":
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([names, *rows])
+        print_text(text.getvalue(), end="")
+    else:
+        cells = [tuple(map(_cell, row)) for row in rows]
+        print_tables([TextTable(f"{len(rows)} runs", tuple(names), cells)], pipe_columns=COLUMNS)
+        if older:
+            print_wrapped(f"{older} older: add --limit {older + len(rows)}")
+
+
+def _column(listed: RunList, name: str) -> Callable[[KnownRun], Any]:
+    """Returns the function that reads the value of a column.
+
+    Raises:
+        ConfigError: Nothing has this name.
+    """
+    if name in _OF_RUN:
+        return lambda run: _OF_RUN[name](listed, run)
+    if len(names := listed.setting_names(name)) == 1:
+        return lambda run: listed.settings(run).get(names[0])
+    if listed.runs and not any(name in listed.scores(run) for run in listed.runs):
+        raise listed.unknown(name, _OF_RUN)
+    return lambda run: mean(listed.scores(run).get(name))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 # Which result is best by a metric
 
 
-def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) -> None:
-    finished = _finished_runs(locator)
+def _print_best(listed: RunList, metric: str, limit: int, *, as_json: bool) -> None:
+    finished = [run for run in listed.runs if listed.has_finished(run)]
     if not finished:
         raise ConfigError("No run has finished yet, so none is best", remedy="can-train runs lists the runs")
-    ranked = rank([outcome.result for _, outcome in finished], metric)
-    groups = _by_data_set(ranked, [finished[result.index][1].data_set for result in ranked])
+    ranked = rank([listed.scores(run) for run in finished], metric)
+    groups = _by_data_set(ranked, [listed.data_set(finished[result.index]) for result in ranked])
     # The data set of the newest run comes first.
     newest_first = sorted(groups.items(), key=lambda item: min(result.index for result in item[1]))
     best = {name: group[: limit or None] for name, group in newest_first}
     # Only of those that are listed: the status of thousands of runs takes seconds.
-    listed = [result.index for group in best.values() for result in group]
-    statuses = run_statuses([finished[index][0] for index in listed], locator.registry, slurm)
-    status_of = dict(zip(listed, statuses, strict=True))
+    shown = [result.index for group in best.values() for result in group]
+    status_of = dict(zip(shown, listed.statuses([finished[index] for index in shown]), strict=True))
     if as_json:
         print_json([
             {**listed_json(status_of[result.index]), "metric": metric, "higher_is_better": higher_is_better(metric),
@@ -267,52 +369,3 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
                          _trained(status)))  # fmt: skip
         tables.append(TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric)]))
     print_tables(tables, pipe_columns=COLUMNS)
-
-
-class _Outcome(msgspec.Struct):
-    data_set: tuple[str, str]
-    result: dict[str, Any]  # its `ranked_part`
-
-
-class _RememberedOutcomes(msgspec.Struct):
-    made_by: str
-    outcomes: dict[str, tuple[list[int], _Outcome]]  # by the path of a run's folder, with the identity of its files
-
-
-def _finished_runs(locator: RunLocator) -> list[tuple[KnownRun, _Outcome]]:
-    """Finds the runs that have a result, the newest first. Only files that have changed are read again."""
-    # Presets are files that a person edits.
-    files = [*(file for folder in package_folders() for file in folder.rglob("*.py")), *config_folder().rglob("*.yaml")]
-    made_by = f"{__version__} {max(path.stat().st_mtime_ns for path in files)}"
-    path = index_folder(locator.state_folder) / "outcomes"
-    earlier = recall(path, _RememberedOutcomes)
-    before = earlier.outcomes if earlier is not None and earlier.made_by == made_by else {}
-    finished, latest = [], {}
-    for run in locator.runs():
-        # Identified before they are read: a file written meanwhile is then read again.
-        identity, outcome = _identify(run.path, CONFIG, RESULT), None
-        if run.path in before and before[run.path][0] == identity:
-            outcome = before[run.path][1]
-        else:
-            with suppress(RunError):
-                result = run.folder.result()
-                outcome = None if result is None else _Outcome(_data_set(run.config), ranked_part(result))
-        if outcome is not None:
-            finished.append((run, outcome))
-            latest[run.path] = (identity, outcome)
-    if latest != before:
-        remember(path, _RememberedOutcomes(made_by, latest))
-    return finished
-
-
-def _identify(folder: str, *names: str) -> list[int]:
-    """Returns numbers that change whenever files of a folder do."""
-    numbers = []
-    for name in names:
-        try:
-            status = os.stat(f"{folder}{os.sep}{name}")  # noqa: PTH116 - of thousands of runs, paths cost more
-        except OSError:
-            numbers += [0]
-        else:
-            numbers += [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    return numbers

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from can_train.cli.output import print_json, print_tables, print_text, print_wrapped, writing
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, Run, RunLocator, Runs, RunsDir, StateDir
 from can_train.config.resolved import plain_to_yaml
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import write_text_atomic
@@ -76,9 +76,7 @@ def _settings_lines(changed: Mapping[str, Mapping[str, Any]] | None) -> list[str
 
 
 def compare(
-    runs: Annotated[
-        list[str], typer.Argument(help="Runs, each as in can-train show, or the name of a sweep.", metavar="RUN...")
-    ],
+    runs: Runs,
     as_json: AsJson = False,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
@@ -100,9 +98,7 @@ def compare(
 
 
 def report(
-    runs: Annotated[
-        list[str], typer.Argument(help="Runs, each as in can-train show, or the name of a sweep.", metavar="RUN...")
-    ],
+    runs: Runs,
     output: Annotated[
         Path | None,
         typer.Option(help=f"The file. [{_REPORT} in the run's folder; of several runs here]", metavar="FILE"),

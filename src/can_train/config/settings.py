@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 from can_train.errors import ConfigError, unknown_name
@@ -631,6 +632,7 @@ _LOWER_WORDS: Final = frozenset((
 """Words in the names of metrics that tell whether a higher or a lower value is better."""
 
 
+@lru_cache(maxsize=4096)
 def metric_direction(metric: str) -> str:
     """Returns `max` where a higher value of a metric is better, `min` where a lower one is, both by the words of its
     name; empty: its name does not tell.

@@ -12,6 +12,10 @@ _HEADLINE_METRICS: Final = ("mcc", "best_validation_loss")
 """The first of these metrics in a result is its score in a list."""
 
 
+ValuesByMetric = Mapping[str, Mapping[str, float]]
+"""Values by test set, by the name of a metric."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankedResult:
     """A result's value of a metric: the mean over its test sets, and the value by test set."""
@@ -21,20 +25,19 @@ class RankedResult:
     parts: Mapping[str, float]
 
 
-def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[RankedResult]:
+def rank(values: Sequence[ValuesByMetric], metric: str) -> list[RankedResult]:
     """Orders results by a metric, the best first; results without the metric are left out.
 
     Args:
-        results: Contents of `result.json`.
+        values: The `ranked_values` of each result.
         metric: `best_validation_loss`; `mcc`, the mean over all test sets; `validation.mcc`; or the value on one test
             set, `test_05_suppress.mcc`.
 
     Raises:
         ConfigError: No result has the metric; the message lists the metrics of the results, nearest first.
     """
-    values = [_values(result) for result in results]
-    names = {name for by_name in values for name in by_name}
-    if metric not in names:
+    if not any(metric in by_name for by_name in values):
+        names = {name for by_name in values for name in by_name}
         # The metrics of every single test set would fill a page.
         error = unknown_name("metric", metric, {name.rpartition(".")[2] for name in names})
         sets = ", ".join(sorted({name.rpartition(".")[0] for name in names} - {""}))
@@ -60,7 +63,11 @@ def is_ranked(metric: str) -> bool:
 
 def score(result: Mapping[str, Any]) -> tuple[str, float] | None:
     """Returns the metric that stands for a result in a list, and its mean over the test sets."""
-    values = _values(result)
+    return headline(ranked_values(result))
+
+
+def headline(values: ValuesByMetric) -> tuple[str, float] | None:
+    """Returns the metric that stands for a result in a list, and its mean over the test sets."""
     for metric in _HEADLINE_METRICS:
         if parts := values.get(metric):
             return metric, sum(parts.values()) / len(parts)
@@ -69,7 +76,7 @@ def score(result: Mapping[str, Any]) -> tuple[str, float] | None:
 
 def by_test_set(result: Mapping[str, Any], metric: str) -> dict[str, float]:
     """Returns the value of a metric on each test set whose result defines it."""
-    return _values(result).get(metric, {})
+    return ranked_values(result).get(metric, {})
 
 
 def test_scores(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -82,17 +89,10 @@ def test_scores(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return scores
 
 
-def ranked_part(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies the part of a result that `rank` reads."""
-    judgement = mapping(result.get("judgement"))
-    tests = {name: {"model": dict(_ranking_metrics(mapping(test).get("model")))}
-             for name, test in mapping(judgement.get("test")).items()}  # fmt: skip
-    validation = dict(_ranking_metrics(judgement.get("validation")))
-    return {**dict(_ranking_metrics(result)), "judgement": {"test": tests, "validation": validation}}
-
-
-def _values(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns the values of each metric by test set, as `METRIC`, `SET.METRIC` and `validation.METRIC`."""
+def ranked_values(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the values in a `result.json` of each metric that ranks, by test set, as `METRIC`, `SET.METRIC` and
+    `validation.METRIC`.
+    """
     values: dict[str, dict[str, float]] = {}
     judgement = mapping(result.get("judgement"))
     for set_name, test in mapping(judgement.get("test")).items():

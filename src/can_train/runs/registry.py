@@ -13,6 +13,7 @@ from can_train.io.records import JobId, SetAside
 
 _LONGEST_NAME: Final = 255  # characters of a file's name, on most file systems
 _RUNS: Final = "runs"  # folder of the registry in the state folder, and name of its index
+_LABELS: Final = "labels"  # folder of tags and notes in the state folder, and name of its index
 _MAX_ENTRY_BYTES: Final = 2**20  # larger files are no entries of the registry
 
 
@@ -22,7 +23,7 @@ class _Entry:
     time: str
 
     def __post_init__(self) -> None:
-        if self.run_id != Path(self.run_id).name or len(self.run_id) > _LONGEST_NAME:
+        if self.run_id in ("", ".", "..") or "/" in self.run_id or len(self.run_id) > _LONGEST_NAME:
             raise ValueError("run_id is no name of a folder")
         records.check_time("time", self.time)
 
@@ -61,8 +62,28 @@ class CancelRecord(_Entry):
     """A person's request to cancel a run."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LabelRecord(_Entry):
+    """A person's change to the tags or the note of a run."""
+
+    added: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    note: str | None = None  # None: unchanged; empty: none any longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLabels:
+    """The tags and the note of a run."""
+
+    tags: tuple[str, ...] = ()
+    note: str = ""
+
+
 _Record = TypeVar("_Record", bound=_Entry)
 _RUN_KIND: Final = Kind(RunRecord, group=lambda record: "", latest=lambda record: datetime.fromisoformat(record.time))
+_LABEL_KIND: Final = Kind(
+    LabelRecord, group=lambda record: "", latest=lambda record: datetime.fromisoformat(record.time)
+)
 
 
 class Registry:
@@ -71,6 +92,7 @@ class Registry:
     def __init__(self, state_dir: Path) -> None:
         self.folder = state_dir / _RUNS
         self._index = index_folder(state_dir) / _RUNS
+        self._label_folder, self._label_index = state_dir / _LABELS, index_folder(state_dir) / _LABELS
 
     def add(self, record: _Entry) -> None:
         """Writes an entry.
@@ -78,12 +100,16 @@ class Registry:
         Raises:
             StateError: It cannot be written.
         """
-        name = "run"
-        if not isinstance(record, RunRecord):
-            kind = "job" if isinstance(record, JobRecord) else "cancel"
-            # Two machines may write in the same microsecond, and process ids repeat between machines.
-            name = f"{kind}-{records.time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}"
-        records.write_document(self.folder / record.run_id / f"{name}{records.DOCUMENT_SUFFIX}", record)
+        # Two machines may write in the same microsecond, and process ids repeat between machines.
+        unique = f"{records.time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}"
+        if isinstance(record, LabelRecord):
+            # All in one folder: a list of thousands of runs reads them at once.
+            path = self._label_folder / unique
+        elif isinstance(record, RunRecord):
+            path = self.folder / record.run_id / "run"
+        else:
+            path = self.folder / record.run_id / f"{'job' if isinstance(record, JobRecord) else 'cancel'}-{unique}"
+        records.write_document(path.with_name(f"{path.name}{records.DOCUMENT_SUFFIX}"), record)
 
     def entry(self, run_id: str) -> Path:
         """Returns the path of the entry of a run."""
@@ -116,6 +142,21 @@ class Registry:
     def cancels(self, run_id: str) -> list[CancelRecord]:
         """Reads the requests to cancel a run, in order."""
         return sorted(self._read(run_id, "cancel-", CancelRecord, []), key=lambda record: record.time)
+
+    def labels(self) -> dict[str, RunLabels]:
+        """Reads the tags and notes of all runs that have some, by run id."""
+        index, names = read_folder(self._label_folder, self._label_index, _LABEL_KIND)
+        new = records.read_documents(self._label_folder, names, LabelRecord, [], most_bytes=_MAX_ENTRY_BYTES)
+        if index.is_worth_extending(len(new), INDEX_FROM):
+            index.extend(new)
+        labels: dict[str, RunLabels] = {}
+        # The names begin with the times.
+        for _, record in sorted({**index.records(index.groups), **new}.items()):
+            before = labels.get(record.run_id, RunLabels())
+            tags = [tag for tag in dict.fromkeys((*before.tags, *record.added)) if tag not in record.removed]
+            note = before.note if record.note is None else record.note
+            labels[record.run_id] = RunLabels(tags=tuple(tags), note=note)
+        return labels
 
     def _read(self, run_id: str, prefix: str, kind: type[_Record], aside: list[SetAside]) -> list[_Record]:
         folder = self.folder / run_id

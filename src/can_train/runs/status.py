@@ -280,6 +280,29 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
     raise RunError("There is no such run", value=repr(name), remedy=remedy)
 
 
+def find_runs(runs: Sequence[KnownRun], name: str) -> tuple[str, list[KnownRun]]:
+    """Finds a run as `find_run` does, or all runs of a sweep or search by its name or a part that no other name has.
+
+    Returns:
+        The name of the sweep, empty for a run; and the runs, of a sweep the oldest first.
+
+    Raises:
+        RunError: No run and no sweep has this name, or several have.
+    """
+    sweeps = dict.fromkeys(known.record.sweep for known in runs if known.record.sweep and name in known.record.sweep)
+    if name not in sweeps:
+        try:
+            return "", [find_run(runs, name)]
+        except RunError as error:
+            if not name or not sweeps or os.sep in name or any(may_be_called(known.run_id, name) for known in runs):
+                raise
+            if len(sweeps) > 1:
+                remedy = f"The newest of them:{_listed(sweeps)}\nGive a part of a name that a single sweep has"
+                raise RunError(f"{len(sweeps)} sweeps match this name", value=repr(name), remedy=remedy) from error
+            name = next(iter(sweeps))
+    return name, [known for known in reversed(runs) if known.record.sweep == name]
+
+
 def _listed(run_ids: Iterable[str]) -> str:
     # One id a line: two are too long for a line.
     return "".join(f"\n  {run_id}" for run_id in [*run_ids][:_SUGGESTIONS])
