@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError
-from can_train.slurm.script import Submission, check_folder, parameters, resources, script, with_sbatch_variables
+from can_train.slurm.script import (
+    Submission,
+    check_folder,
+    parameters,
+    python_command,
+    resources,
+    script,
+    with_sbatch_variables,
+)
 
 CODE = Path("/state/code/0123")
 SUBMISSION = Submission(name="synthetic_gat_student_normal", state_dir=Path("/state"))
@@ -32,7 +40,9 @@ FULL = ClusterSettings(
 
 def written(cluster: ClusterSettings, count: int = 1, folder: str = "/runs/a run/slurm", **text: Any) -> str:
     of_job = parameters(cluster, replace(SUBMISSION, **text), CODE)
-    return script(Path(folder), of_job, count).replace(shlex.quote(sys.executable), "PYTHON")
+    return script(Path(folder), of_job, count, python_command(cluster, CODE)).replace(
+        shlex.quote(sys.executable), "PYTHON"
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,6 +243,75 @@ def test_variables_that_describe_the_job_around_a_submission_are_no_request() ->
     assert with_sbatch_variables(ClusterSettings(), described) == (ClusterSettings(), [])
 
 
+def set_up(tmp_path: Path, *lines: str, python: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs the setup of a job, in which can-train only says what it is called with, up to the choice of Python."""
+    of_job = parameters(ClusterSettings(setup=lines, python=python), SUBMISSION, CODE)["setup"]
+    program = tmp_path / "python"
+    program.write_text(
+        '#!/bin/bash\ncase $1 in -c) exec "$REAL" "$@";; -P) cat > /dev/null; echo "after ${@: -1}";; esac\n'
+    )
+    program.chmod(0o755)
+    text = "\n".join([*of_job, 'echo "$python"']).replace(shlex.quote(sys.executable), str(program))
+    return subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False,
+                          env={"PATH": "/usr/bin:/bin", "REAL": sys.executable})  # fmt: skip
+
+
+def an_environment(tmp_path: Path, *, with_packages: bool) -> Path:
+    """A folder with a Python that has can-train's packages, or has none."""
+    (tmp_path / "env").mkdir()
+    program = tmp_path / "env" / "python"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {"" if with_packages else "-S"} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def test_the_python_that_setup_lines_put_first_on_the_path_trains(tmp_path: Path) -> None:
+    python = an_environment(tmp_path, with_packages=True)
+    assert set_up(tmp_path, f"export PATH={python.parent}:$PATH").stdout == f"{python}\n"
+    assert set_up(tmp_path, "export OTHER=1").stdout == f"{tmp_path}/python\n"
+    assert set_up(tmp_path, f"export PATH={python.parent}:$PATH", python="python").stdout == f"{python}\n"
+    assert set_up(tmp_path, python=str(python)).stdout == f"{python}\n"
+
+
+def test_a_python_without_the_packages_of_can_train_ends_the_job_with_a_remedy(tmp_path: Path) -> None:
+    python = an_environment(tmp_path, with_packages=False)
+    ended = set_up(tmp_path, f"export PATH={python.parent}:$PATH")
+    assert (ended.returncode, ended.stdout) == (1, "after 1\n")
+    assert f"error: {python} does not have can-train's packages" in ended.stderr
+    assert "torch, submitit, msgspec" in ended.stderr
+    assert "cluster.python=" in ended.stderr
+    ended = set_up(tmp_path, python="no-python")
+    assert (ended.returncode, ended.stderr) == (127, "error: cluster.python is no program here: no-python\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "word"),
+    [(["module load gcc"], 127, "module load gcc"), (["set -e", "(exit 3)", "true"], 3, "exit 3"),
+     (["if true; then", "ls /nonexistent", "fi"], 2, "ls /nonexistent")],
+)  # fmt: skip
+def test_a_setup_line_that_fails_ends_the_job_with_its_words(
+    tmp_path: Path, lines: list[str], status: int, word: str
+) -> None:
+    ended = set_up(tmp_path, *lines)
+    assert (ended.returncode, ended.stdout) == (status, f"after {status}\n")
+    assert f"error: cluster.setup ended with exit status {status}: " in ended.stderr
+    assert word in ended.stderr
+
+
+def test_commands_that_fail_within_a_setup_line_and_are_handled_there_do_no_harm(tmp_path: Path) -> None:
+    sourced = tmp_path / "activate"
+    sourced.write_text("false\ngrep -q x /dev/null\ntrue\n")
+    ended = set_up(tmp_path, f". {sourced}", "f() { false; true; }", "f", "[ -f /no ] && echo x", "false || true")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{tmp_path}/python\n", "")
+
+
+def test_teardown_lines_run_after_a_training_whatever_its_end_and_change_no_status() -> None:
+    teardown = written(ClusterSettings(time="90", teardown=["echo bye", "exit 4"])).partition("# teardown\n")[2]
+    ended = subprocess.run(["bash", "-c", f"PYTHON() {{ echo after; }}\n(exit 3)\n{teardown}"], capture_output=True,
+                           text=True, check=False)  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (3, "bye\nafter\n")
+
+
 def test_a_job_finds_the_programs_of_slurm_whatever_its_setup_makes_of_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +321,6 @@ def test_a_job_finds_the_programs_of_slurm_whatever_its_setup_makes_of_path(
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     cluster = ClusterSettings(executor="slurm", setup=["export PATH=/usr/bin:/bin"])
     setup = parameters(cluster, SUBMISSION, CODE)["setup"]
-    shell = subprocess.run(["sh", "-c", "\n".join([*setup, 'echo "$PATH"'])], capture_output=True, text=True,
+    shell = subprocess.run(["bash", "-c", "\n".join([*setup, 'echo "$PATH"'])], capture_output=True, text=True,
                            check=True)  # fmt: skip
     assert shell.stdout == f"/usr/bin:/bin:{folder}\n"

@@ -23,8 +23,9 @@ from can_train.runs.run_folder import RunFolder, new_run_id, register_run
 from can_train.runs.run_state import FINISHED
 from can_train.runs.scheduler import NoControllerError
 from can_train.slurm.client import Partition, may_requeue, read_partitions_and_limits
+from can_train.slurm.container import needed_paths
 from can_train.slurm.job import Entry
-from can_train.slurm.script import Submission, parameters, script, with_sbatch_variables
+from can_train.slurm.script import Submission, parameters, python_command, script, with_sbatch_variables
 from can_train.slurm.snapshot import Code, code_of_runs, describe, keep, with_code
 from can_train.slurm.submission_plan import (
     JobDevice,
@@ -125,8 +126,16 @@ def plan_jobs(
         cluster = group[0].run.cluster
         if cluster.executor == "slurm":
             folders, submission = _new_group(group, plan, state)
-            job_parameters = parameters(cluster, submission, code.folder(state))
-            text = script(submission_folder(folders, submission), job_parameters, len(group))
+            paths = (
+                []
+                if not cluster.container
+                else needed_paths(
+                    [planned.run.config for planned in group], code.folder(state), state, group[0].run.runs_dir
+                )
+            )
+            job_parameters = parameters(cluster, submission, code.folder(state), paths)
+            python = python_command(cluster, code.folder(state), paths)
+            text = script(submission_folder(folders, submission), job_parameters, len(group), python)
             for planned in group:
                 jobs[planned.index] = PlannedJob(script=text, device=job_device(planned.run, partitions))
     return jobs

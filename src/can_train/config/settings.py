@@ -160,7 +160,19 @@ class ClusterSettings:
     additional: Mapping[str, Any] = field(default_factory=dict)
     """Any other option of sbatch, by its long name."""
     setup: Sequence[str] = ()
-    """Lines of shell that a job of SLURM runs first (module load, conda activate)."""
+    """Lines of shell that a job of SLURM runs first (module load, conda activate); a line that fails ends the job."""
+    teardown: Sequence[str] = ()
+    """Lines of shell that a job of SLURM runs after the training."""
+    python: str = ""
+    """Python of the job; empty: the one that `setup` puts first on PATH, else the Python of the submission."""
+    srun_args: Sequence[str] = ()
+    """Further arguments of srun (--cpu-bind=none)."""
+    container: str = ""
+    """Image in which a job trains: a file, or a name as docker://... for Apptainer or nvcr.io#... for Pyxis."""
+    container_runtime: str = "auto"
+    """Program that runs the image: pyxis, apptainer, or auto: Pyxis where srun has it, else Apptainer."""
+    container_mounts: Sequence[str] = ()
+    """Further folders in the container, as /on/the/node:/in/the/container. Code, runs, state and data are there."""
     signal_delay_s: int = 120
     """Seconds from the warning of a job to its time limit; it then saves and goes back into the queue."""
     max_restarts: int = 100
@@ -172,6 +184,7 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         check_choice("cluster.executor", self.executor, ("slurm", "local", "debug"))
+        check_choice("cluster.container_runtime", self.container_runtime, ("auto", "pyxis", "apptainer"))
         check_range("cluster.nodes", self.nodes, low=1)
         for name in (
             "ranks",

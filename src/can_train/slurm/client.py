@@ -466,6 +466,12 @@ def refused_option(program: str, options: Sequence[str]) -> str:
     return "" if result.status in (0, None) else "; ".join(re.sub(r"^\w+: (?:error: )?", "", line) for line in lines)
 
 
+def has_pyxis() -> bool | None:
+    """Returns whether srun has Pyxis, a plugin for containers; None if srun cannot be asked."""
+    result = run_command(SRUN, "--help")
+    return None if result.status != 0 else "--container-image" in result.output
+
+
 def read_reservations(cluster: str = "") -> list[str]:
     """Asks the controller for the names of its reservations; empty if it does not answer."""
     result = run_command(*_asking("scontrol", cluster, ""), "show", "reservation", "-o")

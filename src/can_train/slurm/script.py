@@ -18,6 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError
 from can_train.io.units import memory_text, parse_time_min, time_text
+from can_train.slurm import container
 from can_train.slurm.client import Node, Partition, programs_folder
 
 # The environment of a job
@@ -283,8 +284,16 @@ class Submission:
     sweep: str = ""
 
 
-def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> dict[str, Any]:
+def parameters(
+    cluster: ClusterSettings, submission: Submission, code: Path, paths: Sequence[Path] = ()
+) -> dict[str, Any]:
     """Returns submitit's parameters for a job that imports from the `src` of a snapshot of the code.
+
+    Args:
+        cluster: The request.
+        submission: The description of the job.
+        code: The snapshot.
+        paths: The paths of this machine that the job needs in a container.
 
     Raises:
         ConfigError: A value cannot be written into a batch script.
@@ -295,17 +304,20 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
         # The user's own dependency must hold as well.
         own_dependency = str(additional.get("dependency") or "")
         additional["dependency"] = ",".join(filter(None, [submission.dependency, own_dependency]))
-    for line in cluster.setup:
-        if not line.isprintable() and "\t" not in line:
-            raise ConfigError("An item of cluster.setup is not a single line of shell", value=repr(line))
+    for name in ("setup", "teardown"):
+        for line in getattr(cluster, name):
+            if not line.isprintable() and "\t" not in line:
+                raise ConfigError(f"An item of cluster.{name} is not a single line of shell", value=repr(line))
+    source, folder = str(code / "src"), Path.cwd()
     # After the user's setup lines, whose modules may change PYTHONPATH too.
-    source = shlex.quote(str(code / "src"))
-    imports = [f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
-    # These lines handle the end of the training while the job still exists, and keep its exit status.
-    after_job = ["after-job", "--state-dir", str(submission.state_dir), "--status"]
-    command = shlex.join([sys.executable, "-P", "-m", "can_train", *after_job])
+    imports = [f"export PYTHONPATH={shlex.quote(source)}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
     own_environment = _RESTRICTS_ENVIRONMENT.isdisjoint(additional)
-    teardown = ["status=$?", f'printf %s "$began_with" | {command} "$status"', 'exit "$status"']
+    has_pyxis = cluster.container and cluster.container_runtime == container.PYXIS
+    # After the training, outside of a container: SLURM's programs are there.
+    python = '"$python"' if _chooses_python(cluster) and not cluster.container else shlex.quote(sys.executable)
+    after_job = shlex.join(["-P", "-m", "can_train", "after-job", "--state-dir", str(submission.state_dir), "--status"])
+    # These lines handle the end of the training while the job still exists, and keep its exit status.
+    end = f'printf %s "$began_with" | {python} {after_job} "$status"'
     return {
         **options,
         "job_name": _escaped("cluster.job_name", cluster.job_name or submission.name),
@@ -314,19 +326,22 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
         "setup": [
             *([] if own_environment else _programs_path()),
             _SAVE_ENVIRONMENT,
-            *cluster.setup,
+            *_setup(cluster, imports, f'{shlex.quote(sys.executable)} {after_job} "$1"'),
             *_programs_path(),
             *imports,
             # A user's setup lines may contain `set -e`: the lines after a failed training must run all the same.
             "set +e",
         ],
-        "teardown": teardown,
+        # In a shell of their own, which a line may leave.
+        "teardown": ["status=$?", *(["(", *cluster.teardown, ")"] if cluster.teardown else []), end, 'exit "$status"'],
         # Since SLURM 22.05 a step no longer inherits --cpus-per-task from its job.
         "srun_args": [
             "--kill-on-bad-exit=1",
             *([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else []),
             # sbatch's --export holds for srun, too: the training would get no variable that this script sets.
             *([] if own_environment else ["--export=ALL"]),
+            *(container.srun_arguments(cluster, paths, folder) if has_pyxis else []),
+            *cluster.srun_args,
         ],
         "stderr_to_stdout": True,
         "wckey": None,
@@ -338,6 +353,59 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
             **additional,
         },
     }
+
+
+def python_command(cluster: ClusterSettings, code: Path, paths: Sequence[Path] = ()) -> str:
+    """Returns the shell words that start the job's Python; the arguments are those of `parameters`."""
+    if cluster.container:
+        return container.command(cluster, paths, Path.cwd(), str(code / "src"))
+    return '"$python"' if _chooses_python(cluster) else shlex.quote(sys.executable)
+
+
+def _chooses_python(cluster: ClusterSettings) -> bool:
+    return bool(cluster.setup or cluster.python)
+
+
+_FIRST_PYTHON: Final = "$(command -v python || command -v python3)"
+_MISSING_PACKAGES: Final = (
+    "import importlib.util as i, sys; "
+    'sys.exit(", ".join(n for n in ("torch", "submitit", "msgspec") if not i.find_spec(n)) or 0)'
+)
+"""Program that ends with the names of packages that this Python does not have."""
+
+
+def _setup(cluster: ClusterSettings, imports: Sequence[str], after_job: str) -> list[str]:
+    """Returns the user's setup lines, and the choice of Python by them; any failure ends the job with its words."""
+    if not cluster.setup and (not cluster.python or cluster.container):
+        return []
+    end = [
+        "end_setup() {",
+        'echo "error: $2" >&2',
+        *imports,
+        f'printf %s "$began_with" | {after_job}',
+        'exit "$1"',
+        "}",
+    ]
+    # A file that a line sources may contain commands that fail, and handle that themselves.
+    failed = ('failed=$?; [ "${#BASH_SOURCE[@]}" -gt "$depth" ] || '
+              'end_setup "$failed" "cluster.setup ended with exit status $failed: $BASH_COMMAND"')  # fmt: skip
+    trap = ["depth=${#BASH_SOURCE[@]}", f"trap {shlex.quote(failed)} ERR"]
+    lines = [*trap, *cluster.setup, "trap - ERR"] if cluster.setup else []
+    if cluster.container:
+        return [*end, *lines]
+    submitted = shlex.quote(sys.executable)
+    if cluster.python:
+        named = shlex.quote(cluster.python)
+        choice = [f'python=$(command -v {named}) || end_setup 127 "cluster.python is no program here: "{named}']
+        remedy = "install them there, or leave cluster.python out"
+    else:
+        choice = [f"python={submitted}", f'[ "{_FIRST_PYTHON}" = "$first_python" ] || python="{_FIRST_PYTHON}"']
+        remedy = f"to train with the Python of the submission: cluster.python={sys.executable}"
+    check = (
+        f'"$python" -c {shlex.quote(_MISSING_PACKAGES)} || end_setup 1 "$python does not have can-train\'s packages; "'
+    )
+    return [*end, f'first_python="{_FIRST_PYTHON}"', *lines, *choice,
+            f'[ "$python" = {submitted} ] || {check}{shlex.quote(remedy)}']  # fmt: skip
 
 
 def _programs_path() -> list[str]:
@@ -354,15 +422,16 @@ def resources(cluster: ClusterSettings) -> dict[str, Any]:
     return {name.replace("_", "-"): value for name, value in _options(cluster).items()} | _additional(cluster)
 
 
-def script(folder: Path, job_parameters: Mapping[str, Any], count: int) -> str:
+def script(folder: Path, job_parameters: Mapping[str, Any], count: int, python: str = "") -> str:
     """Returns the batch script of a job, or of an array of `count` jobs.
 
     Args:
         folder: Folder for submitit's files.
         job_parameters: From `parameters`.
         count: Number of jobs.
+        python: From `python_command`; empty: this process's Python.
     """
-    executor = _ScriptWriter(folder)
+    executor = _ScriptWriter(folder, python=python or None)
     executor.parameters.update(job_parameters)
     if count > 1:
         executor.parameters["map_count"] = count

@@ -27,6 +27,7 @@ from can_train.runs.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.runs.trackers import check_packages
 from can_train.slurm import client
 from can_train.slurm.client import Partition, node_names
+from can_train.slurm.container import APPTAINER, PYXIS, check_image
 from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
 from can_train.slurm.script import (
     check_folder,
@@ -50,6 +51,10 @@ _MEMORY_SETTINGS: Final = ("precision", "optimizer", "optimizer_args", "determin
 """Training settings that change a run's memory, in addition to the settings of the model."""
 _SAME_MODEL: Final = ("task", "model_name", "size", "model")
 """Settings that must agree for the weights of a run to fit another run. Only the job can verify them."""
+
+
+_SRUN_BY_CAN_TRAIN: Final = ("output", "error", "input", "ntasks", "ntasks-per-node", "nodes", "multi-prog", "export")
+"""Arguments of srun that `cluster.srun_args` may not set."""
 
 
 # Partitions of a job
@@ -377,6 +382,7 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
     places = find_partitions(asked.partition, partitions) if partitions else []
     _check_names(asked, places, partitions)
     cluster, cuts = _request(run, asked, places)
+    cluster = _contained(cluster)
     _check_options(cluster)
     notices += [*cuts, check_device(run.device, cluster), waiting_notice(places), _kinds_notice(cluster, places)]
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
@@ -418,8 +424,32 @@ def _request(
     return least, [*dict.fromkeys(cut for _, cuts in requests for cut in cuts), *without]
 
 
+def _contained(cluster: ClusterSettings) -> ClusterSettings:
+    """Chooses the program that runs the container.
+
+    Raises:
+        ConfigError: The image does not exist, or the cluster's srun has no Pyxis.
+    """
+    if not cluster.container:
+        return cluster
+    runtime, has_pyxis = cluster.container_runtime, client.has_pyxis()
+    if runtime == PYXIS and has_pyxis is False:
+        raise ConfigError("srun of this cluster has no --container-image: Pyxis is not installed", value=runtime,
+                          remedy="Give --set cluster.container_runtime=apptainer")  # fmt: skip
+    chosen = (PYXIS if has_pyxis else APPTAINER) if runtime == "auto" else runtime
+    return replace(cluster, container=check_image(cluster.container), container_runtime=chosen)
+
+
 def _check_options(cluster: ClusterSettings) -> None:
-    """Raises ConfigError if the cluster's sbatch knows an option not, or takes its value for nonsense."""
+    """Raises ConfigError if sbatch or srun of the cluster does not know an option, or refuses its value."""
+    for argument in cluster.srun_args:
+        name = argument.removeprefix("--").partition("=")[0]
+        if not argument.startswith("--") or name in _SRUN_BY_CAN_TRAIN:
+            remedy = "Write it as --cpu-bind=none. can-train sets the files and the number of ranks"
+            raise ConfigError("srun may not get an item of cluster.srun_args", value=repr(argument), remedy=remedy)
+    if refusal := client.refused_option(client.SRUN, cluster.srun_args):
+        raise ConfigError("srun of this cluster refuses cluster.srun_args", value=refusal,
+                          remedy="Arguments: srun --help. Values: man srun")  # fmt: skip
     options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in resources(cluster).items()]
     if refusal := client.refused_option(client.SBATCH, options):
         raise ConfigError("sbatch of this cluster refuses an option of the job", value=refusal,

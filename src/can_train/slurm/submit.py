@@ -27,8 +27,17 @@ from can_train.runs.registry import JobRecord, Registry
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.scheduler import NoControllerError
 from can_train.slurm.client import SUBMIT_TIMEOUT_S, cancel_jobs, find_jobs, limited, local_cluster
+from can_train.slurm.container import needed_paths
 from can_train.slurm.job import Entry, Job
-from can_train.slurm.script import GPU_VARIABLES, Submission, check_folder, job_environment, parameters, resources
+from can_train.slurm.script import (
+    GPU_VARIABLES,
+    Submission,
+    check_folder,
+    job_environment,
+    parameters,
+    python_command,
+    resources,
+)
 from can_train.slurm.snapshot import code_of
 
 _SENT_TO: Final = ".cluster"
@@ -74,9 +83,14 @@ def start_jobs(
         ConfigError: A value cannot be written into a script, or SLURM cannot write into a folder of this name.
     """
     folder = submission_folder(folders, submission)
-    job_parameters = parameters(cluster, submission, code_of(folders[0].path))
+    code = code_of(folders[0].path)
+    paths: list[Path] = []
+    if cluster.container:
+        runs = folders[0].path.parent
+        paths = needed_paths([folder.config() for folder in folders], code, submission.state_dir, runs)
+    job_parameters = parameters(cluster, submission, code, paths)
     check_folder(folder)
-    executor = _Executor(folder)
+    executor = _Executor(folder, python=python_command(cluster, code, paths))
     try:
         # SLURM chooses among several clusters, and its answer names the choice.
         executor.job_cluster = cluster.clusters if "," not in cluster.clusters else ""

@@ -14,6 +14,7 @@ import pytest
 
 from can_train.factors.observations import read_records
 from can_train.runs.scheduler import reason_in_words
+from fakes.apptainer import installed
 from fakes.bitwise import assert_same, final_state
 from fakes.own_tasks import write_task
 from slurm.real.on_slurm import Slurm
@@ -76,6 +77,23 @@ def test_a_request_reaches_slurm_and_a_nonsense_is_refused_in_the_words_of_sbatc
         ended = slurm.can_train(*TRAIN, "--submit", "--dry-run", *words.split(), check=False)
         assert ended.returncode == 2
         assert error in ended.stderr
+
+
+def test_a_job_trains_in_a_container_and_one_whose_setup_fails_says_why(slurm: Slurm) -> None:
+    image, programs = slurm.folder / "my.sif", installed(slurm.folder / "bin").parent
+    image.touch()
+    here = ("--container", str(image), "--set", f"cluster.python={sys.executable}", "--seed", "1")
+    path = f"cluster.setup=['export PATH={programs}:$PATH']"
+    failing = "cluster.setup=['echo loading','module load nothing']"
+    (first,) = submitted(slurm, *TRAIN, *JOB, *here, "--set", path)
+    (second,) = submitted(slurm, *TRAIN, *JOB, "--set", failing)
+    assert slurm.ended(first["job_id"]) == "COMPLETED", Path(first["log"]).read_text()
+    assert f"image {image}" in Path(first["log"]).read_text()
+    assert json.loads((Path(first["path"]) / "result.json").read_text())["status"] == "finished"
+    assert slurm.ended(second["job_id"]) == "FAILED"
+    status = json.loads(slurm.can_train("status", second["run_id"], "--json").stdout)
+    assert status["state"] == "failed"
+    assert "cluster.setup ended with exit status 127: module load nothing" in status["why"]
 
 
 def test_a_job_asks_for_no_more_than_its_quality_of_service_gives_it(slurm: Slurm) -> None:
