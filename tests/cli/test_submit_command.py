@@ -172,7 +172,7 @@ def test_an_identical_run_is_pointed_out_and_the_others_of_its_sweep_go_on(
 
 def test_several_runs_are_one_array(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = submit(capsys, "--model", "gat,vgae", "--max-parallel", "1").splitlines()
-    assert [line.split()[-1] for line in said[:2]] == ["41_0", "41_1"]
+    assert [line.split()[2:4] for line in said[:2]] == [["41_0", "model=gat"], ["41_1", "model=vgae"]]
     runs = Registry(slurm / "state").runs()
     assert len({run.sweep for run in runs}) == 1
     assert all(run.sweep and Path(run.path, "config.yaml").exists() for run in runs)

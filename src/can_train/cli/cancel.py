@@ -1,4 +1,4 @@
-"""`can-train cancel RUN`: stops a run, which saves its state first where it trains, and records who wanted that."""
+"""`can-train cancel RUN…`: stops runs, which save their state first where they train, and records who wanted that."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Final
 
 from can_train.cli.output import print_text
-from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
+from can_train.cli.run_locator import RunLocator, Runs, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.io.records import JobId, terminate, this_host, utc_now
 from can_train.runs.registry import CancelRecord
 from can_train.runs.run_state import RunFacts, live_row, silence_in_words, slurm_jobs, where_to_ask
 from can_train.runs.scheduler import ACTIVE, WAITING, QueueRow
-from can_train.runs.status import RunStatus
+from can_train.runs.status import RunStatus, run_statuses
+from can_train.slurm import client as slurm
 from can_train.slurm.client import cancel_jobs, logs_into
 
 _WAIT_S: Final = 30.0  # enough for a step and a checkpoint, unless the step is long
@@ -21,30 +22,46 @@ _STATUS_INTERVAL_S: Final = 1.0
 _CLOCK_SLACK: Final = timedelta(minutes=5)  # between a node's clock and the controller's
 
 
-def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
-    """Stop a run; where it trains it saves itself first, and can-train resume goes on from there."""
+def cancel(runs: Runs, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
+    """Stop runs, or all runs of a sweep; where a run trains it saves itself first, and resume goes on from there."""
     locator = RunLocator(runs_dir, state_dir)
-    known_run = locator.find(run)
-    status = locator.status(known_run)
-    check_answer(status)
+    statuses = locator.statuses(runs)
+    for status in statuses:
+        check_answer(status)
     # SLURM may still hold the job of a run that will never start.
-    if not status.state.live and live_row(status.facts) is None:
-        print_text(f"Run {known_run.run_id} has ended already: {status.state}")
-        return
-    check_own_jobs(status.facts)
+    live = [status for status in statuses if status.state.live or live_row(status.facts) is not None]
+    for status in statuses if not live else ():
+        print_text(f"Run {status.known.run_id} has ended already: {status.state}")
+    for status in live:
+        check_own_jobs(status.facts)
     # Recorded first: whoever sees the end must find its reason.
-    locator.registry.add(CancelRecord(run_id=known_run.run_id, time=utc_now()))
-    if not stop(status.facts):
-        status = locator.status(known_run)
-        if status.state.live:
-            raise RunError("No job and no process of the run was found", value=str(status.state))
-    end = time.monotonic() + _WAIT_S
-    status = locator.status(known_run)
-    while (status.state.live or live_row(status.facts) is not None) and time.monotonic() < end:
+    for status in live:
+        locator.registry.add(CancelRecord(run_id=status.known.run_id, time=utc_now()))
+    _stop_all(live, locator)
+    for status in _wait_for_end(live, locator):
+        what = " was asked to stop and has not ended yet" if status.state.live else ""
+        print_text(f"Run {status.known.run_id}{what}: {status.state}")
+
+
+def _stop_all(live: Sequence[RunStatus], locator: RunLocator) -> None:
+    """Asks the jobs of runs to end in one command, and the processes one after another."""
+    jobs = [row.job for status in live for row in _live_rows(status.facts)]
+    if jobs and (refusal := cancel_jobs(jobs)):
+        raise RunError("SLURM refuses to cancel the job", value=refusal)
+    for status in live:
+        if not _live_rows(status.facts) and not stop(status.facts):
+            now = locator.status(status.known)
+            if now.state.live:
+                raise RunError("No job and no process of the run was found", value=str(now.state))
+
+
+def _wait_for_end(live: Sequence[RunStatus], locator: RunLocator) -> list[RunStatus]:
+    end, names = time.monotonic() + _WAIT_S, [status.known for status in live]
+    statuses = run_statuses(names, locator.registry, slurm)
+    while any(each.state.live or live_row(each.facts) is not None for each in statuses) and time.monotonic() < end:
         time.sleep(_STATUS_INTERVAL_S)
-        status = locator.status(known_run)
-    what = " was asked to stop and has not ended yet" if status.state.live else ""
-    print_text(f"Run {known_run.run_id}{what}: {status.state}")
+        statuses = run_statuses(names, locator.registry, slurm)
+    return statuses
 
 
 def check_answer(status: RunStatus) -> None:

@@ -3,35 +3,48 @@
 import codecs
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from can_train.cli.output import print_aside, print_log
-from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
-from can_train.errors import RUN_FAILED, RunError, with_command_name
+from can_train.cli.run_locator import RunLocator, RunOrSweep, RunsDir, StateDir
+from can_train.errors import RUN_FAILED, ConfigError, RunError, with_command_name
 from can_train.io.records import open_regular
+from can_train.runs.run_folder import short_name
 from can_train.runs.run_state import FINISHED, RunFacts
-from can_train.runs.status import KnownRun, RunStatus, run_logs
+from can_train.runs.status import KnownRun, RunStatus, read_tail, run_logs, run_statuses
+from can_train.runs.sweep_runs import has_failed
+from can_train.slurm import client as slurm
 
 _READ_INTERVAL_S: Final = 0.5
 _STATUS_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
 _READ_BYTES: Final = 2**20
+_END_LINES: Final = 5  # of the log of each run of a sweep
 _CUT_OFF: Final = re.compile(r"(?:\r|\x1b(?:\[[\d;:]{0,64})?)\Z")
 _RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")  # submitit's names of logs end in the rank
 
 
 def logs(
-    run: Run,
+    run: RunOrSweep,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
     rank: Annotated[int, typer.Option(help="Process of a run that has several.", min=0)] = 0,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """Print the log of a run; with -f, follow it across requeues and new jobs."""
+    """Print the log of a run; with -f, follow it across requeues and new jobs. Of a sweep, the end of each log."""
     locator = RunLocator(runs_dir, state_dir)
-    known_run = locator.find(run)
+    sweep, (known_run, *others) = locator.find_any(run)
+    if sweep:
+        if follow or rank:
+            raise ConfigError(f"{'-f' if follow else '--rank'} goes with a single run", value=sweep,
+                              remedy="Name one of its runs: can-train status lists the failed ones")  # fmt: skip
+        _print_ends(run_statuses([known_run, *others], locator.registry, slurm))
+        return
+    if known_run.record.label:
+        _note(f"Run {known_run.run_id}: {known_run.record.label}")
     if follow:
         state = _follow(locator, known_run, rank).state
         _note(f"Run {known_run.run_id}: {state}")
@@ -43,6 +56,15 @@ def logs(
         _note(f"There is no log of this run, or it is empty ({status.state}){waits}")
     for path in earlier:
         _note(f"The log of an earlier job: {path}")
+
+
+def _print_ends(statuses: Sequence[RunStatus]) -> None:
+    """Prints the last lines of the log of each run, the failed runs last, where a terminal shows them."""
+    for status in sorted(statuses, key=has_failed):
+        record = status.known.record
+        log = run_logs(status.facts, status.known)[-1]
+        _note(f"{short_name(record.run_id)} {record.label}: {status.state}")
+        print_log("".join(f"{line}\n" for line in read_tail(log).splitlines()[-_END_LINES:]))
 
 
 class GrowingLog:

@@ -1,10 +1,13 @@
 """`can-train resume RUN`: continues a run from its last checkpoint, where it ran before, or here; for longer, on
-another device, with a log that has moved.
+another device, with a log that has moved. Several runs, and those of a sweep, continue in SLURM or in the background.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -19,22 +22,33 @@ from can_train.cli.output import (
     print_starting,
     print_text,
 )
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir, TrustCode
-from can_train.errors import RunError, with_command_name
-from can_train.runs.run_folder import RunFolder, name_to_type
+from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, TrustCode
+from can_train.errors import ConfigError, RunError, with_command_name
+from can_train.io.units import counted
+from can_train.runs.run_folder import RunFolder, name_to_type, new_run_id
 from can_train.runs.run_state import FINISHED, live_row
+from can_train.runs.sweep_runs import can_go_on, has_failed
 from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once, find_launch
 
 if TYPE_CHECKING:
+    from can_train.config.settings import ClusterSettings
     from can_train.runs.registry import JobRecord
     from can_train.runs.status import RunStatus
+    from can_train.slurm.script import Submission
+
+_LISTED: Final = 10  # resumed runs that are listed
 
 
 def resume(  # noqa: PLR0913 - Typer makes an option of each argument
-    run: Run,
-    here: Annotated[bool, typer.Option("--here", help="Train in this process, wherever the run was before.")] = False,
+    runs: Annotated[
+        list[str] | None, typer.Argument(help="A run, as in can-train show; or several, or a sweep.", metavar="RUN...")
+    ] = None,
     *,
+    all_failed: Annotated[
+        bool, typer.Option("--all-failed", help="The failed runs of RUN..., else of the list; not the cancelled ones.")
+    ] = False,
+    here: Annotated[bool, typer.Option("--here", help="Train in this process, wherever the run was before.")] = False,
     epochs: Annotated[
         str | None, typer.Option(help="Go on until so many epochs are done, also after the end.", metavar="INTEGER")
     ] = None,
@@ -57,6 +71,16 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     # Rank 0 speaks for all.
     quiet = quiet or (launch is not None and launch.rank > 0)
     locator = RunLocator(runs_dir, state_dir)
+    if all_failed or (chosen := _several(locator, runs or ())):
+        given = {"--here": here, "--epochs": epochs, "--device": device, "--dataset": dataset}
+        if flag := next((flag for flag, value in given.items() if value), ""):
+            raise ConfigError(f"{flag} goes with a single run", value=" ".join(runs or ["--all-failed"]),
+                              remedy="Leave it out, or resume each run by itself")  # fmt: skip
+        _resume_all(_failed(locator, runs) if all_failed else chosen, locator, trusts_all=trust_code, as_json=as_json)
+        return
+    if not runs:
+        raise ConfigError("RUN is missing", remedy="Name one: can-train runs lists them; or give --all-failed")
+    (run,) = runs
     status = locator.status(locator.find(run))
     _check_state(status, run)
     jobs = status.facts.jobs
@@ -106,6 +130,108 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
         continue_run(folder, ranks, verbosity, as_json=as_json)
 
 
+# Several runs
+
+
+def _several(locator: RunLocator, names: Sequence[str]) -> "list[RunStatus]":
+    """Returns the runs of a line that can go on; none where the line names a single run."""
+    if not names or (len(names) == 1 and not locator.find_any(names[0])[0]):
+        return []
+    statuses = locator.statuses(names)
+    if going := [status for status in statuses if can_go_on(status)]:
+        return going
+    raise RunError("None of these runs can go on", value=f"{len(statuses)} runs, all queued, running or finished",
+                   remedy=f"can-train status {names[0]} shows their states")  # fmt: skip
+
+
+def _failed(locator: RunLocator, names: Sequence[str] | None) -> "list[RunStatus]":
+    """Returns the failed runs of a line, or of the whole list."""
+    if names:
+        statuses = [status for status in locator.statuses(names) if has_failed(status)]
+    else:
+        from can_train.report.run_list import FAILURES, RunFilter, RunList
+
+        listed = RunList(locator.runs(), locator.state_folder, slurm).select(RunFilter(states=FAILURES))
+        statuses = listed.statuses(listed.runs)
+    if going := [status for status in statuses if can_go_on(status)]:
+        return going
+    raise RunError(
+        "No run has failed", value=" ".join(names or ["--all-failed"]), remedy="can-train runs lists the runs"
+    )
+
+
+def _resume_all(statuses: "Sequence[RunStatus]", locator: RunLocator, *, trusts_all: bool, as_json: bool) -> None:
+    """Continues runs: in SLURM, equal requests as an array, or in the background.
+
+    Raises:
+        CanTrainError: A run cannot go on; those before it in the list may have been started.
+    """
+    from can_train.cli.submit import job_json
+
+    for status in statuses:
+        check_answer(status)
+        if not status.facts.jobs or status.facts.jobs[-1].executor == "debug":
+            name = name_to_type(status.known.folder)
+            raise RunError("A run that was trained in a terminal goes on by itself", value=status.known.run_id,
+                           remedy=f"Continue it: can-train resume {name}")  # fmt: skip
+        locator.trust(trusts_all=trusts_all).config(status.known.folder, submits=True, has_code=True)
+    jobs = [_start_again(RunFolder(status.known.folder.path), locator)
+            for status in statuses if status.facts.jobs[-1].executor == "local"]  # fmt: skip
+    for group in _alike([status for status in statuses if status.facts.jobs[-1].executor == "slurm"], locator):
+        jobs += _submit_group(group, locator)
+    if as_json:
+        folders = {status.known.run_id: status.known.folder for status in statuses}
+        print_json({"submitted": [job_json(job, folders[job.run_id]) for job in jobs], "identical": []})
+        return
+    for job in jobs[:_LISTED]:
+        print_text(f"{job.run_id} goes on as {'job' if job.executor == 'slurm' else 'process'} {job.job_id}")
+    print_text(f"... and {len(jobs) - _LISTED} more" if len(jobs) > _LISTED else f"{counted(len(jobs), 'run')} go on.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Again:
+    """The request of a run that goes on."""
+
+    folder: RunFolder
+    cluster: "ClusterSettings"
+    submission: "Submission"
+    code: Path
+
+    def asks_like(self, other: "_Again") -> bool:
+        """Returns whether two runs can be elements of one array."""
+        return (self.cluster, self.code, self.submission.dependency) == (
+            other.cluster, other.code, other.submission.dependency,
+        )  # fmt: skip
+
+
+def _alike(statuses: "Sequence[RunStatus]", locator: RunLocator) -> "list[list[_Again]]":
+    """Groups runs by equal requests and equal code."""
+    groups: list[list[_Again]] = []
+    for status in statuses:
+        again = _request_again(status, locator)
+        group = next((each for each in groups if each[0].asks_like(again)), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(again)
+    return groups
+
+
+def _submit_group(group: "Sequence[_Again]", locator: RunLocator) -> "list[JobRecord]":
+    from can_train.cli.train import continue_in_job
+    from can_train.slurm.submit import start_jobs
+
+    submission = group[0].submission
+    if len(group) > 1:
+        submission = replace(submission, sweep=new_run_id("sweep"))
+    with ExitStack() as locks:
+        for again in group:
+            locks.enter_context(again.folder.locked(doing="submitted"))
+        jobs = start_jobs(continue_in_job, [again.folder for again in group], group[0].cluster, submission)
+        for job in jobs:
+            locator.registry.add(job)
+    return jobs
+
+
 def _print_changes(sentences: Sequence[str], *, quiet: bool) -> None:
     for sentence in () if quiet else sentences:
         print_note(sentence)
@@ -138,16 +264,27 @@ def _submit_again(status: "RunStatus", locator: RunLocator) -> "JobRecord":
     from can_train.cli.submit import submit_again
     from can_train.cli.train import continue_in_job
     from can_train.config.compose import from_plain
+
+    again = _request_again(status, locator)
+    return submit_again(continue_in_job, again.folder, from_plain(status.known.folder.config()), again.submission)
+
+
+def _request_again(status: "RunStatus", locator: RunLocator) -> _Again:
+    from can_train.config.compose import from_plain
     from can_train.runs.status import run_statuses
     from can_train.slurm.script import Submission
+    from can_train.slurm.snapshot import code_of
     from can_train.slurm.submission_plan import dependency_on
 
     settings = from_plain(status.known.folder.config())
     folder = RunFolder(status.known.folder.path.resolve())
     # A parent whose folder is gone is not waited for; the run itself names the missing parent.
-    awaited = status.known.record.after.split(",")
-    awaited_runs = [earlier for earlier in locator.runs() if earlier.run_id in awaited]
-    parents = run_statuses(awaited_runs, locator.registry, slurm)
-    dependency = dependency_on(parents, settings.cluster.executor, settings.cluster.clusters)
+    awaited = status.known.record.after.split(",") if status.known.record.after else []
+    awaited_runs = [earlier for earlier in locator.runs() if earlier.run_id in awaited] if awaited else []
+    parents = run_statuses(awaited_runs, locator.registry, slurm) if awaited else []
+    dependency = dependency_on(parents, settings.cluster.executor)
     submission = Submission(name=settings.key, state_dir=locator.state_folder, dependency=dependency, reason="resumed")
-    return submit_again(continue_in_job, folder, settings, submission)
+    # It may have been submitted again with more memory since its configuration was written.
+    memory = str(status.facts.jobs[-1].resources.get("mem", settings.cluster.mem))
+    cluster = replace(settings.cluster, mem=memory)
+    return _Again(folder=folder, cluster=cluster, submission=submission, code=code_of(folder.path))

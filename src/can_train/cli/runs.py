@@ -6,17 +6,19 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
 from can_train.cli.output import clear_screen, print_json, print_note, print_tables, print_text, print_wrapped
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, RunLocator, RunOrSweep, RunsDir, StateDir
 from can_train.config.settings import check_choice
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import is_file
+from can_train.io.units import counted
 from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
 from can_train.report.run_list import Condition, RunFilter, RunList, data_set_of, mean, parse_since, parse_states
 from can_train.report.scores import headline, higher_is_better, mapping, rank, score
@@ -25,10 +27,14 @@ from can_train.reporter import COLUMNS, TextTable, wrapped
 from can_train.runs.run_folder import name_to_type, short_name
 from can_train.runs.run_state import infer_attempt_state
 from can_train.runs.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
+from can_train.runs.sweep_runs import failures_by_cause, failures_by_node
 from can_train.slurm import client as slurm
 
 _LIMIT: Final = 20  # runs that are listed by default, which fit a terminal
 _WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
+
+_NODES: Final = 3  # nodes of a cause that are listed
+_AGAIN: Final = 10  # submissions of a sweep's runs after a failure that are listed
 
 _COLUMNS: Final = ("run", "state", "time", "device", "score", "trained")
 """They fit a terminal of 80 columns; steps and all else are in `status` and in the JSON."""
@@ -93,10 +99,14 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         _print_runs(*_newest(locator, chosen, limit), locator, is_filtered=chosen != RunFilter())
 
 
-def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
-    """Show the state of a run, and how it came to it."""
+def status(run: RunOrSweep, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
+    """Show the state of a run, and how it came to it; of a sweep, the states of its runs, and how runs failed."""
     locator = RunLocator(runs_dir, state_dir)
-    status = locator.status(locator.find(run))
+    sweep, known = locator.find_any(run)
+    if sweep:
+        _print_sweep(sweep, run_statuses(known, locator.registry, slurm), as_json=as_json)
+        return
+    status = locator.status(known[0])
     if as_json:
         print_json(run_json(status))
         return
@@ -220,7 +230,7 @@ def _status_lines(status: RunStatus) -> list[str]:
         "folder": str(status.known.folder.path),
         "log": str(log) if is_file(log) else "",
         "after": record.after,
-        "sweep": record.sweep,
+        "sweep": f"{record.sweep}  {record.label}".rstrip(),
         "changed": "; ".join(map(change_text, status.known.folder.changes())),
         "to go on": f"can-train resume {name_to_type(status.known.folder)}" if is_resumable else "",
     }
@@ -231,6 +241,54 @@ def _status_lines(status: RunStatus) -> list[str]:
         for name, text in lines.items()
         if text
     ]
+
+
+def _print_sweep(name: str, statuses: Sequence[RunStatus], *, as_json: bool) -> None:
+    """Prints the states of a sweep's runs, its failures by cause and by node, and the lines that go on."""
+    causes, nodes = failures_by_cause(statuses), failures_by_node(statuses)
+    counts = Counter(status.state.label for status in statuses)
+    failed = sum(len(cause.runs) for cause in causes)
+    if as_json:
+        print_json({
+            "sweep": name, "states": counts, "runs": [listed_json(status) for status in statuses],
+            "failures": [{"state": cause.state, "why": cause.why, "nodes": cause.nodes,
+                          "run_ids": [status.known.run_id for status in cause.runs]} for cause in causes],
+            "nodes": [vars(node) for node in nodes],
+        })  # fmt: skip
+        return
+    print_text(f"sweep   {name}")
+    print_wrapped(
+        f"states  {counted(len(statuses), 'run')}: {', '.join(f'{n} {state}' for state, n in counts.most_common())}"
+    )
+    tables = []
+    if causes:
+        rows = [(str(len(cause.runs)), cause.state, _nodes_text(cause.nodes), _run_name(cause.runs[0]), cause.why)
+                for cause in causes]  # fmt: skip
+        tables.append(TextTable("Failures by cause", ("runs", "state", "nodes", "for example", "why"), rows))
+        by_node = [(each.node, str(each.failed), str(each.finished)) for each in nodes]
+        tables.append(TextTable("Failures by node", ("node", "failed", "finished"), by_node))
+    again = [(_run_name(status), f"{local_time(job.time)}", job.reason)
+             for status in statuses for job in status.facts.jobs if job.reason and job.reason != "resumed"]  # fmt: skip
+    if again:
+        notes = [f"and {len(again) - _AGAIN} more"] if len(again) > _AGAIN else []
+        tables.append(TextTable("Submitted again", ("run", "time", "why"), again[:_AGAIN], notes))
+    print_tables(tables, pipe_columns=COLUMNS)
+    lines = [f"can-train resume {name} --all-failed"] if failed else []
+    lines += [f"can-train cancel {name}"] if any(status.state.live for status in statuses) else []
+    lines += [f"can-train compare {name}"] if counts["finished"] > 1 else []
+    print_text(with_command_name("\n".join(["", "To go on", *(f"  {line}" for line in lines)])) if lines else "")
+
+
+def _run_name(status: RunStatus) -> str:
+    record = status.known.record
+    return f"{short_name(record.run_id)} {record.label}".strip()
+
+
+def _nodes_text(nodes: Mapping[str, int]) -> str:
+    """Writes the nodes of failed runs, the worst first, with the number of runs."""
+    worst = sorted(nodes, key=lambda node: -nodes[node])
+    more = f" and {len(worst) - _NODES} more" if len(worst) > _NODES else ""
+    return ", ".join(f"{node} {nodes[node]}" for node in worst[:_NODES]) + more
 
 
 def _done_of(done: int | None, total: int | None) -> str:
@@ -279,6 +337,7 @@ _OF_RUN: Final[dict[str, Callable[[RunList, KnownRun], Any]]] = {
     "why": lambda listed, run: listed.figures(run).why,
     "key": lambda listed, run: run.record.key,
     "sweep": lambda listed, run: run.record.sweep,
+    "label": lambda listed, run: run.record.label,
     "tags": lambda listed, run: " ".join(listed.labels_of(run).tags),
     "note": lambda listed, run: listed.labels_of(run).note,
     "folder": lambda listed, run: run.path,

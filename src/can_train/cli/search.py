@@ -18,7 +18,7 @@ from can_train.config.sweeps import split_axes
 from can_train.errors import ConfigError, StateError, with_command_name
 from can_train.report.run_facts import compared_runs, sweep_table
 from can_train.reporter import COLUMNS, Reporter
-from can_train.runs.run_folder import Changed, RunFolder, make_run, new_run_id
+from can_train.runs.run_folder import Changed, RunFolder, SweepRun, make_run, new_run_id
 from can_train.runs.trials import (
     REDUCTION,
     SAMPLERS,
@@ -173,7 +173,9 @@ class TrialHere:
 
     def make(self, run: ResolvedRun, reporter: Reporter, changed: Changed) -> RunFolder:
         """Makes the folder of its run."""
-        folder = make_run(run, reporter, changed, run_id=self._run_id, sweep=self._folder.search.name)
+        values = " ".join(text.rpartition(".")[2] for text in self.assignments)
+        sweep = SweepRun(name=self._folder.search.name, label=values)
+        folder = make_run(run, reporter, changed, run_id=self._run_id, sweep=sweep)
         trial = Trial(search=str(self._folder.path.absolute()), number=self._number, values=self._values)
         TrialRun(folder, trial).write()
         return folder
@@ -239,7 +241,7 @@ def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str
     runs = planned.jobs(len(numbers))
     code, partitions = code_of_runs(runs), read_cluster(runs)
     plan = plan_submission(runs, code.digest, partitions, after=after, force=True)
-    plan = replace(plan, sweep=planned.search.name)
+    plan = replace(plan, sweep=[SweepRun(name=planned.search.name)] * len(runs))
     print_notices(plan)
     (group,) = plan.groups
     expects = expectation(base, Registry(state).runs())

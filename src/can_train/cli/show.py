@@ -7,19 +7,21 @@ from typing import Annotated, Any, Final
 import typer
 
 from can_train.cli.output import print_json, print_tables, print_text, print_wrapped, writing
-from can_train.cli.run_locator import AsJson, Run, RunLocator, Runs, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, RunLocator, RunOrSweep, Runs, RunsDir, StateDir
 from can_train.config.resolved import plain_to_yaml
 from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import write_text_atomic
 from can_train.report import run_facts as facts
 from can_train.report.text import value_text
 from can_train.reporter import COLUMNS, wrapped
+from can_train.runs.status import run_statuses
+from can_train.slurm import client as slurm
 
 _REPORT: Final = "report.html"
 
 
 def show(
-    run: Run,
+    run: RunOrSweep,
     *,
     config: Annotated[
         bool, typer.Option("--config", help="Print all of its settings, as a file for can-train --config.")
@@ -28,9 +30,22 @@ def show(
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """Show a run: scores, plan, memory, settings that are not the defaults, and the commands that continue it."""
+    """Show a run: scores, plan, memory, settings that are not the defaults, and the commands that continue it. Of a
+    sweep, a row for each run, the best first.
+    """
     locator = RunLocator(runs_dir, state_dir)
-    record = locator.find(run)
+    sweep, (record, *more) = locator.find_any(run)
+    if sweep and not config:
+        compared = facts.compared_runs(run_statuses([record, *more], locator.registry, slurm))
+        if as_json:
+            print_json({"sweep": sweep, **facts.comparison_json(compared)})
+            return
+        print_text(f"sweep   {sweep}")
+        print_tables([facts.sweep_table(compared)], pipe_columns=COLUMNS)
+        print_text(with_command_name(f"\nStates and failures: can-train status {sweep}"))
+        return
+    if sweep:
+        raise ConfigError("--config goes with a single run", value=sweep, remedy="Name one of its runs")
     if config:
         settings = record.folder.config()
         print_json(settings) if as_json else print_text(plain_to_yaml(settings), end="")

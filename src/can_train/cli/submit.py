@@ -19,7 +19,7 @@ from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, with_command_name
 from can_train.io.units import parse_time_min, time_text
 from can_train.runs.registry import JobRecord, Registry
-from can_train.runs.run_folder import RunFolder, new_run_id, register_run
+from can_train.runs.run_folder import RunFolder, SweepRun, new_run_id, register_run
 from can_train.runs.run_state import FINISHED
 from can_train.runs.scheduler import NoControllerError
 from can_train.slurm.client import Partition, may_requeue, read_partitions_and_limits
@@ -72,7 +72,7 @@ def submit_runs(
         jobs += started
         folders |= {job.run_id: RunFolder(group[0].run.runs_dir / job.run_id) for job in started}
         if not as_json:
-            print_jobs(group[0].run, started, expects)
+            print_jobs(group[0].run, started, expects, [plan.sweep[each.index] for each in group if plan.sweep])
     if as_json:
         identical = [
             {"run_id": duplicate.known.run_id, "path": duplicate.known.record.path, "state": duplicate.state.state}
@@ -160,7 +160,9 @@ def print_notices(plan: SubmissionPlan) -> None:
 def _new_group(group: Sequence[PlannedRun], plan: SubmissionPlan, state: Path) -> tuple[list[RunFolder], Submission]:
     """Names the folders of runs that are submitted together, and their array; makes none."""
     sweep = new_run_id("sweep") if len(group) > 1 else ""
-    submission = Submission(name=group[0].run.key, state_dir=state, dependency=plan.dependency, sweep=sweep)
+    # squeue shows the name of the job.
+    name = plan.sweep[0].name if sweep and plan.sweep else group[0].run.key
+    submission = Submission(name=name, state_dir=state, dependency=plan.dependency, sweep=sweep)
     return [RunFolder(planned.run.runs_dir / new_run_id(planned.run.key)) for planned in group], submission
 
 
@@ -206,7 +208,7 @@ def start_group(
                 folder,
                 identity=planned.identity,
                 after=",".join(plan.after),
-                sweep=plan.sweep or submission.sweep,
+                sweep=plan.sweep[planned.index] if plan.sweep else SweepRun(),
             )
             if cluster.executor == "debug":
                 jobs.append(run_here(entry, folder, submission))
@@ -243,14 +245,22 @@ def _note_forbidden_requeue(job: JobRecord, cluster: ClusterSettings) -> None:
                    f"run saves and ends. Then go on: can-train resume {job.run_id}")  # fmt: skip
 
 
-def print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> None:
-    """Prints the jobs that were started, their request, and how to follow them."""
+def print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str, sweep: Sequence[SweepRun] = ()) -> None:
+    """Prints the jobs that were started, their request, and how to follow them.
+
+    Args:
+        run: The first of their runs.
+        jobs: The jobs.
+        expects: What earlier runs measured, in words.
+        sweep: The place of each run in its sweep; empty: they are in none.
+    """
     cluster = run.cluster
     if cluster.executor == "debug":
         return
     kind = "job" if cluster.executor == "slurm" else "process"
-    for job in jobs[:_MAX_LISTED]:
-        print_text(f"{job.run_id}  {kind} {job.job_id}")
+    labels = [each.label for each in sweep] or [""] * len(jobs)
+    for job, label in [*zip(jobs, labels, strict=True)][:_MAX_LISTED]:
+        print_text("  ".join(filter(None, [job.run_id, f"{kind} {job.job_id}", label])))
     if len(jobs) > _MAX_LISTED:
         print_text(f"... and {len(jobs) - _MAX_LISTED} more, to {kind} {jobs[-1].job_id}")
     if cluster.executor == "slurm":
@@ -264,5 +274,5 @@ def print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> Non
         ]
         print_text(f"  asked for  {', '.join(filter(None, asked))}")
     print_text(f"  expected   {expects}")
-    print_text(with_command_name(f"State: can-train status {jobs[0].run_id}"))
+    print_text(with_command_name(f"State: can-train status {sweep[0].name if sweep else jobs[0].run_id}"))
     print_text(with_command_name(f"Log:   can-train logs {jobs[0].run_id} -f"))

@@ -217,13 +217,17 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
 
 
 def _train_runs(runs: Sequence["ResolvedRun"], ranks: "Ranks", verbosity: Verbosity, *, as_json: bool) -> None:
-    failed = []
+    from can_train.runs.run_folder import SweepRun, make_run
+    from can_train.runs.sweep_runs import describe_sweep
+
+    failed, places = [], describe_sweep([run.config for run in runs]) if len(runs) > 1 else [SweepRun()]
     with RunPrinter(verbosity, as_json=as_json, of_several=len(runs) > 1) as printer:
         for number, run in enumerate(runs, start=1):
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
                 output.print_aside(f"run {number} of {len(runs)}: {_title(run, runs)}")
             try:
-                printer.print(partial(_train_new, run, ranks, verbosity, printer))
+                make = partial(make_run, sweep=places[number - 1])
+                printer.print(partial(_train_new, run, ranks, verbosity, printer, make=make))
             except CanTrainError as error:
                 if len(runs) == 1:
                     raise

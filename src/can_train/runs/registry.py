@@ -37,6 +37,7 @@ class RunRecord(_Entry):
     identity: str = ""  # digest of configuration, code and data; equal for equal runs
     after: str = ""  # ids of the runs that the run waits for, separated by commas
     sweep: str = ""  # name of the run's sweep; empty: no sweep
+    label: str = ""  # the run's values of the settings that vary in its sweep: lr=0.01 seed=2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -399,8 +399,24 @@ def _libraries() -> dict[str, str]:
     return libraries
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepRun:
+    """The place of a run in a sweep or search; empty for a run that is in none.
+
+    Attributes:
+        name: Name of the sweep.
+        label: The run's values of the settings that vary.
+    """
+
+    name: str = ""
+    label: str = ""
+
+
+_NO_SWEEP: Final = SweepRun()
+
+
 def make_run(
-    run: ResolvedRun, reporter: Reporter, changed: Changed = None, *, run_id: str = "", sweep: str = ""
+    run: ResolvedRun, reporter: Reporter, changed: Changed = None, *, run_id: str = "", sweep: SweepRun = _NO_SWEEP
 ) -> RunFolder:
     """Creates the folder of a run that trains in this process, and registers the run. If the registry cannot be
     written, the reporter gets a notice.
@@ -410,7 +426,7 @@ def make_run(
         reporter: Gets the notice.
         changed: The settings that differ from the presets; None: unknown.
         run_id: Its id; empty: a new one.
-        sweep: Name of its sweep or search; empty: none.
+        sweep: Its place in a sweep or search.
 
     Raises:
         RunError: The folder cannot be written.
@@ -423,7 +439,9 @@ def make_run(
     return folder
 
 
-def register_run(run: ResolvedRun, folder: RunFolder, *, identity: str = "", after: str = "", sweep: str = "") -> None:
+def register_run(
+    run: ResolvedRun, folder: RunFolder, *, identity: str = "", after: str = "", sweep: SweepRun = _NO_SWEEP
+) -> None:
     """Enters a run into the registry.
 
     Raises:
@@ -431,7 +449,7 @@ def register_run(run: ResolvedRun, folder: RunFolder, *, identity: str = "", aft
     """
     Registry(state_dir(run.paths)).add(
         RunRecord(run_id=folder.run_id, path=str(folder.path.resolve()), key=run.key, time=utc_now(),
-                  identity=identity, after=after, sweep=sweep)
+                  identity=identity, after=after, sweep=sweep.name, label=sweep.label)
     )  # fmt: skip
 
 

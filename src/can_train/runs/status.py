@@ -117,7 +117,7 @@ def run_statuses(runs: Iterable[KnownRun], registry: Registry, scheduler: Schedu
             # SLURM reuses numbers after its state was lost, or above its largest number: a job of the number may belong
             # to somebody else. A person may have renamed the job.
             foreign = {job for record in facts.jobs if (job := record.slurm_job) is not None
-                       and {row.name for row in queue.get(job, ())} - {"", facts.run.key}
+                       and {row.name for row in queue.get(job, ())} - {"", facts.run.key, facts.run.sweep}
                        and not _is_own(job, record, scheduler, otherwise=True)}  # fmt: skip
             jobs = [job for job in slurm_jobs(facts) if job not in foreign]
             silent, unnamed = dict(answer.silent), [job.number for job in jobs if not job.cluster]

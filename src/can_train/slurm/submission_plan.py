@@ -21,9 +21,10 @@ from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, si
 from can_train.memory.catalogue import cards_named
 from can_train.runs.past_runs import data_files, find_duplicate_run, identity
 from can_train.runs.registry import Registry, RunRecord
-from can_train.runs.run_folder import RunFolder
+from can_train.runs.run_folder import RunFolder, SweepRun
 from can_train.runs.run_state import FINISHED, live_row, silence_in_words, slurm_jobs
 from can_train.runs.status import RunStatus, find_run, known_runs, run_statuses
+from can_train.runs.sweep_runs import describe_sweep
 from can_train.runs.trackers import check_packages
 from can_train.slurm import client
 from can_train.slurm.client import Partition, node_names
@@ -299,7 +300,7 @@ class SubmissionPlan:
     after: Sequence[str]  # ids of the runs to wait for
     dependency: str  # value of sbatch's --dependency; empty without a dependency
     notices: Sequence[str]
-    sweep: str = ""  # name of the sweep in the registry; empty: the name of the array
+    sweep: Sequence[SweepRun] = ()  # place of each requested run in its sweep; empty: a single run
 
 
 def plan_submission(
@@ -351,7 +352,8 @@ def plan_submission(
     dependency = dependency_on(statuses[len(identical) :], cluster.executor, cluster.clusters)
     duplicate_runs = [duplicate for duplicate in duplicates.values() if duplicate is not None]
     return SubmissionPlan(groups=groups, duplicate_runs=duplicate_runs, after=[parent.run_id for parent in parents],
-                          dependency=dependency, notices=list(dict.fromkeys(notices)))  # fmt: skip
+                          dependency=dependency, notices=list(dict.fromkeys(notices)),
+                          sweep=describe_sweep([run.config for run in runs]) if len(runs) > 1 else ())  # fmt: skip
 
 
 def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
