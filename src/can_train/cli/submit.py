@@ -1,33 +1,60 @@
 """`--submit`: checks runs, keeps their code, sends them to a cluster or a background process, and says how to follow
-them. Imports no torch: the job itself examines its GPU.
+them. Imports no torch: the job itself examines its GPU, and a child process plans for a kind of GPU that a job names.
 
 `entry`, wherever it is an argument, is `train.continue_in_job`: a job finds it by name, in its own copy of the code.
 """
 
+import json
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from can_train.cli.output import print_json, print_note, print_text
-from can_train.config.resolved import ResolvedRun, state_dir
+from can_train.cli.output import confirm, print_json, print_note, print_tables, print_text, print_wrapped, working
+from can_train.config.resolved import ResolvedRun, plain_to_yaml, state_dir
 from can_train.config.settings import ClusterSettings
-from can_train.errors import CanTrainError, with_command_name
+from can_train.errors import (
+    DOES_NOT_FIT,
+    CanTrainError,
+    ConfigError,
+    DoesNotFitError,
+    unknown_name,
+    with_command_name,
+)
 from can_train.io.units import parse_time_min, time_text
+from can_train.memory.catalogue import cards_named
+from can_train.reporter import Reporter, TextTable
 from can_train.runs.registry import JobRecord, Registry
 from can_train.runs.run_folder import RunFolder, SweepRun, new_run_id, register_run
 from can_train.runs.run_state import FINISHED
 from can_train.runs.scheduler import NoControllerError
-from can_train.slurm.client import Partition, may_requeue, read_partitions_and_limits
+from can_train.slurm.client import Partition, expected_start, may_requeue, read_partitions_and_limits
 from can_train.slurm.container import needed_paths
 from can_train.slurm.job import Entry
-from can_train.slurm.script import Submission, parameters, python_command, script, with_sbatch_variables
+from can_train.slurm.placement import (
+    COLUMNS,
+    Place,
+    Speed,
+    alike_in_memory,
+    best_first,
+    epoch_time,
+    list_places,
+    notes,
+    read_speeds,
+    reason,
+    table_rows,
+    to_plain,
+)
+from can_train.slurm.script import Submission, parameters, python_command, script, wants_gpu, with_sbatch_variables
 from can_train.slurm.snapshot import Code, code_of_runs, describe, keep, with_code
 from can_train.slurm.submission_plan import (
+    AUTO_PARTITION,
     JobDevice,
     PlannedRun,
     SubmissionPlan,
@@ -112,7 +139,7 @@ def plan_jobs(
     Raises:
         CanTrainError: A run could not be submitted.
     """
-    code, state, partitions = code_of_runs(runs), state_dir(runs[0].paths), []
+    code, partitions = code_of_runs(runs), list[Partition]()
     try:
         partitions = read_cluster(runs)
     except NoControllerError as error:
@@ -121,8 +148,22 @@ def plan_jobs(
     plan = plan_submission(runs, code.digest, partitions, after=after, force=True)
     if not quiet:
         print_notices(plan)
-    jobs = [PlannedJob(script=None, device=JobDevice())] * len(runs)
-    for group in plan.groups if together else [[run] for alike in plan.groups for run in alike]:
+    return _planned_jobs(plan, code, partitions, together=together)
+
+
+def plan_job(run: ResolvedRun, code: Code, partitions: Sequence[Partition]) -> PlannedJob:
+    """Plans the job of a run as `plan_jobs` does, with code and partitions that are known, without notices."""
+    plan = plan_submission([run], code.digest, partitions, force=True)
+    return _planned_jobs(plan, code, partitions, together=True)[0]
+
+
+def _planned_jobs(
+    plan: SubmissionPlan, code: Code, partitions: Sequence[Partition], *, together: bool
+) -> list[PlannedJob]:
+    planned_runs = [planned for group in plan.groups for planned in group]
+    state = state_dir(planned_runs[0].run.paths)
+    jobs = [PlannedJob(script=None, device=JobDevice())] * len(planned_runs)
+    for group in plan.groups if together else [[planned] for planned in planned_runs]:
         cluster = group[0].run.cluster
         if cluster.executor == "slurm":
             folders, submission = _new_group(group, plan, state)
@@ -276,3 +317,222 @@ def print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str, sweep:
     print_text(f"  expected   {expects}")
     print_text(with_command_name(f"State: can-train status {sweep[0].name if sweep else jobs[0].run_id}"))
     print_text(with_command_name(f"Log:   can-train logs {jobs[0].run_id} -f"))
+
+
+# --partition auto: the place where the run ends first
+
+_PLAN_S: Final = 600  # longest wait for a plan
+_NOTHING_TO_CHOOSE: Final = "The cluster tells nothing about its partitions: the job goes to the default partition"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Runs at the best place, and all places in their order; no places where the cluster tells none."""
+
+    runs: Sequence[ResolvedRun]
+    places: Sequence[Place] = ()
+
+    @property
+    def json_field(self) -> dict[str, Any]:
+        """The places as a field of a JSON object; empty where there are none."""
+        return {"places": [*to_plain(self.places)]} if self.places else {}
+
+
+def asks_for_place(runs: Sequence[ResolvedRun]) -> bool:
+    """Returns whether can-train is to choose the partition of the runs."""
+    return any(run.cluster.partition == AUTO_PARTITION for run in runs)
+
+
+def place_runs(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
+    """Chooses a place for runs, which are submitted together; nothing is written down or sent.
+
+    Raises:
+        ConfigError: No place takes the runs.
+        NoControllerError: SLURM does not answer.
+        CanTrainError: A run cannot be planned.
+    """
+    first = runs[0]
+    if first.cluster.executor != "slurm":
+        raise ConfigError("cluster.partition=auto chooses among the partitions of SLURM",
+                          value=f"--cluster {first.cluster.executor}", remedy="Leave out --partition")  # fmt: skip
+    partitions = read_cluster(runs)
+    found = list_places(first.cluster, partitions, wants_gpu=wants_gpu(first.device))
+    if not any(partition.nodes for partition in partitions):
+        reporter.notice(_NOTHING_TO_CHOOSE)
+        return Placement(runs=[_at(run, replace(run.cluster, partition="")) for run in runs])
+    _check_kind(first.cluster.gpu_type, partitions)
+    places = best_first(_planned(runs, _tested(first, found, partitions), reporter))
+    reason(places)  # raises where no place is usable
+    best = places[0].cluster
+    chosen = {name: getattr(best, name) for name in ("partition", "gpus")}
+    return Placement(runs=[_at(run, replace(run.cluster, **chosen)) for run in runs], places=places)
+
+
+def _check_kind(kind: str, partitions: Sequence[Partition]) -> None:
+    kinds = {name for partition in partitions for node in partition.nodes for name in node.gpus if name}
+    if kind and kinds and kind not in kinds:
+        raise unknown_name("kind of GPU on the cluster", kind, kinds)
+
+
+def _at(run: ResolvedRun, cluster: object) -> ResolvedRun:
+    return replace(run, cluster=cluster)  # type: ignore[arg-type]
+
+
+def _tested(run: ResolvedRun, places: Sequence[Place], partitions: Sequence[Partition]) -> list[Place]:
+    """Adds to places SLURM's expected start, or the reason why it would refuse the job."""
+    code, tested = code_of_runs([run]), []
+    for place in places:
+        here = _at(run, place.cluster)
+        try:
+            job = plan_job(here, code, partitions)
+        except CanTrainError as error:
+            tested.append(replace(place, refusal=f"{error.rule} ({error.value})" if error.value else error.rule))
+            continue
+        answer = expected_start(job.script or "")
+        cards = place.cards or tuple(job.device.cards)
+        tested.append(replace(place, cards=cards, start=answer.time, refusal=answer.refusal))
+    return tested
+
+
+def _planned(runs: Sequence[ResolvedRun], places: Sequence[Place], reporter: Reporter) -> list[Place]:
+    """Adds the plans of the runs, and the time of an epoch, to the places that take the job."""
+    first, keys = runs[0], dict.fromkeys(key for place in places if not place.refusal for key in place.cards)
+    places = [replace(place, epochs=first.training.epochs) for place in places]
+    if not keys:
+        return places
+    ranks = next(_ranks(place) for place in places if place.cards)
+    plans = [_plan(run, [*keys], ranks, reporter) for run in _unlike(runs)]
+    speeds = read_speeds(first.key, first.config, Registry(state_dir(first.paths)).runs())
+    return [_with_plan(place, [cards[key] for cards in plans for key in place.cards if key in cards], ranks, speeds)
+            for place in places]  # fmt: skip
+
+
+def _ranks(place: Place) -> int:
+    return place.cluster.ranks_per_node * place.cluster.nodes
+
+
+def _with_plan(place: Place, cards: "Sequence[CardFigures]", ranks: int, speeds: Sequence[Speed]) -> Place:
+    if place.refusal or not cards:
+        return place
+    if misfits := [card.name for card in cards if not card.fits]:
+        return replace(place, does_not_fit=f"The training does not fit {misfits[0]}")
+    fullest = max(cards, key=lambda card: card.peak_share)
+    time = epoch_time(place.cards, ranks, cards[0].samples, speeds)
+    return replace(place, plan=(fullest.rung, fullest.micro_batches, f"{fullest.peak_share:.1%}"), epoch=time)
+
+
+def _unlike(runs: Sequence[ResolvedRun]) -> list[ResolvedRun]:
+    """Returns the runs whose plans may differ: of runs of one key with the same settings of memory, the first."""
+    unlike: list[ResolvedRun] = []
+    for run in runs:
+        if not any(run.key == known.key and alike_in_memory(run.config, known.config) for known in unlike):
+            unlike.append(run)
+    return unlike
+
+
+# Plans
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFigures:
+    """The figures of a run's plan for a GPU."""
+
+    name: str  # key of the GPU; 2xa100-40gb for two of them
+    fits: bool
+    samples: int  # training samples of an epoch
+    rung: str = ""
+    micro_batches: str = ""
+    peak_share: float = 0.0  # predicted peak ÷ usable memory
+    rule: str = ""  # rule, value and remedy of the error, where it does not fit
+    value: str = ""
+    remedy: str = ""
+
+    @classmethod
+    def of(cls, plan: Mapping[str, Any], samples: int) -> "CardFigures":
+        """Reads a plan of `--dry-run --json`."""
+        target, count = plan["target"], plan["target"]["count"]
+        name = target["key"] if count == 1 else f"{count}x{target['key']}"
+        if not plan["fits"]:
+            parts = {part: plan["error"][part] for part in ("rule", "value", "remedy")}
+            return cls(name=name, fits=False, samples=samples, **parts)
+        fewest, most = (plan["micro_batches"][each] for each in ("fewest", "most"))
+        return cls(name=name, fits=True, samples=samples, rung=plan["rung"]["name"],
+                   micro_batches=f"{most}" if fewest == most else f"{fewest}-{most}",
+                   peak_share=(plan["predicted_peak_bytes"] or 0) / target["capacity_bytes"])  # fmt: skip
+
+    def misfit(self) -> DoesNotFitError:
+        """Makes the error of a submission that asks for this GPU."""
+        fact = f"Nothing was submitted, since the training does not fit {self.name}. {self.rule}"
+        error = DoesNotFitError(fact, value=self.value, remedy=self.remedy)
+        error.exit_code = DOES_NOT_FIT
+        return error
+
+
+def _plan(run: ResolvedRun, keys: Sequence[str], ranks: int, reporter: Reporter) -> dict[str, CardFigures]:
+    """Plans a run for GPUs, by their keys; no plans where that fails, which is said."""
+    targets = ",".join(keys if ranks == 1 else [f"{ranks}x{key}" for key in keys])
+    # In a child: a large model may take more memory or time than a login node gives, and the job can be sent all the
+    # same. This process then also needs no PyTorch.
+    command = [sys.executable, "-P", "-m", "can_train", "--config", "-", "--dry-run", "--json", "--quiet",
+               "--target-gpu", targets]  # fmt: skip
+    with working(f"planning for {targets}"):
+        try:
+            done = subprocess.run(command, input=plain_to_yaml(run.config), capture_output=True, text=True,
+                                  timeout=_PLAN_S, check=False)  # fmt: skip
+            shown = json.loads(done.stdout)
+            samples = int(shown["data"]["num_train_samples"])
+            return {plan["target"]["key"]: CardFigures.of(plan, samples) for plan in shown["plans"]}
+        except subprocess.TimeoutExpired:
+            why = f"it took more than {_PLAN_S} s"
+        except (ValueError, KeyError, TypeError):
+            why = [*done.stderr.strip().splitlines(), f"exit status {done.returncode}"][0].removeprefix("error: ")
+    reporter.notice(f"No plan could be made here ({why}): the job plans on its device")
+    return {}
+
+
+def check_fits(runs: Sequence[ResolvedRun], reporter: Reporter) -> None:
+    """Checks that runs fit the kind of GPU that their jobs ask for, as far as the catalogue has it.
+
+    Raises:
+        DoesNotFitError: A run fits none of the GPUs that its job may get.
+    """
+    for run in _unlike([run for run in runs if run.cluster.executor == "slurm" and run.cluster.gpu_kinds]):
+        cards = dict.fromkeys(card.key for kind in run.cluster.gpu_kinds for card in cards_named(kind))
+        if not cards or not wants_gpu(run.device):
+            continue
+        plans = _plan(run, [*cards], run.cluster.ranks_per_node * run.cluster.nodes, reporter)
+        if plans and not any(plan.fits for plan in plans.values()):
+            raise next(iter(plans.values())).misfit()
+
+
+# Output
+
+
+def print_places(placement: Placement, title: str) -> None:
+    """Prints the places, best first, and the reason for the first."""
+    if not placement.places:
+        return
+    rows = table_rows(placement.places, datetime.now())
+    # A column that tells nothing is left out.
+    shown = [index for index in range(len(COLUMNS)) if any(row[index] != "–" for row in rows)]
+    table = TextTable(title, tuple(COLUMNS[index] for index in shown),
+                      [tuple(row[index] for index in shown) for row in rows], notes(placement.places))  # fmt: skip
+    print_tables([table])
+    print_wrapped(f"{reason(placement.places)}.")
+
+
+def agree(placement: Placement, *, yes: bool) -> bool:
+    """Asks whether to submit to the best place.
+
+    Raises:
+        ConfigError: Nobody can be asked.
+    """
+    if yes or not placement.places:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError("--partition auto asks before it submits, and there is no terminal",
+                          value=placement.places[0].name, remedy="Add --yes")  # fmt: skip
+    if confirm(f"Submit to {placement.places[0].name}?"):
+        return True
+    print_note("Nothing was submitted")
+    return False

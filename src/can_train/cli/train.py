@@ -39,7 +39,7 @@ from can_train.slurm.launchers import check_started_once, find_launch, launched_
 
 if TYPE_CHECKING:
     from can_train.cli.search import PlannedSearch
-    from can_train.cli.submit import PlannedJob
+    from can_train.cli.submit import Placement, PlannedJob
     from can_train.config.resolved import ResolvedRun
     from can_train.config.settings import ClusterSettings
     from can_train.reporter import Reporter
@@ -189,14 +189,37 @@ def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]
     verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     if flags["dry_run"]:
         check_started_once("A plan")
-        _print_dry_runs(runs, flags, after, verbosity)
+        _print_dry_runs(_placed(runs, flags, verbosity), flags, after, verbosity)
     elif flags["submit"]:
         check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
         from can_train.cli.submit import submit_runs
 
-        submit_runs(continue_in_job, runs, after=after, force=flags["force"], as_json=flags["json"])
+        if runs := _placed(runs, flags, verbosity).runs:
+            submit_runs(continue_in_job, runs, after=after, force=flags["force"], as_json=flags["json"])
     else:
         _train_here(runs, verbosity, as_json=flags["json"])
+
+
+def _placed(runs: Sequence["ResolvedRun"], flags: Flags, verbosity: Verbosity) -> "Placement":
+    """Returns the runs at the place that `--partition auto` chooses, as they are without it; no runs where the person
+    who is asked does not agree.
+
+    Raises:
+        DoesNotFitError: A run does not fit the kind of GPU that its job asks for.
+    """
+    from can_train.cli.submit import Placement, agree, asks_for_place, check_fits, place_runs, print_places
+
+    if not flags["submit"] or not asks_for_place(runs):
+        if flags["yes"]:
+            raise ConfigError("--yes has no effect without --partition auto", remedy="Leave it out")
+        # A dry run prints the plan, or the error.
+        if flags["submit"] and not flags["dry_run"]:
+            check_fits(runs, output.make_reporter(verbosity))
+        return Placement(runs=runs)
+    placement = place_runs(runs, output.make_reporter(verbosity))
+    if not flags["json"]:
+        print_places(placement, f"Places for {_title(runs[0], runs) if len(runs) == 1 else f'{len(runs)} runs'}")
+    return placement if flags["dry_run"] or agree(placement, yes=flags["yes"]) else Placement(runs=())
 
 
 def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json: bool) -> None:
@@ -298,6 +321,7 @@ def _check_search_flags(flags: Flags) -> None:
 def _search(flags: Flags, after: Sequence[str], resolve: "Callable[[Flags], Sequence[ResolvedRun]]") -> None:
     """Plans, submits or trains the trials of a search."""
     from can_train.cli.search import plan_search, print_search, submit_trials
+    from can_train.cli.submit import Placement
 
     planned = plan_search(flags, resolve)
     if flags["dry_run"]:
@@ -308,7 +332,7 @@ def _search(flags: Flags, after: Sequence[str], resolve: "Callable[[Flags], Sequ
         # Of the array all jobs have one script.
         runs = planned.jobs(len(planned.missing())) if flags["submit"] else []
         verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
-        _print_dry_runs(runs or [planned.base], flags, after, verbosity, alike=True)
+        _print_dry_runs(Placement(runs=runs or [planned.base]), flags, after, verbosity, alike=True)
     elif flags["submit"]:
         check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
         submit_trials(continue_in_job, planned, after=after, as_json=flags["json"])
@@ -370,13 +394,14 @@ def _search_goes_on(verbosity: Verbosity) -> Iterator[None]:
 
 
 def _print_dry_runs(
-    runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str], verbosity: Verbosity, *, alike: bool = False
+    placement: "Placement", flags: Flags, after: Sequence[str], verbosity: Verbosity, *, alike: bool = False
 ) -> None:
     """Plans each run and prints the plan, in full for one device and as a table for several; runs that are alike have
     one plan.
     """
     from can_train.config.resolved import plain_to_yaml
 
+    runs = placement.runs
     jobs: Sequence[PlannedJob | None] = [None] * len(runs)
     if flags["submit"]:
         # Before the plans: they take seconds, and an error in a job is known at once.
@@ -388,7 +413,7 @@ def _print_dry_runs(
     reporter, objects = output.make_reporter(verbosity), list[Any]()
     failures: list[CanTrainError] = []
     for number, (run, job) in enumerate(zip(runs, jobs, strict=True), start=1):
-        script = {} if job is None else {"script": job.script}
+        script = {} if job is None else {"script": job.script, **placement.json_field}
         if not flags["json"]:
             output.print_text("", end="\n" if number > 1 else "")
             if len(runs) > 1:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Flags = dict[str, Any]
 """The value of each parameter by name; None if the flag was not given."""
 
-_ONLY_WITH_SUBMIT: Final = ("cluster", *resolved.CLUSTER_FLAGS, "after", "force")
+_ONLY_WITH_SUBMIT: Final = ("cluster", *resolved.CLUSTER_FLAGS, "after", "force", "yes")
 
 Option = tuple[Any, Any, str]
 """Type, default and help of an option."""
@@ -43,6 +43,7 @@ OPTIONS: Final[dict[str, Option]] = {
     "cluster": (str | None, None, "Where --submit sends the run: slurm, local, debug or another preset. [slurm]"),
     "after": (str | None, None, "Start when this run has finished. Several: RUN,RUN."),
     "force": (bool, False, "Submit even if an identical run is queued, running or finished."),
+    "yes": (bool, False, "With --partition auto: submit without a question."),
     "dry_run": (bool, False, "Print the plan, write nothing, and stop."),
     "show_config": (bool, False, "With --dry-run: print the resolved configuration too."),
     "target_gpu": (str | None, None, "With --dry-run: the GPU to plan for: h100-80gb. Several: a100-40gb,2xt4."),
@@ -80,7 +81,7 @@ GROUPS: Final[Groups] = (
     ("Plan and output", "dry_run target_gpu quiet verbose",
      "target_memory show_config json tracker runs_dir data_root state_dir"),
     ("SLURM, with --submit", "submit partition gpus mem time",
-     f"cluster {' '.join(resolved.CLUSTER_FLAGS)} after force"),
+     f"cluster {' '.join(resolved.CLUSTER_FLAGS)} after force yes"),
 )  # fmt: skip
 """Title of each group of options in the help: the everyday options, and those that only --help-all shows."""
 

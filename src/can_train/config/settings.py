@@ -108,7 +108,7 @@ class ClusterSettings:
     executor: str = "local"
     """How jobs are started: slurm, local (a background process of this machine) or debug (in this process)."""
     partition: str = ""
-    """Partition; empty: the cluster's default."""
+    """Partition, or auto: the one where the run is predicted to end first; empty: the cluster's default."""
     account: str = ""
     """Account that is charged; empty: the user's default."""
     qos: str = ""

@@ -199,6 +199,29 @@ AMD_CARDS: Final = tuple(
     for name, size in _INSTINCT
 )  # fmt: skip
 
+# Bandwidth of the memory, GB/s. Source: the data sheets of NVIDIA and AMD; of the A100 and A800 with 80 GB for PCIe, of
+# the H100 and H800 for SXM. Slices have none here.
+_BANDWIDTH_GB_S: Final = {
+    "p100-16gb": 732, "v100-16gb": 900, "v100-32gb": 900, "t4-16gb": 320, "a10-24gb": 600, "a10g-24gb": 600,
+    "a16-16gb": 200, "a30-24gb": 933, "a40-48gb": 696, "a100-40gb": 1555, "a100-80gb": 1935, "l4-24gb": 300,
+    "l40-48gb": 864, "l40s-48gb": 864, "h100-80gb": 3350, "h100-94gb": 3900, "h200-141gb": 4800, "gh200-96gb": 4000,
+    "b200-180gb": 8000, "quadro-rtx-6000-24gb": 672, "quadro-rtx-8000-48gb": 672, "rtx-a4000-16gb": 448,
+    "rtx-a5000-24gb": 768, "rtx-a6000-48gb": 768, "rtx-6000-ada-48gb": 960, "gtx-1080-ti-11gb": 484,
+    "rtx-2080-ti-11gb": 616, "rtx-3060-12gb": 360, "rtx-3070-8gb": 448, "rtx-3080-10gb": 760, "rtx-3080-12gb": 912,
+    "rtx-3090-24gb": 936, "rtx-4070-12gb": 504, "rtx-4070-ti-12gb": 504, "rtx-4080-16gb": 717, "rtx-4090-24gb": 1008,
+    "rtx-5080-16gb": 960, "rtx-5090-32gb": 1792, "a2-16gb": 200, "p40-24gb": 346, "a800-40gb": 1555,
+    "a800-80gb": 1935, "l20-48gb": 864, "h20-96gb": 4000, "h20-141gb": 4800, "h800-80gb": 3350, "gb200-186gb": 8000,
+    "b300-288gb": 8000, "rtx-pro-6000-96gb": 1792, "titan-xp-12gb": 548, "titan-v-12gb": 653, "titan-rtx-24gb": 672,
+    "rtx-2060-6gb": 336, "rtx-2060-12gb": 336, "rtx-2060-super-8gb": 448, "rtx-2070-8gb": 448,
+    "rtx-2070-super-8gb": 448, "rtx-2080-8gb": 448, "rtx-2080-super-8gb": 496, "rtx-3060-ti-8gb": 448,
+    "rtx-3070-ti-8gb": 608, "rtx-3080-ti-12gb": 912, "rtx-3090-ti-24gb": 1008, "rtx-4060-8gb": 272,
+    "rtx-4060-ti-8gb": 288, "rtx-4060-ti-16gb": 288, "rtx-4070-super-12gb": 504, "rtx-4070-ti-super-16gb": 672,
+    "rtx-4080-super-16gb": 736, "rtx-5060-8gb": 448, "rtx-5060-ti-8gb": 448, "rtx-5060-ti-16gb": 448,
+    "rtx-5070-12gb": 672, "rtx-5070-ti-16gb": 896, "amd-instinct-mi210-64gb": 1638, "amd-instinct-mi250-64gb": 1638,
+    "amd-instinct-mi250x-64gb": 1638, "amd-instinct-mi300a-128gb": 5300, "amd-instinct-mi300x-192gb": 5300,
+    "amd-instinct-mi325x-256gb": 6000, "amd-instinct-mi350x-288gb": 8000, "amd-instinct-mi355x-288gb": 8000,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConstants:
@@ -396,6 +419,11 @@ def other_card(total_bytes: int) -> Card:
     screen.
     """
     return Card("GPU", max(1, round(total_bytes / GIB)), total_bytes, UNKNOWN, _MOST_THREADS, desktop=True)
+
+
+def bandwidth_gb_s(key: str) -> int:
+    """Returns the bandwidth of the memory of a kind of device in GB/s; 0: not known."""
+    return _BANDWIDTH_GB_S.get(key, 0)
 
 
 def cards_that_hold(need_bytes: float) -> str:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from can_train import __version__
 from can_train.errors import StateError, with_command_name
-from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import counted, size_text
 from can_train.report import figures
 from can_train.report.charts import Chart, figure_html, read_style, treemap_html
@@ -93,7 +92,7 @@ def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
         predictions = read_predictions(folder.predictions_path)
     except FolderDamageError as error:
         damage = str(error)
-    lines = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
+    lines = folder.metrics()
     validation, training = (
         [(line["step"], line[name]) for line in lines
          if isinstance(line.get(name), float) and isinstance(line.get("step"), int)]

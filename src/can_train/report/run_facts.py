@@ -208,8 +208,7 @@ def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]
 
     A figure that is not known is None.
     """
-    lines = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
-    epochs = [_numbers(line) for line in lines if "micro_batches" in line]
+    epochs = [_numbers(line) for line in folder.metrics() if "micro_batches" in line]
     result = _numbers(result)
     steps = max((line.get("step") or 0 for line in epochs), default=0)
     parts = sum(line["micro_batches"] or 0 for line in epochs)

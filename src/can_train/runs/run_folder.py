@@ -191,6 +191,10 @@ class RunFolder:
             raise self.damaged_result() from error
         return result
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """Reads the lines of metrics so far, in the order of the epochs; a damaged line is empty."""
+        return [records.parse_object(line) for line in records.text_or_nothing(self.metrics_path).splitlines()]
+
     def damaged_result(self) -> RunError:
         """Makes the error for a damaged result."""
         # The last checkpoint has the weights, so a resumed run is only judged again.

@@ -355,7 +355,7 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunPro
                            best_validation_loss=_number(result, "best_validation_loss"),
                            peak_share=_number(result, "peak_memory_pct"),
                            safety_factor=_number(result, "plan", "plan", "safety_factor"))  # fmt: skip
-    metrics = [records.parse_object(line) for line in records.text_or_nothing(folder.metrics_path).splitlines()]
+    metrics = folder.metrics()
     plan = records.parse_object(records.text_or_nothing(folder.plan_path)).get("plan")
     manifest = records.parse_object(records.text_or_nothing(folder.checkpoints_path / "manifest.json"))
     saved_step = _integer(manifest, "checkpoints", 0, "step")

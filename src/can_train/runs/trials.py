@@ -150,8 +150,7 @@ class TrialRun:
     @property
     def curve(self) -> Curve:
         """The objective by epoch."""
-        lines = map(records.parse_object, records.text_or_nothing(self.folder.metrics_path).splitlines())
-        points = [(line.get("epoch"), line.get("objective")) for line in lines]
+        points = [(line.get("epoch"), line.get("objective")) for line in self.folder.metrics()]
         return {epoch: float(value) for epoch, value in points
                 if isinstance(epoch, int) and isinstance(value, int | float) and math.isfinite(value)}  # fmt: skip
 

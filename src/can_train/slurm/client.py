@@ -13,7 +13,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Final
 
 from can_train.errors import unknown_name
@@ -339,6 +341,29 @@ def find_jobs(name: str, folder: Path, cluster: str) -> list[JobId]:
     numbers = dict.fromkeys(line.strip() for line in listed if line.strip().isdecimal())
     shown = {number: query_cluster(*scontrol, "show", "job", "-o", number) for number in numbers}
     return [JobId(number=number, cluster=cluster) for number, text in shown.items() if _log_path(text).parent == folder]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedStart:
+    """SLURM's answer to the question when a job would start; exactly one of the two is known."""
+
+    time: datetime | None = None  # local time
+    refusal: str = ""  # reason why SLURM would not take the job
+
+
+_STARTS: Final = re.compile(r"\bto start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+
+
+def expected_start(script: str) -> ExpectedStart:
+    """Asks sbatch when the job of a batch script would start; nothing is submitted."""
+    with NamedTemporaryFile("w", suffix=".sh") as file:
+        file.write(script)
+        file.flush()
+        result = run_command("sbatch", "--test-only", file.name, timeout_s=SUBMIT_TIMEOUT_S)
+    if (started := _STARTS.search(result.errors + result.output)) is not None:
+        return ExpectedStart(time=datetime.fromisoformat(started[1]))
+    lines = [line.removeprefix("allocation failure: ") for line in _why_it_failed(result, "sbatch").splitlines()]
+    return ExpectedStart(refusal=lines[-1])
 
 
 # Partitions and nodes

@@ -8,11 +8,11 @@ run.
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
@@ -30,6 +30,7 @@ from can_train.slurm import client
 from can_train.slurm.client import Partition, node_names
 from can_train.slurm.container import APPTAINER, PYXIS, check_image
 from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
+from can_train.slurm.placement import alike_in_memory
 from can_train.slurm.script import (
     check_folder,
     resources,
@@ -48,8 +49,6 @@ LEAST_FREE_BYTES: Final = 2**30  # free disk space that a run needs for checkpoi
 UNKNOWN: Final = "No such run has finished yet: the job plans it on its device"
 _MAX_RUNS_READ: Final = 5
 """Number of earlier runs of a key whose files are read: folders may lie on a slow network file system."""
-_MEMORY_SETTINGS: Final = ("precision", "optimizer", "optimizer_args", "deterministic")
-"""Training settings that change a run's memory, in addition to the settings of the model."""
 _SAME_MODEL: Final = ("task", "model_name", "size", "model")
 """Settings that must agree for the weights of a run to fit another run. Only the job can verify them."""
 
@@ -59,6 +58,9 @@ _SRUN_BY_CAN_TRAIN: Final = ("output", "error", "input", "ntasks", "ntasks-per-n
 
 
 # Partitions of a job
+
+AUTO_PARTITION: Final = "auto"
+"""The value of `cluster.partition` that lets can-train choose (`placement.py`)."""
 
 
 def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partition]:
@@ -71,6 +73,9 @@ def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partitio
         return [partition for partition in partitions if partition.is_default]
     by_name = {partition.name: partition for partition in partitions}
     for part in name.split(","):
+        if part == AUTO_PARTITION and part not in by_name:
+            raise ConfigError("--partition auto chooses a place for the runs of a training line alone",
+                              value=name, remedy="Name a partition here")  # fmt: skip
         if part not in by_name:
             raise unknown_name("partition", part, by_name)
     return [by_name[part] for part in name.split(",")]
@@ -262,7 +267,7 @@ def expectation(run: ResolvedRun, runs: Sequence[RunRecord]) -> str:
         folder = RunFolder(Path(earlier.path))
         try:
             config, result = folder.config(), folder.result()
-            if result is not None and _memory_settings(config) == _memory_settings(run.config):
+            if result is not None and alike_in_memory(config, run.config):
                 batch = result["plan"]["plan"]["logical_batch"]
                 micro, peak = result.get("micro_batch_size"), result.get("peak_memory_bytes")
                 parts = [f"batch {batch:,}"]
@@ -272,11 +277,6 @@ def expectation(run: ResolvedRun, runs: Sequence[RunRecord]) -> str:
         except (RunError, KeyError, TypeError):
             continue  # The run was removed, or written by another version.
     return UNKNOWN
-
-
-def _memory_settings(config: Mapping[str, Any]) -> list[Any]:
-    training = config.get("training", {})
-    return [config.get("model"), *(training.get(name) or None for name in _MEMORY_SETTINGS)]
 
 
 # The submission

@@ -266,3 +266,23 @@ def test_a_job_trains_a_task_of_ones_own_as_it_was(slurm: Slurm) -> None:
     task.write_text("raise SystemExit('edited')\n")
     slurm.command("scontrol", "release", run["job_id"])
     assert slurm.ended(run["job_id"]) == "COMPLETED", Path(run["log"]).read_text()
+
+
+def test_the_partition_is_chosen_among_those_that_take_the_job(slurm: Slurm) -> None:
+    line = (*TRAIN, "--partition", "auto", "--mem", "1500M", "--time", "10")
+    places = json.loads(slurm.can_train(*line, "--submit", "--dry-run", "--json").stdout)["places"]
+    assert [(place["partition"], bool(place["start"])) for place in places] == [
+        ("main", True), ("scavenge", True), ("short", False)
+    ]  # fmt: skip
+    assert places[2]["refusal"].startswith("Partition short would never start this job. Its time limit is 2")
+    of_gpus = slurm.can_train(*line, "--device", "auto", "--gpus", "fake:2", "--submit", "--dry-run").stdout
+    assert "main      2 × fake no plan" in of_gpus
+    assert "#SBATCH --gpus-per-node=fake:2" in of_gpus
+    unasked = slurm.can_train(*line, "--submit", check=False)
+    assert unasked.returncode == 2
+    assert unasked.stderr.endswith(
+        "error: --partition auto asks before it submits, and there is no terminal: main.\nAdd --yes.\n"
+    )
+    (run,) = submitted(slurm, *line, "--yes", "--set", "cluster.additional.hold=true")
+    assert shown(slurm, run["job_id"], "Partition") == "main"
+    slurm.command("scancel", run["job_id"])
