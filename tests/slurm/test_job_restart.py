@@ -13,16 +13,20 @@ from can_train.io.records import utc_now
 from can_train.runs.registry import JobRecord
 from can_train.slurm.job import (
     MEMORY_GROWTH,
+    EndOnNode,
     JobOutcome,
     NoRestart,
     Requeue,
     Resubmit,
     count_oom_resubmits,
+    count_retries,
     decide_restart,
+    failing_nodes,
     grown_memory_mib,
     infer_ending,
     is_oom_reason,
     next_cluster,
+    node_fault,
 )
 
 LIMITS = ClusterSettings(max_restarts=3, oom_resubmits=2)
@@ -49,7 +53,7 @@ def test_nothing_is_started_again_more_often_than_is_allowed(facts: JobOutcome, 
 
 @given(aftermaths)
 def test_what_ended_well_or_by_a_person_or_by_its_own_fault_is_left(facts: JobOutcome) -> None:
-    if facts.ending in ("finished", "failed", "terminated", "interrupted"):
+    if facts.ending in ("finished", "failed", "terminated", "interrupted") and not facts.node_fault:
         assert decide_restart(facts, LIMITS) == NoRestart()
 
 
@@ -187,3 +191,51 @@ def test_memory_that_was_asked_for_in_another_way_is_asked_for_once() -> None:
 )
 def test_submissions_for_memory_count_since_a_person_submitted_last(reasons: list[str], count: int) -> None:
     assert count_oom_resubmits([job(reason) for reason in reasons]) == count
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fault"),
+    [
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", True),
+        ("RuntimeError: No CUDA GPUs are available", True),
+        ("Failed to initialize NVML: Driver/library version mismatch", True),
+        ("OSError: [Errno 116] Stale file handle: '/data/x'", True),
+        ("OSError: [Errno 5] Input/output error", True),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", False),
+        ("ValueError: expected 3 channels", False),
+        ("OSError: [Errno 28] No space left on device", False),
+        ("", False),
+    ],
+)
+def test_the_fault_of_a_node_is_told_from_the_error_of_a_user(error: str, is_fault: bool) -> None:
+    assert bool(node_fault(error)) == is_fault
+
+
+def test_a_run_leaves_a_node_with_a_fault_as_often_as_is_allowed() -> None:
+    outcome = JobOutcome(ending="failed", node_fault="ECC error on n1", has_other_nodes=True)
+    assert decide_restart(outcome, LIMITS) == Resubmit(
+        "fault of the node: ECC error on n1; another node", elsewhere=True
+    )
+    lonely = decide_restart(replace(outcome, has_other_nodes=False), LIMITS)
+    assert isinstance(lonely, Resubmit)
+    assert not lonely.elsewhere
+    last = decide_restart(replace(outcome, retries=2), LIMITS)
+    assert isinstance(last, NoRestart)
+    assert "(cluster.retries)" in last.reason
+    assert isinstance(decide_restart(outcome, ClusterSettings(retries=0)), NoRestart)
+
+
+def test_submissions_after_out_of_memory_and_after_faults_count_apart() -> None:
+    reasons = ["fault of the node: x", "resumed", "host out-of-memory: x", "fault of the node: x"]
+    jobs = [job(reason) for reason in reasons]
+    assert (count_oom_resubmits(jobs), count_retries(jobs)) == (1, 1)
+
+
+def test_a_node_fails_where_several_runs_fail_on_it_alone() -> None:
+    def on(node: str, failed: int, well: int) -> list[EndOnNode]:
+        return [EndOnNode(node=node, has_failed=index < failed) for index in range(failed + well)]
+
+    assert failing_nodes([*on("n1", 2, 0), *on("n2", 0, 1)]) == {"n1": 2}
+    assert failing_nodes([*on("n1", 1, 0), *on("n2", 0, 1)]) == {}
+    assert failing_nodes([*on("n1", 3, 1), *on("n2", 0, 1)]) == {}
+    assert failing_nodes([*on("n1", 3, 0), *on("n2", 3, 0)]) == {}

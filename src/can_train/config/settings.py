@@ -179,6 +179,8 @@ class ClusterSettings:
     """Times that a job is put back into the queue for the time limit or a killed process."""
     oom_resubmits: int = 2
     """Times that a run is submitted again after it ran out of memory."""
+    retries: int = 2
+    """Times that a run is submitted again after a fault of its node (ECC, driver, file system), without that node."""
     max_parallel: int = 0
     """Jobs of a sweep that run at once; 0: all."""
 
@@ -193,6 +195,7 @@ class ClusterSettings:
             "max_restarts",
             "oom_resubmits",
             "max_parallel",
+            "retries",
             "signal_delay_s",
         ):
             check_range(f"cluster.{name}", getattr(self, name), low=0)

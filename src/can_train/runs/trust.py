@@ -21,7 +21,7 @@ _PLACES: Final = {"code_dir": (".py", ".pyc", ".so"), "config_dir": (".yaml",)}
 _REQUESTS: Final = frozenset(
     ("executor", "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "exclude",
      "nodelist", "reservation", "exclusive", "comment", "job_name", "mail_user", "mail_type", "signal_delay_s",
-     "max_restarts", "oom_resubmits", "max_parallel")
+     "max_restarts", "oom_resubmits", "retries", "max_parallel")
 )  # fmt: skip
 """Cluster settings that name resources and numbers. Other settings may contain commands or options with side effects.
 """

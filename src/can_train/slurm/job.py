@@ -5,9 +5,12 @@ job still exists, the ending is recorded, and the run is started again if it may
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -122,6 +125,8 @@ class JobOutcome:
         one_sample, should_fit, foreign_bytes: Fields of `OutOfMemoryDetails`.
         memory_mib, most_memory_mib: Memory of the job on each node, and of the partition's largest node; None: unknown.
         has_other_nodes: Whether the partition has enough nodes without the nodes to avoid.
+        node_fault: Fault of the node that ended the training, in words; empty: none is known.
+        retries: Number of submissions of the run after a fault of a node.
     """
 
     ending: str
@@ -133,6 +138,8 @@ class JobOutcome:
     memory_mib: int | None = None
     most_memory_mib: int | None = None
     has_other_nodes: bool = False
+    node_fault: str = ""
+    retries: int = 0
 
 
 @dataclass(frozen=True)
@@ -207,6 +214,11 @@ def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Requeue | No
         why = f"others held {outcome.foreign_bytes >> 20} MiB" if outcome.foreign_bytes else "it should fit"
         where = "another node" if outcome.has_other_nodes else "again, for want of another node"
         decision = Resubmit(f"CUDA out-of-memory: {why}; {where}", elsewhere=outcome.has_other_nodes)
+    elif outcome.ending == "failed" and outcome.node_fault:
+        where = "another node" if outcome.has_other_nodes else "again, for want of another node"
+        if outcome.retries >= limits.retries:
+            return NoRestart(f"{_NODE}, after {_times(outcome.retries)} submitted again (cluster.retries)")
+        return Resubmit(f"{_NODE}: {outcome.node_fault}; {where}", elsewhere=outcome.has_other_nodes)
     else:
         return NoRestart()
     if outcome.resubmits >= limits.oom_resubmits:
@@ -233,12 +245,86 @@ def _times(number: int) -> str:
 
 def count_oom_resubmits(jobs: Sequence[JobRecord]) -> int:
     """Counts the submissions after an out-of-memory since the last submission by a person."""
-    return sum(1 for _ in takewhile(lambda job: is_oom_reason(job.reason), reversed(jobs)))
+    return sum(is_oom_reason(job.reason) for job in _submitted_again(jobs))
+
+
+def count_retries(jobs: Sequence[JobRecord]) -> int:
+    """Counts the submissions after a fault of a node since the last submission by a person."""
+    return sum(not is_oom_reason(job.reason) for job in _submitted_again(jobs))
+
+
+def _submitted_again(jobs: Sequence[JobRecord]) -> list[JobRecord]:
+    return [*takewhile(lambda job: is_oom_reason(job.reason) or job.reason.startswith(f"{_NODE}: "), reversed(jobs))]
 
 
 def is_oom_reason(reason: str) -> bool:
-    """Returns whether a `Resubmit` gave the reason of a job."""
+    """Returns whether a `Resubmit` after an out-of-memory gave the reason of a job."""
     return reason.startswith(("host out-of-memory: ", "CUDA out-of-memory: "))
+
+
+# Faults of a node
+
+_NODE: Final = "fault of the node"
+_NODE_FAULTS: Final = re.compile("|".join((
+    # Memory and bus of a GPU, and its driver. An illegal access or a failed launch is mostly a program's error.
+    r"uncorrectable (?:NVLink|ECC) error[^.;\n]*|\bXid\b[^.;\n]*|GPU (?:is lost|has fallen off the bus)",
+    r"(?:Driver/library version mismatch|no CUDA-capable device is detected|No CUDA GPUs are available)",
+    r"CUDA (?:driver initialization failed|error: (?:unknown error|system not yet initialized|initialization error))",
+    r"couldn't communicate with the NVIDIA driver",
+    # A file system that the node has lost.
+    r"Stale file handle|Transport endpoint is not connected|Input/output error|Remote I/O error|Read-only file system",
+)))  # fmt: skip
+"""Errors for which the node is to blame, and not the run: on another node the same line may train."""
+_AT_ONCE_S: Final = 600.0  # within which several runs must fail on a node
+_SEVERAL: Final = 2
+_RECENT_DAYS: Final = 14  # since a run was made: older runs are not read again after each failure
+
+
+def node_fault(error: str) -> str:
+    """Returns the fault of a node that an error names; empty: the error may be the run's own.
+
+    Example:
+        >>> node_fault("RuntimeError: CUDA error: uncorrectable ECC error encountered")
+        'uncorrectable ECC error encountered'
+    """
+    match = _NODE_FAULTS.search(error)
+    return match[0] if match else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndOnNode:
+    """The last attempt of a run on a node: it failed, or it finished or still trains."""
+
+    node: str
+    has_failed: bool
+
+
+def failing_nodes(ends: Sequence[EndOnNode]) -> dict[str, int]:
+    """Returns the nodes on which several runs failed at once while runs were well elsewhere, with the number of runs.
+    Where runs fail on every node, the runs are to blame.
+    """
+    failed = Counter(end.node for end in ends if end.has_failed)
+    well = {end.node for end in ends if not end.has_failed}
+    return {node: count for node, count in failed.items() if count >= _SEVERAL and node not in well and well}
+
+
+def recent_ends(registry: Registry, now: datetime) -> list[EndOnNode]:
+    """Reads the last attempts of the runs that ended within `_AT_ONCE_S`, or train."""
+    ends = []
+    for run in registry.runs():
+        if (now - datetime.fromisoformat(run.time)).days > _RECENT_DAYS:
+            continue
+        of_run = Attempts(Path(run.path))
+        with suppress(OSError):
+            if not (starts := of_run.starts()):
+                continue
+            end, node, latest = of_run.end(starts[-1].attempt), starts[-1].host, starts[-1].start_time
+            if end is not None:
+                node, latest = end.host or node, end.time
+            # An attempt that was killed without a record looks as if it trained, but not for long.
+            if (now - datetime.fromisoformat(latest)).total_seconds() < _AT_ONCE_S:
+                ends.append(EndOnNode(node=node, has_failed=end is not None and end.ending == "failed"))
+    return ends
 
 
 def cluster_settings(folder: RunFolder) -> ClusterSettings:
@@ -292,7 +378,26 @@ class _EndedJob:
     def nodes_to_avoid(self) -> list[str]:
         """The nodes that this job avoided, and the node whose memory ran out."""
         before = client.node_names(str(self.job.resources.get("exclude", "")))
-        return list(dict.fromkeys([*before, self.end.host if self.end else attempts.slurm_node_name()]))
+        return list(dict.fromkeys([*before, self.node, *self.failing_nodes]))
+
+    @property
+    def node(self) -> str:
+        """The node of its last attempt."""
+        return self.end.host if self.end else attempts.slurm_node_name()
+
+    @cached_property
+    def failing_nodes(self) -> dict[str, int]:
+        """The nodes on which several runs failed at once, with the number of runs."""
+        ends = recent_ends(self.registry, datetime.now(UTC))
+        # The process may not have recorded its end.
+        return failing_nodes([*ends, *([] if self.end else [EndOnNode(node=self.node, has_failed=True)])])
+
+    def fault_of_node(self, log: str) -> str:
+        """Returns the fault of the node that ended the training; empty: the run is to blame."""
+        if fault := node_fault(f"{self.end.message if self.end else ''}\n{error_in_words(log)}"):
+            return f"{fault} on {self.node}"
+        count = self.failing_nodes.get(self.node)
+        return f"{count} runs failed on {self.node} at once" if count else ""
 
 
 def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environment: bytes) -> str:
@@ -317,7 +422,7 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     log = read_tail(Path(ended.job.log_path))
     host_oom = host_memory_ran_out(ended.slurm_job, log)
     ending = infer_ending(ended.end.ending if ended.end else "", status=status, host_oom=host_oom)
-    decision = decide_restart(_outcome(ended, ending), cluster_settings(ended.folder))
+    decision = decide_restart(_outcome(ended, ending, log), cluster_settings(ended.folder))
     is_running, silence = False, ""
     try:
         row = client.query_own_job(ended.slurm_job)
@@ -398,10 +503,11 @@ def host_memory_ran_out(job: JobId, log: str) -> bool:
     return any(step.state == "OUT_OF_MEMORY" for row in rows[-1:] for step in row.steps)
 
 
-def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
+def _outcome(ended: _EndedJob, ending: str, log: str) -> JobOutcome:
     details: Mapping[str, Any] = ended.end.details if ended.end and ending == "gpu_oom" else {}
+    fault = ended.fault_of_node(log) if ending == "failed" else ""
     nodes: list[client.Node] = []
-    if ending in ("host_oom", "gpu_oom"):
+    if ending in ("host_oom", "gpu_oom") or fault:
         name = os.environ.get("SLURM_JOB_PARTITION", "")
         with suppress(NoControllerError):
             partitions = [partition for partition in client.read_partitions() if partition.name == name]
@@ -409,7 +515,8 @@ def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
     other_nodes = {node.name for node in nodes}.difference(ended.nodes_to_avoid if nodes else ())
     return JobOutcome(
         ending=ending, restarts=ended.attempts.count_restarts(ended.slurm_job),
-        resubmits=count_oom_resubmits(ended.registry.jobs(ended.run.run_id)),
+        resubmits=count_oom_resubmits(ended.registry.jobs(ended.run.run_id)), node_fault=fault,
+        retries=count_retries(ended.registry.jobs(ended.run.run_id)),
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
         memory_mib=job_memory_mib(os.environ), most_memory_mib=max((node.memory_mib for node in nodes), default=None),
         has_other_nodes=len(other_nodes) >= cluster_settings(ended.folder).nodes,
