@@ -29,6 +29,7 @@ LINES = {
     "factors": ["factors STATE", "factors my_task --show STATE", "factors --json STATE"],
     "runs": ["runs DIRS", "runs --json DIRS", "runs --best best_validation_loss DIRS",
              "runs --best best_validation_loss --json DIRS", "runs --where training.lr>0 --columns run,why DIRS"],
+    "top": ["top DIRS"],
     "tag": ["tag RUN good DIRS"],
     "note": ["note RUN hm DIRS"],
     "delete": ["delete OTHER --yes DIRS"],
