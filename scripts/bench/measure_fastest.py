@@ -102,7 +102,9 @@ def _figures(times: Sequence[Sequence[TimedSize]], chosen: Sequence[float]) -> l
     known = [run for run in times if run]
     if not known:
         return ["–"] * 3
-    sizes = sorted({round(size.samples, 1) for run in known for size in run}, reverse=True)
-    ratio, deviation = TimeModel(sizes, known).ratio(known[-1][0].samples, sizes[0])
+    last, rung = known[-1][0], known[-1][0].rung
+    sizes = sorted({round(size.samples, 1) for run in known for size in run if size.rung == rung}, reverse=True)
+    model = TimeModel([(rung, size) for size in sizes], known, first_rung=rung)
+    ratio, deviation = model.ratio((rung, last.samples), (rung, sizes[0]))
     own = f"{math.exp(ratio):.2f} ± {deviation:.2f}"
     return [", ".join(f"{size:.3g}" for size in chosen), ", ".join(f"{size:.3g}" for size in sizes), own]

@@ -46,11 +46,20 @@ def parts_of(batch: int, largest: int) -> list[int]:
     return [small + 1] * rest + [small] * (number - rest)
 
 
-def candidates_of(batch: int, largest: int) -> list[SizeCandidate]:
+def candidates_of(batch: int, largest: int, *, rung: str = "split") -> list[SizeCandidate]:
     """Returns the sizes that micro-batches of a batch of equal samples may have, as a plan has them."""
     numbers = {math.ceil(batch / largest * 2 ** (power / 4)) for power in (*range(4), *range(4, 48, 2))}
     sizes = sorted({-(-batch // number) for number in numbers if number <= batch}, reverse=True)
-    return [SizeCandidate(cost=size, samples=batch / len(parts_of(batch, size))) for size in sizes]
+    return [SizeCandidate(cost=size, samples=batch / len(parts_of(batch, size)), rung=rung) for size in sizes]
+
+
+@dataclass(frozen=True)
+class FurtherRung:
+    """A rung on which larger micro-batches fit, which take longer than in the law."""
+
+    largest: int
+    longer: float = 4 / 3  # Time of a micro-batch ÷ its time in the law
+    name: str = "recompute"
 
 
 @dataclass
@@ -63,19 +72,37 @@ class TimedRuns:
     noise: float = 0.1
     seed: int = 0
     history: list[list[TimedSize]] = field(default_factory=list)
+    further: FurtherRung | None = None
 
-    def step_time(self, largest: float) -> float:
+    def step_time(self, largest: float, rung: str = "split") -> float:
         """Returns the seconds of a step, without noise."""
-        return sum(map(self.law, parts_of(self.batch, int(largest))))
+        longer = self.further.longer if self.further is not None and rung == self.further.name else 1.0
+        return longer * sum(map(self.law, parts_of(self.batch, int(largest))))
 
     @property
     def fastest(self) -> float:
-        """The seconds of a step in the best of all sizes that fit."""
-        return min(self.step_time(size) for size in range(1, self.largest + 1))
+        """The seconds of a step in the best of all sizes that fit, on any rung."""
+        times = [self.step_time(size) for size in range(1, self.largest + 1)]
+        if self.further is not None:
+            times += [self.step_time(size, self.further.name) for size in range(1, self.further.largest + 1)]
+        return min(times)
+
+    def candidates(self) -> list[SizeCandidate]:
+        """Returns the sizes that fit, as a plan has them."""
+        first = candidates_of(self.batch, self.largest)
+        if self.further is None:
+            return first
+        further = candidates_of(self.batch, self.further.largest, rung=self.further.name)
+        return [*first, *(one for one in further if one.samples > 1.02 * first[0].samples)]
 
     def choice(self, steps: int) -> MicroBatchChoice:
         """Returns the choice of the next run."""
-        return choose_size(candidates_of(self.batch, self.largest), self.history, total_steps=steps)
+        return choose_size(self.candidates(), self.history, total_steps=steps)
+
+    def chosen_time(self, steps: int) -> float:
+        """Returns the seconds of a step of the next run, without noise."""
+        choice = self.choice(steps)
+        return self.step_time(choice.cost, choice.rung)
 
     def run(self, steps: int, *, choice: MicroBatchChoice | None = None) -> float:
         """Runs some steps by the next choice; returns their time ÷ that of as many in the largest size."""
@@ -86,9 +113,10 @@ class TimedRuns:
         timer = StepTimer(meter=cast("Any", meter), choice=choice)
         for step in range(steps):
             trial = timer.trial(step)
-            size = int(choice.cost if trial is None else trial.cost)
+            tried = choice if trial is None else trial
+            size = int(tried.cost)
             with timer.timing(step, costs):
-                meter.now += speed * self.step_time(size) * math.exp(random_numbers.gauss(0, self.noise))
+                meter.now += speed * self.step_time(size, tried.rung) * math.exp(random_numbers.gauss(0, self.noise))
             timer.count(step, parts_of(self.batch, size), is_typical=True)
         self.history.append(timer.sizes())
         return meter.now / speed / steps / self.step_time(self.largest)

@@ -8,25 +8,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.time_laws import LAWS, Law, LawMeter, TimedRuns, candidates_of, parts_of
+from bench.time_laws import LAWS, FurtherRung, Law, LawMeter, TimedRuns, candidates_of, parts_of
 from can_train.fit import step_time
 from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.step_time import (
     EXPLORED_EVERY,
+    SPLIT,
     MicroBatchChoice,
     StepTimer,
     TimedSize,
     TimeModel,
     choose_size,
     explored_number,
+    is_known_slower,
 )
 
 STEPS = 10_000
 
 
-def runs_in_a_row(law: Law, batch: int, largest: int, *, runs: int, steps: int, seed: int = 0) -> TimedRuns:
+def runs_in_a_row(
+    law: Law, batch: int, largest: int, *, runs: int, steps: int, seed: int = 0, further: FurtherRung | None = None
+) -> TimedRuns:
     """Runs a configuration several times."""
-    made = TimedRuns(law, batch, largest, seed=seed)
+    made = TimedRuns(law, batch, largest, seed=seed, further=further)
     for _ in range(runs):
         made.run(steps)
     return made
@@ -118,7 +122,7 @@ def test_runs_on_another_rung_do_not_count() -> None:
     ]
     candidates = candidates_of(64, 64)
     assert choose_size(candidates, runs, total_steps=100).samples == 32
-    assert choose_size(candidates, runs, total_steps=100, rung="recompute").is_largest
+    assert choose_size(candidates_of(64, 64, rung="recompute"), runs, total_steps=100).is_largest
     assert choose_size(candidates, [[]], total_steps=100).timed_runs == 0
 
 
@@ -130,12 +134,56 @@ def test_the_choice_is_a_function_of_the_records() -> None:
 
 def test_a_model_interpolates_between_sizes_and_is_less_sure_there() -> None:
     run = [TimedSize(samples=64, steps=500, seconds=1.0), TimedSize(samples=16, steps=500, seconds=1.0, log_ratio=0.4)]
-    model = TimeModel([64, 32, 16, 4], [run])
-    assert model.ratio(16, 64)[0] == pytest.approx(0.4, abs=0.01)
-    assert model.ratio(32, 64)[0] == pytest.approx(0.2, abs=0.02)
-    deviations = [model.ratio(samples, 64)[1] for samples in (64, 16, 32, 4)]
+    largest, quarter = (SPLIT, 64), (SPLIT, 16)
+    model = TimeModel([largest, (SPLIT, 32), quarter, (SPLIT, 4)], [run])
+    assert model.ratio(quarter, largest)[0] == pytest.approx(0.4, abs=0.01)
+    assert model.ratio((SPLIT, 32), largest)[0] == pytest.approx(0.2, abs=0.02)
+    deviations = [model.ratio((SPLIT, samples), largest)[1] for samples in (64, 16, 32, 4)]
     assert deviations == sorted(deviations)
-    assert model.worst_ratio(4, 64) == pytest.approx(4 * math.exp(0.4), rel=0.02)
+    assert model.worst_ratio((SPLIT, 4), largest) == pytest.approx(4 * math.exp(0.4), rel=0.02)
+
+
+# Rungs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "largest"), [("no fixed cost", 8), ("fixed cost", 1), ("launches alone", 2)])
+def test_three_runs_find_the_faster_rung(name: str, largest: int) -> None:
+    efficiencies = []
+    for seed in range(4):
+        made = runs_in_a_row(LAWS[name], 64, largest, runs=3, steps=STEPS, seed=seed, further=FurtherRung(64))
+        chosen = made.chosen_time(STEPS)
+        efficiencies.append(made.fastest / chosen)
+        assert chosen <= 1.02 * made.step_time(largest)
+    assert sum(efficiencies) / len(efficiencies) >= 0.98
+
+
+def test_a_further_rung_is_taken_once_it_was_measured_and_its_size_too() -> None:
+    made = runs_in_a_row(LAWS["fixed cost"], 8, 1, runs=0, steps=0, further=FurtherRung(8))
+    first = made.choice(4000)
+    assert first.is_largest
+    assert {(trial.rung, trial.samples) for trial in first.trials} >= {("recompute", 8.0)}
+    made.run(4000)
+    choice = made.choice(4000)
+    # 8 · (1 + 8) against 4 / 3 · (8 + 8)
+    assert (choice.rung, choice.samples, choice.first_rung) == ("recompute", 8.0, SPLIT)
+    assert choice.gain == pytest.approx(1 - 64 / 3 / 72, abs=0.06)
+    # The first rung that fits is looked at again.
+    assert [(trial.samples, trial.steps) for trial in choice.trials if trial.rung == SPLIT] == [(1.0, 3)]
+
+
+def test_a_further_rung_that_takes_longer_is_not_taken_and_soon_not_tried() -> None:
+    made = runs_in_a_row(LAWS["no fixed cost"], 64, 32, runs=2, steps=STEPS, further=FurtherRung(64))
+    assert not made.choice(STEPS).is_other_rung
+    assert is_known_slower("recompute", (SPLIT, 32.0), made.history)
+    assert not is_known_slower("recompute", (SPLIT, 32.0), [])
+    faster = runs_in_a_row(LAWS["launches alone"], 64, 8, runs=2, steps=STEPS, further=FurtherRung(64))
+    assert not is_known_slower("recompute", (SPLIT, 8.0), faster.history)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_trials_of_a_further_rung_take_little_time(name: str) -> None:
+    assert TimedRuns(LAWS[name], 64, 2, noise=0.0, further=FurtherRung(64)).run(3000) <= 1.03
 
 
 # The timer

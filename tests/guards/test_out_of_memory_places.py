@@ -27,7 +27,6 @@ TRIALS = {
     "fit/explore.py Explorer.check_outputs": "metrics and predictions of a few samples are tried",
     "fit/explore.py Explorer._compile_for": "the batches that a model is compiled for may be too large",
     "fit/explore.py Explorer._mid_run": "state and gradients of a run are allocated as a trial",
-    "fit/micro_batcher.py MicroBatcher._keep_states": "the optimizers' state may not fit on the device again",
     "fit/micro_batcher.py MicroBatcher.measure_dependence": "whether a split is exact is tried with a few samples",
     "fit/explore.py Explorer.module_costs": "a forward pass that saves nothing may take more than there is",
     "fit/optimizer.py allocate_ballast": "the memory of the optimizer's state and step is allocated as a trial",
@@ -41,7 +40,7 @@ TRIALS = {
     "training/explain.py _savings": "changes of a step are tried",
     "training/inference.py copy_to_device": "a finished model may be too large for a device",
     "training/loading.py ResidentData.move_to_device": "data that do not fit stay on the host",
-    "training/session.py Session.use_rung": "the optimizers' state may not fit on the device again",
+    "fit/offloaded_state.py keep_states": "the optimizers' state may not fit on the device again",
     "training/reference_models.py ReferenceModels._decide": "placements of a reference model are tried",
     "training/reference_models.py ReferenceModels._with_host_fallback": "the host may have to compute",
 }

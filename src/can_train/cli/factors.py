@@ -205,9 +205,9 @@ def _size_rows(summary: FactorSummary, sizes: Sequence[Sequence[ReplayedSize]]) 
                 run.run_id,
                 _minute(run.ended),
                 size.phase or "–",
-                size.rung,
+                size.own_rung,
                 f"{size.own_samples:.3g}",
-                f"{size.samples:.3g}",
+                f"{size.samples:.3g}" if size.rung == size.own_rung else f"{size.samples:.3g} ({size.rung})",
                 _microseconds(size.predicted_seconds),
                 _microseconds(size.measured_seconds),
             )

@@ -321,7 +321,8 @@ class ReplayedSize:
     phase: str
     own_samples: float  # Of the run's micro-batches, on average
     samples: float  # Of the fastest
-    rung: str
+    own_rung: str
+    rung: str  # Of the fastest
     predicted_seconds: float | None  # Of a sample in that size; None before any run
     measured_seconds: float | None  # In this run; None where it did not have or try that size
 
@@ -337,13 +338,17 @@ def replay_sizes(summary: FactorSummary) -> list[list[ReplayedSize]]:
 
 
 def _replay_size(phase: str, times: Times, earlier: Sequence[Times]) -> ReplayedSize:
-    own = times[0]
-    every = {size.samples for run in (times, *earlier) for size in run}
-    candidates = [SizeCandidate(cost=samples, samples=samples) for samples in sorted(every, reverse=True)]
-    choice = choose_size(candidates, earlier, total_steps=0, rung=own.rung)
-    measured = [own.seconds * exp(size.log_ratio) for size in times if is_same_size(size.samples, choice.samples)]
-    return ReplayedSize(phase=phase, own_samples=own.samples, samples=choice.samples, rung=own.rung,
-                        predicted_seconds=choice.seconds, measured_seconds=next(iter(measured), None))  # fmt: skip
+    own, every = times[0], [size for run in (times, *earlier) for size in run]
+    # A rung beyond the first one that fits is timed where larger micro-batches fit on it.
+    largest = {rung: max(size.samples for size in every if size.rung == rung) for rung in {one.rung for one in times}}
+    sizes = {(largest[size.rung], -size.samples, size.rung) for size in every if size.rung in largest}
+    candidates = [SizeCandidate(cost=-samples, samples=-samples, rung=rung) for _, samples, rung in sorted(sizes)]
+    choice = choose_size(candidates, earlier, total_steps=0)
+    measured = [own.seconds * exp(size.log_ratio) for size in times
+                if size.rung == choice.rung and is_same_size(size.samples, choice.samples)]  # fmt: skip
+    return ReplayedSize(phase=phase, own_samples=own.samples, own_rung=own.rung, samples=choice.samples,
+                        rung=choice.rung, predicted_seconds=choice.seconds,
+                        measured_seconds=next(iter(measured), None))  # fmt: skip
 
 
 def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id: str = "") -> FactorRule:

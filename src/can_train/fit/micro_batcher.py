@@ -23,7 +23,7 @@ from can_train.config.settings import CHOICES, check_choice
 from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import DeviceLimits
-from can_train.fit.offloaded_state import OffloadedState, refusal_of
+from can_train.fit.offloaded_state import OffloadedState, keep_states, refusal_of
 from can_train.fit.optimizer import parameters_of
 from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules, counts_of
 from can_train.fit.peak_prediction import PeakPrediction
@@ -334,6 +334,7 @@ class MicroBatcher:
             until then.
         compiled: The compiler of the model, which a part that it fails for is computed without; None: there is none.
         ladder: The rungs that a step may be computed on.
+        other: Computes the steps that try another rung; None: there are none.
         use_rung: Called with a rung before a part is computed on it for the first time; tells whether it can be.
     """
 
@@ -374,6 +375,7 @@ class MicroBatcher:
         self._looked_through: set[tuple[str, ...]] = set()
         self.batch_dependence: BatchDependence | None = None
         self.compiled: CompiledModel | None = None
+        self.other: MicroBatcher | None = None
         self.shards = shards
         if self.ladder.rung.offload_optimizer:
             self._keep_states(self.ladder.rung)
@@ -399,18 +401,11 @@ class MicroBatcher:
 
     def _keep_states(self, rung: Rung) -> bool:
         """Keeps the state of the given optimizers where a rung has it; tells whether there is room for it."""
-        with CatchOutOfMemory() as caught, self._meter.active(tensors_of([self._model])):
-            for state in self._states:
-                if rung.offload_optimizer:
-                    state.begin()
-                else:
-                    state.end()
-        if caught.message:
-            for state in self._states:
-                state.begin()
-        if self._states:
-            self._meter.release()
-        return not caught.message
+        if not self._states:
+            return True
+        with self._meter.active(tensors_of([self._model])):
+            keep = [state.keep for state in self._states]
+            return keep_states(keep, on_host=rung.offload_optimizer, meter=self._meter)
 
     def run(
         self,
@@ -719,26 +714,28 @@ class MicroBatcher:
     @property
     def ooms_rescued(self) -> int:
         """Out-of-memories survived so far, in training and evaluation."""
-        return self._rescue.ooms_rescued + self._evaluation.ooms_rescued
+        elsewhere = 0 if self.other is None else self.other.ooms_rescued
+        return self._rescue.ooms_rescued + self._evaluation.ooms_rescued + elsewhere
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the limits in force, for a checkpoint."""
         return {
             "backoff": asdict(self._rescue.backoff), "largest_planned": self._largest_planned,
             "trainable": list(self._trainable), "ooms_rescued": self._rescue.ooms_rescued,
-            "ladder": self.ladder.state_dict(),
+            "ladder": self.ladder.state_dict(), "other": None if self.other is None else self.other.state_dict(),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_device: bool = True) -> None:
-        """Restores a state of `state_dict`; out-of-memories of another device limit nothing on this one."""
+        """Restores a state of `state_dict`, but for the ladder's; out-of-memories of another device limit nothing on
+        this one.
+        """
         self._rescue.backoff = Backoff(**state["backoff"]) if same_device else Backoff()
         self._largest_planned = state["largest_planned"]
         # Those that the limits belong to: the model may have been made with others, of an earlier epoch.
         self._trainable = list(state["trainable"])
         self._rescue.ooms_rescued = state["ooms_rescued"]
-        if same_device:
-            self.ladder.load_state_dict(state["ladder"])
-            self.use_rung(self.ladder.rung)
+        if self.other is not None and state["other"] is not None:
+            self.other.load_state_dict(state["other"], same_device=same_device)
 
     def set_limits(self, rules: SplitRules, limits: DeviceLimits | None) -> None:
         """Replaces rules and limits after the device was explored again."""

@@ -21,9 +21,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from can_train.errors import first_sentence
 from can_train.memory.cuda_operators import is_on_device, offloading, on_host
 from can_train.memory.host import PINNED_SHARE, available_bytes
+from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+    from can_train.memory.meters import Meter
 
 LEAST_BYTES: Final = 4096  # Smaller parts of the state stay on the device, as scalars do
 # Parameters of a chunk take at most so many bytes, and at most this share of all: three chunks are on the device at
@@ -48,6 +51,25 @@ class _OnDevice:
     hosts: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # Copies on the host, by parameter and name
     leaving: list[Tensor] = field(default_factory=list)
     copied: torch.cuda.Event | None = None
+
+
+def keep_states(keep: Sequence[Callable[[bool], object]], *, on_host: bool, meter: Meter) -> bool:
+    """Keeps the state of several optimizers on the host from now on, or on the device; tells whether there is room for
+    it. Without room, all of it is on the host.
+
+    Args:
+        keep: For each optimizer, keeps its state on the host or not.
+        on_host: Where the state is to be.
+        meter: Of the device.
+    """
+    with CatchOutOfMemory() as caught:
+        for each in keep:
+            each(on_host)
+    if caught.message:
+        for each in keep:
+            each(True)
+    meter.release()
+    return not caught.message
 
 
 class OffloadedState:
@@ -92,6 +114,13 @@ class OffloadedState:
     def device_bytes(self) -> int:
         """Bytes of the state that are on the device."""
         return sum(value.nbytes for value in self._values()) - self.host_bytes
+
+    def keep(self, on_host: bool) -> None:
+        """Keeps the state on the host from now on, or on the device, where memory may run out."""
+        if on_host:
+            self.begin()
+        else:
+            self.end()
 
     def begin(self) -> None:
         """Moves the state to the host."""

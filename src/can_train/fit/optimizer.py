@@ -364,13 +364,12 @@ class Optimization:
         """Bytes of the optimizer's state that are on the device."""
         return state_bytes(self.optimizer) if self.offloaded is None else self.offloaded.device_bytes
 
-    def keep_state(self, *, on_host: bool) -> None:
+    def keep_state(self, on_host: bool) -> None:
         """Keeps the optimizer's state on the host from now on, or on the device, where memory may run out."""
         if on_host:
             self.offloaded = self.offloaded or OffloadedState(self.optimizer)
-            self.offloaded.begin()
-        elif self.offloaded is not None:
-            self.offloaded.end()
+        if self.offloaded is not None:
+            self.offloaded.keep(on_host)
 
     def step(self, number: int = 0, update: int = 0) -> bool:
         """Unscales and clips the gradients, adds noise, steps, and clears them; the caller moves the schedule.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.fit.packing import BatchCosts, SplitRules, cut, largest_typical_batch, optimizer_batches, share_out
-from can_train.fit.step_time import SizeCandidate
+from can_train.fit.step_time import SPLIT, SizeCandidate
 from can_train.io.units import counted
 
 # Optimizer steps per epoch below which schedules, early stopping and averages over an epoch lose their meaning.
@@ -169,7 +169,9 @@ def resolve_plan(
     )
 
 
-def size_candidates(request: PlanRequest, plan: PhasePlan, order: BatchCosts) -> list[SizeCandidate]:
+def size_candidates(
+    request: PlanRequest, plan: PhasePlan, order: BatchCosts, *, rung: str = SPLIT
+) -> list[SizeCandidate]:
     """Returns the sizes that micro-batches of a plan may have, the plan's own first: with more parts, down to a single
     sample or the floor. Next to the plan's size they are about a fifth apart, else by a factor of about 1.4.
     """
@@ -186,14 +188,14 @@ def size_candidates(request: PlanRequest, plan: PhasePlan, order: BatchCosts) ->
     own = mean_samples(plan.rules)
     longest = max(map(len, shares))
     parts = longest / own
-    candidates = [SizeCandidate(cost=plan.largest_cost, samples=own)]
+    candidates = [SizeCandidate(cost=plan.largest_cost, samples=own, rung=rung)]
     for factor in _size_factors(own / max(plan.rules.floor, 1)):
         number = math.ceil(parts * factor)
         even = order.cost(0, math.ceil(longest / number))
         cost = even if order.is_uniform else plan.largest_cost * parts / number
         samples = mean_samples(replace(plan.rules, fastest=cost))
         if samples < candidates[-1].samples * (1 - _SAME_SIZE):
-            candidates.append(SizeCandidate(cost=cost, samples=samples))
+            candidates.append(SizeCandidate(cost=cost, samples=samples, rung=rung))
     return candidates
 
 

@@ -31,7 +31,7 @@ from can_train.fit.packing import ROUNDING, BatchCosts, SplitRules
 from can_train.fit.plan import PhasePlan, PlanRequest, resolve_plan, search_upper, size_candidates, spare_room
 from can_train.fit.plan_notices import format_notices, limits_notices, too_large_notices
 from can_train.fit.rescue import Ladder, without_recomputation
-from can_train.fit.run_plan import DataPlacement, PredictedLimit, RunPlan, price
+from can_train.fit.run_plan import DataPlacement, OtherRung, PredictedLimit, RunPlan, price
 from can_train.fit.rungs import (
     NOT_REPEATABLE,
     ModuleCost,
@@ -42,7 +42,13 @@ from can_train.fit.rungs import (
     rungs_of,
 )
 from can_train.fit.search import NO_RECORDING, SEARCH_SECONDS, SEARCH_SHARE, RecordedPhase, Recording
-from can_train.fit.step_time import MicroBatchChoice, choose_size
+from can_train.fit.step_time import (
+    MicroBatchChoice,
+    SizeCandidate,
+    choose_size,
+    is_known_slower,
+    is_larger_size,
+)
 from can_train.io.units import counted, size_text
 from can_train.memory.catalogue import cards_that_hold, predicted_room
 from can_train.memory.host import HOST_SHARE, available_bytes
@@ -57,6 +63,7 @@ if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
     from can_train.fit.batch_dependence import BatchDependence
     from can_train.fit.sharding import Shards
+    from can_train.fit.step_time import Times
     from can_train.reporter import Reporter
     from can_train.task import BatchTask
 
@@ -118,6 +125,7 @@ class Planner:
     shards: Shards | None = None  # The model's shards on the ranks; None: each rank has the whole model
     _measured: dict[str, ModuleCost] = field(default_factory=dict, init=False)  # By the names of the modules
     _forward_seconds: float = field(default=0.0, init=False)  # Of the sample that they were measured with
+    _other_rung: OtherRung | None = field(default=None, init=False)  # Beside the explorer's, because it may be faster
 
     @cached_property
     def training(self) -> TrainingSettings:
@@ -173,8 +181,22 @@ class Planner:
 
     @cached_property
     def batch_dependence(self) -> BatchDependence:
-        """How samples of a batch influence each other; measured once."""
-        return self.explorer.batch_dependence()
+        """How samples of a batch influence each other; measured once, on the first rung where a few samples fit."""
+        own = self.explorer.rung
+        further = [rung for rung in self.rungs
+                   if rung.goes_further(own) and rung.offload_optimizer == own.offload_optimizer]  # fmt: skip
+        try:
+            for rung in (own, *further):
+                self.explorer.rung = rung
+                measured = self.explorer.batch_dependence()
+                if measured is not UNKNOWN_DEPENDENCE:
+                    return measured
+        except Exception as error:
+            if not is_not_repeatable(error):
+                raise
+        finally:
+            self.explorer.rung = own
+        return UNKNOWN_DEPENDENCE
 
     def check(self) -> None:
         """Checks on a few samples, before anything is explored, that the loss trains the sum that it should, and the
@@ -203,7 +225,7 @@ class Planner:
             DoesNotFitError: Not even one sample fits, or some do not and may not be skipped.
         """
         self.check()
-        request = self.request()
+        request, self._other_rung = self.request(), None
         # A target for the memory of micro-batches needs costs in bytes too.
         if request.searches or request.rules.target < np.inf:
             plan = self.on_first_rung(
@@ -214,7 +236,9 @@ class Planner:
                 ),
                 earlier=factor.earlier,
             )
-            return plan if request.searches else replace(plan, fixed_size=_fixed_size(plan, factor))
+            if request.searches:
+                return self._with_faster_rung(plan, factor)
+            return replace(plan, fixed_size=_fixed_size(plan, factor))
         plan = self._resolved(request, None, (), factor)
         is_fixed = request.micro_batch_size > 0 or request.rules.floor > 1
         # On a processor memory is the host's: the limit is not a fixed one, and probes cost seconds.
@@ -268,9 +292,6 @@ class Planner:
             left = [rung for rung in left if rung.offload_optimizer] or left
         while left:
             self.explorer.rung = rung = left.pop(0)
-            if rung != self.rungs[0] and self.batch_dependence is UNKNOWN_DEPENDENCE:
-                # On this rung a few samples may fit, which did not on the first one.
-                del self.batch_dependence
             try:
                 self._check_host(rung)
                 made = plan()
@@ -317,6 +338,56 @@ class Planner:
                 remedy="Ask for more memory of the host (--mem), or take --optimizer sgd, which needs less",
                 details=OutOfMemoryDetails(of_host=True),
             )
+
+    def _with_faster_rung(self, made: RunPlan, factor: FactorRule) -> RunPlan:
+        """Lets some steps try a rung beyond the first one that fits, where it makes larger micro-batches fit; plans on
+        it where earlier runs have measured that it is faster.
+        """
+        rung = self._rung_to_try(made, factor)
+        if rung is None:
+            return made
+        self.explorer.rung = rung
+        try:
+            limits = self.explore(self._same_batch(made), factor.provisional)
+        except DoesNotFitError:
+            return made
+        except Exception as error:
+            if not is_not_repeatable(error):
+                raise
+            forget_frames(error)
+            return made
+        finally:
+            self.explorer.rung = made.rung
+            self.meter.release()
+        assert made.limits is not None, "there is no choice without limits"
+        if len(self._oversize(limits.training)) > len(made.skipped):
+            return made
+        self._other_rung = OtherRung(rung=rung, limits=limits, factor=factor.decide(limits).value)
+        tried = self._again(made, made.limits, factor)
+        choice = tried.micro_batch
+        if choice is None or not choice.is_other_rung:
+            return self._with_effect(tried)
+        self.explorer.rung = rung
+        self._other_rung = OtherRung(rung=made.rung, limits=made.limits, factor=made.factor.value)
+        return self._with_effect(self._again(made, limits, factor))
+
+    def _rung_to_try(self, made: RunPlan, factor: FactorRule) -> Rung | None:
+        """Returns a rung that may be faster than the rung of a plan, since larger micro-batches fit on it."""
+        choice, names = made.micro_batch, max((rung.recompute for rung in self.rungs), key=len)
+        rung = replace(made.rung, recompute=names)
+        is_cut = choice is not None and choice.largest_samples * made.ranks < made.phase_plan.logical_batch
+        if choice is None or not is_cut or not rung.goes_further(made.rung) or rung.offload or self.shards is not None:
+            return None
+        runs, reference = self._times(factor), (choice.first_rung, choice.largest_samples)
+        is_measured = any(size.rung == rung.timed_as for run in runs for size in run)
+        # Nothing is tried where no device is, or where a run is short.
+        can_try = bool(choice.trials) and not isinstance(self.meter, AbsentGpuMeter)
+        if not (is_measured or can_try) or is_known_slower(rung.timed_as, reference, runs):
+            return None
+        return rung
+
+    def _times(self, factor: FactorRule) -> list[Times]:
+        return [times.get(self.phase.name, ()) for times in factor.times or ()]
 
     def _with_fewest_modules(self, made: RunPlan, plan: Callable[[], RunPlan]) -> RunPlan:
         """Plans that no more modules are computed again than the largest sample needs; `made` has all of them."""
@@ -385,7 +456,7 @@ class Planner:
         oversize = self._oversize(limits.training)
         if len(oversize[~np.isin(oversize, plan.skipped)]):
             raise self._data_error(limits.training.peak_bytes(limits.training.tuned_limit), limits.capacity_bytes)
-        return self._again(plan, limits, factor)
+        return self._again(plan, limits, factor, beside_bytes=self.data_bytes)
 
     def fits_beside_data(self, plan: RunPlan) -> bool:
         """Runs the costliest micro-batch of a plan beside as much memory as the data take; tells whether it fits."""
@@ -467,13 +538,21 @@ class Planner:
         return replace(self.request(), mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0,
                        batches_per_step=frozen.phase_plan.batches_per_step)  # fmt: skip
 
-    def _again(self, frozen: RunPlan, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
-        again, before = self._resolved(self._same_batch(frozen), limits, frozen.skipped, factor), frozen.phase_plan
+    def _again(self, frozen: RunPlan, limits: DeviceLimits, factor: FactorRule, *, beside_bytes: int = 0) -> RunPlan:
+        """Plans the same batch under limits; the limits include `beside_bytes` of other tensors on the device."""
+        request, before = self._same_batch(frozen), frozen.phase_plan
+        again = self._resolved(request, limits, frozen.skipped, factor, beside_bytes=beside_bytes)
         phase_plan = replace(again.phase_plan, binding_limit=before.binding_limit, lr_factor=before.lr_factor)
         return replace(again, phase_plan=phase_plan)
 
     def _resolved(
-        self, request: PlanRequest, limits: DeviceLimits | None, skipped: tuple[int, ...], rule: FactorRule
+        self,
+        request: PlanRequest,
+        limits: DeviceLimits | None,
+        skipped: tuple[int, ...],
+        rule: FactorRule,
+        *,
+        beside_bytes: int = 0,
     ) -> RunPlan:
         phase, training = None if limits is None else limits.training, self.training
         orders = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)
@@ -487,9 +566,14 @@ class Planner:
             factor=decided.value,
             other_epochs=other_epochs,
         )
-        plan = resolve(request)
-        if choice := self._choose_size(request, plan, order, rule):
+        plan, other = resolve(request), None
+        if self._other_rung is not None and limits is not None:
+            other = self._other_rung.beside(beside_bytes)
+        others = [] if other is None else self._candidates_on(other, request, skipped)
+        if choice := self._choose_size(request, plan, order, rule, others):
             plan = _with_choice(plan, choice, resolve(replace(request, rules=choice.in_rules(request.rules))))
+            if other is not None and limits is not None:
+                plan = _with_other_rung(plan, choice, other, limits)
         notices = [*self.task.notices(), *self.meter.notices]
         if training.compile != "off":
             notices += compile_notices(training.compile, self.meter)
@@ -516,13 +600,20 @@ class Planner:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(phase_plan=plan, limits=limits, factor=decided, skipped=skipped, ranks=self.ranks,
                        notices=tuple(notices), phase=self.phase.name, room_samples=samples,
-                       rung=self.explorer.rung, state_on_host_bytes=on_host, micro_batch=choice,
+                       rung=self.explorer.rung, state_on_host_bytes=on_host, micro_batch=choice, other_rung=other,
                        saved_on_host_bytes=self._saved_on_host(plan.largest_cost, phase))  # fmt: skip
 
     def _choose_size(
-        self, request: PlanRequest, plan: PhasePlan, order: BatchCosts, rule: FactorRule
+        self,
+        request: PlanRequest,
+        plan: PhasePlan,
+        order: BatchCosts,
+        rule: FactorRule,
+        others: Sequence[SizeCandidate],
     ) -> MicroBatchChoice | None:
-        """Chooses the fastest size of micro-batches that fit; None where the largest are to be taken."""
+        """Chooses the fastest size of micro-batches that fit, of the rung in force and of `others` on another rung;
+        None where the largest are to be taken.
+        """
         training, rules = self.training, request.rules
         # The user's own options decide how batches are cut.
         is_free = request.searches and rules.splits == 1 and not (rules.equal or rules.threshold)
@@ -538,11 +629,21 @@ class Planner:
         # A choice by time may not change the gradient.
         if self.batch_dependence.terms or not self.batch_dependence.measured:
             return None
-        candidates = size_candidates(request, plan, order)
-        runs = [times.get(self.phase.name, ()) for times in rule.times]
+        rung, other = self.explorer.rung, self._other_rung
+        candidates = size_candidates(request, plan, order, rung=rung.timed_as)
+        if others and other is not None:
+            candidates = _both_rungs(candidates, others, is_further=rung.goes_further(other.rung))
         steps = int(plan.mean_steps_per_epoch * training.epochs)
-        choice = choose_size(candidates, runs, total_steps=steps, rung=self.explorer.rung.name)
+        choice = choose_size(candidates, self._times(rule), total_steps=steps)
         return replace(choice, sample_cost=float(order.each().mean()))
+
+    def _candidates_on(self, other: OtherRung, request: PlanRequest, skipped: tuple[int, ...]) -> list[SizeCandidate]:
+        """Returns the sizes that micro-batches may have on another rung."""
+        training, phase = self.training, other.limits.training
+        rows = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)[0]
+        order = price(self.task, rows, phase)
+        plan = resolve_plan(request, order, tuned_limit=phase.tuned_limit, factor=other.factor)
+        return size_candidates(request, plan, order, rung=other.rung.timed_as)
 
     def _saved_on_host(self, cost: float, phase: SearchResult | None) -> int:
         """Returns the bytes of saved tensors of a micro-batch that wait on the host, in proportion to its cost."""
@@ -736,6 +837,29 @@ def _with_choice(largest: PhasePlan, choice: MicroBatchChoice, chosen: PhasePlan
     if all(trial.cost <= choice.cost for trial in choice.trials):
         return chosen
     return replace(chosen, largest_cost=largest.largest_cost, largest_later_cost=largest.largest_later_cost)
+
+
+def _with_other_rung(plan: PhasePlan, choice: MicroBatchChoice, other: OtherRung, own: DeviceLimits) -> PhasePlan:
+    """Returns the plan with the peaks of steps that try another rung, as costs on the plan's own rung."""
+    tried = [trial for trial in choice.trials if trial.rung == other.rung.timed_as]
+    cost = other.cost_on(own, max((trial.cost for trial in tried), default=0.0))
+    if not own.training.capped:
+        # Both rungs fill the same share of the device.
+        cost = min(cost, plan.rules.safe_limit)
+    if not tried or cost <= plan.largest_cost:
+        return plan
+    has_later = any(trial.samples < plan.logical_batch for trial in tried)
+    return replace(plan, largest_cost=cost, largest_later_cost=cost if has_later else plan.largest_later_cost)
+
+
+def _both_rungs(
+    own: Sequence[SizeCandidate], others: Sequence[SizeCandidate], *, is_further: bool
+) -> list[SizeCandidate]:
+    """Returns the sizes of two rungs, those of the first rung that fits before those of the further rung, which is
+    slower where its micro-batches are no larger. `is_further` tells whether it is the own rung.
+    """
+    first, further = (others, own) if is_further else (own, others)
+    return [*first, *(one for one in further if is_larger_size(one.samples, first[0].samples))]
 
 
 def _fixed_size(plan: RunPlan, factor: FactorRule) -> PredictedLimit:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.factor_rule import UNUSED, SafetyFactor
-from can_train.fit.packing import BatchCosts, MicroBatchLimit
+from can_train.fit.packing import BatchCosts, MicroBatchLimit, SplitRules
 from can_train.fit.plan import PhasePlan
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.step_time import MicroBatchChoice
@@ -45,6 +45,28 @@ class DataPlacement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherRung:
+    """A rung beside a plan's own, which some steps try because it may be faster."""
+
+    rung: Rung
+    limits: DeviceLimits
+    factor: float  # The safety factor on it
+
+    def rules(self, plan: PhasePlan) -> SplitRules:
+        """Returns rules that cut the plan's batches on this rung."""
+        tuned = self.limits.training.tuned_limit
+        return replace(plan.rules, safe_limit=self.factor * tuned, tuned_limit=tuned)
+
+    def cost_on(self, own: DeviceLimits, cost: float) -> float:
+        """Returns the cost of a micro-batch on the plan's own rung that has the peak of one of `cost` on this rung."""
+        return max(own.training.cost_within(self.limits.training.peak_bytes(cost)), 0.0)
+
+    def beside(self, num_bytes: int) -> OtherRung:
+        """Returns the rung beside other tensors on the device; negative: without them."""
+        return replace(self, limits=self.limits.beside(num_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """The plan of a run with its basis."""
 
@@ -65,11 +87,20 @@ class RunPlan:
     saved_on_host_bytes: int = 0  # Most that the saved tensors of a micro-batch take of the host
     micro_batch: MicroBatchChoice | None = None  # The size that is the fastest; None: it is not looked for
     rung_longer: float = 0.0  # Predicted share of a step's time that computing modules again adds
+    other_rung: OtherRung | None = None  # That some steps try; the first rung that fits, where a further one is faster
 
     @property
     def phases(self) -> tuple[RunPlan, ...]:
         """The plans of all phases, in their order."""
         return (self, *self.later)
+
+    @property
+    def tries_other_rung(self) -> bool:
+        """Whether some steps are computed on another rung."""
+        other, choice = self.other_rung, self.micro_batch
+        return other is not None and choice is not None and any(
+            trial.rung == other.rung.timed_as for trial in choice.trials
+        )  # fmt: skip
 
     @property
     def fullest(self) -> RunPlan:
@@ -120,10 +151,14 @@ class RunPlan:
         """Returns the plan with the data back on the host, for a reason."""
         if not self.data.on_device:
             return self
-        first, *later = (phase if phase.limits is None
-                         else replace(phase, limits=phase.limits.beside(-self.data.num_bytes))
-                         for phase in self.phases)  # fmt: skip
+        first, *later = (phase._beside(-self.data.num_bytes) for phase in self.phases)
         return replace(first, later=tuple(later), data=replace(self.data, on_device=False, reason=reason))
+
+    def _beside(self, num_bytes: int) -> RunPlan:
+        if self.limits is None:
+            return self
+        other = None if self.other_rung is None else self.other_rung.beside(num_bytes)
+        return replace(self, limits=self.limits.beside(num_bytes), other_rung=other)
 
     def to_plain(self) -> dict[str, Any]:
         """Returns strict JSON values: an infinite limit is null."""

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from can_train.errors import ConfigError, nearest_first
+from can_train.io.units import counted
 from can_train.memory.cuda_operators import is_on_device, offloading, on_host
 from can_train.memory.host import HOST_SHARE, available_bytes
 from can_train.memory.meters import copy_stream
@@ -89,6 +90,11 @@ class Rung:
         if self.offload:
             return "offload"
         return "recompute" if self.recompute else "split"
+
+    @property
+    def timed_as(self) -> str:
+        """The rung in records of times, which differ with the number of modules that are computed again."""
+        return f"{self.name}, {counted(len(self.recompute), 'module')}" if self.recompute else self.name
 
     def describe(self) -> str:
         """Says what is computed otherwise, as a clause."""

@@ -1,5 +1,5 @@
-"""The time that a sample takes in micro-batches of different sizes: measured while a run trains, learned over the runs
-of a configuration on a kind of device, and the fastest size that follows.
+"""The time that a sample takes in micro-batches of different sizes and on different rungs: measured while a run
+trains, learned over the runs of a configuration on a kind of device, and the fastest size and rung that follow.
 
 Sizes are compared within a run, each measured step with the steps around it: clocks, cards and other processes differ
 from run to run, and change slowly within a run. Pure functions of records, but for the timer. No numpy, since
@@ -28,6 +28,11 @@ EXTRA_SHARE: Final = 1 / EXPLORED_EVERY  # Share of a run's time that trials may
 SLOWER: Final = 0.02  # Share by which a chosen size may be slower than the largest, at `_SIGMAS`
 # Change of the time of a sample, in logarithms, that is expected from a size to one twice as large.
 _PER_OCTAVE: Final = 0.25
+# Change of the time of a sample that is expected of a further rung: computing a model again takes one more forward pass
+# at most, a third of a step. This prediction is far less certain than `SLOWER`: it orders trials, and decides nothing.
+_AGAIN: Final = math.log(4 / 3)
+_AGAIN_SPREAD: Final = 0.15
+_AGAIN_PER_OCTAVE: Final = 0.1  # Change of it from a size to one twice as large
 _SIGMAS: Final = 3.0  # Standard deviations: the best of many noisy sizes looks better than it is
 _NOISE: Final = 0.1  # Spread of single steps that is assumed before any was measured, with a weight of some steps
 _NOISE_STEPS: Final = 4
@@ -43,6 +48,9 @@ _SAME: Final = 0.02  # Sizes that differ by less are one size
 _CLIP: Final = 3.0  # Standard deviations beyond which a step counts as one that far off
 
 
+SPLIT: Final = "split"  # Rung on which batches are split, and nothing more
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimedSize:
     """The steps of an attempt whose micro-batches had about one size."""
@@ -53,7 +61,7 @@ class TimedSize:
     # Mean logarithm of the time of a sample, less that of the steps around; 0 for the attempt's own size.
     log_ratio: float = 0.0
     spread: float = 0.0  # Standard deviation of single steps
-    rung: str = "split"
+    rung: str = SPLIT
 
 
 Times = Sequence[TimedSize]
@@ -66,6 +74,7 @@ class SizeCandidate:
 
     cost: float  # Limit of a micro-batch, in bytes above base
     samples: float  # Of a micro-batch under this limit, on average
+    rung: str = SPLIT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +84,16 @@ class SizeTrial:
     cost: float
     samples: float
     steps: int
+    rung: str = SPLIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchChoice:
-    """The size of micro-batches that a plan takes, and the sizes that some of its steps try."""
+    """The size of micro-batches that a plan takes, with its rung, and the sizes that some of its steps try."""
 
     samples: float  # Of a micro-batch, on average
     cost: float  # Limit of a micro-batch, in bytes above base; the largest that is safe where nothing was faster
-    largest_samples: float  # Of the largest micro-batches that are safe
+    largest_samples: float  # Of the largest micro-batches that are safe, on the first rung that fits
     sample_cost: float = 1.0  # Of the mean sample
     gain: float = 0.0  # Share of the largest size's time that it is predicted to save
     deviation: float = 0.0  # Standard deviation of the gain
@@ -91,12 +101,18 @@ class MicroBatchChoice:
     timed_steps: int = 0  # Steps of earlier runs that tried other sizes
     timed_runs: int = 0
     trials: tuple[SizeTrial, ...] = ()
-    rung: str = "split"
+    rung: str = SPLIT
+    first_rung: str = SPLIT  # The first rung that fits
 
     @property
     def is_largest(self) -> bool:
-        """Whether no smaller size was chosen."""
-        return self.samples == self.largest_samples
+        """Whether neither a smaller size nor another rung was chosen."""
+        return self.samples == self.largest_samples and not self.is_other_rung
+
+    @property
+    def is_other_rung(self) -> bool:
+        """Whether a rung was chosen for its time, beyond the first one that fits."""
+        return self.rung != self.first_rung
 
     def in_rules(self, rules: SplitRules) -> SplitRules:
         """Returns rules that cut batches into micro-batches of the size."""
@@ -114,6 +130,11 @@ def is_same_size(one: float, other: float) -> bool:
     return abs(one - other) <= _SAME * max(one, other)
 
 
+def is_larger_size(one: float, other: float) -> bool:
+    """Tells whether a size, in samples, is larger than another one to the model of time."""
+    return one > other and not is_same_size(one, other)
+
+
 def explored_number(step: int) -> int | None:
     """Returns the number of the trial that a step, counted from 0, may be, from 0; None: it is none.
 
@@ -125,34 +146,40 @@ def explored_number(step: int) -> int | None:
     return number - 1 if number and rest == (_STRIDE * number - 4) % _SHIFTS else None
 
 
+Size = tuple[str, float]
+"""A rung, and the samples of a micro-batch on it, on average."""
+
+
 class TimeModel:
-    """The time of a sample against the size of a micro-batch, as logarithms.
+    """The time of a sample against the size of a micro-batch and its rung, as logarithms.
 
     Between sizes the time may change as a random walk along the logarithm of the size: a smooth law is interpolated,
-    and a cliff, where a cache is full, is followed. Measured are differences between sizes of the same run.
+    and a cliff, where a cache is full, is followed. A further rung follows the same walk, at a distance. Measured are
+    differences between sizes of the same run.
     """
 
-    def __init__(self, sizes: Iterable[float], runs: Sequence[Times] = ()) -> None:
-        measured = [size.samples for run in runs for size in run]
-        self._nodes: list[float] = []
-        for samples in sorted({*sizes, *measured}):
-            if not self._nodes or samples > self._nodes[-1] * (1 + _SAME):
-                self._nodes.append(samples)
-        count = len(self._nodes)
+    def __init__(self, sizes: Iterable[Size], runs: Sequence[Times] = (), *, first_rung: str = SPLIT) -> None:
+        measured = [(size.rung, size.samples) for run in runs for size in run]
+        self._nodes: list[Size] = []
+        for rung, samples in sorted({*sizes, *measured}):
+            if not self._nodes or self._nodes[-1][0] != rung or samples > self._nodes[-1][1] * (1 + _SAME):
+                self._nodes.append((rung, samples))
         self.noise = _noise(runs)
-        self._means = [0.0] * count
+        self._means = [0.0 if rung == first_rung else _AGAIN for rung, _ in self._nodes]
         # Covariance of the walk, from the smallest size on, whose own level is not known and does not matter.
-        steps = [0.0, *(math.log2(big / small) for small, big in zip(self._nodes, self._nodes[1:], strict=False))]
-        levels = [sum(steps[: number + 1]) for number in range(count)]
-        self._covariance = [[_PER_OCTAVE**2 * min(one, other) for other in levels] for one in levels]
-        self._measured = {self._node(samples) for samples in measured}
+        least = min((samples for _, samples in self._nodes), default=1.0)
+        levels = [(rung, math.log2(samples / least)) for rung, samples in self._nodes]
+        self._covariance = [[_covariance(one, other, first_rung) for other in levels] for one in levels]
+        self._measured = {self._node(*size) for size in measured}
         for run in runs:
             for size in run[1:]:
                 variance = max(self.noise, size.spread) ** 2 / max(size.steps, 1) + _DIFFERENCE**2
-                self._learn(self._node(size.samples), self._node(run[0].samples), size.log_ratio, variance)
+                one, other = self._node(size.rung, size.samples), self._node(run[0].rung, run[0].samples)
+                self._learn(one, other, size.log_ratio, variance)
 
-    def _node(self, samples: float) -> int:
-        return min(range(len(self._nodes)), key=lambda node: abs(math.log(self._nodes[node] / samples)))
+    def _node(self, rung: str, samples: float) -> int:
+        nodes = [node for node, (of_node, _) in enumerate(self._nodes) if of_node == rung]
+        return min(nodes, key=lambda node: abs(math.log(self._nodes[node][1] / samples)))
 
     def _learn(self, one: int, other: int, difference: float, variance: float) -> None:
         """Adds a measured difference of two sizes, as a Kalman filter does."""
@@ -166,32 +193,43 @@ class TimeModel:
         self._covariance = [[entry - left * right / total for entry, right in zip(row, column, strict=True)]
                             for row, left in zip(matrix, column, strict=True)]  # fmt: skip
 
-    def has_measured(self, samples: float) -> bool:
+    def has_measured(self, size: Size) -> bool:
         """Whether any run has tried a size."""
-        return self._node(samples) in self._measured
+        return self._node(*size) in self._measured
 
-    def expect(self, samples: float, reference: float, steps: float) -> None:
+    def expect(self, size: Size, reference: Size, steps: float) -> None:
         """Counts steps to come of a size: they make it better known, whatever their time will be."""
-        one, other = self._node(samples), self._node(reference)
+        one, other = self._node(*size), self._node(*reference)
         mean = self._means[one] - self._means[other]
         self._learn(one, other, mean, self.noise**2 / steps + _DIFFERENCE**2)
 
-    def ratio(self, samples: float, reference: float) -> tuple[float, float]:
+    def ratio(self, size: Size, reference: Size) -> tuple[float, float]:
         """Returns the logarithm of a size's time ÷ another size's, and its standard deviation."""
-        one, other, matrix = self._node(samples), self._node(reference), self._covariance
+        one, other, matrix = self._node(*size), self._node(*reference), self._covariance
         variance = matrix[one][one] + matrix[other][other] - 2 * matrix[one][other]
         return self._means[one] - self._means[other], math.sqrt(max(variance, 0.0))
 
-    def worst_ratio(self, samples: float, reference: float) -> float:
+    def worst_ratio(self, size: Size, reference: Size) -> float:
         """Returns the time of a sample ÷ another size's that must be reckoned with. A size that was not measured takes
         as much longer than a larger one that was as it has more micro-batches.
         """
-        node = self._node(samples)
+        node = self._node(*size)
         if node in self._measured:
-            return math.exp(self.ratio(samples, reference)[0])
-        larger = [self._nodes[one] for one in self._measured if one > node]
-        known = min(larger, default=reference)
-        return math.exp(self.ratio(known, reference)[0]) * max(known / samples, 1.0)
+            return math.exp(self.ratio(size, reference)[0])
+        rung, samples = self._nodes[node]
+        larger = [one for one in self._measured if self._nodes[one][0] == rung and one > node]
+        if not larger and rung != reference[0]:
+            # The first steps of a rung are not split further than those of the reference.
+            return math.exp(max(self._means[node] - self._means[self._node(*reference)], 0.0))
+        known = min((self._nodes[one] for one in larger), default=reference)
+        return math.exp(self.ratio(known, reference)[0]) * max(known[1] / samples, 1.0)
+
+
+def _covariance(one: tuple[str, float], other: tuple[str, float], first_rung: str) -> float:
+    """Returns the covariance of two nodes, each a rung and a logarithm of a size."""
+    level = min(one[1], other[1])
+    of_rung = _AGAIN_SPREAD**2 + _AGAIN_PER_OCTAVE**2 * level if one[0] == other[0] != first_rung else 0.0
+    return _PER_OCTAVE**2 * level + of_rung
 
 
 def _noise(runs: Sequence[Times]) -> float:
@@ -204,37 +242,47 @@ def _noise(runs: Sequence[Times]) -> float:
     return total / degrees
 
 
-def choose_size(
-    candidates: Sequence[SizeCandidate], runs: Sequence[Times], *, total_steps: int, rung: str = "split"
-) -> MicroBatchChoice:
-    """Chooses the size of micro-batches that earlier runs have shown to be the fastest, and the sizes that are tried.
+def choose_size(candidates: Sequence[SizeCandidate], runs: Sequence[Times], *, total_steps: int) -> MicroBatchChoice:
+    """Chooses the size of micro-batches, and its rung, that earlier runs have shown to be the fastest, and the sizes
+    that are tried.
 
-    A smaller size is chosen if its time is known well enough: it is not slower than the largest by more than 2 %, at
-    three standard deviations. What no run has shown is tried, and not believed.
+    Another size than the largest is chosen if its time is known well enough: it is not slower than the largest by more
+    than 2 %, at three standard deviations. What no run has shown is tried, and not believed.
 
     Args:
-        candidates: Sizes that fit, the largest first.
-        runs: Times of earlier attempts.
+        candidates: Sizes that fit, the largest first; behind those of the first rung that fits, the sizes of a further
+            rung.
+        runs: Times of earlier attempts; times on other rungs are left out.
         total_steps: Steps of the run.
-        rung: Name of the rung that the run's steps are computed on; times on others are left out.
     """
-    largest, runs = candidates[0], [run for run in runs if run and all(size.rung == rung for size in run)]
-    model = TimeModel([one.samples for one in candidates], runs)
+    largest, sizes = candidates[0], [(one.rung, one.samples) for one in candidates]
+    rungs = {one.rung for one in candidates}
+    runs = [[size for size in run if size.rung in rungs] for run in runs if run and run[0].rung in rungs]
+    model, reference = TimeModel(sizes, runs, first_rung=largest.rung), sizes[0]
     chosen, gain, deviation = largest, 0.0, 0.0
-    for one in candidates[1:]:
-        ratio, spread = model.ratio(one.samples, largest.samples)
+    for one, size in zip(candidates[1:], sizes[1:], strict=True):
+        ratio, spread = model.ratio(size, reference)
         if ratio + _SIGMAS * spread <= math.log1p(SLOWER) and ratio < -gain:
             chosen, gain, deviation = one, -ratio, spread
     seconds = None
     if runs:
         own = runs[-1][0]
-        seconds = own.seconds * math.exp(model.ratio(chosen.samples, own.samples)[0])
+        seconds = own.seconds * math.exp(model.ratio((chosen.rung, chosen.samples), (own.rung, own.samples))[0])
     return MicroBatchChoice(
         samples=chosen.samples, cost=chosen.cost, largest_samples=largest.samples, gain=-math.expm1(-gain),
         deviation=deviation, seconds=seconds, timed_steps=sum(size.steps for run in runs for size in run[1:]),
         timed_runs=len(runs), trials=_trials(model, candidates, chosen, total_steps),
-        rung=rung,
+        rung=chosen.rung, first_rung=largest.rung,
     )  # fmt: skip
+
+
+def is_known_slower(rung: str, than: Size, runs: Sequence[Times]) -> bool:
+    """Tells whether runs have shown that every size that was tried on a rung takes longer than a size of the first."""
+    runs = [[size for size in run if size.rung in (rung, than[0])] for run in runs if run and run[0].rung == than[0]]
+    tried = {(size.rung, size.samples) for run in runs for size in run if size.rung == rung}
+    model = TimeModel([than], runs, first_rung=than[0])
+    ratios = [model.ratio(size, than) for size in tried]
+    return bool(ratios) and all(ratio > _SIGMAS * spread for ratio, spread in ratios)
 
 
 def _trials(
@@ -243,31 +291,33 @@ def _trials(
     """Distributes the steps that a run may try other sizes in: to the sizes with the largest expected gain."""
     left, extra_left = total_steps // EXPLORED_EVERY, EXTRA_SHARE * total_steps
     steps: defaultdict[int, int] = defaultdict(int)
-    others = [one for one in candidates if one is not chosen]
-    extras = [max(model.worst_ratio(one.samples, chosen.samples) - 1.0, 0.0) for one in others]
+    others, reference = [one for one in candidates if one is not chosen], (chosen.rung, chosen.samples)
+    sizes = [(one.rung, one.samples) for one in others]
+    extras = [max(model.worst_ratio(size, reference) - 1.0, 0.0) for size in sizes]
     if chosen is not candidates[0] and (count := min(_TRIAL_STEPS, left)) * (1 + extras[0]) <= left:
         # The largest, whatever is known: it shows a device or a PyTorch that changed.
         steps[0], left, extra_left = count, left - count, extra_left - count * extras[0]
     # Each size once, from the largest on: a size that none has shown may lie on the other side of a cliff.
-    for number, (one, extra) in enumerate(zip(others, extras, strict=True)):
-        if not model.has_measured(one.samples) and _TRIAL_STEPS * (1 + extra) <= min(left, extra_left):
+    for number in sorted(range(len(others)), key=lambda number: -others[number].samples):
+        size, extra = sizes[number], extras[number]
+        if not model.has_measured(size) and _TRIAL_STEPS * (1 + extra) <= min(left, extra_left):
             steps[number] += _TRIAL_STEPS
             left, extra_left = left - _TRIAL_STEPS, extra_left - _TRIAL_STEPS * extra
-            model.expect(one.samples, chosen.samples, _TRIAL_STEPS)
+            model.expect(size, reference, _TRIAL_STEPS)
     while left > 0:
         count = min(_TRIAL_STEPS, left)
         values = [
-            _expected_gain(*model.ratio(one.samples, chosen.samples)) / (1 + extra)
+            _expected_gain(*model.ratio(size, reference)) / (1 + extra)
             if steps[number] < _MOST_STEPS and count * extra <= extra_left else 0.0
-            for number, (one, extra) in enumerate(zip(others, extras, strict=True))
+            for number, (size, extra) in enumerate(zip(sizes, extras, strict=True))
         ]  # fmt: skip
         best = max(range(len(others)), key=values.__getitem__, default=None)
         if best is None or values[best] < _LEAST_GAIN:
             break
         steps[best] += count
         left, extra_left = left - count, extra_left - count * extras[best]
-        model.expect(others[best].samples, chosen.samples, count)
-    return tuple(SizeTrial(cost=one.cost, samples=one.samples, steps=steps[number])
+        model.expect(sizes[best], reference, count)
+    return tuple(SizeTrial(cost=one.cost, samples=one.samples, steps=steps[number], rung=one.rung)
                  for number, one in enumerate(others) if steps[number])  # fmt: skip
 
 
@@ -366,15 +416,17 @@ class StepTimer:
                 by_size[step.trial].append((math.log(step.seconds / step.units) - _median(around), step))
         if not own or not by_size:
             return []
-        rung = "split" if self.choice is None else self.choice.rung
+        rung = SPLIT if self.choice is None else self.choice.rung
         return [_timed_size([(0.0, step) for step in own], rung),
-                *(_timed_size(each[1:] if len(each) > 1 else each, rung) for each in by_size.values())]  # fmt: skip
+                *(_timed_size(each[1:] if len(each) > 1 else each, trial.rung)
+                  for trial, each in by_size.items())]  # fmt: skip
 
     def sentences(self) -> list[str]:
         """Says how long a sample took in each size that was tried, against the plan's."""
         sizes = self.sizes()
         return [
-            f"In micro-batches of {size.samples:.3g} samples, a sample took {abs(math.expm1(size.log_ratio)):.0%} "
+            f"In micro-batches of {size.samples:.3g} samples{'' if size.rung == sizes[0].rung else f' ({size.rung})'}, "
+            f"a sample took {abs(math.expm1(size.log_ratio)):.0%} "
             f"{'less' if size.log_ratio < 0 else 'more'} time than in those of {sizes[0].samples:.3g} "
             f"({counted(size.steps, 'step')})"
             for size in sizes[1:]

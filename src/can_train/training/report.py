@@ -59,6 +59,7 @@ def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> lis
     choices = [phase.micro_batch for phase in run_plan.phases if phase.micro_batch is not None]
     lines += [_fastest_text(choice) for choice in choices if not choice.is_largest]
     lines += dict.fromkeys(_rung_text(phase) for phase in run_plan.phases if phase.rung)
+    lines += dict.fromkeys(_tried_rung_text(phase) for phase in run_plan.phases if phase.tries_other_rung)
     if plan.safety_factor is not None and run_plan.factor.reason == STATIC:
         lines.append(f"The safety factor is {plan.safety_factor:g}, as set: nothing is learned.")
     if peak is not None:
@@ -84,21 +85,39 @@ def _parts_text(run_plan: RunPlan) -> str:
 
 
 def _fastest_text(choice: MicroBatchChoice) -> str:
-    """Says why micro-batches are smaller than those that fit."""
+    """Says why micro-batches are not the largest of the first rung that fits."""
     tried = f"measured in {counted(choice.timed_steps, 'step')} of {counted(choice.timed_runs, 'run')}"
     sizes = f"{choice.samples:.3g} samples on average against {choice.largest_samples:.3g} that fit"
+    if choice.is_other_rung:
+        sizes = f"{choice.samples:.3g} samples on average, against {choice.largest_samples:.3g} by {choice.first_rung}"
+        return f"Larger micro-batches by {choice.rung} are faster: {sizes}, {choice.gain:.0%} less time ({tried})."
     return f"Smaller micro-batches are faster: {sizes}, {choice.gain:.0%} less time ({tried})."
+
+
+def _tried_rung_text(run_plan: RunPlan) -> str:
+    """Says why some steps are computed on another rung."""
+    assert run_plan.other_rung is not None, "some steps try it"
+    assert run_plan.micro_batch is not None, "some steps try it"
+    rung, choice = run_plan.other_rung.rung, run_plan.micro_batch
+    trials = [trial for trial in choice.trials if trial.rung == rung.timed_as]
+    steps, most = counted(sum(trial.steps for trial in trials), "step"), max(trial.samples for trial in trials)
+    sizes = f"micro-batches of up to {most:.3g} samples"
+    return f"To learn which is faster, {steps} of the run try {sizes}, where {rung.describe()}."
 
 
 def _trials_text(choice: MicroBatchChoice) -> str:
     """Says which size of micro-batches was chosen, and which sizes some steps try."""
     size, largest = f"{choice.samples:.3g} samples on average", f"the largest that fit, {choice.largest_samples:.3g}"
+    if choice.is_other_rung:
+        size = f"{size} ({choice.rung})"
+        largest += f" ({choice.first_rung})"
     if choice.is_largest:
-        chosen = f"{size}: no smaller size was measured to be faster" if choice.timed_runs else f"{size}, {largest}"
+        chosen = f"{size}: no other size was measured to be faster" if choice.timed_runs else f"{size}, {largest}"
     else:
         chosen = f"{size}: {choice.gain:.1%} ± {choice.deviation:.1%} less time than {largest}"
     steps = sum(trial.steps for trial in choice.trials)
-    sizes = ", ".join(f"{trial.samples:.3g}" for trial in choice.trials)
+    sizes = ", ".join(f"{trial.samples:.3g}{'' if trial.rung == choice.rung else f' ({trial.rung})'}"
+                      for trial in choice.trials)  # fmt: skip
     return f"{chosen}; {counted(steps, 'step')} of the run try {sizes}" if steps else chosen
 
 
@@ -114,7 +133,9 @@ def _rung_text(run_plan: RunPlan) -> str:
     if on_host := run_plan.state_on_host_bytes + run_plan.saved_on_host_bytes:
         effects.append(f"the host needs {size_text(on_host)} for it")
     told = f": {', '.join(effects)}" if effects else ""
-    return f"So that it fits, {run_plan.rung.describe()}{told}."
+    choice = run_plan.micro_batch
+    reason = "is faster" if choice is not None and choice.is_other_rung else "fits"
+    return f"So that it {reason}, {run_plan.rung.describe()}{told}."
 
 
 def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
@@ -129,7 +150,8 @@ def plan_details(run_plan: RunPlan) -> list[tuple[str, str]]:
         if phase.micro_batch:
             lines.append(("micro-batch", _trials_text(phase.micro_batch)))
         if phase.rung:
-            lines.append(("fits by", f"{phase.rung.name}: {phase.rung.describe()}"))
+            name = "faster by" if phase.micro_batch is not None and phase.micro_batch.is_other_rung else "fits by"
+            lines.append((name, f"{phase.rung.name}: {phase.rung.describe()}"))
         if plan.safety_factor is not None:
             lines.append(("tuned limit", _tuned_limit_text(limits)))
             lines.append(("safety factor", f"{plan.safety_factor:.4g}: {phase.factor.reason}"))
@@ -310,12 +332,14 @@ def _choice_json(choice: MicroBatchChoice) -> dict[str, Any]:
         "samples": choice.samples,
         "largest_samples": choice.largest_samples,
         "is_largest": choice.is_largest,
+        "rung": choice.rung,
+        "first_rung": choice.first_rung,
         "gain": choice.gain,
         "gain_deviation": choice.deviation,
         "predicted_seconds_per_sample": choice.seconds,
         "timed_steps": choice.timed_steps,
         "timed_runs": choice.timed_runs,
-        "trials": [{"samples": trial.samples, "steps": trial.steps} for trial in choice.trials],
+        "trials": [{"samples": trial.samples, "rung": trial.rung, "steps": trial.steps} for trial in choice.trials],
     }
 
 

@@ -25,6 +25,7 @@ from can_train.fit.engine import Engine
 from can_train.fit.epochs import Epochs, order_by_epoch, packed_rows, size_of_epochs
 from can_train.fit.factor_rule import FactorRule, SafetyFactor
 from can_train.fit.micro_batcher import BatchResult, Denominators, MicroBatcher, combine_updates
+from can_train.fit.offloaded_state import keep_states
 from can_train.fit.optimizer import (
     Optimization,
     OptimizerReserve,
@@ -39,14 +40,14 @@ from can_train.fit.optimizer import (
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, Planners
 from can_train.fit.rescue import Backoff, Ladder
-from can_train.fit.run_plan import RunPlan, still_fits
+from can_train.fit.run_plan import OtherRung, RunPlan, price, still_fits
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.step_time import StepTimer
 from can_train.io.records import read_text, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, tensors_of
 from can_train.memory.monitor import LeakWatch, MemoryMonitor
-from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
+from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.memory.sharded_tensors import sharded_state, whole
 from can_train.reporter import Reporter
 from can_train.runs.attempts import TERMINATED, StopRequests
@@ -198,21 +199,40 @@ class PhaseEngine(Engine):
         return self._in_epoch[1]
 
     @contextmanager
-    def timed(self, step: int, costs: BatchCosts) -> Iterator[None]:
-        """Computes a share of a step's batch in the block, in micro-batches of the size that the step tries."""
-        trial, rules = self.timer.trial(step), self.batcher.rules
+    def timed(self, step: int, rows: NDArray[np.int64]) -> Iterator[tuple[MicroBatcher, BatchCosts]]:
+        """Computes a share of a step's batch in the block, with the batcher that it yields: in micro-batches of the
+        size that the step tries, on the rung that it tries.
+        """
+        trial, costs = self.timer.trial(step), self.run_plan.training_costs(self.task, rows)
+        other = self._other_rung_of(step)
+        batcher = self.batcher if other is None or self.batcher.other is None else self.batcher.other
+        rules = batcher.rules
         if trial is not None:
-            self.batcher.rules = replace(rules, fastest=trial.cost)
+            batcher.rules = replace(rules, fastest=trial.cost)
         try:
             with self.timer.timing(step, costs):
-                yield
+                yield batcher, costs if other is None else price(self.task, rows, other.limits.training)
         finally:
-            self.batcher.rules = rules
+            batcher.rules = rules
 
     def count_timed(self, step: int, result: BatchResult, *, is_typical: bool) -> None:
         """Counts the micro-batches of a timed step; memory that ran out may have made them smaller."""
-        is_undisturbed = self.batcher.is_undisturbed and not result.ooms_rescued
+        batcher = self.batcher if self._other_rung_of(step) is None else self.batcher.other
+        is_undisturbed = batcher is not None and batcher.is_undisturbed and not result.ooms_rescued
         self.timer.count(step, result.micro_batches, is_typical=is_typical and is_undisturbed)
+
+    def record_step(self, step: int, result: BatchResult, *, is_counted: bool) -> None:
+        """Records the micro-batches of a step, with costs on the plan's rung."""
+        other, own = self._other_rung_of(step), self.run_plan.limits
+        if other is not None and own is not None:
+            result = replace(result, largest_cost=other.cost_on(own, result.largest_cost),
+                             cost_after_rescue=other.cost_on(own, result.cost_after_rescue))  # fmt: skip
+        self.record_result(result, is_counted=is_counted)
+
+    def _other_rung_of(self, step: int) -> OtherRung | None:
+        """Returns the rung beside the plan's that a step tries; None: it tries none."""
+        trial, other = self.timer.trial(step), self.run_plan.other_rung
+        return other if trial is not None and other is not None and trial.rung == other.rung.timed_as else None
 
 
 @dataclass(kw_only=True)
@@ -303,6 +323,13 @@ class Session(Parts):
         batcher = MicroBatcher(self.model, meter=meter, rules=plan.rules, rescue=rescue, limits=run_plan.limits,
                                shards=self.shards)  # fmt: skip
         batcher.ladder = Ladder(planner.rungs).on(run_plan.rung)
+        if other := run_plan.other_rung:
+            # Its limits, and the memory that ran out under them, are in costs of their own.
+            batcher.other = MicroBatcher(self.model, meter=meter, rules=other.rules(plan), rescue=rescue,
+                                         limits=other.limits)  # fmt: skip
+            batcher.other.ladder = Ladder(planner.rungs).on(other.rung)
+            batcher.other.use_rung = self.use_rung
+            batcher.other.watch(self.record_rescue)
         planner.explorer.rung = run_plan.rung
         batcher.use_rung = self.use_rung
         batcher.watch(self.record_rescue)
@@ -438,14 +465,9 @@ class Session(Parts):
     def use_rung(self, rung: Rung) -> bool:
         """Keeps the state of all optimizers on the host where any phase's rung does; tells whether there is room."""
         on_host = any(engine.batcher.ladder.rung.offload_optimizer for engine in self.engines)
-        for engine in self.engines:
-            with CatchOutOfMemory() as caught:
-                engine.optimization.keep_state(on_host=on_host)
-            if caught.message:
-                self.meter.release()
-                for each in self.engines:
-                    each.optimization.keep_state(on_host=True)
-                return False
+        keep = [engine.optimization.keep_state for engine in self.engines]
+        if not keep_states(keep, on_host=on_host, meter=self.meter):
+            return False
         for engine in self.engines:
             explorer = engine.planner.explorer
             if explorer.rung.offload_optimizer != on_host:
@@ -725,6 +747,8 @@ class Session(Parts):
             saved = of_ranks[self.ranks.rank]["micro_batches"]
             for engine, micro_batches in zip(self.engines, saved, strict=True):
                 engine.batcher.ladder.load_state_dict(micro_batches["ladder"])
+                if engine.batcher.other is not None and micro_batches["other"] is not None:
+                    engine.batcher.other.ladder.load_state_dict(micro_batches["other"]["ladder"])
             self.use_rung(self.engine.batcher.ladder.rung)
 
     def _restore_thawed(self, saved: Sequence[dict[str, Any] | None]) -> None:
@@ -810,7 +834,8 @@ def _split_finer(run_plan: RunPlan, factor: SafetyFactor) -> RunPlan:
             return phase
         rules = replace(phase.phase_plan.rules, safe_limit=factor.value * phase.phase_plan.rules.tuned_limit)
         phase_plan = replace(phase.phase_plan, rules=rules, safety_factor=factor.value)
-        return replace(phase, phase_plan=phase_plan, factor=replace(factor, aim=phase.factor.aim))
+        other = phase.other_rung and replace(phase.other_rung, factor=min(phase.other_rung.factor, factor.value))
+        return replace(phase, phase_plan=phase_plan, other_rung=other, factor=replace(factor, aim=phase.factor.aim))
 
     first, *later = map(finer, run_plan.phases)
     return replace(first, later=tuple(later))

@@ -48,7 +48,7 @@ from can_train.fit.compiled import compiler_limits
 from can_train.fit.cost_model import DeviceLimits, SearchResult
 from can_train.fit.factor_rule import FactorRule, RememberedLimit, RememberedLimits
 from can_train.fit.micro_batcher import BatchResult, Denominators, Losses, MicroBatcher, combine_shares, sum_by_term
-from can_train.fit.optimizer import Snapshot, freeze, seed_rank, step_generator, tf32
+from can_train.fit.optimizer import Precision, Snapshot, freeze, seed_rank, step_generator, tf32
 from can_train.fit.planner import PROBED, Planner, Planners
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.fit.run_plan import RunPlan
@@ -59,6 +59,7 @@ from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, without_others
 from can_train.memory.sharded_tensors import shard_of
+from can_train.memory.simulated.allocator import SMALL_PAGE_BYTES
 from can_train.reporter import (
     DemotingReporter,
     EpochFigures,
@@ -161,6 +162,8 @@ def train_new(
     reporter = log if ranks.is_first else SilentReporter()
     with stops.installed(), ExitStack() as lock:
         reporter = _with_state(run, reporter, ranks)
+        # Before a folder is made: a run that cannot be shared out leaves none behind.
+        may_shard(run.training, ranks)
         meter = _open_meter(run, ranks)
         recorder = lock.enter_context(closing(LimitRecorder(run, meter)))
         ranks.on_rank0(recorder.start)
@@ -272,6 +275,14 @@ def _train_and_judge(parts: Parts) -> Outcome:
         # Within micro-batches it is rescued; memory that runs out elsewhere (for weights, a copy of them) is not.
         details = describe_out_of_memory(parts.meter, None)
         smaller = "choose a smaller model by its settings (--set), or a larger device"
+        weight_bytes, capacity_bytes = _weight_bytes(parts), parts.meter.capacity_bytes
+        if max(weight_bytes, SMALL_PAGE_BYTES) > capacity_bytes and not parts.meter.is_host:
+            page = f", less than a page of the allocator ({size_text(SMALL_PAGE_BYTES)})"
+            value = f"the weights alone take {size_text(weight_bytes)}, the device has {size_text(capacity_bytes)}"
+            return DoesNotFitError("The weights of the model must fit on the device",
+                                   value=value + (page if weight_bytes <= capacity_bytes else ""),
+                                   remedy=without_others(details.foreign_bytes, smaller),
+                                   details=replace(details, need_bytes=weight_bytes))  # fmt: skip
         return DoesNotFitError("Memory ran out outside of the micro-batches",
                                value=headline(error), remedy=without_others(details.foreign_bytes, smaller),
                                details=replace(details, of_host=details.of_host or is_host_memory(error)))  # fmt: skip
@@ -287,6 +298,18 @@ def _train_and_judge(parts: Parts) -> Outcome:
             if not error.details.of_host:
                 error.parts = _largest_parts(parts)
             raise
+
+
+def _weight_bytes(parts: Parts) -> int:
+    """Returns the size of the model in the run's precision; 0 where it is not built without values."""
+    dtype = Precision.named(parts.training.precision).dtype
+    try:
+        with torch.device("meta"):
+            model = parts.task.build_model()
+    except Exception:  # noqa: BLE001 - a task may load weights; the error that is told must not be another one
+        return 0
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(one.numel() * (dtype if one.is_floating_point() else one.dtype).itemsize for one in tensors)
 
 
 def _largest_parts(parts: Parts) -> list[str]:
@@ -654,7 +677,7 @@ def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: boo
         session.stop_signal = _first_signal(received)
         session.is_time_up = any(share.is_late for share in shares)
     own, engine = shares[ranks.rank].result, session.engine
-    engine.record_result(own, is_counted=counted)
+    engine.record_step(session.progress.step, own, is_counted=counted)
     # A step that is measured on the host takes longer, a shorter batch has other shares of fixed costs.
     is_plain = (session.meter.counts_always or not counted) and len(rows) == session.epochs.logical_batch
     engine.count_timed(session.progress.step, own, is_typical=is_plain)
@@ -709,9 +732,8 @@ def _accumulate(
             # A scaler that has never scaled refuses to step.
             engine.optimization.scaler.scale(torch.zeros((), device=device))
         try:
-            costs = engine.run_plan.training_costs(engine.task, rows[share])
-            with engine.timed(progress.step, costs):
-                result = engine.batcher.run_share(
+            with engine.timed(progress.step, rows[share]) as (batcher, costs):
+                result = batcher.run_share(
                     losses_of,
                     costs,
                     denominators=denominators.by_term,
@@ -1092,6 +1114,10 @@ def _remembered(plan: RunPlan, limits: DeviceLimits, batcher: MicroBatcher) -> R
         return RememberedLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
                           measured_ratio=phase.measured_ratio)  # fmt: skip
 
-    rung = batcher.ladder.rung
+    rung, first = batcher.ladder.rung, plan.other_rung
+    if first is not None and rung == plan.rung and rung.goes_further(first.rung):
+        # The rung was chosen for its time: a later run compares it anew with the first one that fits.
+        limits, rung = first.limits, first.rung
+        return RememberedLimits(training=known(limits.training), evaluation=known(limits.evaluation), **asdict(rung))
     return RememberedLimits(training=known(limits.training), evaluation=known(limits.evaluation),
                             climbed=rung != plan.rung, **asdict(rung))  # fmt: skip
