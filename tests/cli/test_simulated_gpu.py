@@ -77,7 +77,8 @@ def test_a_fixed_micro_batch_that_dies_there_was_warned_of(
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [("4MiB", "Memory ran out outside of the micro-batches"), ("12MiB", "must fit on the device")]
+    ("size", "message"),
+    [("1MiB", "the weights alone take 4.4 MiB, the device has 1.0 MiB"), ("12MiB", "must fit on the device")],
 )
 def test_a_model_that_does_not_fit_is_said_in_words(
     tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str], size: str, message: str
@@ -86,6 +87,14 @@ def test_a_model_that_does_not_fit_is_said_in_words(
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
+
+
+def test_one_device_that_cannot_share_a_model_out_leaves_no_run_behind(
+    tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "runs", state, *SMALL, "--fit", "shard") == 2
+    assert "shares a model out to the ranks of a run" in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_a_memory_preset_sets_what_it_names(capsys: pytest.CaptureFixture[str]) -> None:

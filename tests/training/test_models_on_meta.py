@@ -53,6 +53,7 @@ def test_a_model_without_values_is_planned_as_with_values(tmp_path: Path) -> Non
         assert without.plan is not None
         assert without.plan.fullest.rung == with_values.plan.fullest.rung
         assert without.peak_bytes == pytest.approx(with_values.peak_bytes, rel=0.02)
+        assert any("is on meta and has no values" in notice for notice in without.plan.all_notices)
 
 
 def test_a_model_without_values_is_not_trained(tmp_path: Path) -> None:

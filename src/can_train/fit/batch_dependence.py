@@ -103,6 +103,7 @@ class BatchDependence:
     faults: Mapping[str, LossFault] = field(default_factory=dict)  # By term, where a loss is not as it should be
     trains: bool = True  # Whether the loss has a gradient of any parameter
     measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
+    unknown_because: str = "A few samples could not be computed both at once and split"
 
     def sentences(self, *, split: bool, ranks: int = 1) -> list[str]:
         """Returns the sentences of a plan about it; `split` tells whether its batches are split, as most never are, and
@@ -111,7 +112,7 @@ class BatchDependence:
         sentences = []
         if not self.measured:
             unknown = "whether samples of a batch depend on each other is not known"
-            sentences.append(f"A few samples could not be computed both at once and split: {unknown}")
+            sentences.append(f"{self.unknown_because}: {unknown}")
         sentences += [f"{fault.fact(term)}. {fault.remedy(term)}" for term, fault in self.faults.items()]
         if self.terms:
             through = f" through {', '.join(self.modules)}" if self.modules else ""
@@ -201,6 +202,7 @@ def _fold(inputs: Tensor, of_inputs: int, weight: Tensor, of_weight: int) -> tup
 
 Gradients = dict[str, list[Tensor]]  # Of each term, by parameter
 UNKNOWN: Final = BatchDependence(terms={}, modules=(), drops=False, measured=False)
+ON_META: Final = replace(UNKNOWN, unknown_because="The model is on meta and has no values, so it computes no samples")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import CanTrainError, DoesNotFitError, OutOfMemoryDetails, TaskError
-from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
+from can_train.fit.batch_dependence import ON_META, SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.compiled import FEW, SAMPLES, WeightsOutside, outermost_calls
 from can_train.fit.cost_model import (
     AGREED,
@@ -630,7 +630,7 @@ class Explorer:
     def batch_dependence(self) -> BatchDependence:
         """Measures whether samples of a batch influence each other's gradient."""
         if self.is_on_meta:
-            return UNKNOWN
+            return ON_META
         # Samples below the middle need little memory; those above the first quarter have some of every feature.
         ranked = self.rows[np.argsort(self._counts[:, 0], kind="stable")]
         batch = self._batch(np.resize(ranked[len(ranked) // 4 :], sum(SPLIT)), coupled=True)
