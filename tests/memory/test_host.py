@@ -3,12 +3,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from can_train.memory import host
 from can_train.memory.host import (
     _VERSIONS,
     ControlGroup,
     _Files,
     available_bytes,
     control_groups,
+    processes_here,
+    room_bytes,
 )
 
 
@@ -55,3 +58,24 @@ def test_a_control_group_knows_whether_a_process_was_killed(tmp_path: Path, file
 
 def test_no_more_is_available_than_there_is() -> None:
     assert 0 < available_bytes() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("environment", "count"), [
+    ({}, 1),
+    ({"LOCAL_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}, 4),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+    ({"LOCAL_WORLD_SIZE": "many"}, 1),
+    ({"SLURM_STEP_NUM_TASKS": "10", "SLURM_STEP_TASKS_PER_NODE": "1,4(x2),1"}, 4),
+    # The shell of a job of several tasks.
+    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "8"}, 1),
+])  # fmt: skip
+def test_processes_of_a_launch_on_this_machine_are_counted(environment: dict[str, str], count: int) -> None:
+    assert processes_here(environment) == count
+
+
+def test_processes_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available_bytes", lambda: 1000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert room_bytes(0.8) == 800
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert room_bytes(0.8) == 200

@@ -13,7 +13,10 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun, plain_to_yaml, with_absolute_paths
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, MissingDataError, RunError
+from can_train.factors.observations import write_record
+from can_train.fit.factor_rule import RememberedLimit, RememberedLimits
 from can_train.io.records import utc_now
+from can_train.io.units import memory_text
 from can_train.runs.past_runs import data_files, identity
 from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import RunFolder
@@ -22,6 +25,7 @@ from can_train.slurm.script import with_cluster_defaults
 from can_train.slurm.submission_plan import UNKNOWN, JobDevice, expectation, job_device, plan_submission
 from fakes.made_runs import begin
 from fakes.run_facts import CLUSTER
+from fakes.samples import observation
 
 MAIN = Partition(name="main", is_default=True, nodes=(Node(name="a", cpus=8, memory_mib=8000, gpus={"t4": 2}),))
 
@@ -273,3 +277,23 @@ def test_the_newest_finished_run_of_the_same_memory_says_what_to_expect(tmp_path
     assert expectation(mine, runs) == "a had batch 512, micro-batches of up to 64, peak 1.50 GiB on t4"
     assert expectation(mine, runs[2:]) == UNKNOWN
     assert expectation(run(tmp_path, model="vgae"), runs) == UNKNOWN
+
+
+@pytest.mark.parametrize(("fit", "limits", "asks_for_all"), [
+    ("auto", {"offload_optimizer": True}, True),
+    ("auto", {"recompute": ("layers.0",)}, False),
+    ("split", {"offload_optimizer": True}, False),
+    ("offload", {}, True),
+])  # fmt: skip
+def test_a_job_asks_for_memory_of_the_host_where_the_last_run_needed_it(
+    tmp_path: Path, fit: str, limits: dict[str, Any], asks_for_all: bool
+) -> None:
+    place = Partition(name="p", is_default=True, nodes=(Node(name="n", cpus=8, memory_mib=200_000, gpus={"t4": 1}),))
+    asked = run(tmp_path, values={"training.fit": fit})
+    found = RememberedLimit(tuned_limit=1.0, capped=False, base_bytes=1.0, measured_ratio=1.0)
+    known = {"": RememberedLimits(training=found, evaluation=found, **limits)}
+    write_record(tmp_path / "state", observation(key=asked.key, limits=known))
+    plan = plan_submission([asked], "code", [place])
+    ((planned,),) = plan.groups
+    assert (planned.run.cluster.mem == memory_text(200_000)) == asks_for_all
+    assert any("kept tensors on the host" in notice for notice in plan.notices) == (asks_for_all and fit == "auto")

@@ -147,7 +147,7 @@ def test_scalers_clipping_averages_and_schedules_are_those_of_a_plain_run(
 def test_where_the_host_has_too_little_memory_the_state_does_not_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("can_train.fit.planner.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("can_train.fit.planner.room_bytes", lambda share: share * 2**20)
     with pytest.raises(DoesNotFitError, match=r"it takes 10\.0 MiB, 819 KiB may be used") as refused:
         train(tmp_path, LITTLE)
     # A job is submitted again with more memory of the host.

@@ -351,6 +351,18 @@ def _replay_size(phase: str, times: Times, earlier: Sequence[Times]) -> Replayed
                         measured_seconds=next(iter(measured), None))  # fmt: skip
 
 
+def last_run_offloaded(run: ResolvedRun) -> bool:
+    """Tells whether the last run of a configuration ended with tensors that wait on the host, whatever its device; also
+    where the store cannot be read, no.
+    """
+    try:
+        runs = read_records(state_dir(run.paths)).of_keys([run.key])
+    except StateError:
+        return False
+    last = max((one for one in runs if one.limits), key=lambda one: one.ended, default=None)
+    return last is not None and any(limits.offload or limits.offload_optimizer for limits in last.limits.values())
+
+
 def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id: str = "") -> FactorRule:
     """Finds the rule that decides the safety factor of a run. Where the store cannot be read, the rule of a first run
     is returned, and the reporter gets a notice.

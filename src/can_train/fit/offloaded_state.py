@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from can_train.errors import first_sentence
 from can_train.memory.cuda_operators import is_on_device, offloading, on_host
-from can_train.memory.host import PINNED_SHARE, available_bytes
+from can_train.memory.host import PINNED_SHARE, room_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def _can_move(value: Any) -> bool:
 def _host_tensor(like: Tensor, device: torch.device) -> Tensor:
     """Makes a tensor of the host for values that go to a device; pinned for a GPU, as far as the host has memory."""
     is_gpu = device.type == "cuda" and torch.cuda.is_initialized()
-    is_pinned = is_gpu and like.nbytes <= PINNED_SHARE * available_bytes()
+    is_pinned = is_gpu and like.nbytes <= room_bytes(PINNED_SHARE)
     with offloading():
         return torch.empty_like(like, device="cpu", pin_memory=is_pinned)
 

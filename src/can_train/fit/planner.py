@@ -51,7 +51,7 @@ from can_train.fit.step_time import (
 )
 from can_train.io.units import counted, size_text
 from can_train.memory.catalogue import cards_that_hold, predicted_room
-from can_train.memory.host import HOST_SHARE, available_bytes
+from can_train.memory.host import HOST_SHARE, processes_here, room_bytes
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory, forget_frames
 from can_train.task import Phase
@@ -330,11 +330,12 @@ class Planner:
         """Checks that the optimizer's state fits into the memory of the host, where it is to wait there."""
         if not rung.offload_optimizer or isinstance(self.meter, AbsentGpuMeter):
             return
-        need_bytes, room_bytes = self.explorer.host_state_bytes, HOST_SHARE * available_bytes()
-        if need_bytes > room_bytes:
+        need_bytes, available, processes = self.explorer.host_state_bytes, room_bytes(HOST_SHARE), processes_here()
+        if need_bytes > available:
+            each = f" by each of {processes} processes" if processes > 1 else ""
             raise DoesNotFitError(
                 "The optimizer's state must fit into the memory of the host, where it is to wait",
-                value=f"it takes {size_text(need_bytes)}, {size_text(room_bytes)} may be used",
+                value=f"it takes {size_text(need_bytes)}, {size_text(available)} may be used{each}",
                 remedy="Ask for more memory of the host (--mem), or take --optimizer sgd, which needs less",
                 details=OutOfMemoryDetails(of_host=True),
             )

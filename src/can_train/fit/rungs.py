@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from can_train.errors import ConfigError, nearest_first
 from can_train.io.units import counted
 from can_train.memory.cuda_operators import is_on_device, offloading, on_host
-from can_train.memory.host import HOST_SHARE, available_bytes
+from can_train.memory.host import HOST_SHARE, room_bytes
 from can_train.memory.meters import copy_stream
 from can_train.memory.out_of_memory import error_chain
 from can_train.memory.sharded_tensors import shard_of
@@ -612,7 +612,7 @@ class OffloadedActivations(saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
         self._on_left = on_left
         # Without room on the host, tensors stay on the device.
-        self._room_bytes = HOST_SHARE * available_bytes()
+        self._room_bytes = room_bytes(HOST_SHARE)
         # They are on the device in any case.
         self._resident = _resident_storages(model)
         self._packed: list[weakref.ref[_OffloadedStorage]] = []

@@ -1,7 +1,8 @@
 """The memory of the host, as far as control groups leave it to this process."""
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -12,6 +13,10 @@ import psutil
 # be pinned: the operating system can give pinned memory to nothing else.
 HOST_SHARE: Final = 0.8
 PINNED_SHARE: Final = 0.5
+# Variables in which launchers tell a process how many of them they have started on its machine.
+_LOCAL_SIZES: Final = (
+    "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
+)  # fmt: skip
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 
@@ -82,3 +87,26 @@ def available_bytes() -> int:
     # Every group up to the topmost may set a limit, and the least of them binds.
     limits = [group.available_bytes() for group in control_groups()]
     return min([psutil.virtual_memory().available, *(limit for limit in limits if limit is not None)])
+
+
+def room_bytes(share: float) -> float:
+    """Returns the bytes that this process may take of a share of the available memory, which it divides evenly with the
+    other processes that a launcher has started on the machine.
+    """
+    return share * available_bytes() / processes_here()
+
+
+def processes_here(environment: Mapping[str, str] = os.environ) -> int:
+    """Counts the processes that a launcher has started on this machine, this one included.
+
+    >>> processes_here({"LOCAL_WORLD_SIZE": "4"}), processes_here({})
+    (4, 1)
+    >>> processes_here({"SLURM_STEP_NUM_TASKS": "9", "SLURM_STEP_TASKS_PER_NODE": "4(x2),1"})
+    4
+    """
+    # The innermost launcher first: torchrun may be started by mpirun, and mpirun by srun.
+    counts = [environment[name] for name in _LOCAL_SIZES if environment.get(name, "").isdecimal()][:1]
+    if not counts and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        # A shell of a job has no tasks of a step. Nodes may have different numbers of them: the largest is safe.
+        counts = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return max([1, *map(int, counts)])

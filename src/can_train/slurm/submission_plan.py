@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
+from can_train.factors.store import last_run_offloaded
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
 from can_train.memory.catalogue import cards_named
 from can_train.runs.past_runs import data_files, find_duplicate_run, identity
@@ -383,7 +384,13 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
     asked, notices = with_sbatch_variables(run.cluster, os.environ)
     places = find_partitions(asked.partition, partitions) if partitions else []
     _check_names(asked, places, partitions)
-    cluster, cuts = _request(run, asked, places)
+    # The plan is made in the job: the last run of a configuration shows on which rung it fits.
+    has_offloaded = run.training.fit == "auto" and not asked.mem and last_run_offloaded(run)
+    cluster, cuts = _request(run, asked, places, offloads=has_offloaded or run.training.fit.startswith("offload"))
+    if has_offloaded and cluster.mem:
+        cuts.append(
+            f"The last run of this configuration kept tensors on the host: the job asks for --mem {cluster.mem}"
+        )
     cluster = _contained(cluster)
     _check_options(cluster)
     notices += [*cuts, check_device(run.device, cluster), waiting_notice(places), _kinds_notice(cluster, places)]
@@ -391,16 +398,16 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
 
 
 def _request(
-    run: ResolvedRun, asked: ClusterSettings, places: Sequence[Partition]
+    run: ResolvedRun, asked: ClusterSettings, places: Sequence[Partition], *, offloads: bool
 ) -> tuple[ClusterSettings, list[str]]:
-    """Completes a request by the least default among the partitions that allow it; returns notices, too.
+    """Completes a request by the least default among the partitions that allow it; returns notices, too. `offloads`
+    tells whether tensors of the GPU wait in the memory of the host.
 
     Raises:
         ConfigError: No partition allows it. The error is the first partition's.
     """
     workers = int(run.training.num_workers) if run.training.num_workers.isdecimal() else 0
-    completed = partial(with_cluster_defaults, device=run.device, workers=workers,
-                        offloads=run.training.fit.startswith("offload"))  # fmt: skip
+    completed = partial(with_cluster_defaults, device=run.device, workers=workers, offloads=offloads)
     if not places:
         cluster = completed(asked, None)
         check_job(cluster, [])

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, FailedRunError, OutOfMemoryDetails
 from can_train.fit.collate import leaves
 from can_train.io.units import size_text
-from can_train.memory.host import available_bytes
+from can_train.memory.host import available_bytes, processes_here, room_bytes
 from can_train.memory.out_of_memory import is_out_of_memory
 
 AUTO: Final = "auto"
@@ -210,7 +210,7 @@ def available_cores() -> int:
 def _room_bytes() -> int:
     """Returns the bytes that samples which are read ahead may take."""
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else available_bytes()
-    return int(min(_SHARED_SHARE * shared, _HOST_SHARE * available_bytes()))
+    return int(min(_SHARED_SHARE * shared / processes_here(), room_bytes(_HOST_SHARE)))
 
 
 def _shape_for(workers: int, batch: int, sample_bytes: int) -> Shape:
