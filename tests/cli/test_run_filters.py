@@ -18,7 +18,7 @@ from can_train.runs.registry import Registry, RunRecord
 from can_train.runs.scheduler import AccountRow, SchedulerAnswer
 from can_train.runs.status import known_runs
 from fakes.finished_runs import Shelf
-from fakes.made_runs import FakeScheduler, Runs, begin, end
+from fakes.made_runs import RESULT, FakeScheduler, Runs, begin, end
 from fakes.run_facts import CLUSTER
 
 SCORES = {"judgement": {"test": {"a": {"model": {"mcc": 0.5}}, "b": {"model": {"mcc": 0.7}}}}}
@@ -210,3 +210,26 @@ def test_a_part_of_the_name_of_a_sweep_finds_its_runs_where_no_run_has_it(
     assert "2 sweeps match" in said(capsys, "tag", "sweep-lr", *shelf.flags, code=2)
     assert said(capsys, "tag", "lr-0001", "a", *shelf.flags).startswith("0101-000002-0002")
     assert "There is no such run" in said(capsys, "tag", "lr-0003", "a", *shelf.flags, code=2)
+
+
+def test_usage_counts_the_hours_of_gpus_and_the_share_that_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runs = Runs(tmp_path)
+    for number in range(4):
+        path = runs.add(number, RESULT if number else None)
+        # Ten seconds on two GPUs.
+        runs.submit(path, str(number), executor="local", resources={"gpus-per-node": "a100:2"})
+        begin(path)
+        end(path, "finished" if number else "failed")
+    found = json.loads(said(capsys, "runs", "--usage", "--json", *runs.flags))
+    assert found["all"]["all runs"] == {
+        "runs": 4, "hours": pytest.approx(40 / 3600), "gpu_hours": pytest.approx(80 / 3600),
+        "lost_share": pytest.approx(0.25), "peak_share": pytest.approx(0.62),
+    }  # fmt: skip
+    assert list(found["week"]) == ["2026-W01"]
+    shown = said(capsys, "runs", "--usage", "--state", "failed", *runs.flags)
+    assert "100%" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "--usage has tables" in said(capsys, "runs", "--usage", "--best", "mcc", *runs.flags, code=2)

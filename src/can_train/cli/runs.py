@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Annotated, Any, Final, TypeVar
 
 import typer
@@ -20,7 +22,17 @@ from can_train.errors import ConfigError, with_command_name
 from can_train.io.records import is_file
 from can_train.io.units import counted
 from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
-from can_train.report.run_list import Condition, RunFilter, RunList, data_set_of, mean, parse_since, parse_states
+from can_train.report.run_list import (
+    FAILURES,
+    Condition,
+    RunFigures,
+    RunFilter,
+    RunList,
+    data_set_of,
+    mean,
+    parse_since,
+    parse_states,
+)
 from can_train.report.scores import headline, higher_is_better, mapping, rank, score
 from can_train.report.text import duration, finite, local_time, seconds_between
 from can_train.reporter import COLUMNS, TextTable, wrapped
@@ -64,6 +76,9 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     best: Annotated[
         str | None, typer.Option(help="Rank finished runs by a metric, each data set by itself: mcc.", metavar="METRIC")
     ] = None,
+    usage: Annotated[
+        bool, typer.Option("--usage", help="GPU-hours of the runs by person, data set and week, and the share lost.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = "runs",
@@ -76,6 +91,8 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         states=parse_states(state) if state else (), dataset=dataset or "", since=parse_since(since) if since else "",
         sweep=sweep or "", tag=tag or "", where=tuple(map(Condition.parse, where or ())),
     )  # fmt: skip
+    if usage and (best is not None or columns is not None or watch or format_ == "csv"):
+        raise ConfigError("--usage has tables of its own", remedy="Leave out --best, --columns, --watch and csv")
     shape = {"--json": as_json, "--best": best is not None, "--columns": columns is not None or format_ == "csv"}
     if watch and (other := next((flag for flag, given in shape.items() if given), "")):
         raise ConfigError(f"--watch and {other} cannot be combined", remedy="Leave one out")
@@ -87,7 +104,9 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         more = f" and {len(misnamed) - 1} more are" if len(misnamed) > 1 else " is"
         rule = "the name of a run has letters, digits and _-.+=@%, alone"
         print_note(f"{shlex.quote(misnamed[0])}{more} not listed: {rule}")
-    if best is not None:
+    if usage:
+        _print_usage(_selected(locator, chosen), as_json=as_json)
+    elif best is not None:
         _print_best(_selected(locator, chosen), best, limit, as_json=as_json)
     elif shape["--columns"]:
         _print_columns(_selected(locator, chosen), _column_names(columns), limit, "json" if as_json else format_)
@@ -315,6 +334,77 @@ def _history_tables(status: RunStatus) -> list[TextTable]:
         TextTable("Attempts", ("attempt", "job", "host", "began", "took", "ending"), attempts),
     ]
     return [table for table in tables if table.rows]
+
+
+# Usage
+
+
+@dataclass
+class _Usage:
+    """The time that runs took together."""
+
+    runs: int = 0
+    hours: float = 0.0
+    gpu_hours: float = 0.0
+    lost: float = 0.0  # hours of GPUs, or without GPUs of processes, of runs that failed
+    peaks: list[float] = field(default_factory=list)
+
+    def add(self, figures: RunFigures, *, has_failed: bool) -> None:
+        """Adds a run."""
+        hours = (figures.seconds or 0.0) / 3600
+        self.runs += 1
+        self.hours += hours
+        self.gpu_hours += hours * figures.gpus
+        self.lost += hours * max(1, figures.gpus) if has_failed else 0.0
+        self.peaks += [figures.peak_share] if figures.peak_share is not None else []
+
+    @property
+    def facts(self) -> dict[str, float | int | None]:
+        """The figures by name."""
+        all_hours = self.gpu_hours or self.hours
+        return {"runs": self.runs, "hours": self.hours, "gpu_hours": self.gpu_hours,
+                "lost_share": min(1.0, self.lost / all_hours) if all_hours else 0.0,
+                "peak_share": sum(self.peaks) / len(self.peaks) if self.peaks else None}  # fmt: skip
+
+
+def _print_usage(listed: RunList, *, as_json: bool) -> None:
+    """Prints the time that runs took, by person, data set and week."""
+    names = {"person": _owner, "data set": lambda run: listed.data_set(run)[0], "week": _week}
+    tables: dict[str, dict[str, _Usage]] = {title: {} for title in (*names, "all")}
+    for run in listed.runs:
+        figures, has_failed = listed.figures(run), listed.state(run) in FAILURES
+        for title, name in (*names.items(), ("all", lambda _: "all runs")):
+            tables[title].setdefault(name(run), _Usage()).add(figures, has_failed=has_failed)
+    if as_json:
+        print_json({title: {name: each.facts for name, each in rows.items()} for title, rows in tables.items()})
+        return
+    notes = ["lost: the share of the time of runs that failed; peak: the mean peak of what is usable"]
+    columns = ("runs", "hours", "GPU-hours", "lost", "peak")
+    print_tables([TextTable(f"By {title}" if title != "all" else "Together", (title, *columns), _usage_rows(rows),
+                            notes if title == "all" else [])
+                  for title, rows in tables.items() if rows], pipe_columns=COLUMNS)  # fmt: skip
+
+
+def _usage_rows(rows: Mapping[str, _Usage]) -> list[tuple[str, ...]]:
+    ordered = sorted(rows.items(), key=lambda item: (-item[1].gpu_hours, -item[1].hours))
+    return [
+        (name, str(each.runs), f"{each.hours:.1f}", f"{each.gpu_hours:.1f}", f"{each.facts['lost_share']:.0%}",
+         f"{peak:.0%}" if (peak := each.facts["peak_share"]) is not None else "")
+        for name, each in ordered
+    ]  # fmt: skip
+
+
+def _owner(run: KnownRun) -> str:
+    """Returns the name of the user whose folder a run is."""
+    try:
+        return run.folder.path.owner()
+    except (OSError, KeyError):
+        return "unknown"
+
+
+def _week(run: KnownRun) -> str:
+    year, week, _ = datetime.fromisoformat(run.record.time).astimezone().isocalendar()
+    return f"{year}-W{week:02d}"
 
 
 # Columns by choice
