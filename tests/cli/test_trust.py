@@ -30,6 +30,8 @@ LINES = {
     "runs": ["runs DIRS", "runs --json DIRS", "runs --best best_validation_loss DIRS",
              "runs --best best_validation_loss --json DIRS", "runs --where training.lr>0 --columns run,why DIRS"],
     "top": ["top DIRS"],
+    "sync": ["sync RUN OWN/copies DIRS"],
+    "archive": ["archive OTHER OWN/copies --yes DIRS"],
     "tag": ["tag RUN good DIRS"],
     "note": ["note RUN hm DIRS"],
     "delete": ["delete OTHER --yes DIRS"],

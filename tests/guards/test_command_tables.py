@@ -17,7 +17,7 @@ REFERENCE: Final = (Path(__file__).resolve().parents[2] / "docs" / "reference.md
 
 RUNS_IN_EACH_PROCESS: Final = {
     "doctor", "factors", "runs", "show", "compare", "report", "status", "logs", "cancel", "resume", "resubmit",
-    "completion", "tag", "note", "delete", "top",
+    "completion", "tag", "note", "delete", "top", "sync", "archive",
 }  # fmt: skip
 """Commands that print, that change nothing twice, or whose processes form one run."""
 

@@ -71,17 +71,20 @@ _COMMANDS: Final = {
     "resubmit": "a new run like it with other settings: --lr 0.01",
     "tag": "words on a run, which runs --tag finds",
     "note": "a sentence on a run",
+    "sync": "copy runs by rsync, to be listed there as here",
+    "archive": "copy runs by rsync, then delete them here; asks first",
     "delete": "delete runs that ended, with their folders; asks first",
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",
 }
 # Files of commands that are not in a file of their name.
 _MODULES: Final = {"status": "runs", "compare": "show", "report": "show", "resubmit": "train", "after-job": "train",
-             "tag": "labels", "note": "labels"}  # fmt: skip
+             "tag": "labels", "note": "labels", "archive": "sync"}  # fmt: skip
 _ARGUMENTS: Final = {
     "factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL", "export": "RUN FILE",
     **dict.fromkeys(("show", "status", "logs", "cancel", "resume", "evaluate", "predict", "resubmit"), "RUN"),
     "explain": "RUN", "diff": "LINE LINE", "tag": "RUN TAGS", "note": "RUN TEXT", "delete": "RUNS",
+    "sync": "RUNS PLACE", "archive": "RUNS PLACE",
 }  # fmt: skip
 
 # Commands of scripts, which no help shows: of jobs, and of shells that complete a line.

@@ -321,7 +321,10 @@ class RunList:
 
     def labels_of(self, run: KnownRun) -> RunLabels:
         """Returns the tags and the note of a run."""
-        return self.labels.get(run.run_id, RunLabels())
+        copied = run.copied
+        return self.labels.get(run.run_id) or (
+            RunLabels(tags=tuple(copied.tags), note=copied.note) if copied else RunLabels()
+        )
 
     def data_set(self, run: KnownRun) -> tuple[str, str]:
         """Returns the name of the data set of a run, and its folder."""

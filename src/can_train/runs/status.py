@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from can_train.io import records
 from can_train.io.records import JobId
 from can_train.runs.registry import JobRecord, Registry, RunRecord
 from can_train.runs.run_folder import CONFIG, RunFolder, is_run_id, may_be_called, short_name, split_run_id
-from can_train.runs.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
+from can_train.runs.run_state import CAUSES, LIVE, AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 from can_train.runs.scheduler import AccountRow, NoControllerError, QueueRow, Scheduler
 
 LAST: Final = "last"
@@ -31,12 +31,41 @@ _EPOCHS: Final = re.compile(r"^training:\n(?:  .*\n)*?  epochs: (\d+)$", re.MULT
 """The setting in config.yaml, as `plain_to_yaml` writes it."""
 
 
+COPY: Final = "copied.json"
+"""In the folder of a copied run: what only the machine knew that it was copied from."""
+_MOST_COPY_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRecord:
+    """The facts about a run that its folder does not have, at the time of a copy (`can-train sync`)."""
+
+    run_id: str
+    key: str
+    made: str
+    state: str
+    sentence: str
+    time: str
+    host: str
+    sweep: str = ""
+    label: str = ""
+    tags: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.state not in (*LIVE, *CAUSES):
+            raise ValueError("state is none of a run")
+        for name in ("made", "time"):
+            records.check_time(name, getattr(self, name))
+
+
 @dataclass(frozen=True, kw_only=True)
 class KnownRun:
     """A run of the registry or of a folder of runs. `record` of an unregistered run comes from the folder's name."""
 
     record: RunRecord
     path: str  # of the run's folder, which may differ from the record's
+    copied: CopyRecord | None = None  # of a run that another machine has registered
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -128,8 +157,22 @@ def run_statuses(runs: Iterable[KnownRun], registry: Registry, scheduler: Schedu
             ended = [row for job in jobs for row in accounts.get(job, ())]
             facts = replace(facts, answer=replace(answer, queue=rows, accounts=ended, silent=silent))
         progress = read_progress(known.folder, facts.result)
-        statuses.append(RunStatus(known=known, facts=facts, state=infer_run_state(facts), progress=progress))
+        statuses.append(RunStatus(known=known, facts=facts, state=_state(known, facts), progress=progress))
     return statuses
+
+
+def _state(known: KnownRun, facts: RunFacts) -> RunState:
+    """Returns the state of a run; of a copied run that had no result, its state at the time of the copy."""
+    copied, state = known.copied, infer_run_state(facts)
+    # An attempt that began after the copy is this machine's.
+    if (
+        copied is None
+        or facts.result is not None
+        or any(each.start.start_time > copied.time for each in facts.attempts)
+    ):
+        return state
+    sentence = "; ".join(filter(None, [copied.sentence, f"as of {copied.time[:16]} UTC on {copied.host}"]))
+    return RunState(copied.state, sentence, certain=copied.state not in LIVE)
 
 
 def _with_clusters(facts: RunFacts, local: str, answered: Collection[JobId], scheduler: Scheduler) -> RunFacts:
@@ -339,7 +382,17 @@ def _unregistered(path: Path) -> KnownRun:
     # A renamed folder has no time in its name.
     created = time or datetime.fromtimestamp((path / CONFIG).stat().st_mtime)
     record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=records.utc_text(created.astimezone()))
-    return KnownRun(record=record, path=str(path))
+    copied = _read_copy(path)
+    if copied is not None:
+        record = replace(record, key=copied.key, time=copied.made, sweep=copied.sweep, label=copied.label)
+    return KnownRun(record=record, path=str(path), copied=copied)
+
+
+def _read_copy(path: Path) -> CopyRecord | None:
+    found = records.read_documents(path, [COPY], CopyRecord, [], most_bytes=_MOST_COPY_BYTES)
+    copied = found.get(COPY)
+    # Of a folder that was renamed, or whose file is another run's, it tells nothing.
+    return copied if copied is not None and copied.run_id == path.name else None
 
 
 # Progress

@@ -1,0 +1,89 @@
+"""Runs are copied by rsync, listed where they were copied to as where they were trained, and archived."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from can_train.cli.main import main
+from can_train.runs.registry import LabelRecord
+from fakes.made_runs import RESULT, Runs, at, begin, end
+
+pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """A finished run, and a run of a sweep that failed, in a job whose cluster does not answer."""
+    (tmp_path / "bin").mkdir()
+    rsync = shutil.which("rsync")
+    assert rsync is not None
+    (tmp_path / "bin" / "rsync").symlink_to(rsync)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    runs = Runs(tmp_path)
+    runs.add(1, RESULT)
+    path = runs.add(2, sweep="sweep-lr-0001", label="lr=0.1")
+    begin(path)
+    end(path, "failed", message="no \x1b[31mdata")
+    runs.registry.add(LabelRecord(run_id=path.name, time=at(50), added=["paper"], note="of figure 3"))
+    return runs
+
+
+def said(capsys: pytest.CaptureFixture[str], *line: str, code: int = 0) -> str:
+    assert main(line) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
+
+
+def there(tmp_path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> Any:
+    flags = (*flags, "--runs-dir", str(tmp_path / "copies"), "--state-dir", str(tmp_path / "other"))
+    return json.loads(said(capsys, "runs", "--columns", "id,state,sweep,label,tags,note,made", *flags, "--json"))
+
+
+def test_a_copied_run_is_listed_as_where_it_was_trained(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = json.loads(said(capsys, "runs", "--columns", "id,state,sweep,label,tags,note,made", "--json", *runs.flags))
+    copied = said(capsys, "sync", "sweep-lr-0001", "0001", str(tmp_path / "copies"), *runs.flags)
+    assert "Copied 2 runs" in copied
+    assert there(tmp_path, capsys) == here
+    assert [row["state"] for row in there(tmp_path, capsys, "--sweep", "sweep-lr-0001", "--tag", "paper")] == ["failed"]
+    flags = ("--runs-dir", str(tmp_path / "copies"), "--state-dir", str(tmp_path / "other"))
+    shown = said(capsys, "status", "0002", *flags)
+    assert r"no \x1b[31mdata; as of" in " ".join(shown.split())
+
+
+def test_a_damaged_record_of_a_copy_tells_nothing(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said(capsys, "sync", "0002", str(tmp_path / "copies"), *runs.flags)
+    (record,) = (tmp_path / "copies").glob("*/copied.json")
+    for change in ({"state": "\x1b[2J"}, {"run_id": "another"}, {"made": "soon"}, {"tags": 3}):
+        plain = json.loads(record.read_text())
+        record.write_text(json.dumps({**plain, **change}))
+        assert there(tmp_path, capsys)[0]["sweep"] == ""
+        record.write_text(json.dumps(plain))
+
+
+def test_an_archived_run_is_only_there(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("archive", "0002", str(tmp_path / "copies"), *runs.flags)
+    assert "Add --yes" in said(capsys, *line, code=2)
+    assert "Deleted 1 run here" in said(capsys, *line, "--yes")
+    assert len(there(tmp_path, capsys)) == 1
+    assert len(json.loads(said(capsys, "runs", "--json", *runs.flags))) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("-e sh", "A place is a folder"), ("--rsh=x:y", "A place is a folder"), ("RUNS", "onto itself"),
+     ("/dev/null/x", "could not be copied")],
+)  # fmt: skip
+def test_a_place_that_cannot_be_copied_to_is_refused_and_nothing_is_deleted(
+    runs: Runs, capsys: pytest.CaptureFixture[str], place: str, message: str
+) -> None:
+    place = str(runs.runs_dir) if place == "RUNS" else place
+    assert message in said(capsys, "archive", "--yes", *runs.flags, "--", "0001", place, code=2)
+    assert len(json.loads(said(capsys, "runs", "--json", *runs.flags))) == 2
+    assert "PLACE is missing" in said(capsys, "sync", "0001", *runs.flags, code=2)
