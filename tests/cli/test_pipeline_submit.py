@@ -15,7 +15,8 @@ from can_train.runs.registry import Registry
 LINE = ("pipeline", "--dataset", "synthetic", "--submit", "--json")
 COMMANDS = {
     # Each job has the next number, and all of them wait in the queue.
-    "sbatch": 'cat "$1" >> sent; echo x >> count; echo Submitted batch job $((40 + $(wc -l < count)))',
+    "sbatch": 'case $* in *--help) exit 1;; esac; cat "$1" >> sent; echo x >> count; '
+    "echo Submitted batch job $((40 + $(wc -l < count)))",
     "scontrol": 'cat "{records}/$2s.txt"',
     "squeue": 'for job in 41 42 43 44 45 46; do echo "$job|PENDING|Dependency|||"; done',
     "srun": "exit 1",

@@ -21,7 +21,7 @@ from fakes.made_runs import begin, end
 TRAIN = ("--model", "gat", "--dataset", "synthetic")
 DRY = ("--dry-run", "--size", "student", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5")
 COMMANDS = {
-    "sbatch": 'cat "$1" >> "{folder}/sent"; echo Submitted batch job 41',
+    "sbatch": 'case $* in *--help) exit 1;; esac; cat "$1" >> "{folder}/sent"; echo Submitted batch job 41',
     "scontrol": 'cat "{records}/$2s.txt"',
     "squeue": "echo '41|PENDING|Priority||N/A|1:30:00'",
     "srun": "exit 1",
@@ -180,8 +180,8 @@ def test_several_runs_are_one_array(slurm: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_each_flag_for_a_job_reaches_sbatch_whole(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = {"exclude": "n1,n[3-5,7]", "nodelist": "n2", "reservation": "lab", "comment": "a,b", "job-name": "mine",
-             "mail-user": "me@lab", "mail-type": "END,FAIL"}  # fmt: skip
+    flags = {"exclude": "n1,g[1-2]", "nodelist": "n2", "reservation": "lab", "comment": "a,b", "job-name": "mine",
+             "mail-user": "me@lab", "mail-type": "END,FAIL", "begin": "now+1hour", "nice": "7"}  # fmt: skip
     submit(capsys, "--exclusive", *(word for name, value in flags.items() for word in (f"--{name}", value)))
     sent = (slurm / "sent").read_text().splitlines()
     directives = [line.removeprefix("#SBATCH --").replace("'", "") for line in sent if line.startswith("#SBATCH --")]
@@ -391,6 +391,26 @@ def chained(slurm: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     (slurm / "bin" / "squeue").write_text("#!/bin/sh\n")
     (slurm / "sent").unlink()
     return first, second
+
+
+def test_resume_changes_the_request_of_a_job_and_keeps_the_rest(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_id = submit(capsys, "--partition", "big", "--time", "90", "--cpus", "1").split()[0]
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\n")
+    (slurm / "sent").unlink()
+    before = (slurm / "runs" / run_id / "config.yaml").read_text()
+    assert main(("resume", run_id, "--time", "3-0")) == 2
+    assert "Its time limit is" in capsys.readouterr().err
+    assert (slurm / "runs" / run_id / "config.yaml").read_text() == before
+    assert not (slurm / "sent").exists()
+    assert main(("resume", run_id, "--time", "3h", "--mem-per-gpu", "900M", "--exclude", "g1")) == 0
+    sent = (slurm / "sent").read_text()
+    assert all(f"#SBATCH --{option}\n" in sent for option in ("time=180", "mem-per-gpu=900M", "cpus-per-task=1"))
+    assert "--mem=" not in sent
+    assert plain_from_yaml((slurm / "runs" / run_id / "config.yaml").read_text())["cluster"]["mem_per_gpu"] == "900M"
+    assert main(("resume", run_id, "--here", "--time", "1h")) == 2
+    assert "--time changes a job of SLURM" in capsys.readouterr().err
 
 
 def test_a_later_stage_is_not_resumed_before_the_one_that_it_waits_for(

@@ -206,7 +206,10 @@ ACCOUNTING = Accounting(
 def test_a_name_that_the_cluster_does_not_have_is_refused(
     tmp_path: Path, values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM answers
+    for program in ("scontrol", "sbatch"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     place = replace(MAIN, accounting=ACCOUNTING)
     with pytest.raises(ConfigError, match=re.escape(message)):
         plan_submission([run(tmp_path, values={f"cluster.{n}": v for n, v in values.items()})], "code", [place])

@@ -238,25 +238,24 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[dict[str, Any]]:
     Raises:
         CanTrainError: A stage cannot be submitted. Those before it have been, and the same line continues after them.
     """
-    from can_train.cli.submit import print_notices, start_group
+    from can_train.cli.submit import print_notices, read_cluster, start_group
     from can_train.cli.train import continue_in_job
     from can_train.runs.past_runs import with_folders
     from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
     from can_train.runs.scheduler import NoControllerError
-    from can_train.slurm.client import read_partitions_and_limits
     from can_train.slurm.snapshot import code_of_runs, keep
     from can_train.slurm.submission_plan import plan_submission
 
     state, code = state_dir(steps[0].run.paths), code_of_runs([step.run for step in steps])
     try:
-        partitions = read_partitions_and_limits()
+        partitions = read_cluster([step.run for step in steps])
     except NoControllerError as error:
         # The error's own remedy is another --cluster, but only SLURM can chain the stages.
         remedy = "Submit from a login node of the cluster, or leave out --submit to train the stages here"
         raise NoControllerError(error.rule, value=error.value, remedy=remedy) from error
     new = [step for step in steps if step.what not in (REUSED, RUNNING_ALREADY)]
     if new:
-        print_notices(plan_submission([step.run for step in new], code.digest, partitions, force=True))
+        print_notices(plan_submission([step.run for step in new], code.digest, partitions, force=True).notices)
         keep(code, state)
     sent, folders, live = [], {}, set()
     for step in steps:

@@ -2,12 +2,12 @@
 another device, with a log that has moved. Several runs, and those of a sweep, continue in SLURM or in the background.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -23,6 +23,7 @@ from can_train.cli.output import (
     print_text,
 )
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, TrustCode
+from can_train.cli.train_options import with_request_flags
 from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.units import counted
 from can_train.runs.run_folder import RunFolder, name_to_type, new_run_id
@@ -38,6 +39,17 @@ if TYPE_CHECKING:
     from can_train.slurm.script import Submission
 
 _LISTED: Final = 10  # resumed runs that are listed
+
+
+def make_resume_command(_words: Sequence[str]) -> Callable[..., None]:
+    """Makes the command `resume`, with the flags of a job's request."""
+    return with_request_flags(resume)
+
+
+_REPLACES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "mem": {"mem_per_gpu": ""}, "mem_per_gpu": {"mem": ""}, "cpus": {"cpus_per_gpu": 0}, "cpus_per_gpu": {"cpus": 0},
+}  # fmt: skip
+"""Settings of a job that a flag takes the place of."""
 
 
 def resume(  # noqa: PLR0913 - Typer makes an option of each argument
@@ -64,6 +76,7 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     verbose: Verbose = False,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
+    request: Mapping[str, Any],
 ) -> None:
     """Continue a run from its last checkpoint, where it ran before: in SLURM, in the background, or here."""
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
@@ -76,7 +89,8 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
         if flag := next((flag for flag, value in given.items() if value), ""):
             raise ConfigError(f"{flag} goes with a single run", value=" ".join(runs or ["--all-failed"]),
                               remedy="Leave it out, or resume each run by itself")  # fmt: skip
-        _resume_all(_failed(locator, runs) if all_failed else chosen, locator, trusts_all=trust_code, as_json=as_json)
+        statuses = _failed(locator, runs) if all_failed else chosen
+        _resume_all(statuses, locator, request, trusts_all=trust_code, as_json=as_json)
         return
     if not runs:
         raise ConfigError("RUN is missing", remedy="Name one: can-train runs lists them; or give --all-failed")
@@ -95,22 +109,27 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     if not status.state.certain and not quiet:
         print_note(str(status.state))
     print_starting(Verbosity.QUIET if quiet else verbosity)
-    from can_train.training.resume import change_run
+    from can_train.training.resume import change_request, change_run
 
     folder = status.known.folder
     if device is not None and not in_job:
         from can_train.memory.meters import resolve_device
 
         resolve_device(device)
+    settings = _checked_request(folder, request, in_slurm=in_slurm)
     make_changes = partial(change_run, folder, make_reporter(verbosity), epochs=epochs, device=device, dataset=dataset)
     if in_job:
-        _print_changes(make_changes(), quiet=quiet)
+        _print_changes([*make_changes(), *change_request(folder, settings)], quiet=quiet)
         goes_on = status.facts.result is not None and folder.result() is None
         if goes_on or status.state.state != FINISHED:
             # Of two that resume it at once, the second one finds the first one's job.
             with folder.locked(doing="submitted"):
                 _check_state(locator.status(status.known), run)
-                job = _submit_again(status, locator) if in_slurm else _start_again(folder, locator)
+                job = (
+                    _submit_again(status, locator, keeps_memory="cluster.mem" not in settings)
+                    if in_slurm
+                    else _start_again(folder, locator)
+                )
                 if as_json:
                     from can_train.cli.submit import job_json
 
@@ -160,7 +179,9 @@ def _failed(locator: RunLocator, names: Sequence[str] | None) -> "list[RunStatus
     )
 
 
-def _resume_all(statuses: "Sequence[RunStatus]", locator: RunLocator, *, trusts_all: bool, as_json: bool) -> None:
+def _resume_all(
+    statuses: "Sequence[RunStatus]", locator: RunLocator, request: Mapping[str, Any], *, trusts_all: bool, as_json: bool
+) -> None:
     """Continues runs: in SLURM, equal requests as an array, or in the background.
 
     Raises:
@@ -175,9 +196,11 @@ def _resume_all(statuses: "Sequence[RunStatus]", locator: RunLocator, *, trusts_
             raise RunError("A run that was trained in a terminal goes on by itself", value=status.known.run_id,
                            remedy=f"Continue it: can-train resume {name}")  # fmt: skip
         locator.trust(trusts_all=trusts_all).config(status.known.folder, submits=True, has_code=True)
+    keeps_memory = _change_requests(statuses, request)
     jobs = [_start_again(RunFolder(status.known.folder.path), locator)
             for status in statuses if status.facts.jobs[-1].executor == "local"]  # fmt: skip
-    for group in _alike([status for status in statuses if status.facts.jobs[-1].executor == "slurm"], locator):
+    on_slurm = [status for status in statuses if status.facts.jobs[-1].executor == "slurm"]
+    for group in _alike([_request_again(status, locator, keeps_memory=keeps_memory) for status in on_slurm]):
         jobs += _submit_group(group, locator)
     if as_json:
         folders = {status.known.run_id: status.known.folder for status in statuses}
@@ -204,11 +227,27 @@ class _Again:
         )  # fmt: skip
 
 
-def _alike(statuses: "Sequence[RunStatus]", locator: RunLocator) -> "list[list[_Again]]":
+def _change_requests(statuses: "Sequence[RunStatus]", request: Mapping[str, Any]) -> bool:
+    """Changes the requests of runs' jobs; returns whether they keep the memory of their last jobs.
+
+    Raises:
+        ConfigError: A request cannot be met. None has been changed then.
+    """
+    from can_train.training.resume import change_request
+
+    if not request:
+        return True
+    changes = [_checked_request(status.known.folder, request, in_slurm=status.facts.jobs[-1].executor == "slurm")
+               for status in statuses]  # fmt: skip
+    for status, settings in zip(statuses, changes, strict=True):
+        change_request(status.known.folder, settings)
+    return "cluster.mem" not in changes[0]
+
+
+def _alike(requests: Sequence[_Again]) -> list[list[_Again]]:
     """Groups runs by equal requests and equal code."""
     groups: list[list[_Again]] = []
-    for status in statuses:
-        again = _request_again(status, locator)
+    for again in requests:
         group = next((each for each in groups if each[0].asks_like(again)), None)
         if group is None:
             groups.append(group := [])
@@ -260,16 +299,41 @@ def _start_again(folder: RunFolder, locator: RunLocator) -> "JobRecord":
     return job
 
 
-def _submit_again(status: "RunStatus", locator: RunLocator) -> "JobRecord":
+def _checked_request(folder: RunFolder, request: Mapping[str, Any], *, in_slurm: bool) -> dict[str, Any]:
+    """Returns the changes to the request of a run's job, by dotted name.
+
+    Raises:
+        ConfigError: The run has no job of SLURM, or the cluster could never start the new request.
+    """
+    if request and not in_slurm:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in request)
+        raise ConfigError(f"{flags} changes a job of SLURM", value="the run goes on without one",
+                          remedy="Leave it out, or start a new run: can-train resubmit RUN --submit")  # fmt: skip
+    if not request:
+        return {}
+    from can_train.cli.submit import print_notices, read_cluster
+    from can_train.config.compose import with_changes
+    from can_train.slurm.submission_plan import complete
+
+    replaced = {other: value for name in request for other, value in _REPLACES.get(name, {}).items()}
+    changes = {f"cluster.{name}": value for name, value in ({**replaced, **request}).items()}
+    run = with_changes(folder.config(), (), changes)
+    ready, notices = complete(run, read_cluster([run]))
+    print_notices(notices)
+    return {**changes, **{name: getattr(ready.cluster, name.removeprefix("cluster.")) for name in changes}}
+
+
+def _submit_again(status: "RunStatus", locator: RunLocator, *, keeps_memory: bool) -> "JobRecord":
     from can_train.cli.submit import submit_again
     from can_train.cli.train import continue_in_job
     from can_train.config.compose import from_plain
 
-    again = _request_again(status, locator)
-    return submit_again(continue_in_job, again.folder, from_plain(status.known.folder.config()), again.submission)
+    again = _request_again(status, locator, keeps_memory=keeps_memory)
+    run = from_plain(status.known.folder.config())
+    return submit_again(continue_in_job, again.folder, run, again.submission, keeps_memory=keeps_memory)
 
 
-def _request_again(status: "RunStatus", locator: RunLocator) -> _Again:
+def _request_again(status: "RunStatus", locator: RunLocator, *, keeps_memory: bool) -> _Again:
     from can_train.config.compose import from_plain
     from can_train.runs.status import run_statuses
     from can_train.slurm.script import Submission
@@ -282,9 +346,10 @@ def _request_again(status: "RunStatus", locator: RunLocator) -> _Again:
     awaited = status.known.record.after.split(",") if status.known.record.after else []
     awaited_runs = [earlier for earlier in locator.runs() if earlier.run_id in awaited] if awaited else []
     parents = run_statuses(awaited_runs, locator.registry, slurm) if awaited else []
-    dependency = dependency_on(parents, settings.cluster.executor)
+    dependency = dependency_on(parents, settings.cluster.executor, settings.cluster.clusters)
     submission = Submission(name=settings.key, state_dir=locator.state_folder, dependency=dependency, reason="resumed")
-    # It may have been submitted again with more memory since its configuration was written.
-    memory = str(status.facts.jobs[-1].resources.get("mem", settings.cluster.mem))
-    cluster = replace(settings.cluster, mem=memory)
+    cluster = settings.cluster
+    if keeps_memory and (memory := str(status.facts.jobs[-1].resources.get("mem", ""))):
+        # It may have been submitted again with more memory since its configuration was written.
+        cluster = replace(cluster, mem=memory, mem_per_gpu="")
     return _Again(folder=folder, cluster=cluster, submission=submission, code=code_of(folder.path))

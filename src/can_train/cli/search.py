@@ -242,7 +242,7 @@ def submit_trials(entry: "Entry", planned: PlannedSearch, *, after: Sequence[str
     code, partitions = code_of_runs(runs), read_cluster(runs)
     plan = plan_submission(runs, code.digest, partitions, after=after, force=True)
     plan = replace(plan, sweep=[SweepRun(name=planned.search.name)] * len(runs))
-    print_notices(plan)
+    print_notices(plan.notices)
     (group,) = plan.groups
     expects = expectation(base, Registry(state).runs())
     keep(code, state)

@@ -78,7 +78,7 @@ def submit_runs(
     code, state = code_of_runs(runs), state_dir(runs[0].paths)
     partitions = read_cluster(runs)
     plan = plan_submission(runs, code.digest, partitions, after=after, force=force)
-    print_notices(plan)
+    print_notices(plan.notices)
     expected = [expectation(group[0].run, Registry(state).runs()) for group in plan.groups]
     keep(code, state)
     if not as_json:
@@ -147,7 +147,7 @@ def plan_jobs(
             print_note(f"{error.rule} ({error.value}): its limits are not checked")
     plan = plan_submission(runs, code.digest, partitions, after=after, force=True)
     if not quiet:
-        print_notices(plan)
+        print_notices(plan.notices)
     return _planned_jobs(plan, code, partitions, together=together)
 
 
@@ -192,9 +192,9 @@ def read_cluster(runs: Sequence[ResolvedRun]) -> list[Partition]:
     return read_partitions_and_limits(first)
 
 
-def print_notices(plan: SubmissionPlan) -> None:
+def print_notices(notices: Sequence[str]) -> None:
     """Prints the notices of a submission."""
-    for notice in plan.notices:
+    for notice in notices:
         print_note(notice)
 
 
@@ -263,17 +263,19 @@ def start_group(
     return jobs
 
 
-def submit_again(entry: Entry, folder: RunFolder, run: ResolvedRun, submission: Submission) -> JobRecord:
+def submit_again(
+    entry: Entry, folder: RunFolder, run: ResolvedRun, submission: Submission, *, keeps_memory: bool = True
+) -> JobRecord:
     """Sends a run that has a folder, with a snapshot of its code, to SLURM once more.
 
-    It requests the resources of `run`, but the memory of the last job if that was more.
+    It requests the resources of `run`, but the memory of the last job if `keeps_memory`.
 
     Raises:
         RunError: SLURM refused.
     """
     jobs = Registry(submission.state_dir).jobs(folder.run_id)
     # It may have been submitted again with more memory since its configuration was written.
-    memory = str(jobs[-1].resources.get("mem", run.cluster.mem)) if jobs else run.cluster.mem
+    memory = str(jobs[-1].resources.get("mem", "")) if jobs and keeps_memory else ""
     cluster = replace(run.cluster, mem=memory, mem_per_gpu="") if memory else run.cluster
     job = submit_job(entry, folder, cluster, submission)
     _note_forbidden_requeue(job, run.cluster)

@@ -172,6 +172,24 @@ def make_command(
     return command
 
 
+def with_request_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the flags of a job's request to a command, whose argument `request` gets those that were given."""
+    options = _options_of(ClusterSettings, resolved.CLUSTER_FLAGS)
+    place = {"rich_help_panel": "The job of a run on SLURM", "hidden": False}
+    # No default is shown: a flag that is not given leaves the run's request as it is.
+    flags = [_parameter(name, (kind, None, text.partition(" [")[0]), {}, place)
+             for name, (kind, _, text) in options.items() if name != "max_parallel"]  # fmt: skip
+    own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "request"]
+
+    def with_request(**given: Any) -> None:
+        named = {flag.name: given.pop(flag.name) for flag in flags}
+        command(**given, request={name: value for name, value in named.items() if value is not None})
+
+    with_request.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    with_request.__doc__ = command.__doc__
+    return with_request
+
+
 def _parameter(
     name: str, option: Option, metavars: Mapping[str, str | None], place: Mapping[str, Any]
 ) -> inspect.Parameter:

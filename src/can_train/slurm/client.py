@@ -497,10 +497,10 @@ def has_pyxis() -> bool | None:
     return None if result.status != 0 else "--container-image" in result.output
 
 
-def read_reservations(cluster: str = "") -> list[str]:
-    """Asks the controller for the names of its reservations; empty if it does not answer."""
+def read_reservations(cluster: str = "") -> list[str] | None:
+    """Asks the controller for the names of its reservations; None if it does not answer."""
     result = run_command(*_asking("scontrol", cluster, ""), "show", "reservation", "-o")
-    return re.findall(r"^ReservationName=(\S+)", result.output, re.MULTILINE)
+    return None if result.status != 0 else re.findall(r"^ReservationName=(\S+)", result.output, re.MULTILINE)
 
 
 def query_cluster(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> str:

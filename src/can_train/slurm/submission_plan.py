@@ -331,7 +331,7 @@ def plan_submission(
     parents = [find_run(known, name) for name in after]
     candidates, notices = [], []
     for index, run in enumerate(runs):
-        ready, run_notices = _completed(with_start_weights(run, [parent.record for parent in parents]), partitions)
+        ready, run_notices = complete(with_start_weights(run, [parent.record for parent in parents]), partitions)
         notices += run_notices
         candidates.append(PlannedRun(index=index, run=ready, identity=identity(ready, code, data_files(ready))))
     digests = set() if force else {candidate.identity for candidate in candidates}
@@ -374,7 +374,13 @@ def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> Resolv
     return run
 
 
-def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedRun, list[str]]:
+def complete(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedRun, list[str]]:
+    """Completes and checks the request of a run's job; returns notices, too.
+
+    Raises:
+        ConfigError: The request can never be met.
+        RunError: The disk is full.
+    """
     check_packages(run.paths.trackers)
     check_disk(run.runs_dir, "--runs-dir")
     check_disk(state_dir(run.paths), "--state-dir")
@@ -475,13 +481,12 @@ def _check_names(cluster: ClusterSettings, places: Sequence[Partition], partitio
         for name in node_names(text) if "/" not in text else ():
             if known and name not in known:
                 raise unknown_name("node", name, known)
-    if cluster.reservation:
-        reservations = client.read_reservations(cluster.clusters)
-        for name in cluster.reservation.split(","):
-            if not reservations:
-                raise ConfigError("The cluster has no reservation", value=repr(name), remedy="Leave out --reservation")
-            if name not in reservations:
-                raise unknown_name("reservation", name, reservations)
+    reservations = client.read_reservations(cluster.clusters) if cluster.reservation else None
+    for name in cluster.reservation.split(",") if reservations is not None else ():
+        if not reservations:
+            raise ConfigError("The cluster has no reservation", value=repr(name), remedy="Leave out --reservation")
+        if name not in reservations:
+            raise unknown_name("reservation", name, reservations)
     accounting = partitions[0].accounting
     qualities = {row["Name"] for row in accounting.qualities}
     if cluster.qos and qualities and cluster.qos not in qualities:

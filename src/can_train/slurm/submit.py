@@ -141,6 +141,7 @@ class _Executor(submitit.SlurmExecutor):
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
             delayed.dump(pickle)
         array = _Executor(self.folder, self.max_num_timeout)
+        array.job_cluster = self.job_cluster
         array.parameters = {**self.parameters, "map_count": len(pickles)}
         first = array._submit_command(self._submitit_command_str)
         self.job_cluster = array.job_cluster or self.job_cluster

@@ -69,7 +69,30 @@ def change_run(
                    if each["before"] != each["after"] or (name == _EPOCHS and is_extended)}  # fmt: skip
         if changed:
             folder.change(run.config, changed, step=step, changed=changed_settings(run.config))
-    return [f"{name} is {each['after']} from here on, in place of {each['before']}" for name, each in changed.items()]
+    return _in_words(changed)
+
+
+def change_request(folder: RunFolder, settings: Mapping[str, Any]) -> list[str]:
+    """Changes settings of a run's job, by dotted name; returns a sentence for each setting that changed.
+
+    Raises:
+        ConfigError: A value does not fit.
+        RunError: Another process trains the run.
+    """
+    before = folder.config()
+    run = with_changes(before, (), settings)
+    values = {name: {"before": _value(before, name), "after": _value(run.config, name)} for name in settings}
+    changed = {name: each for name, each in values.items() if each["before"] != each["after"]}
+    with folder.locked():
+        if changed:
+            step, _ = _newest_checkpoint(folder)
+            folder.change(run.config, changed, step=step, changed=changed_settings(run.config))
+    return _in_words(changed)
+
+
+def _in_words(changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [f"{name} is {each['after'] or 'not set'} from here on, in place of {each['before'] or 'none'}"
+            for name, each in changed.items()]  # fmt: skip
 
 
 def _newest_checkpoint(folder: RunFolder) -> tuple[int, int]:
