@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.config.settings import ClusterSettings
+from can_train.errors import ConfigError
 from can_train.io.records import utc_now
 from can_train.runs.registry import JobRecord
+from can_train.runs.run_folder import RunFolder
 from can_train.slurm.job import (
     MEMORY_GROWTH,
     EndOnNode,
@@ -27,6 +30,7 @@ from can_train.slurm.job import (
     is_oom_reason,
     next_cluster,
     node_fault,
+    notify,
 )
 
 LIMITS = ClusterSettings(max_restarts=3, oom_resubmits=2)
@@ -239,3 +243,24 @@ def test_a_node_fails_where_several_runs_fail_on_it_alone() -> None:
     assert failing_nodes([*on("n1", 1, 0), *on("n2", 0, 1)]) == {}
     assert failing_nodes([*on("n1", 3, 1), *on("n2", 0, 1)]) == {}
     assert failing_nodes([*on("n1", 3, 0), *on("n2", 3, 0)]) == {}
+
+
+def test_a_command_of_ones_own_gets_the_words_of_a_run_as_arguments(tmp_path: Path) -> None:
+    folder, out = RunFolder(tmp_path / "run-1"), tmp_path / "out"
+    settings = ClusterSettings(notify=["sh", "-c", f'echo "$1|$2" >> {out}', "sh", "{run} {label}", "{state}: {why}"])
+    assert notify(folder, settings, "gpu_oom", "$(touch x);\x1b[2J\n`y`", label="lr=1") == ""
+    assert out.read_text() == "run-1 lr=1|gpu oom: $(touch x);\\x1b[2J `y`\n"
+    assert notify(folder, replace(settings, notify_on="failure"), "finished") == ""
+    assert out.read_text().count("\n") == 1
+    assert "failed" in notify(folder, ClusterSettings(notify=["/nowhere/at/all"]), "finished")
+    assert "status 1" in notify(folder, ClusterSettings(notify=["false"]), "finished")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["tell", ["sh", "-c", "echo {why}"], ["bash", "-ec", "echo {run}"], ["{run}"], ["tell", "{wyh}"],
+     ["python", "-c", "print('{why}')"]],
+)  # fmt: skip
+def test_a_command_that_would_run_the_words_of_a_run_is_refused(command: Any) -> None:
+    with pytest.raises(ConfigError, match="notify"):
+        ClusterSettings(notify=command)

@@ -101,6 +101,30 @@ class FactorSettings:
         return self.prior == "table" or (self.prior == "auto" and self.policy == "momentum")
 
 
+NOTIFY_WORDS: Final = ("run", "state", "why", "label", "folder")
+"""Placeholders of `cluster.notify`."""
+
+
+def _check_notify(command: Sequence[str]) -> None:
+    """Raises ConfigError if a command names an unknown placeholder, or makes the words of a run a program's code."""
+    remedy = "Write it as cluster.notify=[/path/to/program,'{run}','{state}']"
+    if isinstance(command, str):
+        raise ConfigError("cluster.notify must be a list of a program and its arguments", value=repr(command),
+                          remedy=remedy)  # fmt: skip
+    before: str | None = None
+    for argument in map(str, command):
+        words = re.findall(r"\{(\w*)\}", argument)
+        if unknown := [word for word in words if word not in NOTIFY_WORDS]:
+            raise unknown_name("placeholder of cluster.notify", unknown[0], NOTIFY_WORDS)
+        # `-c`, also as `-ec`, is followed by a program's text.
+        if words and (before is None or re.fullmatch(r"-\w*c", before)):
+            what = "the program" if before is None else f"code after {before}"
+            remedy = "Give them as arguments: [sh,-c,'echo \"$1\" >> ends.txt',sh,'{run}']"
+            raise ConfigError("cluster.notify puts words of a run into code", value=f"{argument!r} is {what}",
+                              remedy=remedy)  # fmt: skip
+        before = argument
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """Where `--submit` sends a run, and the requests of its job."""
@@ -179,6 +203,11 @@ class ClusterSettings:
     """Times that a job is put back into the queue for the time limit or a killed process."""
     oom_resubmits: int = 2
     """Times that a run is submitted again after it ran out of memory."""
+    notify: Sequence[str] = ()
+    """Command that a submitted run starts when it has ended: a program and its arguments, in which {run}, {state},
+    {why}, {label} and {folder} are replaced. No shell reads them."""
+    notify_on: str = "end"
+    """Ends that `notify` is started for: end (every end) or failure."""
     retries: int = 2
     """Times that a run is submitted again after a fault of its node (ECC, driver, file system), without that node."""
     max_parallel: int = 0
@@ -186,6 +215,8 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         check_choice("cluster.executor", self.executor, ("slurm", "local", "debug"))
+        check_choice("cluster.notify_on", self.notify_on, ("end", "failure"))
+        _check_notify(self.notify)
         check_choice("cluster.container_runtime", self.container_runtime, ("auto", "pyxis", "apptainer"))
         check_range("cluster.nodes", self.nodes, low=1)
         for name in (

@@ -4,6 +4,7 @@ job still exists, the ending is recorded, and the run is started again if it may
 
 import os
 import re
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.config.settings import ClusterSettings
-from can_train.errors import CanTrainError, RunError
+from can_train.errors import CanTrainError, RunError, printable
 from can_train.io.records import JobId
 from can_train.memory.host import control_groups
 from can_train.runs import attempts
@@ -60,6 +61,10 @@ class Job:
             if stop.code == attempts.WARNED and not stop.__cause__:
                 _return_to_queue(folder, stops)
             raise
+        finally:
+            # A job of SLURM does so after the job step, which knows more ends.
+            if os.environ.get("SUBMITIT_EXECUTOR") != "slurm" and (end := folder.attempts.end(folder.attempts.current)):
+                notify(folder, cluster_settings(folder), end.ending, end.message)
 
     def _train(self, folder: RunFolder, stops: StopRequests) -> None:
         """Trains. A warned job that may not go back into the queue exits with the reason as the cause."""
@@ -350,6 +355,43 @@ def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Re
     return replace(cluster, **changes)
 
 
+# The command of a person at the end of a run
+
+_NOTIFY_S: Final = 60.0  # after which the command is ended: a job must not wait for it
+
+
+def notify(folder: RunFolder, settings: ClusterSettings, ending: str, why: str = "", *, label: str = "") -> str:
+    """Starts the person's command at the end of a run, if there is one for this end.
+
+    Args:
+        folder: The run.
+        settings: Its settings, with the command.
+        ending: An ending of `AttemptEnd`.
+        why: The error, in a line.
+        label: The run's label in its sweep.
+
+    Returns:
+        A sentence if the command failed; else an empty one.
+    """
+    if not settings.notify or (settings.notify_on == "failure" and ending in _NO_FAILURES):
+        return ""
+    words = {"run": folder.run_id, "state": ending.replace("_", " "), "why": why, "label": label,
+             "folder": str(folder.path)}  # fmt: skip
+    # An error comes from a program and its data: as an argument its lines and control characters do no harm to a shell,
+    # but they might in a mail.
+    command = [_PLACEHOLDER.sub(lambda found: printable(words.get(found[1], found[0])).replace("\n", " "), argument)
+               for argument in settings.notify]  # fmt: skip
+    try:
+        result = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_NOTIFY_S, check=False)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return f"cluster.notify failed ({error})"
+    return f"cluster.notify ended with status {result.returncode}" if result.returncode else ""
+
+
+_NO_FAILURES: Final = ("finished", "terminated", "interrupted")
+_PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
+
+
 # After a job
 
 _REGISTRATION_WAIT_S: Final = 10.0
@@ -414,8 +456,10 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
         A sentence about the restart; may be empty.
     """
     ended = _find_ended_job(state_dir)
-    if ended is None or (ended.end and ended.end.ending == "finished"):
+    if ended is None:
         return ""
+    if ended.end and ended.end.ending == "finished":
+        return notify(ended.folder, cluster_settings(ended.folder), "finished", label=ended.run.label)
     # SLURM gave up the node, and started the job elsewhere: a requeue would stop the job there.
     if ended.attempts.is_superseded():
         return ""
@@ -433,7 +477,10 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     if is_running or ended.end or ending != "failed":
         _record_end(ended, ending, decision, error_in_words(log, f"exit status {status}"))
     if isinstance(decision, NoRestart):
-        return decision.reason
+        # A job that SLURM itself ends may be put back into the queue.
+        settings, why = cluster_settings(ended.folder), error_in_words(log, f"exit status {status}")
+        told = notify(ended.folder, settings, ending, why, label=ended.run.label) if is_running or silence else ""
+        return ". ".join(filter(None, (decision.reason, told)))
     was_cancelled = any(cancel.time > ended.job.time for cancel in ended.registry.cancels(ended.run.run_id))
     # SLURM restarts a job that it ends itself (preemption, a failed node); a cancelled job stays cancelled.
     if was_cancelled or not (is_running or silence):
