@@ -213,6 +213,18 @@ def test_a_sequence_of_modules_without_parts_is_recomputed_in_segments() -> None
     assert named(made("sequence")) == ["[0:3]", "[3:6]", "[6:8]"]
 
 
+def test_a_segment_does_not_begin_with_a_module_that_overwrites_its_input() -> None:
+    layers = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True))]
+    model, x = nn.Sequential(*layers), torch.rand(2, 4, 16, 16)
+    names = named(model)
+    assert names == ["[0:4]", "[4:9]", "[9:12]"]
+    gradients = []
+    for rung in (SPLIT_ALONE, Rung(recompute=tuple(names))):
+        with computed_on(rung, model):
+            gradients.append(torch.autograd.grad(model(x).sum(), [*model.parameters()]))
+    assert all(map(torch.equal, *gradients))
+
+
 def test_where_nothing_is_repeated_modules_with_parts_are_recomputed() -> None:
     assert named(nn.ModuleDict({"a": double_conv(1, 2), "b": nn.Linear(1, 1)})) == ["a"]
 
@@ -412,8 +424,20 @@ class Counting(nn.Module):
         return (x * self.weight).sigmoid() if self.passes % 2 else x * self.weight
 
 
-def test_modules_that_save_other_tensors_the_second_time_are_not_computed_again() -> None:
-    model = nn.ModuleList([Counting(), Counting()])
+class Overwriting(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_() * self.weight
+
+
+@pytest.mark.parametrize("kind", [Counting, Overwriting])
+def test_modules_that_save_other_tensors_the_second_time_are_not_computed_again(kind: type[nn.Module]) -> None:
+    model = nn.ModuleList([kind(), kind()])
     with simulated_gpu("64MiB", model) as meter:
         batcher = MicroBatcher(model, meter=meter)
         batcher.ladder = Ladder((Rung(recompute=("0", "1")), Rung(recompute=("0", "1"), offload=True)))

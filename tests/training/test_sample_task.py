@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import WeightedRandomSampler
 
-from can_train import Feature, Phase, Task, predict_peak
+from can_train import Feature, Phase, Task, predict_peak, simulated_gpu
 from can_train.errors import DataError, DoesNotFitError, TaskError
 from can_train.training.sample_task import tables
 from can_train.training.session import Session
@@ -253,6 +253,33 @@ def test_data_that_are_drawn_at_random_are_the_same_each_time() -> None:
     one, other = Drawn(), Drawn()
     torch.manual_seed(1)
     assert [one.sample(row) for row in range(6)] == [other.sample(row) for row in range(6)]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_samples_wait_on_the_host_for_their_batch(draws: bool) -> None:
+    class Made(Sequence[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: Any) -> Any:
+            return torch.full((2**16,), float(index))
+
+    class Making(Words):
+        def datasets(self) -> Mapping[str, Sequence[Any]]:
+            return {"train": Made()}
+
+        def collate(self, samples: Sequence[Any]) -> Tensor:
+            return torch.stack([*samples])
+
+    class Drawing(Making):
+        def draw(self, samples: Sequence[Any], generator: torch.Generator) -> Sequence[Any]:
+            return [sample + torch.rand(len(sample), generator=generator) for sample in samples]
+
+    with simulated_gpu("64MiB") as meter:
+        task = Drawing() if draws else Making()
+        batch = task.logical_batch(np.arange(4), meter.device, torch.float32, torch.Generator())
+        collated = batch.collated(0, 2)
+        assert meter.peak_bytes() == collated.nbytes
 
 
 def test_a_single_sample_cannot_train_and_validate() -> None:

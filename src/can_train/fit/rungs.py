@@ -233,9 +233,14 @@ def _segments(module: Any, name: str) -> Iterator[str]:
     """Cuts a sequence of N modules into about √N segments, whose inputs and one segment take the least memory."""
     # A module that stands in it twice counts twice.
     number = len(module)
-    length = math.ceil(math.sqrt(number))
-    for start in range(0, number, length):
-        yield f"{name}[{start}:{min(start + length, number)}]"
+    length, start = math.ceil(math.sqrt(number)), 0
+    while start < number:
+        stop = min(start + length, number)
+        # A segment whose first module works in place would overwrite the input that it is computed again from.
+        while stop < number and getattr(module[stop], "inplace", False):
+            stop += 1
+        yield f"{name}[{start}:{stop}]"
+        start = stop
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -250,12 +255,15 @@ def has_switch(module: nn.Module) -> bool:
     )
 
 
-NOT_REPEATABLE: Final = "Modules are not computed again: they save other tensors the second time"
+NOT_REPEATABLE: Final = "Modules are not computed again: they save other tensors the second time, or overwrite inputs"
+_CHANGED_INPUT: Final = "modified by an inplace operation"  # In PyTorch's error
 
 
 def is_not_repeatable(error: BaseException) -> bool:
-    """Tells whether a backward pass failed because a module that was computed again saved other tensors."""
-    return any(isinstance(link, CheckpointError) for link in error_chain(error))
+    """Tells whether a backward pass failed because a module that was computed again saved other tensors, or because it
+    had overwritten its input.
+    """
+    return any(isinstance(link, CheckpointError) or _CHANGED_INPUT in str(link) for link in error_chain(error))
 
 
 @contextmanager

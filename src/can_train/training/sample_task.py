@@ -28,6 +28,7 @@ from can_train.errors import CanTrainError, ConfigError, DataError, TaskError
 from can_train.fit.collate import leaves, pad_and_stack, to_device
 from can_train.io.records import sketch
 from can_train.io.units import size_text
+from can_train.memory.cuda_operators import on_host
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter, TextTable
@@ -569,9 +570,11 @@ class Task(BatchTask):
         """Returns samples; a stream seeds its samples itself."""
         if self._resident.is_there:
             return self._resident.take(rows)
-        if self.stream is None or min(rows) < self._stream_row:
-            return self._reader.take(rows, seeds)
-        return self.stream.take([row - self._stream_row for row in rows])
+        # On a simulated GPU, too, samples wait on the host for their batch.
+        with on_host():
+            if self.stream is None or min(rows) < self._stream_row:
+                return self._reader.take(rows, seeds)
+            return self.stream.take([row - self._stream_row for row in rows])
 
     @property
     def memory_features(self) -> Sequence[Feature]:  # type: ignore[override]
@@ -934,7 +937,8 @@ class SampleBatch:
         if generator is None:
             drawn = list(task.drawn_alone(samples, self._seeds))
         else:
-            with task.asked("draw"):
+            span = nullcontext() if task._resident.is_there else on_host()
+            with task.asked("draw"), span:
                 drawn = list(task.draw(samples, generator))
         if len(drawn) != len(samples):
             raise DataError(f"Task.draw returned {len(drawn)} samples for {len(samples)}",
