@@ -23,6 +23,7 @@ from can_train.reporter import SilentReporter
 from can_train.runs.run_folder import RunFolder
 from can_train.training.explain import _update_in_place, explain_attempt
 from can_train.training.loading import sample_task
+from can_train.training.report import part_lines
 from fakes.trained_runs import finished_run
 
 LINE = ("explain", "--model", "gat", "--size", "student", "--dataset", "synthetic", "--batch-size", "64")
@@ -265,6 +266,19 @@ def test_an_out_of_memory_that_ends_a_run_names_the_largest_parts(
     # The record of the attempt has the error in one line.
     (ended,) = (run / "attempts").glob("*-ended*.json")
     assert TITLE not in ended.read_text()
+
+
+def test_a_step_that_fits_nowhere_is_explained_on_each_rung(explained: Any, tmp_path: Path) -> None:
+    deep = "[nn.Embedding(2000, 64), *[nn.Linear(64, 64) for _ in range(6)], nn.Linear(64, 2000)]"
+    code = WORDS.replace("nn.Embedding(2000, 64), nn.Linear(64, 2000)", f"*{deep}").replace("(33,)", "(330,)")
+    (tmp_path / "words.py").write_text(code)
+    line = ("explain", "--task", f"{tmp_path / 'words.py'}:Words", "--batch-size", "2", "--no-changes", "--device")
+    fitting, larger = explained(*line, "sim:64MiB"), explained(*line, "sim:4MiB")
+    assert fitting["rungs"] == {}
+    rungs, peak = larger["rungs"], larger["peak_bytes"]
+    assert [*rungs] == ["recompute", "offload", "offload-optimizer", "offload-all"]
+    assert rungs["offload-all"] < rungs["offload"] <= rungs["recompute"] < peak
+    assert part_lines(larger)[-1].endswith(" MiB  offload-all")
 
 
 @pytest.mark.slow

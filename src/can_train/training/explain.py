@@ -8,10 +8,11 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import CanTrainError
 from can_train.fit.prediction import TaskStep
-from can_train.fit.rungs import candidates
+from can_train.fit.rungs import SPLIT_ALONE, candidates, rungs_of
 from can_train.fit.search import pack_worst_case
 from can_train.io.records import text_or_nothing, write_json_atomic
 from can_train.io.units import counted, size_text
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from can_train.training.dry_run import CardPlan
 
 _CHILD_TIMEOUT_S: Final = 120.0  # a process that records starts anew, and reads a sample of the data
+_RUNGS_S: Final = 30.0  # of CPU, after which no further rung is recorded: the process ends in time
 _OFFLOAD: Final = "--fit offload"
 _OFFLOAD_OPTIMIZER: Final = "--fit offload-optimizer"
 _RECOMPUTE: Final = "--fit recompute"
@@ -80,6 +82,7 @@ class Explanation:
     whole_batch_peak_bytes: float | None = None
     largest_batch: int | None = None
     fits: bool | None = None
+    rungs: Mapping[str, float] = field(default_factory=dict)  # Peak on further rungs, where no plan fits
 
     @property
     def peak_bytes(self) -> float:
@@ -101,7 +104,7 @@ class Explanation:
             "device": self.device, "samples": self.samples, "micro_batches": self.num_parts, "basis": self.basis,
             "peak_bytes": self.peak_bytes, "whole_batch_peak_bytes": self.whole_batch_peak_bytes,
             "largest_batch": self.largest_batch, "fits": self.fits,
-            "kinds": self.by_kind, "parts": [vars(part) for part in self.parts],
+            "kinds": self.by_kind, "rungs": dict(self.rungs), "parts": [vars(part) for part in self.parts],
             "savings": [vars(saving) for saving in self.savings], "notices": list(self.notices),
         }  # fmt: skip
 
@@ -139,7 +142,8 @@ def explain_attempt(run: ResolvedRun, folder: RunFolder, task: BatchTask, meter:
         if meter.device.type != "cpu":
             return _explain_elsewhere(folder, meter.key)
         with nothing_left_behind(), meter.host():
-            explained = _on_host(_step(run, task, _plan_in(folder)), meter.key, (), changes=False)
+            plan = _plan_in(folder)
+            explained = _on_host(_step(run, task, plan), meter.key, (), changes=False, fits=plan is not None)
             explained.write(folder)
             return explained.lines
     except Exception:  # noqa: BLE001
@@ -189,14 +193,16 @@ def explain(  # noqa: PLR0913 - the step, and whether its changes are recorded
             basis = "recorded as CUDA would allocate it"
         except NoCudaDispatchError as error:
             notices = [*notices, f"{error.rule}: {error.value}"]
-            return _on_host(step, target.key, notices, changes=changes)
-        savings = _savings(step, found.parts, partial(_peak_on_card, card=card)) if changes else ()
+            return _on_host(step, target.key, notices, changes=changes, fits=plan is not None)
+        peak_of = partial(_peak_on_card, card=card)
+        savings = _savings(step, found.parts, peak_of) if changes else ()
+        rungs = {} if plan is not None else _on_rungs(step, target.key, peak_of)
         return Explanation(device=target.key, samples=len(step.batch), num_parts=step.num_parts, parts=found.parts,
-                           savings=savings, basis=basis, notices=(*notices, *found.notices))  # fmt: skip
-    return _on_host(step, target.key, notices, changes=changes)
+                           savings=savings, basis=basis, notices=(*notices, *found.notices), rungs=rungs)  # fmt: skip
+    return _on_host(step, target.key, notices, changes=changes, fits=plan is not None)
 
 
-def _on_host(step: TaskStep, device_key: str, notices: Sequence[str], *, changes: bool) -> Explanation:
+def _on_host(step: TaskStep, device_key: str, notices: Sequence[str], *, changes: bool, fits: bool) -> Explanation:
     step = replace(step, device=torch.device("cpu"))
     parts = step.parts_on_host()
     savings = _savings(step, parts, _peak_on_host) if changes else ()
@@ -205,9 +211,23 @@ def _on_host(step: TaskStep, device_key: str, notices: Sequence[str], *, changes
         savings = tuple(saving for saving in savings if saving.change != _OFFLOAD)
     return Explanation(
         device=device_key, samples=len(step.batch), num_parts=step.num_parts, parts=parts,
-        savings=savings,
+        savings=savings, rungs={} if fits else _on_rungs(step, device_key, _peak_on_host),
         basis="run on the CPU, as the simulated GPU counts it", notices=tuple(notices),
     )  # fmt: skip
+
+
+def _on_rungs(step: TaskStep, device_key: str, peak_of: Callable[[TaskStep], float]) -> dict[str, float]:
+    """Records a step on the rungs that go further than splitting, and returns their peaks by the rungs' names."""
+    further = rungs_of(step.model, "auto", is_host=device_key.startswith("cpu-"), state_can_leave=True)
+    peaks, started = dict[str, float](), time.process_time()
+    # Of rungs with the same name, the last one goes furthest.
+    for name, rung in {rung.name: rung for rung in further if rung != SPLIT_ALONE}.items():
+        if time.process_time() - started > _RUNGS_S:
+            break
+        # A rung that fails takes nobody further.
+        with suppress(CanTrainError, RuntimeError, TypeError, ValueError), CatchOutOfMemory():
+            peaks[name] = peak_of(replace(step, rung=rung))
+    return peaks
 
 
 def _peak_on_card(step: TaskStep, card: Card) -> float:

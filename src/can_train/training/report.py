@@ -352,7 +352,15 @@ def part_lines(plain: Mapping[str, Any]) -> list[str]:
     return [
         f"A micro-batch of {samples} has a peak of {peak}. Its largest parts:",
         *(f"  {size:>{width}}  {_part_text(part)}" for size, part in zip(sizes, largest, strict=True)),
+        *_rung_lines(plain["rungs"]),
     ]
+
+
+def _rung_lines(peaks: Mapping[str, float]) -> list[str]:
+    sizes = [size_text(peak) for peak in peaks.values()]
+    width = max(map(len, sizes), default=0)
+    lines = [f"  {size:>{width}}  {name}" for name, size in zip(peaks, sizes, strict=True)]
+    return ["On the other rungs of --fit auto its peak would be:", *lines] if lines else []
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
