@@ -51,6 +51,7 @@ ARGUMENTS: Final[Mapping[str, Arguments]] = {
     "planning": Arguments("--quick", None, LONG),
     "plans": Arguments("--quick", None, LONG),
     "reasons": Arguments(None, None, TRAININGS),
+    "rungs": Arguments("--quick", None, TRAININGS),
     "scoring": Arguments(quick="--frames 50000 --rounds 1 --no-write"),
     "slurm": Arguments(None, None, "it needs a SLURM of its own (scripts/slurm-sandbox)"),
 }
