@@ -460,7 +460,7 @@ def register_run(
 def name_to_type(folder: RunFolder) -> str:
     """Returns the name of a run on a command line, ready to be typed."""
     # A run outside the registry of the command is named by its folder.
-    is_listed = Registry(state_folder()).entry(folder.run_id).is_file()
+    is_listed = Registry(state_folder()).entry(folder.run_id).parent.is_dir()
     return short_name(folder.run_id) if is_listed else shlex.quote(str(folder.path))
 
 
