@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
+from can_train.config.resolved import ResolvedRun
 from can_train.runs.attempts import AttemptEnd
 from can_train.runs.sweep_runs import describe_sweep, failures_by_cause, failures_by_node
 from fakes.finished_runs import Shelf
@@ -99,3 +100,18 @@ def test_a_sweep_is_named_by_what_varies_and_its_runs_by_their_values(tmp_path: 
     models = [shelf.resolved("gat", "normal"), shelf.resolved("vgae", "autoencoder")]
     assert describe_sweep([run.config for run in models])[1].label.startswith("model=vgae mode=autoencoder")
     assert describe_sweep([runs[0].config] * 2)[0].name.startswith("sweep-repeats-")
+
+
+def test_a_sweep_is_resubmitted_with_a_change_as_a_new_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shelf = Shelf(tmp_path)
+    for number, rate in enumerate(("0.1", "0.01")):
+        run = shelf.put(number, shelf.resolved("gat", "normal", sets=(f"training.lr={rate}",)))
+        entry = tmp_path / "state" / "runs" / run.run_id / "run.json"
+        entry.write_text(json.dumps({**json.loads(entry.read_text()), "sweep": SWEEP}))
+    monkeypatch.setattr("can_train.cli.train.start_runs", lambda runs, flags, after: started.extend(runs))
+    started: list[ResolvedRun] = []
+    assert main(["resubmit", SWEEP, "--epochs", "9", *shelf.flags]) == 0
+    assert [(run.training.lr, run.training.epochs) for run in started] == [(0.1, 9), (0.01, 9)]

@@ -19,7 +19,7 @@ import typer
 
 from can_train.cli import output
 from can_train.cli.output import Verbosity
-from can_train.cli.run_locator import Run, RunLocator, flag_values
+from can_train.cli.run_locator import RunLocator, RunOrSweep, flag_values
 from can_train.cli.train_options import (
     OPTIONS,
     Flags,
@@ -543,19 +543,21 @@ _AS_BEFORE: Final = {
 
 def make_resubmit_command(_words: Sequence[str]) -> Callable[..., None]:
     """Makes the command `resubmit`."""
-    return make_command({**OPTIONS, **_AS_BEFORE}, _resubmit, words=(), run=Run)
+    return make_command({**OPTIONS, **_AS_BEFORE}, _resubmit, words=(), run=RunOrSweep)
 
 
 def _resubmit(flags: Flags) -> None:
     """Start a new run like another run, with the changes that the flags of a training line give.
 
     It is trained in the place of the other run. Settings of the other run stay, also where the help shows another
-    default; but if a flag replaces a preset, the settings of that preset go: another model has its own settings.
+    default; but if a flag replaces a preset, the settings of that preset go: another model has its own settings. Of a
+    sweep, every run is started anew, as a new sweep.
     """
     locator = RunLocator(flags["runs_dir"] or user_file().values.get("runs_dir", "runs"), flags["state_dir"])
-    status, trust = locator.status(locator.find(flags["run"])), locator.trust(trusts_all=flags.pop("trust_code"))
-    is_new_there = flags["submit"] and not status.facts.jobs
-    flags["submit"] = flags["submit"] or bool(status.facts.jobs)
+    statuses, trust = locator.statuses([flags["run"]]), locator.trust(trusts_all=flags.pop("trust_code"))
+    has_jobs = any(status.facts.jobs for status in statuses)
+    is_new_there = flags["submit"] and not has_jobs
+    flags["submit"] = flags["submit"] or has_jobs
     after = _check_train_flags(flags)
     _print_starting(flags)
     request = make_request({**flags, "device": flags["device"] or "auto"}, model="", dataset="", mode=None, size=None)
@@ -569,14 +571,17 @@ def _resubmit(flags: Flags) -> None:
 
     # Not where it was written down: the registry that was asked is the one that gets the new run.
     values: dict[str, Any] = {**request.values, "paths.state_dir": str(locator.state_folder)}
-    plain = trust.config(status.known.folder, submits=flags["submit"])
-    new = with_absolute_paths(resolve_again(plain, replace(request, values=values), chosen))
-    # The runs that it builds on may have been changed, or be gone.
-    data = replace(preset_request(new.config), device=new.device)
-    new, notices = resolve_prerequisites(new, data, PastRuns(locator.state_folder, locator.runs_dir, slurm, after))
+    past, runs, notices = PastRuns(locator.state_folder, locator.runs_dir, slurm, after), [], dict[str, None]()
+    for status in statuses:
+        plain = trust.config(status.known.folder, submits=flags["submit"])
+        new = with_absolute_paths(resolve_again(plain, replace(request, values=values), chosen))
+        # The runs that it builds on may have been changed, or be gone.
+        new, told = resolve_prerequisites(new, replace(preset_request(new.config), device=new.device), past)
+        runs.append(new)
+        notices |= dict.fromkeys(told)
     for notice in () if flags["quiet"] else notices:
         output.print_note(notice)
-    start_runs([new], flags, after)
+    start_runs(runs, flags, after)
 
 
 # One attempt of a run, from a command line or in a job
