@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from can_train.errors import DoesNotFitError
 from can_train.fit.compiled import CompiledModel, compiler_limits
 from can_train.fit.micro_batcher import MicroBatcher
+from can_train.fit.rescue import Ladder
+from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.memory.meters import CpuMeter
 
 # PyTorch's tracer looks at tensors that are no leaves; it is silent elsewhere, and tests turn warnings into errors.
@@ -252,3 +255,56 @@ def test_batches_of_other_sizes_need_no_other_version() -> None:
     for size in (19, 11, 2, 40, 33):
         made.attempt(lambda size=size: model(X[:size]))  # type: ignore[misc]
     assert backend.graphs == 1
+
+
+class Outputs:
+    """A compiler that runs the operations as they are, and counts the tensors that forward passes compute and return:
+    the result, and activations for the backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.backend = aot_autograd(
+            fw_compiler=self._forward, bw_compiler=lambda graph, _: make_boxed_func(graph),
+            partition_fn=min_cut_rematerialization_partition,
+        )  # fmt: skip
+
+    def _forward(self, graph: Any, inputs: Any) -> Any:
+        returned = graph.graph.output_node().args[0]
+        self.counts.append(sum(getattr(node, "op", "") == "call_function" for node in returned))
+        return make_boxed_func(graph)
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), *[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+
+
+def trained_within(budget: float) -> tuple[int, list[Tensor]]:
+    """Computes the gradients of a batch by code that keeps a share of its activations; returns how much it keeps."""
+    model, outputs = deep(), Outputs()
+    batcher = MicroBatcher(model, meter="cpu")
+    with compiler_limits():
+        made = batcher.compiled = CompiledModel(model, "default", print, outputs.backend, memory_budget=budget)
+        batcher.ladder = Ladder((RECOMPUTED if budget < 1 else SPLIT_ALONE,))
+        made.compile_called(lambda: model(X[:7]))
+        # PyTorch's compiler fails where modules are computed again by `checkpoint` with a state of its own.
+        assert made.on_rung(batcher.ladder.rung) == SPLIT_ALONE
+        batcher.run(losses_of(model), 40)
+        made.stop()
+        assert made.on_rung(RECOMPUTED) == RECOMPUTED
+    torch._dynamo.reset()
+    return max(outputs.counts), [one.grad for one in model.parameters()]  # type: ignore[misc]
+
+
+RECOMPUTED = Rung(recompute=tuple(str(number) for number in range(1, 9)))
+
+
+def test_compiled_code_computes_activations_again_within_its_budget_with_the_same_gradients() -> None:
+    before = torch._functorch.config.activation_memory_budget
+    (few, one), (many, other) = trained_within(0.1), trained_within(1.0)
+    assert few < many
+    for each, gradient, alone in zip(one, other, gradients(deep()), strict=True):
+        torch.testing.assert_close(each, alone, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, alone, rtol=1e-5, atol=1e-6)
+    assert torch._functorch.config.activation_memory_budget == before

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -18,6 +19,9 @@ from torch.utils._pytree import tree_leaves
 from can_train.errors import CanTrainError, TaskError
 from can_train.memory.meters import Meter, SimulatedMeter
 from can_train.memory.out_of_memory import error_chain, forget_frames, is_out_of_memory
+
+if TYPE_CHECKING:
+    from can_train.fit.rungs import Rung
 
 T = TypeVar("T")
 
@@ -59,6 +63,7 @@ class _Call:
 class CompiledModel:
     """A model whose modules may be compiled; `mode` is a value of `training.compile` other than off.
 
+    Compiled code keeps a share of its activations for the backward pass, `memory_budget`, and computes the rest again.
     Only the modules' calls change: parameters, hooks and state dicts stay as they are. `notice` is told why a compiler
     was given up.
     """
@@ -67,6 +72,7 @@ class CompiledModel:
     mode: str
     notice: Callable[[str], object]
     backend: Any = "inductor"
+    memory_budget: float = 1.0
     is_given_up: bool = False
     _calls: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)  # By module, its compiled call
     _reasons: list[str] = field(default_factory=list)  # Why the compiler was given up, until the notice is out
@@ -76,12 +82,20 @@ class CompiledModel:
         """Whether any module is compiled."""
         return bool(self._calls)
 
+    def on_rung(self, rung: Rung) -> Rung:
+        """Returns the rung of a pass: compiled code computes activations again by itself."""
+        is_compiled = bool(self._calls) and not torch._C._len_torch_dispatch_stack()
+        return replace(rung, recompute=()) if is_compiled and self.memory_budget < 1 else rung
+
     def compile_called(self, compute: Callable[[], object]) -> None:
         """Compiles the modules of the model that `compute` calls from outside of any other."""
         if self.is_given_up:
             return
         with self._as_it_is():
             called = outermost_calls(self.model, compute)
+        if self.memory_budget < 1:
+            # `compiler_limits` puts it back. Code that is compiled later, for other shapes, keeps the same share.
+            torch._functorch.config.activation_memory_budget = self.memory_budget
         try:
             for module in called:
                 if module not in self._calls:
@@ -171,9 +185,10 @@ class CompiledModel:
 
 @contextmanager
 def compiler_limits() -> Iterator[None]:
-    """Makes an error of a module that is compiled again and again in the block."""
+    """Makes an error of a module that is compiled again and again in the block, and keeps the compiler's budget."""
     # Once for a run: PyTorch takes a tenth of a millisecond to change its settings.
-    with torch._dynamo.config.patch(recompile_limit=_MOST_VERSIONS, fail_on_recompile_limit_hit=True):
+    budget = torch._functorch.config.patch(activation_memory_budget=torch._functorch.config.activation_memory_budget)
+    with torch._dynamo.config.patch(recompile_limit=_MOST_VERSIONS, fail_on_recompile_limit_hit=True), budget:
         yield
 
 

@@ -716,13 +716,15 @@ class Explorer:
         rows = np.resize(self.rows, samples)
         with CatchOutOfMemory() as caught, self._trained_alone():
             compiled.compile_called(partial(self._train_step, rows))
-            # PyTorch tells a view of a larger tensor from a whole one, and its beginning from a later part.
-            for start, stop in ((samples // 2, samples), (0, samples // 2), (0, samples)):
-                compiled.attempt(partial(self._train_step, rows, start, stop))
-            self.model.eval()
+            rung, self.rung = self.rung, compiled.on_rung(self.rung)
             try:
+                # PyTorch tells a view of a larger tensor from a whole one, and its beginning from a later part.
+                for start, stop in ((samples // 2, samples), (0, samples // 2), (0, samples)):
+                    compiled.attempt(partial(self._train_step, rows, start, stop))
+                self.model.eval()
                 compiled.attempt(partial(self._evaluate, rows))
             finally:
+                self.rung = rung
                 self.model.train()
         self.meter.release()
         return not caught.message

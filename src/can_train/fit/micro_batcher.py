@@ -475,7 +475,7 @@ class MicroBatcher:
             for samples in takewhile(lambda size: size > 1, tried):
                 # Unequal parts, since equal ones hide a mean; but of two samples, since a single one has no variance.
                 first = max(samples * SPLIT[0] // sum(SPLIT), min(_LEAST_PART, samples - 1))
-                on_rung = computed_on(self.ladder.rung, self._model)
+                on_rung = computed_on(self._rung, self._model)
                 with CatchOutOfMemory(), self._meter.active(), on_rung:
                     sizes = (first, samples - first)
                     return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=sizes, judges=judges)
@@ -579,7 +579,7 @@ class MicroBatcher:
         # it was given by itself. A thread would draw random numbers in another order, and inputs that are made before
         # the part is known to fit would have to be dropped after a rescue.
         self._meter.begin_part()
-        with computed_on(self.ladder.rung, self._model):
+        with computed_on(self._rung, self._model):
             computed = batch_loss.losses_of(start, stop)
             losses = _check_losses(computed, batch_loss.denominators, batch_loss.weights)
             means = {term: batch_loss.mean(term, total) for term, (total, _) in losses.items()}
@@ -691,6 +691,11 @@ class MicroBatcher:
         """Goes on to the next rung; tells whether there is one."""
         # A compiled model is traced once, on one rung.
         return self.compiled is None and self.ladder.climb() and self.use_rung(self.ladder.rung)
+
+    @property
+    def _rung(self) -> Rung:
+        """The rung that a pass is computed on."""
+        return self.ladder.rung if self.compiled is None else self.compiled.on_rung(self.ladder.rung)
 
     @property
     def is_undisturbed(self) -> bool:

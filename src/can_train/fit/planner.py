@@ -415,7 +415,11 @@ class Planner:
         saved_bytes, seconds = sum(cost.saved_bytes for cost in costs), sum(cost.seconds for cost in costs)
         # A backward pass takes about twice as long as the forward pass.
         longer = seconds / (_PASSES * forward_seconds) if forward_seconds > 0 else 0.0
-        return replace(plan, rung_saves_bytes=saved_bytes, rung_longer=longer)
+        plan = replace(plan, rung_saves_bytes=saved_bytes, rung_longer=longer)
+        if self.training.compile == "off" or not compiles_on(self.meter):
+            return plan
+        told = f"the compiler chooses what is computed again, and keeps {plan.memory_budget:.0%} of the activations"
+        return replace(plan, notices=(*plan.notices, f"training.compile={self.training.compile}: {told}"))
 
     def _module_costs(self, phase: SearchResult, names: Sequence[str]) -> tuple[list[ModuleCost], float]:
         """Measures modules on the largest sample, once."""

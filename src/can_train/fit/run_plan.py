@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from can_train.task import BatchTask
 
 Rows = NDArray[np.int64]
+_UNKNOWN_BUDGET: Final = 0.5  # Share of the activations that compiled code keeps where no module was measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,18 @@ class RunPlan:
     def phases(self) -> tuple[RunPlan, ...]:
         """The plans of all phases, in their order."""
         return (self, *self.later)
+
+    @property
+    def memory_budget(self) -> float:
+        """Share of a sample's activations that the rung keeps for the backward pass, where modules are computed again:
+        the budget of a compiler that chooses by itself which ones these are.
+        """
+        if not self.rung.recompute:
+            return 1.0
+        if not self.rung_saves_bytes:
+            return _UNKNOWN_BUDGET
+        kept_bytes = self.phase_plan.largest_cost / self.phase_plan.largest_micro_batch
+        return kept_bytes / (kept_bytes + self.rung_saves_bytes)
 
     @property
     def tries_other_rung(self) -> bool:

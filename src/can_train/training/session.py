@@ -291,7 +291,7 @@ class Session(Parts):
         )
         self.total_steps = self.epochs.total_steps(training.epochs)
         self.precision = Precision.named(training.precision)
-        self.compiled = self._compiled_model()
+        self.compiled = self._compiled_model(min(phase.memory_budget for phase in own.phases))
         left: int | None = self.total_steps - steps_done
         warmup = measured.warmup
         if self.compiled is not None and not self.meter.counts_always:
@@ -343,11 +343,11 @@ class Session(Parts):
             timer=StepTimer(meter=meter, choice=run_plan.micro_batch),
         )  # fmt: skip
 
-    def _compiled_model(self) -> CompiledModel | None:
+    def _compiled_model(self, memory_budget: float) -> CompiledModel | None:
         mode = self.training.compile
         if mode == "off" or not compiles_on(self.meter):
             return None
-        return CompiledModel(self.model, mode, self.reporter.notice)
+        return CompiledModel(self.model, mode, self.reporter.notice, memory_budget=memory_budget)
 
     def compile(self) -> None:
         """Compiles the modules that each phase calls, for the parameters that are trained now."""
