@@ -49,7 +49,7 @@ SLURM_PROGRAMS = {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "
 SLURM_CLIENT = "slurm/client.py"
 
 RICH_WITH_MARKUP = {"Console", "TextColumn"}
-RICH_PARTS = {"rich.box", "rich.console", "rich.progress", "rich.table", "rich.text"}
+RICH_PARTS = {"rich.box", "rich.console", "rich.live", "rich.progress", "rich.table", "rich.text"}
 """In a table or a console, text is markup as the console says; `Text` never is."""
 
 

@@ -37,6 +37,7 @@ TRIALS = {
     "fit/search.py _Search._try": "sizes are tried",
     "fit/search.py confirm_limit": "a remembered limit is tried",
     "memory/meters.py simulate_fit": "a batch is tried on a simulated GPU",
+    "training/explain.py _on_rungs": "a step is recorded on each rung",
     "training/explain.py _savings": "changes of a step are tried",
     "training/inference.py copy_to_device": "a finished model may be too large for a device",
     "training/loading.py ResidentData.move_to_device": "data that do not fit stay on the host",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,7 +33,7 @@ from can_train.reporter import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from can_train.reporter import EpochFigures, Reporter, Stage
 
@@ -151,6 +151,18 @@ def working(title: str) -> AbstractContextManager[object]:
 
     console = make_console(stderr=True)
     return console.status(Text(printable(f"{title} ..."))) if console.is_interactive else nullcontext()
+
+
+@contextmanager
+def full_screen(draw: Callable[[int], RenderableType]) -> Iterator[Callable[[], None]]:
+    """Shows the result of `draw`, which gets the number of lines, in the whole terminal during the block; yields a
+    function that draws it again.
+    """
+    from rich.live import Live
+
+    console = make_console()
+    with Live(draw(console.height), console=console, screen=True, auto_refresh=False) as live:
+        yield lambda: live.update(draw(console.height), refresh=True)
 
 
 def make_console(*, stderr: bool = False, width: int | None = None) -> Console:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import make_console, print_text
+from can_train.cli.output import full_screen, print_text
 from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
 from can_train.errors import printable, with_command_name
 from can_train.io.records import parse_object
@@ -154,10 +154,8 @@ def _draw_run(status: RunStatus) -> "RenderableType":
 
 def _watch(locator: RunLocator, interval: float) -> None:
     """Redraws the terminal until a person ends it."""
-    from rich.live import Live
-
-    console, view = make_console(), _View(live_runs(locator))
-    with _keys() as keys, Live(view.draw(console.height), console=console, screen=True, auto_refresh=False) as live:
+    view = _View(live_runs(locator))
+    with _keys() as keys, full_screen(view.draw) as redraw:
         looked = time.monotonic()
         while True:
             for key in keys.wait(max(0.0, looked + interval - time.monotonic())):
@@ -165,7 +163,7 @@ def _watch(locator: RunLocator, interval: float) -> None:
                     return
             if time.monotonic() >= looked + interval:
                 view.statuses, looked = live_runs(locator), time.monotonic()
-            live.update(view.draw(console.height), refresh=True)
+            redraw()
 
 
 class _Keys:
