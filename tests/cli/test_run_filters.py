@@ -217,16 +217,17 @@ def test_usage_counts_the_hours_of_gpus_and_the_share_that_was_lost(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     runs = Runs(tmp_path)
-    for number in range(4):
-        path = runs.add(number, RESULT if number else None)
-        # Ten seconds on two GPUs.
-        runs.submit(path, str(number), executor="local", resources={"gpus-per-node": "a100:2"})
+    for number in range(5):
+        has_failed = number in (0, 4)
+        path = runs.add(number, None if has_failed else RESULT)
+        # Ten seconds on two GPUs, the last one on a processor.
+        runs.submit(path, str(number), executor="local", resources={"gpus-per-node": "a100:2"} if number < 4 else {})
         begin(path)
-        end(path, "finished" if number else "failed")
+        end(path, "failed" if has_failed else "finished")
     found = json.loads(said(capsys, "runs", "--usage", "--json", *runs.flags))
     assert found["all"]["all runs"] == {
-        "runs": 4, "hours": pytest.approx(40 / 3600), "gpu_hours": pytest.approx(80 / 3600),
-        "lost_share": pytest.approx(0.25), "peak_share": pytest.approx(0.62),
+        "runs": 5, "hours": pytest.approx(50 / 3600), "gpu_hours": pytest.approx(80 / 3600),
+        "lost_share": pytest.approx(30 / 90), "peak_share": pytest.approx(0.62),
     }  # fmt: skip
     assert list(found["week"]) == ["2026-W01"]
     shown = said(capsys, "runs", "--usage", "--state", "failed", *runs.flags)

@@ -346,7 +346,9 @@ class _Usage:
     runs: int = 0
     hours: float = 0.0
     gpu_hours: float = 0.0
-    lost: float = 0.0  # hours of GPUs, or without GPUs of processes, of runs that failed
+    # Hours of devices: of each GPU, or of a run without GPUs. Of all runs, and of those that failed.
+    device_hours: float = 0.0
+    failed_hours: float = 0.0
     peaks: list[float] = field(default_factory=list)
 
     def add(self, figures: RunFigures, *, has_failed: bool) -> None:
@@ -355,15 +357,15 @@ class _Usage:
         self.runs += 1
         self.hours += hours
         self.gpu_hours += hours * figures.gpus
-        self.lost += hours * max(1, figures.gpus) if has_failed else 0.0
+        self.device_hours += hours * max(1, figures.gpus)
+        self.failed_hours += hours * max(1, figures.gpus) if has_failed else 0.0
         self.peaks += [figures.peak_share] if figures.peak_share is not None else []
 
     @property
     def facts(self) -> dict[str, float | int | None]:
         """The figures by name."""
-        all_hours = self.gpu_hours or self.hours
         return {"runs": self.runs, "hours": self.hours, "gpu_hours": self.gpu_hours,
-                "lost_share": min(1.0, self.lost / all_hours) if all_hours else 0.0,
+                "lost_share": self.failed_hours / self.device_hours if self.device_hours else 0.0,
                 "peak_share": sum(self.peaks) / len(self.peaks) if self.peaks else None}  # fmt: skip
 
 
