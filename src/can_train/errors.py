@@ -20,7 +20,6 @@ CanTrainError                                     2
 """
 
 import errno
-import importlib
 import os
 import re
 import sys
@@ -224,6 +223,34 @@ class OutOfMemoryDetails:
     cards: str = ""  # common GPUs that would hold it, in words; empty where that would not help
 
 
+_INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_PYTHON: Final = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
+
+
+def _lines_of_task(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Returns the lines of a traceback that are a task's own, without those of can-train, of Python's library and of
+    libraries that the task calls. If no line is the task's, the last line.
+    """
+    own = f"{Path(__file__).resolve().parent}{os.sep}"
+    libraries = [folder for folder in _INSTALLED if folder not in own] + [*_PYTHON]
+    lines = [line for line in stack if not line.filename.startswith(own)]
+    # A task may be an installed package itself.
+    package = _package_of(lines[0].filename) if lines else ""
+    mine = [line for line in lines if (package and package in line.filename)
+            or not any(folder in line.filename for folder in libraries)]  # fmt: skip
+    return mine or lines[-1:]
+
+
+def _package_of(path: str) -> str:
+    """Returns the folder of the installed package of a file, unless it is PyTorch; empty where it is not installed."""
+    for folder in _INSTALLED:
+        before, found, rest = path.partition(folder)
+        name = rest.partition(os.sep)[0]
+        if found and name not in ("torch", "numpy"):
+            return f"{before}{found}{name}"
+    return ""
+
+
 class TaskError(CanTrainError):
     """An error in the code of a task.
 
@@ -234,15 +261,8 @@ class TaskError(CanTrainError):
 
     def __init__(self, rule: str, error: BaseException) -> None:
         super().__init__(rule, value=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-        # From the first line that is neither can-train's nor Python's import's.
-        folders = (
-            f"{Path(__file__).resolve().parent}{os.sep}",
-            f"{Path(importlib.__file__).parent}{os.sep}",
-            "<frozen ",
-        )
         frames = traceback.TracebackException.from_exception(error)
-        while frames.stack and frames.stack[0].filename.startswith(folders):
-            del frames.stack[0]
+        frames.stack[:] = _lines_of_task(frames.stack)
         self.traceback = "".join(frames.format(chain=False)).rstrip()
 
     @property

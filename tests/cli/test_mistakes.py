@@ -302,3 +302,51 @@ def test_the_home_of_nobody_is_a_path_that_does_not_exist(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     assert "~nobody" in said(capsys, *arguments)
+
+
+TASKS = """
+import can_train, torch
+
+class Base(can_train.Task):
+    def datasets(self): return {"train": torch.ones(8, 2)}
+    def model(self): return torch.nn.Linear(2, 1)
+    def loss(self, model, batch): return {"loss": (model(batch).sum(), len(batch))}
+
+class ListOfSamples(Base):
+    def datasets(self): return [1, 2]
+
+class NoSamples(Base):
+    def datasets(self): return {"train": []}
+
+class NoTraining(Base):
+    def datasets(self): return {"test": [1]}
+
+class Helper: pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--task", "mine.py"), "a class: it has Base, ListOfSamples, NoSamples, NoTraining. Write mine.py:Base."),
+        (("--task", "none.py"), "none.py names a file without a class. Write none.py:MyTask."),
+        (("--task", "mine.py:Base", "--model", "gat"), "one model, without a name: --model gat. Leave out --model."),
+        (("--task", "mine.py:ListOfSamples"), "ListOfSamples.datasets returned a list, and not a dict of sets."),
+        (("--task", "mine.py:NoSamples"), "The training set is empty: NoSamples.datasets returned no sample"),
+        (("--task", "mine.py:NoTraining"), "NoTraining.datasets returned no set with the name 'train': ['test']."),
+        (("gat", "--dataset", "synthetic"), "command: 'gat'. Write: can-train --model gat --dataset synthetic."),
+        (("help",), "Unknown command: 'help'. Write: can-train --help."),
+        (("version",), "Unknown command: 'version'. Write: can-train --version."),
+        (("--resume", "last"), "Unknown flag: --resume. Write: can-train resume --help."),
+        (("runs", "--runs-dir", "./nope"), "There is no such folder of runs: --runs-dir nope. Leave it out"),
+        (("top", "--runs-dir", "./nope"), "There is no such folder of runs: --runs-dir nope. Leave it out"),
+    ],
+)  # fmt: skip
+def test_a_line_that_another_tool_would_take_leads_to_the_line_that_was_meant(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    Path("mine.py").write_text(TASKS)
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert "Traceback" not in told.err
+    assert message in " ".join(told.err.split())

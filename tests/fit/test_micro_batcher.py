@@ -205,3 +205,9 @@ def test_a_mean_that_is_given_as_a_sum_is_told_at_the_first_split_batch(reductio
     batcher.run(losses_of, 4, denominators={"loss": float(weights[:4].sum())})
     with pytest.raises(ArgumentError, match=r"The sum of 'loss' is a mean[^\n]*\nGive the sum"):
         batcher.run(losses_of, 8, denominators={"loss": float(weights.sum())})
+
+
+@pytest.mark.parametrize("model", [3, None])
+def test_a_micro_batcher_of_no_module_is_refused_in_words(model: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"MicroBatcher computes the steps of a torch\.nn\.Module: (int|NoneType)"):
+        MicroBatcher(model)

@@ -78,7 +78,7 @@ def test_a_run_begins_with_recorded_lines_and_the_next_one_with_its_limits(
     [
         (
             "raise ValueError('only here')",
-            "myTask failed when it was asked for: sample_datasets: ValueError: only here",
+            "myTask.sample_datasets failed: ValueError: only here",
         ),
         ("import os; os._exit(1)", "the process that records the task has died"),
         ("import time; time.sleep(60)", "recording the task takes longer than 3 s"),

@@ -333,7 +333,7 @@ def test_a_preview_of_ones_own_is_given_all_predictions_in_order(said: Said, tmp
 
 
 @pytest.mark.parametrize(
-    ("variable", "rule"), [("FULL", "The preview cannot be written"), ("WRONG", "Drawn failed when it was asked for")]
+    ("variable", "rule"), [("FULL", "The preview cannot be written"), ("WRONG", "Drawn.preview failed")]
 )
 def test_a_preview_that_fails_leaves_neither_file(
     said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, rule: str

@@ -92,7 +92,7 @@ def test_an_error_of_the_task_says_what_it_was_asked_for_and_shows_its_own_lines
 
     task = Broken()
     batch = task.logical_batch(task.train_rows[:2], torch.device("cpu"), torch.float64, torch.Generator())
-    with pytest.raises(TaskError, match=r"Broken.*loss: ValueError: no labels") as caught:
+    with pytest.raises(TaskError, match=r"Broken\.loss failed: ValueError: no labels") as caught:
         batch.losses(task.build_model(), 0, 2)
     assert caught.value.traceback.splitlines()[0].startswith("Traceback")
     assert "test_sample_task.py" in caught.value.traceback.splitlines()[1]

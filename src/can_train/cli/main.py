@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
@@ -20,7 +20,14 @@ from can_train import __version__
 from can_train.cli.output import print_aside, print_json, print_text
 from can_train.config.resolved import default_task
 from can_train.config.settings import canonical_name
-from can_train.config.task_settings import command_entries, command_usage, load_object, load_task_settings
+from can_train.config.task_settings import (
+    command_entries,
+    command_usage,
+    load_object,
+    load_task_settings,
+    locate,
+    task_names,
+)
 from can_train.errors import (
     CanTrainError,
     ConfigError,
@@ -156,6 +163,17 @@ def main(arguments: Sequence[str]) -> int:
     return status
 
 
+def _unknown_command(name: str, words: Sequence[str], of_tasks: Iterable[str]) -> ConfigError:
+    """Makes the error for an unknown command; a word of another tool's lines leads to the line that was meant."""
+    meant = {"help": "--help", "version": "--version", "list": "runs", "ls": "runs"}.get(name, "")
+    if not meant:
+        models = {model for task in task_names() for model in load_task_settings(*locate(task)).models}
+        meant = " ".join(["--model", name, *words]) if name in models else ""
+    if meant:
+        return ConfigError("Unknown command", value=repr(name), remedy=f"Write: {command_name()} {meant}")
+    return unknown_name("command", name, ("train", *_COMMANDS, *of_tasks))
+
+
 def _run_command(arguments: Sequence[str]) -> int:
     words = list(arguments) or ["--help"]
     if words[0] == "--version":
@@ -171,7 +189,7 @@ def _run_command(arguments: Sequence[str]) -> int:
         return 0
     of_tasks = command_entries()
     if name not in ("train", *_COMMANDS, _JOB_COMMAND, *of_tasks):
-        raise unknown_name("command", name, ("train", *_COMMANDS, *of_tasks))
+        raise _unknown_command(name, words, of_tasks)
     if name in _OF_ONE_PROCESS or name in of_tasks:
         check_started_once(f"`can-train {name}`")
     try:
@@ -334,6 +352,8 @@ class Command(TyperCommand):
         return {**dict.fromkeys(("--help", "-h", _HELP_ALL)), **flags}
 
     def _unknown_flag(self, flag: str, spelling: str) -> ConfigError:
+        if (command := flag.removeprefix("--")) in _COMMANDS and flag not in self._options():
+            return ConfigError("Unknown flag", value=spelling, remedy=f"Write: {command_name()} {command} --help")
         nearest = ", ".join(nearest_first(flag, self._options())[:_SUGGESTIONS])
         return ConfigError("Unknown flag", value=spelling, remedy=f"Nearest: {nearest}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from can_train.config.resolved import PathSettings, state_folder, user_file
-from can_train.errors import RunError
+from can_train.errors import ConfigError, RunError
 
 # Imported where they are used: `can-train --help` names runs, and looks for none.
 if TYPE_CHECKING:
@@ -85,6 +85,13 @@ class RunLocator:
         given = flag_values(words)
         runs_dir = given.get("--runs-dir", user_file().values.get("runs_dir", PathSettings().runs_dir))
         return cls(runs_dir, given.get("--state-dir"))
+
+    def check_folder(self) -> None:
+        """Raises ConfigError if the folder of runs is missing, unless it is the default one."""
+        default = Path(user_file().values.get("runs_dir", PathSettings().runs_dir))
+        if self.runs_dir != default and not self.runs_dir.is_dir():
+            raise ConfigError("There is no such folder of runs", value=f"--runs-dir {self.runs_dir}",
+                              remedy="Leave it out for all runs of this user")  # fmt: skip
 
     def runs(self) -> "list[KnownRun]":
         """Lists all runs, the newest first."""

@@ -100,6 +100,7 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
         raise ConfigError("--best has columns of its own", value=f"--columns {columns or '--format csv'}",
                           remedy=f"Leave out --best, and add the metric: --columns run,{best}")  # fmt: skip
     locator = RunLocator(runs_dir, state_dir)
+    locator.check_folder()
     if misnamed := misnamed_runs(locator.runs_dir):
         more = f" and {len(misnamed) - 1} more are" if len(misnamed) > 1 else " is"
         rule = "the name of a run has letters, digits and _-.+=@%, alone"

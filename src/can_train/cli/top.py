@@ -46,6 +46,7 @@ def top(
     it, q ends. In a pipe: a line for each run.
     """
     locator = RunLocator(runs_dir, state_dir)
+    locator.check_folder()
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         for row in map(make_row, live_runs(locator)):
             print_text("  ".join(row))

@@ -924,6 +924,9 @@ def _make_settings(cls: Any, plain: Mapping[str, Any], group: str) -> Any:
 
 def _spec_and_mode(task: TaskSettings, model: str, mode: str | None) -> tuple[ModelSpec, str]:
     if model not in task.models:
+        if not any(task.models):
+            raise ConfigError("The task has one model, without a name", value=f"--model {model}",
+                              remedy="Leave out --model")  # fmt: skip
         raise unknown_name("model", model, task.models, more=f"\n{task.table()}")
     spec = task.models[model]
     mode = mode or spec.modes[0]

@@ -30,6 +30,7 @@ _COMMANDS: Final = "can_train.commands"
 _PROJECT: Final = "can-train"  # the project that declares the tasks of this package
 BASE: Final = "can_train.training.sample_task:Task"
 _INSTALLED: Final = ("site-packages", "dist-packages")  # folders of packages that every job finds, too
+_MAX_CLASSES: Final = 5  # of a file that an error lists
 _HOW: Final = "A task is installed, or it is file.py:Class, or package.module:Class"
 
 
@@ -325,11 +326,23 @@ def _import_path(task: str) -> str:
     if ":" in task:
         return task
     if _is_file(task):
-        raise ConfigError(f"{task} names a file without a class", remedy=f"Write {task}:MyTask")
+        classes = _classes_in(task)
+        example = f"{task}:{classes[0] if classes else 'MyTask'}"
+        raise ConfigError(f"{task} names a file without a class", remedy=f"Write {example}",
+                          value=f"it has {', '.join(classes)}" if classes else "")  # fmt: skip
     entries = task_entries()
     if task not in entries:
         raise unknown_name("task", task, entries, more=f". {_HOW}")
     return entries[task].value
+
+
+def _classes_in(path: str) -> list[str]:
+    """Lists the classes of a file that derive from others, as its text has them: nothing of it is run."""
+    try:
+        tree = ast.parse(Path(path).expanduser().read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.bases][:_MAX_CLASSES]
 
 
 def _is_file(where: str) -> bool:

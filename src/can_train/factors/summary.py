@@ -79,7 +79,7 @@ _AIM_REASONS: Final[Mapping[AimLimit, str]] = {
     "noise": "the next peak is not known well enough",
     "ceiling": "memory ran out below the capacity",
     "reserved": "part of the memory that PyTorch reserves is not in use",
-    "maximum": "the largest factor leads no further",
+    "maximum": "the factor is at its largest value",
 }
 
 # `pinned` by hand; `learned` from runs; `imported`, nothing learned since; `first`, nothing learned yet; `reset`, no

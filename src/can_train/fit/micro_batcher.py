@@ -350,6 +350,9 @@ class MicroBatcher:
         optimizers: Sequence[Optimizer] = (),
         shards: Shards | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentError("MicroBatcher computes the steps of a torch.nn.Module", value=type(model).__name__,
+                                remedy="Give the model that is trained: MicroBatcher(model)")  # fmt: skip
         if shards is None and (refusal := unsplittable_because(model)) is not None:
             raise refusal
         self._model = model

@@ -352,7 +352,11 @@ class Task(BatchTask):
         read = self.sample_datasets if self.context.sampling else self.datasets
         # Data that are drawn at random must be the same in every process and every attempt, and for every seed.
         with self.asked(read.__name__), seeded(0):
-            sets = _flat_sets(dict(read()))
+            given = read()
+        if not isinstance(given, Mapping):
+            rule = f"{type(self).__name__}.{read.__name__} returned a {type(given).__name__}, and not a dict of sets"
+            raise DataError(rule, remedy=_SETS_REMEDY)
+        sets = _flat_sets(given)
         _check_sets(type(self).__name__, sets)
         for name in [name for name, samples in sets.items() if is_stream(samples)]:
             # The training stream comes last: the numbers of its samples go on from epoch to epoch.
@@ -888,7 +892,9 @@ class Task(BatchTask):
                 raise
             if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(type(self).__module__, error)):
                 raise missing from error
-            raise TaskError(f"{type(self).__name__} failed when it was asked for: {what}", error) from error
+            name = type(self).__name__
+            rule = f"{name}.{what} failed" if what.isidentifier() else f"{name} failed for {what}"
+            raise TaskError(rule, error) from error
 
 
 class SampleBatch:
@@ -1158,10 +1164,16 @@ def _flat_sets(sets: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+_SETS_REMEDY: Final = "Return {'train': samples}, and 'validation' and 'test' if there are any"
+
+
 def _check_sets(task: str, sets: Mapping[str, Any]) -> None:
-    if TRAIN not in sets or not (is_stream(sets[TRAIN]) or sets[TRAIN]):
-        raise DataError(f"{task}.datasets returned no samples under the name 'train'", value=f"{list(sets)}",
-                        remedy="Return {'train': samples}, and 'validation' and 'test' if there are any")  # fmt: skip
+    if TRAIN not in sets:
+        raise DataError(f"{task}.datasets returned no set with the name 'train'", value=f"{list(sets)}",
+                        remedy=_SETS_REMEDY)  # fmt: skip
+    if not (is_stream(sets[TRAIN]) or sets[TRAIN]):
+        raise DataError(f"The training set is empty: {task}.datasets returned no sample under the name 'train'",
+                        remedy="Check the files and the filters that it reads by")  # fmt: skip
     for name, samples in sets.items():
         if is_stream(samples):
             if name == TRAIN and isinstance(samples, Iterator):

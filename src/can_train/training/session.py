@@ -593,10 +593,15 @@ class Session(Parts):
 
     def no_longer_finite(self, where: str, losses: Mapping[str, float]) -> FailedRunError:
         """Returns the error of losses that are not finite."""
+        value = ", ".join([where, *(f"{term} {loss:g}" for term, loss in losses.items())])
         half = " or full precision, --precision fp32" if self.training.precision in ("fp16", "bf16") else ""
+        if where == "step 0" and not half:
+            return FailedRunError("The loss is not finite before the first update", value=value,
+                                  remedy="The learning rate is not the cause. Look for NaN and infinity in the "
+                                         "samples, and for logarithms and divisions in the loss")  # fmt: skip
         return FailedRunError(
             "The loss is no longer finite",
-            value=", ".join([where, *(f"{term} {loss:g}" for term, loss in losses.items())]),
+            value=value,
             remedy=f"Train anew with a lower learning rate, --lr {self.training.lr / 10:g}, or with clipped gradients, "
             f"--grad-clip-norm 1{',' if half else ''}{half}",
         )

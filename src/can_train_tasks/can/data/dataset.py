@@ -376,7 +376,7 @@ def _cut_log(flat: FlatGraphs, rows: Ints, shares: Sequence[float]) -> tuple[lis
         return plain, []
     by_phase = _cut_phases(flat, rows, find_phase_starts(is_attack), shares)
     if all(has_both_classes(part) for part in by_phase):
-        return by_phase, ["a plain cut of its time leaves a part with one class only, so each phase is cut by itself"]
+        return by_phase, ["benign and attack phases are cut separately, since a part would have one class only"]
     return plain, [f"its attacks lie so that one class is missing from {' and '.join(lacking)}"]
 
 

@@ -115,7 +115,7 @@ def test_each_phase_is_cut_where_a_plain_cut_leaves_one_class() -> None:
     assert sum(map(len, parts_of(split))) == len(labels)
     assert split.test["drive.log"].tolist()[:20] == list(range(82, 102))
     assert notices == [
-        "data/drive.log: a plain cut of its time leaves a part with one class only, so each phase is cut by itself"
+        "data/drive.log: benign and attack phases are cut separately, since a part would have one class only"
     ]
 
 
@@ -123,7 +123,7 @@ def test_what_is_true_of_several_logs_is_said_once_with_their_number() -> None:
     labels = [1] * 30 + [0] * 70
     logs = [replace(source_file("train", "train_01"), path=f"data/{name}.csv") for name in "abcde"]
     (notice,) = split_rows(graphs(*((log, labels) for log in logs)), 0.2, 0.2)[1]
-    assert notice.startswith("Each of 5 logs (a.csv, b.csv, c.csv and 2 more): a plain cut of its time")
+    assert notice.startswith("Each of 5 logs (a.csv, b.csv, c.csv and 2 more): benign and attack phases are cut")
 
 
 def test_phases_do_not_share_frames_where_windows_overlap() -> None:
