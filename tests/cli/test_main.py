@@ -33,7 +33,7 @@ def test_help_shows_the_first_line_to_type_and_the_everyday_flags_in_groups(
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "can-train --model gat --dataset synthetic" in text
-    titles = ("What is trained", "How it is trained", "Device and memory", "Plan and output", "On a cluster")
+    titles = ("What is trained", "How it is trained", "Device and memory", "Plan and output", "SLURM, with --submit")
     places = [text.index(f"\n{title}:\n") for title in titles]
     assert places == sorted(places)
     assert len(re.findall(r"^  (?:-\w, )?--", text, flags=re.MULTILINE)) <= 25

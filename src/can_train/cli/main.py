@@ -62,7 +62,7 @@ _COMMANDS: Final = {
     "doctor": "check what a training needs: GPU, SLURM, data, versions",
     "factors": "what earlier runs taught; reset, pin, export, import it",
     "runs": "runs by data set, with scores; --best METRIC ranks them",
-    "top": "watch all runs that train or wait: progress, loss, time left",
+    "top": "watch runs that train or wait: progress, loss, time left",
     "explain": "which modules and operations take the memory of a step",
     "diff": "the memory of two trainings, or of one at two commits",
     "show": "its scores, plan, memory and settings, and how to go on",
