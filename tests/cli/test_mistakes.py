@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch  # noqa: F401 - else the first line says that it is loaded
 from typer import BadParameter, Typer
 from typer.main import get_command
 
@@ -20,6 +21,7 @@ from can_train.cli.runs import runs
 from can_train.config import resolved
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import config_folder
+from fakes.made_runs import Runs
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic", "--device", "cpu", "--dry-run")
 
@@ -338,8 +340,6 @@ class Helper: pass
         (("help",), "Unknown command: 'help'. Write: can-train --help."),
         (("version",), "Unknown command: 'version'. Write: can-train --version."),
         (("--resume", "last"), "Unknown flag: --resume. Write: can-train resume --help."),
-        (("runs", "--runs-dir", "./nope"), "There is no such folder of runs: --runs-dir nope. Leave it out"),
-        (("top", "--runs-dir", "./nope"), "There is no such folder of runs: --runs-dir nope. Leave it out"),
     ],
 )  # fmt: skip
 def test_a_line_that_another_tool_would_take_leads_to_the_line_that_was_meant(
@@ -350,3 +350,13 @@ def test_a_line_that_another_tool_would_take_leads_to_the_line_that_was_meant(
     told = capsys.readouterr()
     assert "Traceback" not in told.err
     assert message in " ".join(told.err.split())
+
+
+@pytest.mark.parametrize("command", ["runs", "top"])
+def test_a_missing_folder_lists_no_runs_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    runs = Runs(tmp_path)
+    runs.add(1)
+    message = said(capsys, command, "--runs-dir", "./nope", "--state-dir", str(runs.state_dir))
+    assert "There is no such folder of runs: --runs-dir nope. Leave it out" in message

@@ -293,7 +293,9 @@ def test_text_like_markup_is_shown_as_it_is_by_every_command_about_runs(
     Path(job.log_path).write_text(f"error: {text}\n")
     for command in ("runs", "status", "show", "logs"):
         assert text in said(capsys, command, *(["last"] if command != "runs" else []), *runs.flags)
-    assert text in said(capsys, "status", text, *runs.flags, code=2)
+    # The name of a sweep, and of nothing.
+    assert text in said(capsys, "status", text, *runs.flags)
+    assert text in said(capsys, "status", f"{text}?", *runs.flags, code=2)
 
 
 @pytest.mark.parametrize("columns", ["40", "300"])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CHANGES: Final = "Record also changes that would shrink the peak."
 # Options of a training line that only a training has.
-_NOT_HERE = ("submit", "dry_run", "show_config", "force", "after", "target_memory")
+_NOT_HERE = ("submit", "dry_run", "show_config", "force", "after", "yes", "target_memory")
 
 
 def make_explain_command(words: Sequence[str]) -> Callable[..., None]:

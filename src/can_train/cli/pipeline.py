@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _OF_ONE_RUN: Final = (
     "model", "mode", "size", "model_args", "max_parallel", "after", "target_gpu", "target_memory", "show_config",
+    "yes",
 )  # fmt: skip
 """Options of a training line that a pipeline decides itself, or that mean nothing to several runs."""
 

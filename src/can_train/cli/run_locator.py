@@ -87,9 +87,11 @@ class RunLocator:
         return cls(runs_dir, given.get("--state-dir"))
 
     def check_folder(self) -> None:
-        """Raises ConfigError if the folder of runs is missing, unless it is the default one."""
+        """Raises ConfigError if the folder of runs is missing and runs of other folders would be listed, unless it is
+        the default folder.
+        """
         default = Path(user_file().values.get("runs_dir", PathSettings().runs_dir))
-        if self.runs_dir != default and not self.runs_dir.is_dir():
+        if self.runs_dir != default and not self.runs_dir.is_dir() and self.runs():
             raise ConfigError("There is no such folder of runs", value=f"--runs-dir {self.runs_dir}",
                               remedy="Leave it out for all runs of this user")  # fmt: skip
 

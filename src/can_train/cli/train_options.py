@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Flags = dict[str, Any]
 """The value of each parameter by name; None if the flag was not given."""
 
-_ONLY_WITH_SUBMIT: Final = ("cluster", *resolved.CLUSTER_FLAGS, "after", "force", "yes")
+_ONLY_WITH_SUBMIT: Final = ("cluster", *resolved.CLUSTER_FLAGS, "after", "force")
 
 Option = tuple[Any, Any, str]
 """Type, default and help of an option."""
@@ -142,11 +142,14 @@ def make_command(
     places: dict[str, tuple[int, dict[str, Any]]] = {
         name: (number, {"rich_help_panel": title, "hidden": not is_everyday})
         for number, (title, everyday, rest) in [(0, (groups[0][0], "", " ".join(roles))), *enumerate(groups, 1)]
-        for is_everyday, names in ((True, everyday), (False, rest))
+        for is_everyday, names in ((False, rest), (True, everyday))
         for name in names.split()
     }
     described = {**_described(options, task_name, task), **_options_of(TrainingSettings)}
     described |= _options_of(ClusterSettings, resolved.CLUSTER_FLAGS) if "submit" in options else {}
+    # A command that makes no arrays of jobs has no runs that wait for others either.
+    if "after" not in options:
+        described.pop("max_parallel", None)
     described |= {role: (str | None, None, f"Run that is {what}, by name or folder. [the newest that fits]")
                   for role, what in roles.items()}  # fmt: skip
     if not any(field.name == "baselines" for each in tasks for mode in each.modes.values() for field in fields(mode)):

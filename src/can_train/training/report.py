@@ -352,7 +352,7 @@ def part_lines(plain: Mapping[str, Any]) -> list[str]:
     return [
         f"A micro-batch of {samples} has a peak of {peak}. Its largest parts:",
         *(f"  {size:>{width}}  {_part_text(part)}" for size, part in zip(sizes, largest, strict=True)),
-        *_rung_lines(plain["rungs"]),
+        *_rung_lines(plain.get("rungs", {})),
     ]
 
 

@@ -70,7 +70,7 @@ SUMMARY_COLUMNS: Final = ("folder", *_SUMMARY_RATES, "alarms/h", "best baseline"
 _LONGEST_NAME: Final = 15  # characters; longer ones are cut at their beginning
 _SUMMARY_LEGEND: Final = (
     "MCC: 1 is perfect, 0 no better than chance",
-    "beaten: whether the 95 % interval of the difference in MCC is above 0; open: it has 0",
+    "beaten: the 95 % interval of the MCC difference is above 0; open: around 0",
     "PR-AUC: area under the precision-recall curve",
     "recall@1%: attack windows found where 1 % of the benign ones are flagged",
     "alarms/h: false alarms in an hour of benign traffic",

@@ -206,7 +206,7 @@ def test_the_real_labelled_log_has_both_classes_in_every_part(tmp_path: Path) ->
     split = data.split
     for rows in (split.train, split.validation, split.test[REAL_LOG.name]):
         assert set(data.flat.label[rows]) == {0, 1}
-    assert "each phase is cut by itself" in data.notices[-1]
+    assert "phases are cut separately" in data.notices[-1]
 
 
 def test_a_log_with_too_few_frames_is_refused_with_the_rows_that_were_left_out(tmp_path: Path) -> None:
