@@ -213,7 +213,7 @@ def test_variables_of_sbatch_do_not_beat_what_was_asked_for(slurm: Slurm) -> Non
     (run,) = submitted(slurm, *TRAIN, *JOB, "--set", "cluster.additional.hold=true")
     job = run["job_id"]
     assert shown(slurm, job, "TimeLimit") == "00:10:00"
-    assert shown(slurm, job, "JobName") == "synthetic_gat_student_normal"
+    assert shown(slurm, job, "JobName") == "mine", "no other name was asked for"
     assert shown(slurm, job, "Partition") == "scavenge", "a default of the user's own"
     (other,) = submitted(slurm, *TRAIN, *JOB, "--partition", "main", "--force", "--set", "cluster.additional.hold=true")
     assert shown(slurm, other["job_id"], "Partition") == "main"
@@ -230,7 +230,7 @@ def test_variables_of_sbatch_do_not_beat_what_was_asked_for(slurm: Slurm) -> Non
         (("--gpus", "3"), "A node has at most 2 GPUs"),
         (("--gpus", "a100:1"), "Partition main has no GPU of this kind"),
         (("--set", "cluster.additional.no-such-option=1"), "unrecognized option"),
-        (("--account", "nobody"), "Invalid account"),
+        (("--account", "nobody"), "nobody"),
         (("--after", "nothing"), "There is no such run"),
     ],
 )
@@ -274,7 +274,7 @@ def test_the_partition_is_chosen_among_those_that_take_the_job(slurm: Slurm) -> 
     assert [(place["partition"], bool(place["start"])) for place in places] == [
         ("main", True), ("scavenge", True), ("short", False)
     ]  # fmt: skip
-    assert places[2]["refusal"].startswith("Partition short would never start this job. Its time limit is 2")
+    assert places[2]["refusal"].startswith("Partition short would never start this job. Its time limit is 0:02:00")
     of_gpus = slurm.can_train(*line, "--device", "auto", "--gpus", "fake:2", "--submit", "--dry-run").stdout
     assert "main      2 × fake no plan" in of_gpus
     assert "#SBATCH --gpus-per-node=fake:2" in of_gpus
