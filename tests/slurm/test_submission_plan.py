@@ -300,3 +300,18 @@ def test_a_job_asks_for_memory_of_the_host_where_the_last_run_needed_it(
     ((planned,),) = plan.groups
     assert (planned.run.cluster.mem == memory_text(200_000)) == asks_for_all
     assert any("kept tensors on the host" in notice for notice in plan.notices) == (asks_for_all and fit == "auto")
+
+
+def test_programs_of_slurm_are_asked_once_for_all_runs_with_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "srun"):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho "{name}" >> "{tmp_path}/asked"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    runs = [
+        run(tmp_path, values={"training.seed": seed, "cluster.mem": mem}) for seed in range(5) for mem in ("1G", "2G")
+    ]
+    assert len(plan_submission(runs, "code", [MAIN]).groups) == 2
+    assert sorted((tmp_path / "asked").read_text().split()) == ["sbatch", "sbatch", "srun", "srun"]

@@ -313,12 +313,13 @@ def _checked_request(folder: RunFolder, request: Mapping[str, Any], *, in_slurm:
         return {}
     from can_train.cli.submit import print_notices, read_cluster
     from can_train.config.compose import with_changes
-    from can_train.slurm.submission_plan import complete
+    from can_train.slurm.submission_plan import check_options, complete
 
     replaced = {other: value for name in request for other, value in _REPLACES.get(name, {}).items()}
     changes = {f"cluster.{name}": value for name, value in ({**replaced, **request}).items()}
     run = with_changes(folder.config(), (), changes)
     ready, notices = complete(run, read_cluster([run]))
+    check_options(ready.cluster)
     print_notices(notices)
     return {**changes, **{name: getattr(ready.cluster, name.removeprefix("cluster.")) for name in changes}}
 

@@ -359,10 +359,10 @@ def expected_start(script: str) -> ExpectedStart:
     with NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script)
         file.flush()
-        result = run_command("sbatch", "--test-only", file.name, timeout_s=SUBMIT_TIMEOUT_S)
+        result = run_command(SBATCH, "--test-only", file.name, timeout_s=SUBMIT_TIMEOUT_S)
     if (started := _STARTS.search(result.errors + result.output)) is not None:
         return ExpectedStart(time=datetime.fromisoformat(started[1]))
-    lines = [line.removeprefix("allocation failure: ") for line in _why_it_failed(result, "sbatch").splitlines()]
+    lines = [line.removeprefix("allocation failure: ") for line in _why_it_failed(result, SBATCH).splitlines()]
     return ExpectedStart(refusal=lines[-1])
 
 
@@ -484,11 +484,12 @@ def refused_option(program: str, options: Sequence[str]) -> str:
 
     Both read their options before they print their help, also the options of a site's plugins, and ask no controller.
     """
-    if run_command(program, "--help").status != 0:
-        return ""
     result = run_command(program, *options, "--help")
+    # A program that prints no help cannot be asked.
+    if result.status in (0, None) or run_command(program, "--help").status != 0:
+        return ""
     lines = [line for line in result.errors.splitlines() if line and "for more information" not in line]
-    return "" if result.status in (0, None) else "; ".join(re.sub(r"^\w+: (?:error: )?", "", line) for line in lines)
+    return "; ".join(re.sub(r"^\w+: (?:error: )?", "", line) for line in lines)
 
 
 def has_pyxis() -> bool | None:

@@ -329,9 +329,13 @@ def plan_submission(
     registry = Registry(state_dir(runs[0].paths))
     known = known_runs(registry, runs[0].runs_dir)
     parents = [find_run(known, name) for name in after]
-    candidates, notices = [], []
+    candidates, notices, checked = [], [], list[ClusterSettings]()
     for index, run in enumerate(runs):
         ready, run_notices = complete(with_start_weights(run, [parent.record for parent in parents]), partitions)
+        # The runs of a sweep mostly ask for the same, and each check starts SLURM's programs.
+        if ready.cluster not in checked:
+            check_options(ready.cluster)
+            checked.append(ready.cluster)
         notices += run_notices
         candidates.append(PlannedRun(index=index, run=ready, identity=identity(ready, code, data_files(ready))))
     digests = set() if force else {candidate.identity for candidate in candidates}
@@ -375,7 +379,7 @@ def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> Resolv
 
 
 def complete(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedRun, list[str]]:
-    """Completes and checks the request of a run's job; returns notices, too.
+    """Completes and checks the request of a run's job, except for its options (`check_options`); returns notices, too.
 
     Raises:
         ConfigError: The request can never be met.
@@ -398,7 +402,6 @@ def complete(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resolve
             f"The last run of this configuration kept tensors on the host: the job asks for --mem {cluster.mem}"
         )
     cluster = _contained(cluster)
-    _check_options(cluster)
     notices += [*cuts, check_device(run.device, cluster), waiting_notice(places), _kinds_notice(cluster, places)]
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
 
@@ -455,8 +458,10 @@ def _contained(cluster: ClusterSettings) -> ClusterSettings:
     return replace(cluster, container=check_image(cluster.container), container_runtime=chosen)
 
 
-def _check_options(cluster: ClusterSettings) -> None:
+def check_options(cluster: ClusterSettings) -> None:
     """Raises ConfigError if sbatch or srun of the cluster does not know an option, or refuses its value."""
+    if cluster.executor != "slurm":
+        return
     for argument in cluster.srun_args:
         name = argument.removeprefix("--").partition("=")[0]
         if not argument.startswith("--") or name in _SRUN_BY_CAN_TRAIN:
