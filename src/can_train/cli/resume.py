@@ -27,7 +27,7 @@ from can_train.cli.train_options import with_request_flags
 from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.units import counted
 from can_train.runs.run_folder import RunFolder, name_to_type, new_run_id
-from can_train.runs.run_state import FINISHED, live_row
+from can_train.runs.run_state import FAILURES, FINISHED, live_row
 from can_train.runs.sweep_runs import can_go_on, has_failed
 from can_train.slurm import client as slurm
 from can_train.slurm.launchers import check_started_once, find_launch
@@ -168,7 +168,7 @@ def _failed(locator: RunLocator, names: Sequence[str] | None) -> "list[RunStatus
     if names:
         statuses = [status for status in locator.statuses(names) if has_failed(status)]
     else:
-        from can_train.report.run_list import FAILURES, RunFilter, RunList
+        from can_train.report.run_list import RunFilter, RunList
 
         listed = RunList(locator.runs(), locator.state_folder, slurm).select(RunFilter(states=FAILURES))
         statuses = listed.statuses(listed.runs)

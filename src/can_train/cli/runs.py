@@ -23,7 +23,6 @@ from can_train.io.records import is_file
 from can_train.io.units import counted
 from can_train.report.run_facts import change_text, device_of, listed_json, result_of, run_json, seconds_of
 from can_train.report.run_list import (
-    FAILURES,
     Condition,
     RunFigures,
     RunFilter,
@@ -37,7 +36,7 @@ from can_train.report.scores import headline, higher_is_better, mapping, rank, s
 from can_train.report.text import duration, finite, local_time, seconds_between
 from can_train.reporter import COLUMNS, TextTable, wrapped
 from can_train.runs.run_folder import name_to_type, short_name
-from can_train.runs.run_state import infer_attempt_state
+from can_train.runs.run_state import FAILURES, infer_attempt_state
 from can_train.runs.status import KnownRun, RunStatus, misnamed_runs, run_logs, run_statuses
 from can_train.runs.sweep_runs import failures_by_cause, failures_by_node
 from can_train.slurm import client as slurm

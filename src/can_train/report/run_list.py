@@ -31,7 +31,7 @@ from can_train.report.text import number_or_none
 from can_train.runs import run_state
 from can_train.runs.registry import Registry, RunLabels
 from can_train.runs.run_folder import CONFIG, RESULT
-from can_train.runs.run_state import FINISHED, LIVE
+from can_train.runs.run_state import FAILURES, FINISHED, LIVE
 from can_train.runs.scheduler import Scheduler
 from can_train.runs.status import KnownRun, RunStatus, run_statuses
 
@@ -41,12 +41,6 @@ _SETTLED_S: Final = 3600.0
 person may put its job back into the queue.
 """
 _UNKNOWN: Final = "unknown data set"  # of a run whose configuration cannot be read
-
-FAILURES: Final = (
-    run_state.FAILED, run_state.GPU_OOM, run_state.HOST_OOM, run_state.TIME_LIMIT, run_state.PREEMPTED,
-    run_state.NODE_FAILURE, run_state.NEVER_STARTED,
-)  # fmt: skip
-"""States of a run that ended without a result, and that nobody cancelled."""
 
 
 def data_set_of(config: Mapping[str, Any]) -> tuple[str, str]:

@@ -34,6 +34,9 @@ CAUSES: Final = (
     FINISHED, FAILED, GPU_OOM, HOST_OOM, TIME_LIMIT, PREEMPTED, NODE_FAILURE, CANCELLED, NEVER_STARTED,
 )  # fmt: skip
 
+FAILURES: Final = tuple(state for state in CAUSES if state not in (FINISHED, CANCELLED))
+"""States of a run that ended without a result, and that nobody cancelled."""
+
 REQUEUED: Final = "requeued"
 """State of an attempt only: its job was put back into the queue, and SLURM does not name the cause."""
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from can_train.config.resolved import differences, flat_settings
 from can_train.runs.run_folder import SweepRun
-from can_train.runs.run_state import CANCELLED, FINISHED
+from can_train.runs.run_state import FAILURES, FINISHED
 from can_train.runs.status import RunStatus
 
 _MOST_NAME: Final = 40  # characters of the settings in a sweep's name
@@ -81,7 +81,7 @@ class FailingNode:
 
 def has_failed(status: RunStatus) -> bool:
     """Returns whether a run ended without a result, and nobody cancelled it."""
-    return not status.state.live and status.state.state not in (FINISHED, CANCELLED)
+    return status.state.state in FAILURES
 
 
 def failures_by_cause(statuses: Iterable[RunStatus]) -> list[FailedRuns]:
