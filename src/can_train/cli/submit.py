@@ -27,8 +27,8 @@ from can_train.errors import (
     unknown_name,
     with_command_name,
 )
-from can_train.io.units import parse_time_min, time_text
-from can_train.memory.catalogue import cards_named
+from can_train.io.units import count_range, parse_time_min, time_text
+from can_train.memory.catalogue import cards_named, several_of
 from can_train.reporter import Reporter, TextTable
 from can_train.runs.registry import JobRecord, Registry
 from can_train.runs.run_folder import RunFolder, SweepRun, new_run_id, register_run
@@ -54,7 +54,6 @@ from can_train.slurm.placement import (
 from can_train.slurm.script import Submission, parameters, python_command, script, wants_gpu, with_sbatch_variables
 from can_train.slurm.snapshot import Code, code_of_runs, describe, keep, with_code
 from can_train.slurm.submission_plan import (
-    AUTO_PARTITION,
     JobDevice,
     PlannedRun,
     SubmissionPlan,
@@ -340,11 +339,6 @@ class Placement:
         return {"places": [*to_plain(self.places)]} if self.places else {}
 
 
-def asks_for_place(runs: Sequence[ResolvedRun]) -> bool:
-    """Returns whether can-train is to choose the partition of the runs."""
-    return any(run.cluster.partition == AUTO_PARTITION for run in runs)
-
-
 def place_runs(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
     """Chooses a place for runs, which are submitted together; nothing is written down or sent.
 
@@ -402,15 +396,11 @@ def _planned(runs: Sequence[ResolvedRun], places: Sequence[Place], reporter: Rep
     places = [replace(place, epochs=first.training.epochs) for place in places]
     if not keys:
         return places
-    ranks = next(_ranks(place) for place in places if place.cards)
+    ranks = next(place.cluster.num_ranks for place in places if place.cards)
     plans = [_plan(run, [*keys], ranks, reporter) for run in _unlike(runs)]
     speeds = read_speeds(first.key, first.config, Registry(state_dir(first.paths)).runs())
     return [_with_plan(place, [cards[key] for cards in plans for key in place.cards if key in cards], ranks, speeds)
             for place in places]  # fmt: skip
-
-
-def _ranks(place: Place) -> int:
-    return place.cluster.ranks_per_node * place.cluster.nodes
 
 
 def _with_plan(place: Place, cards: "Sequence[CardFigures]", ranks: int, speeds: Sequence[Speed]) -> Place:
@@ -452,14 +442,14 @@ class CardFigures:
     @classmethod
     def of(cls, plan: Mapping[str, Any], samples: int) -> "CardFigures":
         """Reads a plan of `--dry-run --json`."""
-        target, count = plan["target"], plan["target"]["count"]
-        name = target["key"] if count == 1 else f"{count}x{target['key']}"
+        target = plan["target"]
+        name = several_of(target["key"], target["count"])
         if not plan["fits"]:
             parts = {part: plan["error"][part] for part in ("rule", "value", "remedy")}
             return cls(name=name, fits=False, samples=samples, **parts)
         fewest, most = (plan["micro_batches"][each] for each in ("fewest", "most"))
         return cls(name=name, fits=True, samples=samples, rung=plan["rung"]["name"],
-                   micro_batches=f"{most}" if fewest == most else f"{fewest}-{most}",
+                   micro_batches=count_range(fewest, most, "-"),
                    peak_share=(plan["predicted_peak_bytes"] or 0) / target["capacity_bytes"])  # fmt: skip
 
     def misfit(self) -> DoesNotFitError:
@@ -472,7 +462,7 @@ class CardFigures:
 
 def _plan(run: ResolvedRun, keys: Sequence[str], ranks: int, reporter: Reporter) -> dict[str, CardFigures]:
     """Plans a run for GPUs, by their keys; no plans where that fails, which is said."""
-    targets = ",".join(keys if ranks == 1 else [f"{ranks}x{key}" for key in keys])
+    targets = ",".join(several_of(key, ranks) for key in keys)
     # In a child: a large model may take more memory or time than a login node gives, and the job can be sent all the
     # same. This process then also needs no PyTorch.
     command = [sys.executable, "-P", "-m", "can_train", "--config", "-", "--dry-run", "--json", "--quiet",
@@ -502,7 +492,7 @@ def check_fits(runs: Sequence[ResolvedRun], reporter: Reporter) -> None:
         cards = dict.fromkeys(card.key for kind in run.cluster.gpu_kinds for card in cards_named(kind))
         if not cards or not wants_gpu(run.device):
             continue
-        plans = _plan(run, [*cards], run.cluster.ranks_per_node * run.cluster.nodes, reporter)
+        plans = _plan(run, [*cards], run.cluster.num_ranks, reporter)
         if plans and not any(plan.fits for plan in plans.values()):
             raise next(iter(plans.values())).misfit()
 

@@ -186,7 +186,7 @@ def _check_train_flags(flags: Flags) -> Sequence[str]:
 
 def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]) -> None:
     """Plans, submits or trains new runs, whichever the flags of a training line ask for."""
-    if flags["yes"] and (not flags["submit"] or all(run.cluster.partition != "auto" for run in runs)):
+    if flags["yes"] and (not flags["submit"] or not any(run.cluster.wants_place for run in runs)):
         raise ConfigError("--yes has no effect without --partition auto", remedy="Leave it out")
     verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     if flags["dry_run"]:
@@ -209,9 +209,9 @@ def _placed(runs: Sequence["ResolvedRun"], flags: Flags, verbosity: Verbosity) -
     Raises:
         DoesNotFitError: A run does not fit the kind of GPU that its job asks for.
     """
-    from can_train.cli.submit import Placement, agree, asks_for_place, check_fits, place_runs, print_places
+    from can_train.cli.submit import Placement, agree, check_fits, place_runs, print_places
 
-    if not flags["submit"] or not asks_for_place(runs):
+    if not flags["submit"] or not any(run.cluster.wants_place for run in runs):
         # A dry run prints the plan, or the error.
         if flags["submit"] and not flags["dry_run"]:
             check_fits(runs, output.make_reporter(verbosity))

@@ -125,6 +125,10 @@ def _check_notify(command: Sequence[str]) -> None:
         before = argument
 
 
+AUTO_PARTITION: Final = "auto"
+"""The value of `cluster.partition` that lets can-train choose."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """Where `--submit` sends a run, and the requests of its job."""
@@ -263,6 +267,16 @@ class ClusterSettings:
     def ranks_per_node(self) -> int:
         """Processes of each node: one for each GPU, and at least one."""
         return self.ranks or max(1, self.gpus_per_node)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the job on all of its nodes."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def wants_place(self) -> bool:
+        """Whether can-train is to choose the partition (`--partition auto`)."""
+        return self.partition == AUTO_PARTITION
 
     @property
     def cpus_per_node(self) -> int:

@@ -166,3 +166,8 @@ def counted(count: int, noun: str) -> str:
     ('1 run', '2 runs')
     """
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def count_range(fewest: int, most: int, between: str = " to ") -> str:
+    """Writes a count, or its range where it varies."""
+    return f"{most}" if fewest == most else f"{fewest}{between}{most}"

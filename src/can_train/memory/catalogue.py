@@ -339,12 +339,17 @@ class UsableMemory:
     @property
     def label(self) -> str:
         """The key, after the number of devices where they are several: `2xrtx-4090-24gb`."""
-        return self.key if self.count == 1 else f"{self.count}x{self.key}"
+        return several_of(self.key, self.count)
 
     @property
     def capacity_bytes(self) -> int:
         """Memory for weights, gradients, optimizer state and batches."""
         return self.total_bytes - sum(use.num_bytes for use in self.subtracted)
+
+
+def several_of(key: str, count: int) -> str:
+    """Names several devices of a kind: `2xrtx-4090-24gb`; one has the name of its kind."""
+    return key if count == 1 else f"{count}x{key}"
 
 
 def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:

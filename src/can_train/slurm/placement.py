@@ -182,7 +182,7 @@ def read_speeds(key: str, config: Mapping[str, Any], runs: Sequence[RunRecord]) 
 def _ranks(config: Mapping[str, Any]) -> int:
     """Returns the ranks of a job, as its configuration asked for them."""
     cluster = ClusterSettings(**config.get("cluster", {}))
-    return cluster.nodes * cluster.ranks_per_node if cluster.executor == "slurm" else 1
+    return cluster.num_ranks if cluster.executor == "slurm" else 1
 
 
 def epoch_time(cards: Sequence[str], ranks: int, samples: int, speeds: Sequence[Speed]) -> EpochTime | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from can_train.config.resolved import ResolvedRun, state_dir
-from can_train.config.settings import ClusterSettings
+from can_train.config.settings import AUTO_PARTITION, ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.factors.store import last_run_offloaded
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
@@ -59,9 +59,6 @@ _SRUN_BY_CAN_TRAIN: Final = ("output", "error", "input", "ntasks", "ntasks-per-n
 
 
 # Partitions of a job
-
-AUTO_PARTITION: Final = "auto"
-"""The value of `cluster.partition` that lets can-train choose (`placement.py`)."""
 
 
 def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partition]:
@@ -206,7 +203,7 @@ def job_device(run: ResolvedRun, partitions: Sequence[Partition]) -> JobDevice:
         partitions: The cluster's partitions; empty if they are unknown.
     """
     cluster = run.cluster
-    ranks = cluster.ranks_per_node * cluster.nodes
+    ranks = cluster.num_ranks
     if not wants_gpu(run.device) or (partitions and not cluster.requests_gpus):
         memory_mib = parse_memory_mib(cluster.mem) // cluster.ranks_per_node if cluster.mem else 0
         return JobDevice(memory_mib=memory_mib, ranks=ranks)

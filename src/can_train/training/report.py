@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.fit.factor_rule import NO_AIM, STATIC
-from can_train.io.units import counted, size_text
+from can_train.io.units import count_range, counted, size_text
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel, DeviceLimits
@@ -44,7 +44,7 @@ _COLUMNS: Final = (
 def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
     """Writes the main facts of a plan: batch, micro-batches and memory, a sentence each."""
     plan, peak = run_plan.phase_plan, run_plan.fullest.predicted_peak_bytes
-    steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
+    steps = count_range(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
     unit = "step" if plan.steps_per_epoch == 1 else "steps"
     batch = f"{counted(plan.logical_batch // plan.batches_per_step, 'sample')}"
     reason = _REASONS[plan.binding_limit]
@@ -79,7 +79,7 @@ def _parts_text(run_plan: RunPlan) -> str:
         owner = f"Phase {run_plan.phase}: {owner[0].lower()}{owner[1:]}"
     if plan.most_parts == 1:
         return f"{owner} is computed at once, in one micro-batch."
-    parts = f"{spread(plan.fewest_parts, plan.most_parts)} micro-batches"
+    parts = f"{count_range(plan.fewest_parts, plan.most_parts)} micro-batches"
     splits = f" (accumulation_splits {plan.rules.splits})" if plan.rules.splits > 1 else ""
     return f"{owner} is computed in {parts} of up to {counted(plan.largest_micro_batch, 'sample')}{splits}."
 
@@ -224,9 +224,9 @@ def dry_table(plans: Sequence[CardPlan], *, details: bool) -> tuple[tuple[str, .
             usable,
             "–" if plan.safety_factor is None else f"{plan.safety_factor:.3f}",
             str(plan.logical_batch),
-            spread(min(each.fewest_parts for each in parts), max(each.most_parts for each in parts), "-"),
+            count_range(min(each.fewest_parts for each in parts), max(each.most_parts for each in parts), "-"),
             dry.plan.fullest.rung.name,
-            spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch, "-"),
+            count_range(plan.fewest_steps_per_epoch, plan.steps_per_epoch, "-"),
             "–" if peak is None else f"{peak / dry.target.capacity_bytes:.1%}",
             plan.binding_limit,
         ))  # fmt: skip
@@ -366,11 +366,6 @@ def _rung_lines(peaks: Mapping[str, float]) -> list[str]:
 def _part_text(part: Mapping[str, Any]) -> str:
     made_by = " ".join(filter(None, (part["module"], part["operation"])))
     return f"{part['kind']}: {made_by}" if made_by else str(part["kind"])
-
-
-def spread(fewest: int, most: int, between: str = " to ") -> str:
-    """Writes a count, or its range where it varies."""
-    return f"{most}" if fewest == most else f"{fewest}{between}{most}"
 
 
 def _cost_model_text(model: CostModel) -> str:
