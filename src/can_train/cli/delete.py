@@ -7,34 +7,34 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from can_train.cli.output import confirm, print_aside, print_json, print_text
-from can_train.cli.run_locator import AsJson, RunLocator, Runs, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, RunLocator, Runs, RunsDir, StateDir, Yes
 from can_train.errors import ConfigError, RunError
 from can_train.io.records import TEMPORARY_SUFFIX, is_folder
 from can_train.io.units import counted, size_text
 from can_train.report.run_list import RunFilter, RunList
 from can_train.report.text import local_time
 from can_train.runs.run_folder import CONFIG, short_name
-from can_train.runs.status import KnownRun, RunStatus, run_statuses
+from can_train.runs.status import KnownRun, RunStatus
 from can_train.slurm import client as slurm
 
 
 def delete(
     runs: Runs,
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
     """Delete runs that have ended, with their checkpoints and results. Asks first."""
     locator = RunLocator(runs_dir, state_dir)
-    known = locator.find_all(runs)
-    check_deletable(locator, known)
+    statuses = locator.statuses(runs)
+    known = [status.known for status in statuses]
+    check_deletable(locator, statuses)
     sizes = {run.run_id: folder_size(run.folder.path) for run in known}
     total = f"{counted(len(known), 'run')}, {size_text(sum(sizes.values()))}"
     if not as_json:
@@ -67,20 +67,20 @@ def ask_to_delete(total: str, *, yes: bool, can_ask: bool) -> None:
         raise typer.Exit(1)
 
 
-def check_deletable(locator: RunLocator, known: Sequence[KnownRun]) -> None:
+def check_deletable(locator: RunLocator, statuses: Sequence[RunStatus]) -> None:
     """Checks that runs have ended, are folders of runs, and that no other run builds on them.
 
     Raises:
         RunError: A run may not be deleted; none has been.
     """
-    for status in run_statuses(known, locator.registry, slurm):
+    for status in statuses:
         _check_ended(status)
-    chosen = {str(run.folder.path.resolve()): run for run in known}
-    ids = {run.run_id: run for run in known}
+    chosen = {str(status.known.folder.path.resolve()) for status in statuses}
+    ids = {status.known.run_id for status in statuses}
     listed = RunList(locator.runs(), locator.state_folder, slurm).select(RunFilter())
     # A folder that was copied or moved has its name.
     building = listed.runs_with(_names_run, lambda value: value in chosen or Path(value).name in ids)
-    waiting = [run for run in listed.runs if ids.keys() & set(run.record.after.split(","))]
+    waiting = [run for run in listed.runs if ids & set(run.record.after.split(","))]
     building += [status.known for status in listed.statuses(waiting) if status.state.live]
     if other := next((run for run in building if run.run_id not in ids), None):
         raise RunError("Another run builds on a run to delete", value=other.run_id,

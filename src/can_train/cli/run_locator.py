@@ -52,6 +52,7 @@ WeightsFile = Annotated[
 TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="Run the code that the run names, although it is not known to be yours.")
 ]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import typer
 
 from can_train.cli.output import print_json, print_text, print_wrapped
-from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir, Yes
 from can_train.errors import ConfigError, RunError, with_command_name
 from can_train.io.records import this_host, utc_now, write_document
 from can_train.io.units import counted, size_text
@@ -32,13 +32,15 @@ def sync(
     state_dir: StateDir = None,
 ) -> None:
     """Copy runs to a folder or another machine by rsync. Given again, it copies only changes."""
-    _copy(RunLocator(runs_dir, state_dir), names, as_json=as_json)
+    locator = RunLocator(runs_dir, state_dir)
+    runs, place = _split(names)
+    _copy(locator, locator.statuses(runs), place, as_json=as_json)
 
 
 def archive(
     names: Annotated[list[str], _PLACE],
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
@@ -49,11 +51,12 @@ def archive(
 
     locator = RunLocator(runs_dir, state_dir)
     runs, place = _split(names)
-    known = locator.find_all(runs)
-    check_deletable(locator, known)
+    statuses = locator.statuses(runs)
+    known = [status.known for status in statuses]
+    check_deletable(locator, statuses)
     total = f"{counted(len(known), 'run')} here, {size_text(sum(folder_size(run.folder.path) for run in known))}"
     ask_to_delete(total, yes=yes, can_ask=not as_json)
-    _copy(locator, names, as_json=as_json)
+    _copy(locator, statuses, place, as_json=as_json)
     # By content: what is deleted here must be there.
     differing = _rsync(["--checksum", "--dry-run", "--itemize-changes"], [run.folder.path for run in known], place)
     if differing.strip():
@@ -76,9 +79,7 @@ def _split(names: Sequence[str]) -> tuple[list[str], str]:
     return runs, place
 
 
-def _copy(locator: RunLocator, names: Sequence[str], *, as_json: bool) -> None:
-    runs, place = _split(names)
-    statuses = locator.statuses(runs)
+def _copy(locator: RunLocator, statuses: Sequence[RunStatus], place: str, *, as_json: bool) -> None:
     if gone := [status.known.run_id for status in statuses if not status.facts.has_folder]:
         raise RunError("The run's folder is gone", value=gone[0], remedy="Leave it out")
     labels = locator.registry.labels()
