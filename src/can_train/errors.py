@@ -242,7 +242,9 @@ def _lines_of_task(stack: Sequence[traceback.FrameSummary]) -> list[traceback.Fr
 
 
 def _package_of(path: str) -> str:
-    """Returns the folder of the installed package of a file, unless it is PyTorch; empty where it is not installed."""
+    """Returns the folder of the installed package of a file; empty where it is not installed, or is a package that
+    can-train calls itself, which is no task.
+    """
     for folder in _INSTALLED:
         before, found, rest = path.partition(folder)
         name = rest.partition(os.sep)[0]

@@ -416,6 +416,11 @@ class _EndedJob:
     end: AttemptEnd | None
     registry: Registry
 
+    @cached_property
+    def settings(self) -> ClusterSettings:
+        """The cluster settings of its run."""
+        return cluster_settings(self.folder)
+
     @property
     def nodes_to_avoid(self) -> list[str]:
         """The nodes that this job avoided, and the node whose memory ran out."""
@@ -459,27 +464,28 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     if ended is None:
         return ""
     if ended.end and ended.end.ending == "finished":
-        return notify(ended.folder, cluster_settings(ended.folder), "finished", label=ended.run.label)
+        return notify(ended.folder, ended.settings, "finished", label=ended.run.label)
     # SLURM gave up the node, and started the job elsewhere: a requeue would stop the job there.
     if ended.attempts.is_superseded():
         return ""
     log = read_tail(Path(ended.job.log_path))
     host_oom = host_memory_ran_out(ended.slurm_job, log)
     ending = infer_ending(ended.end.ending if ended.end else "", status=status, host_oom=host_oom)
-    decision = decide_restart(_outcome(ended, ending, log), cluster_settings(ended.folder))
+    decision = decide_restart(_outcome(ended, ending, log), ended.settings)
     is_running, silence = False, ""
     try:
         row = client.query_own_job(ended.slurm_job)
         is_running = row is not None and row.state == "RUNNING"
     except NoControllerError as error:
         silence = error.value
+    why = error_in_words(log, f"exit status {status}")
     # SLURM knows why it ends a job. If it loses a node, srun fails, and the training there may still go on.
     if is_running or ended.end or ending != "failed":
-        _record_end(ended, ending, decision, error_in_words(log, f"exit status {status}"))
+        _record_end(ended, ending, decision, why)
     if isinstance(decision, NoRestart):
         # A job that SLURM itself ends may be put back into the queue.
-        settings, why = cluster_settings(ended.folder), error_in_words(log, f"exit status {status}")
-        told = notify(ended.folder, settings, ending, why, label=ended.run.label) if is_running or silence else ""
+        is_over = is_running or silence
+        told = notify(ended.folder, ended.settings, ending, why, label=ended.run.label) if is_over else ""
         return ". ".join(filter(None, (decision.reason, told)))
     was_cancelled = any(cancel.time > ended.job.time for cancel in ended.registry.cancels(ended.run.run_id))
     # SLURM restarts a job that it ends itself (preemption, a failed node); a cancelled job stays cancelled.
@@ -566,7 +572,7 @@ def _outcome(ended: _EndedJob, ending: str, log: str) -> JobOutcome:
         retries=count_retries(ended.registry.jobs(ended.run.run_id)),
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
         memory_mib=job_memory_mib(os.environ), most_memory_mib=max((node.memory_mib for node in nodes), default=None),
-        has_other_nodes=len(other_nodes) >= cluster_settings(ended.folder).nodes,
+        has_other_nodes=len(other_nodes) >= ended.settings.nodes,
     )  # fmt: skip
 
 
@@ -597,7 +603,7 @@ def _resubmit(
     from can_train.slurm.script import environment as replaced_environment
 
     submission = Submission(name=ended.run.key, state_dir=state_dir, reason=decision.reason)
-    cluster = next_cluster(cluster_settings(ended.folder), ended.job.resources, decision)
+    cluster = next_cluster(ended.settings, ended.job.resources, decision)
     avoiding = replace(cluster, exclude=",".join(ended.nodes_to_avoid)) if decision.elsewhere else cluster
     with replaced_environment(remembered_environment(environment)):
         try:
