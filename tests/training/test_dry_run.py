@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from can_train.errors import ConfigError
 from can_train.memory.catalogue import ROCM_CAVEAT, UNKNOWN_CAVEAT, UsableMemory, find_card, other_card, usable
@@ -20,6 +20,20 @@ class WideTask(LineTask):
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 512), *[nn.Linear(512, 512) for _ in range(4)], nn.Linear(512, 1))
+
+
+class Repeated(nn.Module):
+    """Returns its input; a sample takes several arrays of 1 MiB meanwhile."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat(1, 2**18).sin().mean(1, keepdim=True)
+
+
+class WideTaskOfLargeSamples(LineTask):
+    """Points on a line, a model of two million weights, and samples of a few MiB."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 512), *[nn.Linear(512, 512) for _ in range(8)], nn.Linear(512, 1), Repeated())
 
 
 class SampledTask(LineTask):
@@ -61,6 +75,20 @@ def test_a_model_is_sharded_over_several_gpus_where_one_cannot_hold_it(tmp_path:
     assert alone.plan.rung.ranks == 1
     assert whole.plan is not None
     assert whole.plan.rung.ranks == 1
+
+
+def test_a_model_is_sharded_where_one_gpu_holds_it_but_no_sample_beside_it(tmp_path: Path) -> None:
+    run = line_run(tmp_path, batch_size=4, epochs=1, optimizer="sgd", optimizer_args={"momentum": 0.0})
+    several = targets(tmp_path, "2xsim:20MiB", "sim:20MiB", "2xsim:40MiB", "2xsim:12MiB")
+    sharded, alone, whole, none = plans_of_sample(run, WideTaskOfLargeSamples(), several, Notices())
+    assert sharded.plan is not None
+    assert sharded.plan.rung.ranks == 2
+    assert whole.plan is not None
+    assert whole.plan.rung.ranks == 1
+    assert alone.error is not None
+    assert "--fit shard" not in str(alone.error)
+    assert none.error is not None
+    assert "--fit shard" in str(none.error)
 
 
 def test_the_ranks_of_a_job_share_the_model_of_its_plan(tmp_path: Path) -> None:

@@ -125,6 +125,16 @@ def test_the_peak_of_a_sharded_step_is_predicted(tmp_path: Path, device: str) ->
     assert "sharded over 2 ranks" in "\n".join(torch.load(tmp_path / "outcome-0.pt")[1])
 
 
+def test_auto_shards_a_model_that_one_device_holds_without_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "large_loss.py").write_text(WIDE[: WIDE.index("class Wide")] + LARGE_LOSS)
+    settings = {"optimizer": "sgd", "optimizer_args": {"momentum": 0.0}, "num_workers": "0"}
+    task = f"{tmp_path / 'large_loss.py'}:LargeLoss"
+    assert run_ranks(2, train_task, tmp_path, task=task, devices=["sim:192MiB"], **settings) == [0, 0]
+    (path,) = tmp_path.glob("runs/*/plan.json")
+    assert json.loads(path.read_text())["rung"]["ranks"] == 2
+    assert json.loads(path.with_name("result.json").read_text())["peak_memory_bytes"] < 192 * 2**20
+
+
 WIDE: Final = """
 import torch
 from torch import nn
@@ -151,4 +161,23 @@ class Wide(can_train.Task):
 
     def loss(self, model, batch):
         return {"square": (model(batch[0]).square().mean((1, 2)).sum(), len(batch[0]))}
+"""
+
+# 80 MiB of weights, as many of gradients, and 60 MiB outside of modules.
+LARGE_LOSS: Final = """
+class LargeLoss(can_train.Task):
+    training = {"lr_batch_size": 4, "epochs": 1, "min_steps_per_epoch": 1}
+
+    def datasets(self):
+        generator = torch.Generator().manual_seed(0)
+        samples = [(torch.randn(64, 512, generator=generator),) for _ in range(8)]
+        return {"train": samples[:4], "validation": samples[4:6], "test": samples[6:]}
+
+    def model(self):
+        blocks = [Block(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(10)]
+        return nn.Sequential(*blocks, nn.Linear(512, 8))
+
+    def loss(self, model, batch):
+        repeated = model(batch[0]).repeat(1, 1, 10240)
+        return {"sine": (repeated.sin().mean((1, 2)).sum(), len(batch[0]))}
 """

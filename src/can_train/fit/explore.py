@@ -240,7 +240,6 @@ class Workload:
 
 Record = Callable[[Workload, Positions], "int | None"]
 """Returns the peak of a batch in bytes, or None where it cannot be recorded."""
-_SAME_CAPACITY: Final = 0.01  # Largest relative difference of two capacities that count as the same
 # Share of the time of a search that the search of training may take. Evaluation runs forward alone, in about a third
 # of the time.
 _TRAINING_SHARE: Final = 0.75
@@ -565,10 +564,9 @@ class Explorer:
 
     def remembered(self, earlier: EarlierSearch | None) -> RememberedLimits | None:
         """Returns the phase's limits of an earlier run that had this device's memory, and this version of PyTorch."""
-        if earlier is None or earlier.torch_version != torch.__version__:
+        if earlier is None or not earlier.is_of(self.meter.capacity_bytes, torch.__version__):
             return None
-        apart = abs(self.meter.capacity_bytes - earlier.capacity_bytes)
-        return earlier.phases.get(self.phase.name) if apart <= _SAME_CAPACITY * earlier.capacity_bytes else None
+        return earlier.phases.get(self.phase.name)
 
     def step_cost(self) -> tuple[CostModel, float]:
         """Returns the cost model of training and a step's seconds per sample; raises DoesNotFitError."""

@@ -84,6 +84,7 @@ class OtherDevice:
 # Factor that a search assumes before there is one: it looks for the batch's cost ÷ this. With 0.5, a limit below
 # that is memory's, wherever weights and state leave half of the device free.
 PROVISIONAL: Final = 0.5
+_SAME_CAPACITY: Final = 0.01  # Largest relative difference of two capacities that count as the same
 # Bounds of `OtherDevice.ratio`: beyond them it was not measured in the same training.
 _LEAST_RATIO: Final = 0.5
 _LARGEST_RATIO: Final = 2.0
@@ -127,6 +128,11 @@ class EarlierSearch:
     capacity_bytes: int
     torch_version: str
     phases: Mapping[str, RememberedLimits]  # by their names
+
+    def is_of(self, capacity_bytes: int, torch_version: str) -> bool:
+        """Tells whether the run had a device's memory, and a version of PyTorch."""
+        apart = abs(capacity_bytes - self.capacity_bytes)
+        return self.torch_version == torch_version and apart <= _SAME_CAPACITY * self.capacity_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

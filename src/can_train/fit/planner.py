@@ -312,7 +312,7 @@ class Planner:
             if is_chosen and rung.recompute and not rung.offload:
                 made = self._with_fewest_modules(made, plan)
             return self._with_effect(made)
-        raise _on_no_rung(failures)
+        raise on_no_rung(failures)
 
     def _without_recomputation(self, error: Exception, left: Sequence[Rung]) -> list[Rung]:
         """Returns the rungs that are left, without recomputation: some module cannot be computed again."""
@@ -797,7 +797,7 @@ class Planners:
         return replace(first, later=tuple(later), data=ours.data)
 
 
-def _on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:
+def on_no_rung(failures: Mapping[Rung, DoesNotFitError]) -> DoesNotFitError:
     """Returns the error of the first rung, with how much the further ones would take."""
     (_, first), *others = failures.items()
     on_host = next((error for _, error in others if error.details.of_host), None)

@@ -23,8 +23,9 @@ from can_train.factors.store import factor_rule, read_factor_rule
 from can_train.fit.explore import model_does_not_fit
 from can_train.fit.factor_rule import PROVISIONAL, FactorRule
 from can_train.fit.optimizer import capture_generators, restore_generators
-from can_train.fit.planner import Planner, Planners
+from can_train.fit.planner import Planner, Planners, on_no_rung
 from can_train.fit.run_plan import RunPlan
+from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.sharding import fits_whole, sharded_weights, unshardable_because
 from can_train.io.units import parse_size, size_text
 from can_train.memory import catalogue, meters
@@ -38,7 +39,6 @@ from can_train.training.sample_task import Task, TaskContext
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
-    from can_train.fit.rungs import Rung
     from can_train.task import BatchTask
     from can_train.training.explain import Explanation
 
@@ -389,9 +389,23 @@ class _ExploredRun:
     def plan_for(self, target: UsableMemory) -> tuple[RunPlan | None, DoesNotFitError | None]:
         """Resolves the plan for a target, or returns the reason why there is none."""
         rule = factor_rule(self._planners.first.run, target.key, self._planners.first.reporter)
+        may_shard = all(phase.may_shard(target) for phase in self._phases)
+        if may_shard and not all(phase.fits_whole(target) for phase in self._phases):
+            return self._plan(target, rule, on_shards=True)
+        plan, error = self._plan(target, rule, on_shards=False)
+        if error is None or not may_shard:
+            return plan, error
+        plan, on_shards = self._plan(target, rule, on_shards=True)
+        if on_shards is None:
+            return plan, None
+        return None, on_no_rung({SPLIT_ALONE: error, Rung(ranks=self._planners.first.ranks): on_shards})
+
+    def _plan(
+        self, target: UsableMemory, rule: FactorRule, *, on_shards: bool
+    ) -> tuple[RunPlan | None, DoesNotFitError | None]:
         try:
-            plan = self._planners.joined([phase.plan_for(target, rule) for phase in self._phases], rule)
-            return self._planners.place_data(plan, rule), None
+            plans = [phase.plan_for(target, rule, on_shards=on_shards) for phase in self._phases]
+            return self._planners.place_data(self._planners.joined(plans, rule), rule), None
         except DoesNotFitError as error:
             return None, error
 
@@ -410,30 +424,32 @@ class _ExploredPhase:
             with suppress(DoesNotFitError):
                 self._limits()
 
-    def plan_for(self, target: UsableMemory, rule: FactorRule) -> RunPlan:
+    def plan_for(self, target: UsableMemory, rule: FactorRule, *, on_shards: bool) -> RunPlan:
         """Resolves the phase's plan for a target on the first rung that fits; raises DoesNotFitError."""
         planner, rungs = self._planner, self._planner.rungs
-        if self._is_sharded_on(target):
+        if on_shards:
             # The state of shards stays on their devices.
-            on_device = [rung for rung in rungs if not rung.offload_optimizer]
-            planner.rungs = tuple(replace(rung, ranks=planner.ranks) for rung in on_device)
+            planner.rungs = tuple(replace(rung, ranks=planner.ranks) for rung in rungs if not rung.offload_optimizer)
         try:
             return planner.on_first_rung(lambda: self._plan_on_rung(target, rule))
         finally:
             planner.rungs = rungs
 
-    def _is_sharded_on(self, target: UsableMemory) -> bool:
+    def may_shard(self, target: UsableMemory) -> bool:
+        """Tells whether a model may be shared out; raises ConfigError where it must and cannot."""
         planner, training = self._planner, self._planner.training
         if training.fit == "shard" and planner.ranks == 1:
             raise ConfigError("training.fit=shard plans for several GPUs", value=target.label,
                               remedy=f"Name their number: --target-gpu 2x{target.key}")  # fmt: skip
-        if planner.ranks == 1 or training.fit not in ("auto", "shard"):
-            return False
         refusal = unshardable_because(training)
         if training.fit == "shard" and refusal is not None:
             raise refusal
-        needed = training.fit == "shard" or not fits_whole(planner.model, training, target.capacity_bytes)
-        return needed and refusal is None
+        return planner.ranks > 1 and training.fit in ("auto", "shard") and refusal is None
+
+    def fits_whole(self, target: UsableMemory) -> bool:
+        """Tells whether each device has room for the whole model, its gradients and its optimizer's state."""
+        training = self._planner.training
+        return training.fit != "shard" and fits_whole(self._planner.model, training, target.capacity_bytes)
 
     def _plan_on_rung(self, target: UsableMemory, rule: FactorRule) -> RunPlan:
         capacity, explorer = target.capacity_bytes, self._planner.explorer

@@ -808,7 +808,7 @@ def resolve_plans(planners: Planners, ranks: Ranks, factor: FactorRule, first_pa
         Every rank's plan; rank 0's decides the logical batch.
     """
     path = first_path if ranks.is_first else first_path.with_name(f"{first_path.stem}-rank-{ranks.rank}.json")
-    earlier = ranks.gather(lambda: _read_plan(path))
+    earlier = ranks.gather(lambda: read_plan(path))
     first, mine = earlier[0], earlier[ranks.rank]
     # Without rank 0's plan the logical batch is not decided, whatever the other ranks have.
     if first is None:
@@ -863,7 +863,8 @@ def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan 
     return planners.place_data(planners.replan_same_batch(first, factor), factor)
 
 
-def _read_plan(path: Path) -> RunPlan | None:
+def read_plan(path: Path) -> RunPlan | None:
+    """Reads the plan of an earlier attempt; None where there is none."""
     try:
         return RunPlan.from_plain(json.loads(read_text(path)))
     except FileNotFoundError:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from can_train.config.compose import changed_settings
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
@@ -53,6 +53,7 @@ from can_train.fit.planner import PROBED, Planner, Planners
 from can_train.fit.rescue import describe_out_of_memory, fatal_out_of_memory
 from can_train.fit.run_plan import RunPlan
 from can_train.fit.search import NO_RECORDING
+from can_train.fit.sharding import Shards
 from can_train.fit.step_time import TimedSize
 from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
@@ -81,6 +82,7 @@ from can_train.training.chosen_weights import (
     AVERAGED,
     LOSS,
     TRAINED,
+    AveragedWeights,
     BestWeights,
     Validation,
     averaged_weights,
@@ -92,15 +94,13 @@ from can_train.training.limit_recorder import LimitRecorder
 from can_train.training.loading import (
     ResidentData,
     check_inputs_unchanged,
-    fresh_model,
     load_task,
-    start_from,
     write_epoch_weights,
 )
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import detail_lines, plan_summary
-from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
-from can_train.training.sharded_model import join_for_judgement, may_shard, shard_if_needed
+from can_train.training.session import Parts, Session, load_checkpoint, read_plan, resolve_plans
+from can_train.training.sharded_model import Sharded, join_for_judgement, may_shard, plan_model
 
 T = TypeVar("T")
 
@@ -352,6 +352,18 @@ def _run_attempt(parts: Parts) -> Outcome:
     return _outcome(parts.task, folder, result)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PlannedModel:
+    """The model of a run, whole on this rank or sharded, with its plan."""
+
+    planners: Planners
+    plans: list[RunPlan]  # Of all ranks
+    references: ReferenceModels
+    resident: list[Tensor]  # That stay on the device beside the model
+    average: AveragedWeights | None
+    shards: Shards | None  # None: each rank has the whole model
+
+
 def make_session(parts: Parts, factor: FactorRule) -> Session:
     """Builds the model, makes or reads the plan, and restores the last checkpoint.
 
@@ -359,55 +371,27 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
         parts: The parts that the attempt is made from.
         factor: How the safety factor of a plan that is made here is decided.
     """
-    run, task, meter, reporter, ranks = parts.run, parts.task, parts.meter, parts.reporter, parts.ranks
+    task, meter, reporter, ranks = parts.task, parts.meter, parts.reporter, parts.ranks
     _keep_imports_from_collections()
     checkpoint = load_checkpoint(parts)
-
-    is_on_host = may_shard(run.training, ranks)
-
-    def initial_model() -> nn.Module:
-        with meter.host() if is_on_host else nullcontext():
-            model = fresh_model(run, task, meter, on_host=is_on_host)
-            if checkpoint is None and run.training.start_from:
-                start_from(model, Path(run.training.start_from))
-        return model
-
-    model = ranks.on_every_rank(initial_model)
-    sharded = shard_if_needed(parts, model) if is_on_host else None
-    if not is_on_host:
-        # The same seed may give other bits on another processor.
-        ranks.broadcast([*model.parameters(), *model.buffers()])
-    references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
-                                 cache=cache_folder(run.paths), ranks=ranks)  # fmt: skip
-    resident = references.prepare(model, parts.folder.reference_models_path)
-    # Before the plan, which leaves room for it.
-    average = ranks.on_every_rank(lambda: averaged_weights(model, run.training))
-    resident = [*resident, *([] if average is None else average.tensors)]
-    recording = NO_RECORDING if parts.recorder is None or sharded else ranks.on_rank0(parts.recorder.result)
-    if recording.reason:
-        reporter.detail(f"{PROBED}: {recording.reason}")
-    planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
-                                          ranks=ranks.size, reference_tensors=resident,
-                                          recording=recording,
-                                          shards=None if sharded is None else sharded[0]))  # fmt: skip
-    if sharded is not None:
-        sharded[1].tell(planners)
-    plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
+    planned = plan_model(parts, partial(_planned, parts, factor), is_new=checkpoint is None,
+                         was_sharded=lambda: _was_sharded(parts, factor))  # fmt: skip
+    plans, references, average = planned.plans, planned.references, planned.average
     _show_plan(parts, plans[ranks.rank], references)
     # After the plan, whose limits count them; each rank decides for its own device.
-    data = ResidentData(task=task, meter=meter, tensors=resident)
+    data = ResidentData(task=task, meter=meter, tensors=planned.resident)
     if plans[ranks.rank].data.on_device and not data.move_to_device():
         reporter.notice("The data stay on the host: they could not be moved to the device")
-    seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
+    seed_rank(seed=parts.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
-    session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references,
-                      data=data, average=average, shards=None if sharded is None else sharded[0])  # fmt: skip
+    session = Session(**vars(parts), planners=planned.planners, plans=plans, steps_done=steps_done,
+                      reference_models=references, data=data, average=average, shards=planned.shards)  # fmt: skip
     if is_file(parts.folder.trial_path):
         from can_train.runs.trials import TrialRun
 
         session.trial = TrialRun.of(parts.folder)
     if average is not None:
-        average.first_step = int(run.training.ema_start * session.total_steps)
+        average.first_step = int(parts.training.ema_start * session.total_steps)
     if checkpoint is None:
         # Now rather than after the first epoch.
         session.criterion.check(lambda: _validated(session))
@@ -420,6 +404,38 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
             reporter.notice(f"{text} of {epochs}")
     ranks.on_rank0(lambda: session.rewind_records(0 if checkpoint is None else checkpoint["metrics_lines"]))
     return session
+
+
+def _planned(parts: Parts, factor: FactorRule, model: nn.Module, sharded: Sharded | None) -> _PlannedModel:
+    run, ranks, meter, reporter = parts.run, parts.ranks, parts.meter, parts.reporter
+    references = ReferenceModels(task=parts.task, training=run.training, meter=meter, reporter=reporter,
+                                 cache=cache_folder(run.paths), ranks=ranks)  # fmt: skip
+    resident = references.prepare(model, parts.folder.reference_models_path)
+    # Before the plan, which leaves room for it.
+    average = ranks.on_every_rank(lambda: averaged_weights(model, run.training))
+    resident = [*resident, *([] if average is None else average.tensors)]
+    recording = NO_RECORDING if parts.recorder is None or sharded else ranks.on_rank0(parts.recorder.result)
+    if recording.reason:
+        reporter.detail(f"{PROBED}: {recording.reason}")
+    shards = None if sharded is None else sharded.shards
+    planners = Planners.of_phases(Planner(run=run, task=parts.task, model=model, meter=meter, reporter=reporter,
+                                          ranks=ranks.size, reference_tensors=resident, recording=recording,
+                                          shards=shards))  # fmt: skip
+    if sharded is not None:
+        sharded.whole.tell(planners)
+    plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
+    return _PlannedModel(planners=planners, plans=plans, references=references, resident=resident, average=average,
+                         shards=shards)  # fmt: skip
+
+
+def _was_sharded(parts: Parts, factor: FactorRule) -> bool:
+    """Tells whether the plan of the run, or else the last run of its configuration, has shards on as many ranks."""
+    ranks, earlier = parts.ranks.size, factor.earlier
+    if (plan := read_plan(parts.folder.plan_path)) is not None:
+        return plan.rung.ranks == ranks
+    if earlier is None or not earlier.is_of(parts.meter.capacity_bytes, torch.__version__):
+        return False
+    return any(limits.ranks == ranks for limits in earlier.phases.values())
 
 
 @cache
