@@ -276,6 +276,17 @@ def test_a_dry_run_prints_the_script_of_a_job_that_does_not_fit(
     assert shown.out.startswith(f"{first}\nScript that --submit would send:\n\n#!/bin/bash\n")
 
 
+def test_a_dry_run_tells_the_memory_of_the_host_that_offloading_needs(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offloads = (*TRAIN, "--submit", *SMALL, "--device", "sim:64MiB", "--fit", "offload-optimizer")
+    assert main((*offloads, "--mem", "1G")) == 0
+    told = " ".join(capsys.readouterr().err.replace("note: ", "").split())
+    assert "of the host for tensors of its GPU: the job asks for --mem 1G. Give --mem 3G" in told
+    assert main((*offloads, "--mem", "3500M")) == 0
+    assert "--mem 3500M\n" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_the_script_where_torch_cannot_be_imported(slurm: Path, repository: Path) -> None:
     (slurm / "broken").mkdir()
     (slurm / "broken" / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open')\n")

@@ -129,6 +129,16 @@ def test_a_gpu_that_nothing_names_is_not_guessed(
     assert job_device(planned.run, places).unknown == unknown
 
 
+def test_a_run_whose_plan_needs_the_host_has_its_whole_share_of_the_memory_of_a_node(tmp_path: Path) -> None:
+    place = Partition(name="p", is_default=True,
+                      nodes=(Node(name="g", cpus=64, memory_mib=512 * 1024, gpus={"t4": 4}),))  # fmt: skip
+    plans = [plan_submission([run(tmp_path)], "code", [place], on_host=on_host) for on_host in ((), (40 * 2**30,))]
+    assert [plan.groups[0][0].run.cluster.mem for plan in plans] == ["32G", "128G"]
+    assert (
+        plans[1].notices[0].endswith("needs 40.00 GiB of the host for tensors of its GPU: the job asks for --mem 128G")
+    )
+
+
 def test_a_job_without_a_gpu_has_its_share_of_the_memory_it_asks_for(tmp_path: Path) -> None:
     ((planned,),) = plan_submission([run(tmp_path, device="cpu", values={"cluster.mem": "6G"})], "code", [MIXED]).groups
     assert job_device(planned.run, [MIXED]) == JobDevice(memory_mib=6144)

@@ -344,11 +344,12 @@ def _print_plan(steps: Sequence[PlannedStage], flags: Flags) -> None:
     """Prints the plan of each stage, and the batch scripts of those that would be submitted; which jobs these wait for
     is not known yet.
     """
-    from can_train.cli.submit import plan_jobs
+    from can_train.cli.submit import Placement, plan_jobs
     from can_train.runs.pipeline import REUSED, RUNNING_ALREADY
 
     new = [step for step in steps if flags["submit"] and step.what not in (REUSED, RUNNING_ALREADY)]
-    jobs = plan_jobs([step.run for step in new], (), quiet=flags["quiet"], together=False) if new else []
+    placement = Placement(runs=[step.run for step in new])
+    jobs = plan_jobs(placement, (), quiet=flags["quiet"], together=False) if new else []
     scripts = {step.name: job.script for step, job in zip(new, jobs, strict=True)}
     objects, rows = [], []
     for step in steps:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -67,16 +67,17 @@ _MAX_LISTED: Final = 10  # runs of an array that are listed; of more, the first 
 
 
 def submit_runs(
-    entry: Entry, runs: Sequence[ResolvedRun], *, after: Sequence[str] = (), force: bool, as_json: bool = False
+    entry: Entry, placement: "Placement", *, after: Sequence[str] = (), force: bool, as_json: bool = False
 ) -> None:
     """Submits runs, equal requests as one array; names runs that are identical to earlier ones.
 
     Raises:
         CanTrainError: A run cannot be submitted; of those that ask for the same, none has been.
     """
+    runs = placement.runs
     code, state = code_of_runs(runs), state_dir(runs[0].paths)
     partitions = read_cluster(runs)
-    plan = plan_submission(runs, code.digest, partitions, after=after, force=force)
+    plan = plan_submission(runs, code.digest, partitions, after=after, force=force, on_host=placement.on_host)
     print_notices(plan.notices)
     expected = [expectation(group[0].run, Registry(state).runs()) for group in plan.groups]
     keep(code, state)
@@ -122,15 +123,16 @@ class PlannedJob:
 
     script: str | None  # of its job, or of the array that it is in; None where it would be a process of this machine
     device: JobDevice
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)  # its request
 
 
 def plan_jobs(
-    runs: Sequence[ResolvedRun], after: Sequence[str], *, quiet: bool = False, together: bool = True
+    placement: "Placement", after: Sequence[str], *, quiet: bool = False, together: bool = True
 ) -> list[PlannedJob]:
     """Plans the job of each run; nothing is written down or sent.
 
     Args:
-        runs: The runs.
+        placement: The runs.
         after: Runs to wait for.
         quiet: Print no notices.
         together: Send runs with equal requests as one array.
@@ -138,13 +140,14 @@ def plan_jobs(
     Raises:
         CanTrainError: A run could not be submitted.
     """
+    runs = placement.runs
     code, partitions = code_of_runs(runs), list[Partition]()
     try:
         partitions = read_cluster(runs)
     except NoControllerError as error:
         if not quiet:
             print_note(f"{error.rule} ({error.value}): its limits are not checked")
-    plan = plan_submission(runs, code.digest, partitions, after=after, force=True)
+    plan = plan_submission(runs, code.digest, partitions, after=after, force=True, on_host=placement.on_host)
     if not quiet:
         print_notices(plan.notices)
     return _planned_jobs(plan, code, partitions, together=together)
@@ -177,7 +180,9 @@ def _planned_jobs(
             python = python_command(cluster, code.folder(state), paths)
             text = script(submission_folder(folders, submission), job_parameters, len(group), python)
             for planned in group:
-                jobs[planned.index] = PlannedJob(script=text, device=job_device(planned.run, partitions))
+                jobs[planned.index] = PlannedJob(
+                    script=text, device=job_device(planned.run, partitions), cluster=planned.run.cluster
+                )
     return jobs
 
 
@@ -328,10 +333,13 @@ _NOTHING_TO_CHOOSE: Final = "The cluster tells nothing about its partitions: the
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Runs at the best place, and all places in their order; no places where the cluster tells none."""
+    """Runs at the best place, and all places in their order; no places where the cluster tells none, or the person who
+    submits has chosen one.
+    """
 
     runs: Sequence[ResolvedRun]
     places: Sequence[Place] = ()
+    on_host: Sequence[int] = ()  # bytes of a rank of each run that wait in the memory of the host; empty: unknown
 
     @property
     def json_field(self) -> dict[str, Any]:
@@ -359,9 +367,10 @@ def place_runs(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
     _check_kind(first.cluster.gpu_type, partitions)
     places = best_first(_planned(runs, _tested(first, found, partitions), reporter))
     reason(places)  # raises where no place is usable
-    best = places[0].cluster
-    chosen = {name: getattr(best, name) for name in ("partition", "gpus")}
-    return Placement(runs=[_at(run, replace(run.cluster, **chosen)) for run in runs], places=places)
+    best = places[0]
+    chosen = {name: getattr(best.cluster, name) for name in ("partition", "gpus")}
+    return Placement(runs=[_at(run, replace(run.cluster, **chosen)) for run in runs], places=places,
+                     on_host=[best.on_host_bytes] * len(runs))  # fmt: skip
 
 
 def _check_kind(kind: str, partitions: Sequence[Partition]) -> None:
@@ -397,7 +406,8 @@ def _planned(runs: Sequence[ResolvedRun], places: Sequence[Place], reporter: Rep
     if not keys:
         return places
     ranks = next(place.cluster.num_ranks for place in places if place.cards)
-    plans = [_plan(run, [*keys], ranks, reporter) for run in _unlike(runs)]
+    unlike = [run for index, run in enumerate(runs) if not any(_is_alike(run, known) for known in runs[:index])]
+    plans = [_plan(run, [*keys], ranks, reporter) for run in unlike]
     speeds = read_speeds(first.key, first.config, Registry(state_dir(first.paths)).runs())
     return [_with_plan(place, [cards[key] for cards in plans for key in place.cards if key in cards], ranks, speeds)
             for place in places]  # fmt: skip
@@ -410,16 +420,14 @@ def _with_plan(place: Place, cards: "Sequence[CardFigures]", ranks: int, speeds:
         return replace(place, does_not_fit=f"The training does not fit {misfits[0]}")
     fullest = max(cards, key=lambda card: card.peak_share)
     time = epoch_time(place.cards, ranks, cards[0].samples, speeds)
-    return replace(place, plan=(fullest.rung, fullest.micro_batches, f"{fullest.peak_share:.1%}"), epoch=time)
+    return replace(place, plan=(fullest.rung, fullest.micro_batches, f"{fullest.peak_share:.1%}"), epoch=time,
+                   on_host_bytes=max(card.on_host_bytes for card in cards))  # fmt: skip
 
 
-def _unlike(runs: Sequence[ResolvedRun]) -> list[ResolvedRun]:
-    """Returns the runs whose plans may differ: of runs of one key with the same settings of memory, the first."""
-    unlike: list[ResolvedRun] = []
-    for run in runs:
-        if not any(run.key == known.key and alike_in_memory(run.config, known.config) for known in unlike):
-            unlike.append(run)
-    return unlike
+def _is_alike(run: ResolvedRun, known: ResolvedRun) -> bool:
+    """Tells whether two runs have the same plan: one key, and the same settings of memory."""
+    same_gpus = run.cluster.gpu_kinds == known.cluster.gpu_kinds and run.cluster.num_ranks == known.cluster.num_ranks
+    return same_gpus and run.key == known.key and alike_in_memory(run.config, known.config)
 
 
 # Plans
@@ -435,6 +443,7 @@ class CardFigures:
     rung: str = ""
     micro_batches: str = ""
     peak_share: float = 0.0  # predicted peak ÷ usable memory
+    on_host_bytes: int = 0  # of each rank, that wait in the memory of the host
     rule: str = ""  # rule, value and remedy of the error, where it does not fit
     value: str = ""
     remedy: str = ""
@@ -450,6 +459,7 @@ class CardFigures:
         fewest, most = (plan["micro_batches"][each] for each in ("fewest", "most"))
         return cls(name=name, fits=True, samples=samples, rung=plan["rung"]["name"],
                    micro_batches=count_range(fewest, most, "-"),
+                   on_host_bytes=sum(plan["rung"][f"{kind}_on_host_bytes"] or 0 for kind in ("state", "saved")),
                    peak_share=(plan["predicted_peak_bytes"] or 0) / target["capacity_bytes"])  # fmt: skip
 
     def misfit(self) -> DoesNotFitError:
@@ -482,19 +492,33 @@ def _plan(run: ResolvedRun, keys: Sequence[str], ranks: int, reporter: Reporter)
     return {}
 
 
-def check_fits(runs: Sequence[ResolvedRun], reporter: Reporter) -> None:
+def check_fits(runs: Sequence[ResolvedRun], reporter: Reporter) -> Placement:
     """Checks that runs fit the kind of GPU that their jobs ask for, as far as the catalogue has it.
 
     Raises:
         DoesNotFitError: A run fits none of the GPUs that its job may get.
     """
-    for run in _unlike([run for run in runs if run.cluster.executor == "slurm" and run.cluster.gpu_kinds]):
-        cards = dict.fromkeys(card.key for kind in run.cluster.gpu_kinds for card in cards_named(kind))
-        if not cards or not wants_gpu(run.device):
-            continue
-        plans = _plan(run, [*cards], run.cluster.num_ranks, reporter)
-        if plans and not any(plan.fits for plan in plans.values()):
-            raise next(iter(plans.values())).misfit()
+    on_host = [0] * len(runs)
+    for index, run in enumerate(runs):
+        alike = next((known for known in range(index) if _is_alike(run, runs[known])), None)
+        on_host[index] = _on_host(run, reporter) if alike is None else on_host[alike]
+    return Placement(runs=runs, on_host=on_host)
+
+
+def _on_host(run: ResolvedRun, reporter: Reporter) -> int:
+    """Plans a run for the kinds of GPU that its job may get; returns the bytes that wait on the host with any of them.
+
+    Raises:
+        DoesNotFitError: It fits none of them.
+    """
+    cluster = run.cluster
+    cards = dict.fromkeys(card.key for kind in cluster.gpu_kinds for card in cards_named(kind))
+    if cluster.executor != "slurm" or not cards or not wants_gpu(run.device):
+        return 0
+    plans = _plan(run, [*cards], cluster.num_ranks, reporter)
+    if plans and not any(plan.fits for plan in plans.values()):
+        raise next(iter(plans.values())).misfit()
+    return max((plan.on_host_bytes for plan in plans.values()), default=0)
 
 
 # Output

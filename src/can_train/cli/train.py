@@ -196,8 +196,9 @@ def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]
         check_started_once("A submission", "The job starts a rank on each GPU: --gpus N --nodes M")
         from can_train.cli.submit import submit_runs
 
-        if runs := _placed(runs, flags, verbosity).runs:
-            submit_runs(continue_in_job, runs, after=after, force=flags["force"], as_json=flags["json"])
+        placement = _placed(runs, flags, verbosity)
+        if placement.runs:
+            submit_runs(continue_in_job, placement, after=after, force=flags["force"], as_json=flags["json"])
     else:
         _train_here(runs, verbosity, as_json=flags["json"])
 
@@ -214,7 +215,7 @@ def _placed(runs: Sequence["ResolvedRun"], flags: Flags, verbosity: Verbosity) -
     if not flags["submit"] or not any(run.cluster.wants_place for run in runs):
         # A dry run prints the plan, or the error.
         if flags["submit"] and not flags["dry_run"]:
-            check_fits(runs, output.make_reporter(verbosity))
+            return check_fits(runs, output.make_reporter(verbosity))
         return Placement(runs=runs)
     placement = place_runs(runs, output.make_reporter(verbosity))
     if not flags["json"]:
@@ -402,12 +403,13 @@ def _print_dry_runs(
     from can_train.config.resolved import plain_to_yaml
 
     runs = placement.runs
-    jobs: Sequence[PlannedJob | None] = [None] * len(runs)
+    jobs: list[PlannedJob | None] = [None] * len(runs)
     if flags["submit"]:
         # Before the plans: they take seconds, and an error in a job is known at once.
         from can_train.cli.submit import plan_jobs
+        from can_train.slurm.submission_plan import host_memory_notice
 
-        jobs = plan_jobs(runs, after, quiet=flags["quiet"])
+        jobs = [*plan_jobs(placement, after, quiet=flags["quiet"])]
     if alike:
         runs, jobs = runs[:1], jobs[:1]
     reporter, objects = output.make_reporter(verbosity), list[Any]()
@@ -425,6 +427,10 @@ def _print_dry_runs(
             objects.append({**plans.to_plain(), **script})
             if not flags["json"]:
                 _print_plans(run, plans, verbosity, reporter)
+            if job is not None and job.script and plans.on_host_bytes and not placement.places:
+                job = _with_host_memory(run, job, plans.on_host_bytes, after)
+                jobs[number - 1] = job
+                reporter.notice(host_memory_notice(plans.on_host_bytes, job.cluster))
             failures += [] if plans.fits else [plans.error]
         except _NoPlanError as unknown:
             objects.append({"config_key": run.key, "data": None, "plans": [], "unknown": str(unknown),
@@ -444,6 +450,17 @@ def _print_dry_runs(
     for failure in failures[:1]:
         failure.in_json = flags["json"]
         raise failure
+
+
+def _with_host_memory(run: "ResolvedRun", job: "PlannedJob", on_host_bytes: int, after: Sequence[str]) -> "PlannedJob":
+    """Plans the job of a run anew, whose tensors wait on the host; the submission of a kind of GPU that is not named
+    knows no plan.
+    """
+    from can_train.cli.submit import Placement, plan_jobs
+
+    if not run.cluster.gpu_kinds:
+        return job
+    return plan_jobs(Placement(runs=[run], on_host=[on_host_bytes]), after, quiet=True)[0]
 
 
 class _NoPlanError(Exception):

@@ -96,6 +96,11 @@ class RunPlan:
         return (self, *self.later)
 
     @property
+    def on_host_bytes(self) -> int:
+        """Bytes of the device's tensors that wait in the memory of the host."""
+        return self.state_on_host_bytes + self.saved_on_host_bytes
+
+    @property
     def memory_budget(self) -> float:
         """Share of a sample's activations that the rung keeps for the backward pass, where modules are computed again:
         the budget of a compiler that chooses by itself which ones these are.

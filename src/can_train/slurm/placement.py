@@ -51,6 +51,7 @@ class Place:
         start: Time when SLURM expects the job to start; None: SLURM does not tell.
         epoch: Time of an epoch; None: nothing tells it.
         epochs: Epochs of the run.
+        on_host_bytes: Bytes of a rank that wait in the memory of the host, by the plan.
     """
 
     cluster: ClusterSettings
@@ -62,6 +63,7 @@ class Place:
     start: datetime | None = None
     epoch: EpochTime | None = None
     epochs: int = 1
+    on_host_bytes: int = 0
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ request above its limits, a warning signal that would arrive before the job has 
 run.
 """
 
+import math
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.factors.store import last_run_offloaded
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
 from can_train.memory.catalogue import cards_named
+from can_train.memory.host import HOST_SHARE
 from can_train.runs.past_runs import data_files, find_duplicate_run, identity
 from can_train.runs.registry import Registry, RunRecord
 from can_train.runs.run_folder import RunFolder, SweepRun
@@ -47,6 +49,7 @@ START_S: Final = 30  # from a job's start until Python handles the signal: it im
 LEAST_DELAY_S: Final = 10  # shortest useful warning: writing a checkpoint takes seconds
 LEAST_FREE_BYTES: Final = 2**30  # free disk space that a run needs for checkpoints and prepared data
 
+_PROCESS_GIB: Final = 2  # Memory of a rank beside the tensors of its GPU that wait there: Python, PyTorch, CUDA, data
 UNKNOWN: Final = "No such run has finished yet: the job plans it on its device"
 _MAX_RUNS_READ: Final = 5
 """Number of earlier runs of a key whose files are read: folders may lie on a slow network file system."""
@@ -301,13 +304,14 @@ class SubmissionPlan:
     sweep: Sequence[SweepRun] = ()  # place of each requested run in its sweep; empty: a single run
 
 
-def plan_submission(
+def plan_submission(  # noqa: PLR0913 - the runs, their code, and what is known of cluster, runs and plans
     runs: Sequence[ResolvedRun],
     code: str,
     partitions: Sequence[Partition],
     *,
     after: Sequence[str] = (),
     force: bool = False,
+    on_host: Sequence[int] = (),
 ) -> SubmissionPlan:
     """Completes and checks the runs of a submission.
 
@@ -317,6 +321,7 @@ def plan_submission(
         partitions: The cluster's partitions; empty if they are unknown.
         after: Runs to wait for, by id, part of an id, or folder.
         force: Whether duplicates are submitted, too.
+        on_host: For each run, the bytes of a rank that wait in the memory of the host, by its plan; empty: unknown.
 
     Raises:
         ConfigError: The request of a run can never be met.
@@ -328,7 +333,8 @@ def plan_submission(
     parents = [find_run(known, name) for name in after]
     candidates, notices, checked = [], [], list[ClusterSettings]()
     for index, run in enumerate(runs):
-        ready, run_notices = complete(with_start_weights(run, [parent.record for parent in parents]), partitions)
+        started = with_start_weights(run, [parent.record for parent in parents])
+        ready, run_notices = complete(started, partitions, on_host[index] if on_host else 0)
         # The runs of a sweep mostly ask for the same, and each check starts SLURM's programs.
         if ready.cluster not in checked:
             check_options(ready.cluster)
@@ -375,8 +381,12 @@ def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> Resolv
     return run
 
 
-def complete(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedRun, list[str]]:
+def complete(
+    run: ResolvedRun, partitions: Sequence[Partition], on_host_bytes: int = 0
+) -> tuple[ResolvedRun, list[str]]:
     """Completes and checks the request of a run's job, except for its options (`check_options`); returns notices, too.
+
+    `on_host_bytes` of each rank wait in the memory of the host, as far as a plan tells.
 
     Raises:
         ConfigError: The request can never be met.
@@ -391,16 +401,35 @@ def complete(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resolve
     asked, notices = with_sbatch_variables(run.cluster, os.environ)
     places = find_partitions(asked.partition, partitions) if partitions else []
     _check_names(asked, places, partitions)
-    # The plan is made in the job: the last run of a configuration shows on which rung it fits.
-    has_offloaded = run.training.fit == "auto" and not asked.mem and last_run_offloaded(run)
-    cluster, cuts = _request(run, asked, places, offloads=has_offloaded or run.training.fit.startswith("offload"))
-    if has_offloaded and cluster.mem:
+    # Without a plan, the last run of a configuration shows on which rung it fits.
+    has_offloaded = run.training.fit == "auto" and not asked.mem and not on_host_bytes and last_run_offloaded(run)
+    offloads = bool(on_host_bytes) or has_offloaded or run.training.fit.startswith("offload")
+    cluster, cuts = _request(run, asked, places, offloads=offloads)
+    if on_host_bytes:
+        cuts.append(host_memory_notice(on_host_bytes, cluster))
+    elif has_offloaded and cluster.mem:
         cuts.append(
             f"The last run of this configuration kept tensors on the host: the job asks for --mem {cluster.mem}"
         )
     cluster = _contained(cluster)
     notices += [*cuts, check_device(run.device, cluster), waiting_notice(places), _kinds_notice(cluster, places)]
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
+
+
+def host_memory_notice(on_host_bytes: int, cluster: ClusterSettings) -> str:
+    """Compares the memory of a job with the bytes of each of its ranks that wait in the memory of the host.
+
+    >>> host_memory_notice(8 * 2**30, ClusterSettings(mem="32G"))
+    'Each process needs 8.00 GiB of the host for tensors of its GPU: the job asks for --mem 32G'
+    >>> host_memory_notice(40 * 2**30, ClusterSettings(mem="32G", gpus="2"))
+    'Each process needs 40.00 GiB of the host for tensors of its GPU: the job asks for --mem 32G. Give --mem 104G'
+    """
+    needed_mib = math.ceil(on_host_bytes / HOST_SHARE / 2**30 + _PROCESS_GIB) * 2**10 * cluster.ranks_per_node
+    fact = f"Each process needs {size_text(on_host_bytes)} of the host for tensors of its GPU"
+    had_mib = cluster.memory_per_node_mib
+    request = f"--mem {cluster.mem}" if cluster.mem or not had_mib else f"--mem-per-gpu {cluster.mem_per_gpu}"
+    asks = f"the job asks for {request}" if had_mib else "the job asks for no amount of memory"
+    return f"{fact}: {asks}" + ("" if had_mib >= needed_mib else f". Give --mem {memory_text(needed_mib)}")
 
 
 def _request(

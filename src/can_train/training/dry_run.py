@@ -216,6 +216,12 @@ class Plans:
         return any(card.fits for card in self.cards)
 
     @property
+    def on_host_bytes(self) -> int:
+        """Most bytes of a rank that wait in the memory of the host, on any of the devices."""
+        phases = [phase for card in self.cards if card.plan for phase in card.plan.phases]
+        return max((phase.on_host_bytes for phase in phases), default=0)
+
+    @property
     def error(self) -> DoesNotFitError:
         """The error of a training that fits none of the devices."""
         first = self.cards[0].error

@@ -130,8 +130,8 @@ def _rung_text(run_plan: RunPlan) -> str:
         effects.append(f"a sample takes up to {size_text(run_plan.rung_saves_bytes)} less")
     if run_plan.rung_longer:
         effects.append(f"a step about {run_plan.rung_longer:.0%} longer")
-    if on_host := run_plan.state_on_host_bytes + run_plan.saved_on_host_bytes:
-        effects.append(f"the host needs {size_text(on_host)} for it")
+    if run_plan.on_host_bytes:
+        effects.append(f"the host needs {size_text(run_plan.on_host_bytes)} for it")
     told = f": {', '.join(effects)}" if effects else ""
     choice = run_plan.micro_batch
     reason = "is faster" if choice is not None and choice.is_other_rung else "fits"
