@@ -45,6 +45,19 @@ def test_runs_are_shown_side_by_side_with_the_best_of_each_row_marked(
     assert ["setting", "0101-000001-0001", "0101-000002-0002"] in rows
 
 
+@pytest.mark.parametrize("setting", ["dataset.window=50", "mode=curriculum"])
+def test_a_loss_of_other_data_or_of_another_mode_is_not_called_the_best(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    result = {"status": "finished", "best_validation_loss": 0.5}
+    for number, sets in enumerate([(), (setting,)], start=1):
+        shelf.put(number, shelf.resolved("gat", "normal", sets=sets), result | {"best_validation_loss": 1 / number})
+    assert main(("compare", "000001", "000002", *shelf.flags)) == 0
+    shown = capsys.readouterr().out
+    assert "no best value is marked: the runs have different" in shown
+    assert "*" not in shown
+
+
 def test_the_same_comparison_as_json(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     names = two_runs(shelf)
     assert main(("compare", *names, "--json", *shelf.flags)) == 0

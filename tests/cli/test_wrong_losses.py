@@ -95,3 +95,35 @@ def test_a_measure_that_a_few_samples_do_not_have_is_no_error_and_leaves_nothing
     )
     assert planned(METRICS, after, "--epochs", "1") == 0
     assert "calls" in capsys.readouterr().out
+
+
+NOT_FINITE = {
+    "layer": (LAYERS, f"{LAYERS[:-1]}, nn.LogSoftmax(1), nn.Hardtanh(-math.inf, math.inf), Log())",
+              "first in the output of 5 (Log) ("),
+    "parameter": (LAYERS, f"model = {LAYERS[7:]}\n        model[2].bias.data[0] = math.inf\n        return model",
+                  "first in the parameter 2.bias (1 infinite of 2 values)."),
+    "input": ("cross_entropy(model(points)", "cross_entropy(model(points * math.nan)",
+              "first in the input of the model (Sequential) ("),
+    "loss": (EACH.replace('"none"', '"sum"'), EACH.replace('"none"', '"sum"') + " * math.inf",
+             "though all outputs of layers are finite."),
+}  # fmt: skip
+LOG = """
+
+class Log(nn.Module):
+    def forward(self, values):
+        return values.log()
+"""
+
+
+@pytest.mark.parametrize("kind", list(NOT_FINITE))
+def test_a_loss_that_is_not_finite_at_first_names_the_first_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, after, expected = NOT_FINITE[kind]
+    assert before in CLASSIFIER
+    write_task(tmp_path, "import math\n" + CLASSIFIER.replace(before, after) + LOG)
+    assert main(("--task", "my_file.py:MyTask", "--device", "sim:64MiB", "--epochs", "1")) == 3
+    error = capsys.readouterr().err
+    assert "The loss is not finite before the first update: step 0" in error
+    assert expected in error

@@ -323,10 +323,26 @@ def comparison_tables(runs: Sequence[ComparedRun]) -> list[TextTable]:
     ]
     for metric, by_run in _scores_by_metric(runs).items():
         names = dict.fromkeys(name for scores in by_run for name in scores)
-        rows = {name or "validation": _score_cells([scores.get(name) for scores in by_run], metric) for name in names}
-        notes = (f"{_BEST} the best of its row",) if is_ranked(metric) else ()
+        differing = incomparable(runs, metric) if is_ranked(metric) else ""
+        is_marked = is_ranked(metric) and not differing
+        rows = {name or "validation": _score_cells([scores.get(name) for scores in by_run], metric, is_marked=is_marked)
+                for name in names}  # fmt: skip
+        notes = (f"{_BEST} the best of its row",) if is_marked else ()
+        if differing:
+            notes = (f"no best value is marked: the runs have different {differing}",)
         tables.append(_table(metric, "test set", runs, rows, notes=notes))
     return tables
+
+
+def incomparable(runs: Sequence[ComparedRun], metric: str) -> str:
+    """Names what differs between runs and makes their values of a metric incomparable; empty: they can be compared. A
+    loss is that of its data and of its kind of model; a score is that of its test samples.
+    """
+    settings = differences([run.settings for run in runs])
+    kinds = {"tasks": ["task"], "data": [name for name in settings if name.startswith("dataset.")]}
+    if metric.endswith("loss"):
+        kinds |= {"models": ["model_name"], "modes": ["mode.name"]}
+    return next((noun for noun, names in kinds.items() if any(name in settings for name in names)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,12 +371,16 @@ def sweep_table(runs: Sequence[ComparedRun]) -> TextTable:
         values = [_NONE if each[index] in (None, "") else str(each[index]) for each in settings.values()]
         number = (_NONE if trial is None else str(trial.trial.number),) if has_numbers else ()
         rows.append((value, (*number, run.name, state, *values, _cell(run.status.progress.epoch), _cell(value, ".4g"))))
-    sign = -1 if best.is_higher_better else 1
-    rows.sort(key=lambda row: (row[0] is None, sign * (row[0] or 0.0)))
+    differing = incomparable(runs, best.metric)
+    if not differing:
+        sign = -1 if best.is_higher_better else 1
+        rows.sort(key=lambda row: (row[0] is None, sign * (row[0] or 0.0)))
     names = [name.rpartition(".")[2] for name in settings]
     columns = (*(("trial",) if has_numbers else ()), "run", "state", *names, "epochs", best.metric or "score")
     note = f"{best.metric}: {'higher' if best.is_higher_better else 'lower'} is better"
-    title = f"{len(runs)} {'trials' if has_numbers else 'runs'}, the best first"
+    if differing:
+        note = f"not ordered by {best.metric or 'score'}: the runs have different {differing}"
+    title = f"{len(runs)} {'trials' if has_numbers else 'runs'}{'' if differing else ', the best first'}"
     return TextTable(title, columns, [row for _, row in rows], [note] if best.metric else [])
 
 
@@ -402,11 +422,11 @@ def _scores_by_metric(runs: Sequence[ComparedRun]) -> dict[str, list[Mapping[str
     return {metric: scores for metric, scores in by_metric.items() if any(scores)}
 
 
-def _score_cells(values: Sequence[float | None], metric: str) -> list[str]:
+def _score_cells(values: Sequence[float | None], metric: str, *, is_marked: bool) -> list[str]:
     defined = [value for value in values if value is not None]
     best = (max if higher_is_better(metric) else min)(defined)
     # Of equal scores none is the best.
-    is_marked = is_ranked(metric) and defined.count(best) == 1 and len(defined) > 1
+    is_marked = is_marked and defined.count(best) == 1 and len(defined) > 1
     # Most scores are shares; rates an hour run into the thousands.
     spec = ".4f" if max(defined) <= 1 else ".4g" if max(defined) < _MANY else ",.0f"
     return [_cell(value, spec) + (_BEST if is_marked and value == best else "") for value in values]

@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
@@ -44,7 +47,7 @@ from can_train.fit.run_plan import OtherRung, RunPlan, price, still_fits
 from can_train.fit.rungs import SPLIT_ALONE, Rung
 from can_train.fit.step_time import StepTimer
 from can_train.io.records import read_text, write_json_atomic
-from can_train.io.units import size_text
+from can_train.io.units import counted, size_text
 from can_train.memory.meters import Meter, tensors_of
 from can_train.memory.monitor import LeakWatch, MemoryMonitor
 from can_train.memory.out_of_memory import is_out_of_memory
@@ -54,11 +57,11 @@ from can_train.runs.attempts import TERMINATED, StopRequests
 from can_train.runs.recording import MetricsLog, StepLog, StepRecord, memory_limits, rewind_steps, steps_path
 from can_train.runs.run_folder import RunFolder
 from can_train.runs.trackers import Tracker
-from can_train.task import BatchTask, Phase, TaskInEpoch, UpcomingBatch
+from can_train.task import BatchTask, LogicalBatch, Phase, TaskInEpoch, UpcomingBatch
 from can_train.training.chosen_weights import AveragedWeights, BestWeights, Criterion, choose
 from can_train.training.distributed import Ranks
 from can_train.training.inference import rescue_settings
-from can_train.training.loading import Checkpoints, ResidentData
+from can_train.training.loading import Checkpoints, ResidentData, fresh_model
 
 if TYPE_CHECKING:
     from can_train.fit.sharding import Shards
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_PARAMETER: Final = "parameter"  # begins the name of a tensor that belongs to no sample
 _COMPARED_SAMPLES: Final = 1000  # Training samples whose loss is compared with the validation loss
 
 
@@ -594,17 +598,52 @@ class Session(Parts):
     def no_longer_finite(self, where: str, losses: Mapping[str, float]) -> FailedRunError:
         """Returns the error of losses that are not finite."""
         value = ", ".join([where, *(f"{term} {loss:g}" for term, loss in losses.items())])
-        half = " or full precision, --precision fp32" if self.training.precision in ("fp16", "bf16") else ""
-        if where == "step 0" and not half:
-            return FailedRunError("The loss is not finite before the first update", value=value,
+        half = ", or train in full precision: --precision fp32" if self.training.precision in ("fp16", "bf16") else ""
+        if where == "step 0":
+            return FailedRunError("The loss is not finite before the first update",
+                                  value=", ".join(filter(None, [value, self._first_not_finite()])),
                                   remedy="The learning rate is not the cause. Look for NaN and infinity in the "
-                                         "samples, and for logarithms and divisions in the loss")  # fmt: skip
+                                         f"samples, and for logarithms and divisions in the loss{half}")  # fmt: skip
         return FailedRunError(
             "The loss is no longer finite",
             value=value,
             remedy=f"Train anew with a lower learning rate, --lr {self.training.lr / 10:g}, or with clipped gradients, "
-            f"--grad-clip-norm 1{',' if half else ''}{half}",
+            f"--grad-clip-norm 1{half}",
         )
+
+    def _first_not_finite(self) -> str:
+        """Names the first tensor that is not finite where the first batch is computed once more, with the weights that
+        the run began with; empty where it cannot be computed.
+        """
+        if self.shards is not None or self.training.start_from:
+            return ""
+        rows, size = self.epochs.steps(0)[0], max(self.progress.epoch_largest, 1)
+        try:
+            with torch.no_grad():
+                self.model.load_state_dict(fresh_model(self.run, self.task, self.meter, on_host=True).state_dict())
+            for engine in self.engines:
+                task, share = engine.in_epoch(0, self.training.epochs), self.share(engine, rows)
+                batch = task.logical_batch(rows, self.meter.device, self.precision.dtype,
+                                           step_generator(seed=self.training.seed, step=0, update=0))  # fmt: skip
+                for start in range(share.start, share.stop, size):
+                    part = start, min(start + size, share.stop)
+                    if found := self._narrowed(batch, part):
+                        of_sample = "" if found[1].startswith(_PARAMETER) else self.task.describe(int(rows[found[0]]))
+                        return ", ".join(filter(None, [f"first in the {found[1]}", of_sample]))
+        except Exception:  # noqa: BLE001 - the error that is told must not be another one
+            return ""
+        return "though all outputs of layers are finite"
+
+    def _narrowed(self, batch: LogicalBatch, part: tuple[int, int]) -> tuple[int, str] | None:
+        """Returns the first sample of a part whose tensors are not finite, and the first such tensor; None: all are."""
+        start, stop = part
+        with self.precision.context(self.meter.device):
+            name = first_not_finite(self.model, lambda: batch.losses(self.model, start, stop))
+        if not name or stop - start == 1:
+            return (start, name) if name else None
+        middle = (start + stop) // 2
+        # Samples that depend on each other may all be finite alone.
+        return self._narrowed(batch, (start, middle)) or self._narrowed(batch, (middle, stop)) or (start, name)
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on, on every rank.
@@ -873,3 +912,43 @@ def read_plan(path: Path) -> RunPlan | None:
         raise CheckpointError("A run goes on by the plan in its folder, which this version cannot read",
                               value=f"{path}: {type(error).__name__} {error}",
                               remedy="Go on with the version that began the run, or train anew") from error  # fmt: skip
+
+
+def first_not_finite(model: nn.Module, compute: Callable[[], object]) -> str:
+    """Names the first parameter, or input or output of a layer, that has NaN or infinity where `compute` calls the
+    model; empty if all of them are finite.
+    """
+    found = [
+        f"{_PARAMETER} {name}{faults}" for name, value in model.named_parameters() if (faults := _not_finite(value))
+    ]
+
+    def look(what: str, values: object) -> None:
+        faults = "" if found else next(filter(None, map(_not_finite, tree_leaves(values))), "")
+        if faults:
+            found.append(f"{what}{faults}")
+
+    hooks = []
+    for name, layer in model.named_modules():
+        called = f"{name} ({type(layer).__name__})" if name else f"the model ({type(layer).__name__})"
+        hooks += [
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs, called=called: look(f"input of {called}", [args, kwargs]), with_kwargs=True
+            ),
+            layer.register_forward_hook(lambda _, args, output, called=called: look(f"output of {called}", output)),
+        ]
+    try:
+        if not found:
+            compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return next(iter(found), "")
+
+
+def _not_finite(value: object) -> str:
+    """Says how many values of a tensor are NaN or infinite; empty if none is, or if it is no tensor of such values."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return ""
+    counts = {"NaN": int(value.isnan().sum()), "infinite": int(value.isinf().sum())}
+    listed = " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+    return f" ({listed} of {counted(value.numel(), 'value')})" if listed else ""
