@@ -38,7 +38,7 @@ REFUSED = {
 }
 # Scripts whose training differs once it is split: words of the warning.
 TOLD = {
-    "batch_norm": r"through net\.between\.0: micro-batches change the gradient of loss \d+\.\d%",
+    "batch_norm": r"through net\.between\.0: micro-batches change the gradient of loss by \d+\.\d%",
     "augmented": "The step draws random numbers, and others for micro-batches",
     "manual_with_a_mapping": "training_step ends for its last part alone: the values logits, size",
     "manual_log_after_the_step": "training_step ends for its last part alone: the values share",

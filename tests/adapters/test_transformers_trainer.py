@@ -128,7 +128,7 @@ def test_samples_that_depend_on_each_other_through_batch_norm_are_split_and_told
     trainer = trainer_of(transformers, tmp_path, Normalised(), LoopSettings(limits=limit, learn=False))
     sizes: list[int] = []
     trainer.model.words.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
-    through = r"through layers\.1\.layer: micro-batches change the gradient of loss \d+\.\d%"
+    through = r"through layers\.1\.layer: micro-batches change the gradient of loss by \d+\.\d%"
     with pytest.warns(UserWarning, match=through) as caught:
         trainer.train()
     assert len(caught) == 1

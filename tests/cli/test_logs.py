@@ -27,6 +27,17 @@ def test_a_log_is_read_on_from_where_it_was_left_also_within_a_character(tmp_pat
     assert log.new_text() == ""
 
 
+@pytest.mark.parametrize("size", [1, 7, 60, 1000])
+def test_lines_of_submitit_are_left_out_wherever_a_read_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("can_train.cli.logs._READ_BYTES", size)
+    log = GrowingLog(tmp_path / "log")
+    line = "submitit INFO (2025-01-01 00:00:00,001) - Starting with JobEnvironment(job_id=7)\n"
+    log.path.write_text(f"{line}one\n{line}two\nsubmit")
+    assert "".join(iter(log.new_text, "")) == "one\ntwo\nsubmit"
+
+
 def test_each_rank_has_a_log_beside_the_first(runs: Runs) -> None:
     path = runs.add(1)
     runs.submit(path, "7_3", log_path=str(path / "slurm" / "7_3_0_log.out"))

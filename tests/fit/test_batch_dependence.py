@@ -82,7 +82,7 @@ def test_batch_normalisation_is_named() -> None:
     assert found.sentences(split=False) == [
         (
             "Samples depend on the rest of their batch through 2: micro-batches change the gradient of "
-            f"square {found.terms['square']:.1%}"
+            f"square by {found.terms['square']:.1%}"
         )
     ]
 
@@ -339,7 +339,7 @@ def test_the_first_batch_that_is_split_in_ones_own_loop_is_measured_and_warned_o
     model: nn.Module, losses: Callable[..., Losses], term: str, size: int
 ) -> None:
     batcher = MicroBatcher(model, rules=SplitRules(samples=size))
-    with pytest.warns(UserWarning, match=f"Samples depend on the rest of their batch.*gradient of {term} [1-9]"):
+    with pytest.warns(UserWarning, match=f"Samples depend on the rest of their batch.*gradient of {term} by [1-9]"):
         batcher.run(lambda start, stop: losses(model, start, stop), SAMPLES)
     assert batcher.batch_dependence is not None
     assert batcher.batch_dependence.terms[term] > 0.01

@@ -24,6 +24,9 @@ _STATUS_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose control
 _READ_BYTES: Final = 2**20
 _END_LINES: Final = 5  # of the log of each run of a sweep
 _CUT_OFF: Final = re.compile(r"(?:\r|\x1b(?:\[[\d;:]{0,64})?)\Z")
+# Lines by which submitit tells how it loads and ends a job's function; they are no part of what the run prints.
+_OF_SUBMITIT: Final = re.compile(r"^submitit INFO \([^)\n]*\) - .*\n?", re.MULTILINE)
+_OF_SUBMITIT_BEGIN: Final = "submitit INFO ("
 _RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")  # submitit's names of logs end in the rank
 
 
@@ -64,7 +67,7 @@ def _print_ends(statuses: Sequence[RunStatus]) -> None:
         record = status.known.record
         log = run_logs(status.facts, status.known)[-1]
         _note(f"{short_name(record.run_id)} {record.label}: {status.state}")
-        print_log("".join(f"{line}\n" for line in read_tail(log).splitlines()[-_END_LINES:]))
+        print_log("".join(f"{line}\n" for line in _OF_SUBMITIT.sub("", read_tail(log)).splitlines()[-_END_LINES:]))
 
 
 class GrowingLog:
@@ -80,7 +83,8 @@ class GrowingLog:
     def new_text(self) -> str:
         """Returns the text appended since the last call, at most 1 MiB.
 
-        A control sequence that a read cuts off comes with its rest, or at the end of the file.
+        Lines of submitit are left out. A control sequence that a read cuts off comes with its rest or, at the end
+        of the file, as it is.
         """
         try:
             with open_regular(self.path) as handle:
@@ -90,9 +94,19 @@ class GrowingLog:
             return ""
         self._position += len(data)
         text = self._held + self._decoder.decode(data)
-        cut = _CUT_OFF.search(text) if data else None
-        self._held = text[cut.start() :] if cut else ""
-        return text[: cut.start()] if cut and cut.start() else self.new_text() if cut else text
+        cut = _cut_off(text) if data else len(text)
+        self._held = text[cut:]
+        shown = _OF_SUBMITIT.sub("", text[:cut])
+        return shown or (self.new_text() if data else "")
+
+
+def _cut_off(text: str) -> int:
+    """Returns where an unfinished end of a text begins: a control sequence, or a line that may be submitit's."""
+    sequence = _CUT_OFF.search(text)
+    last = text.rfind("\n") + 1
+    begins, line = _OF_SUBMITIT_BEGIN, text[last:]
+    is_open = bool(line) and (line.startswith(begins) or begins.startswith(line))
+    return min(sequence.start() if sequence else len(text), last if is_open else len(text))
 
 
 def log_paths(facts: RunFacts, known_run: KnownRun, rank: int) -> list[Path]:

@@ -116,7 +116,7 @@ class BatchDependence:
         sentences += [f"{fault.fact(term)}. {fault.remedy(term)}" for term, fault in self.faults.items()]
         if self.terms:
             through = f" through {', '.join(self.modules)}" if self.modules else ""
-            largest = ", ".join(f"{term} {difference:.1%}" for term, difference in self.terms.items())
+            largest = ", ".join(f"{term} by {difference:.1%}" for term, difference in self.terms.items())
             depend = f"Samples depend on the rest of their batch{through}"
             sentences.append(f"{depend}: micro-batches change the gradient of {largest}")
         if self.drops and ranks > 1:
