@@ -78,7 +78,11 @@ def test_a_fixed_micro_batch_that_dies_there_was_warned_of(
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [("1MiB", "the weights alone take 4.4 MiB, the device has 1.0 MiB"), ("12MiB", "must fit on the device")],
+    [
+        ("1MiB", "the weights alone take 4.4 MiB, the device has 1.0 MiB"),
+        ("5MiB", "take 4.4 MiB, 6.0 MiB in pages of the allocator, the device has 5.0 MiB"),
+        ("12MiB", "must fit on the device"),
+    ],
 )
 def test_a_model_that_does_not_fit_is_said_in_words(
     tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str], size: str, message: str

@@ -269,6 +269,14 @@ def test_a_rung_says_which_modules_are_computed_again() -> None:
     assert SPLIT_ALONE.describe() == "batches are split"
 
 
+@pytest.mark.parametrize("fit", ["offload", "offload-optimizer", "offload-all"])
+def test_a_rung_that_is_named_computes_as_the_plan_would_on_it(fit: str) -> None:
+    model = Transformer()
+    chosen = [rung for rung in rungs_of(model, "auto", state_can_leave=True) if rung.name == fit]
+    assert [*rungs_of(model, fit, state_can_leave=True)] == chosen
+    assert chosen[-1].recompute == rungs_of(model, "recompute")[0].recompute
+
+
 def test_nothing_is_offloaded_from_the_host() -> None:
     assert [rung.name for rung in rungs_of(Transformer(), "auto", is_host=True)] == ["split", "recompute"]
     assert [rung.name for rung in rungs_of(Transformer(), "auto")] == ["split", "recompute", "offload"]

@@ -308,7 +308,7 @@ class Planner:
                     raise
                 left = self._without_recomputation(error, left)
                 continue
-            is_chosen = known is None and is_free and not self.training.recompute
+            is_chosen = known is None and self.training.fit != "recompute" and not self.training.recompute
             if is_chosen and rung.recompute and not rung.offload:
                 made = self._with_fewest_modules(made, plan)
             return self._with_effect(made)

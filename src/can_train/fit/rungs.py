@@ -166,17 +166,15 @@ def rungs_of(  # noqa: PLR0913 - the model, the settings, and what the device an
     recompute = Rung(recompute=names)
     if fit == "recompute":
         return (recompute,)
-    if fit != "auto":
-        by_hand = Rung(recompute=names if patterns else (), offload=fit in ("offload", "offload-all"),
-                       offload_optimizer=state_can_leave and fit in ("offload-optimizer", "offload-all"))  # fmt: skip
-        return (SPLIT_ALONE if is_host else by_hand,)
     rungs = (SPLIT_ALONE, *([recompute] if names else []))
     if is_host:
-        return rungs
+        return rungs if fit == "auto" else (SPLIT_ALONE,)
     rungs = (*rungs, Rung(recompute=names, offload=True))
     # The state is copied once a step, however many micro-batches it has: most steps lose more time on rung 2.
     without_state = [replace(rung, offload_optimizer=True) for rung in rungs] if state_can_leave else []
-    return (*rungs, *without_state)
+    rungs = (*rungs, *without_state)
+    # A rung that is named computes as the plan would on it.
+    return rungs if fit == "auto" else tuple(rung for rung in rungs if rung.name == fit)
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:

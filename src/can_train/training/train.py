@@ -57,10 +57,11 @@ from can_train.fit.sharding import Shards
 from can_train.fit.step_time import TimedSize
 from can_train.io.records import check_writable, is_file, open_to_append, this_host, write_json_atomic
 from can_train.io.units import size_text
+from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, without_others
 from can_train.memory.sharded_tensors import shard_of
-from can_train.memory.simulated.allocator import SMALL_PAGE_BYTES
+from can_train.memory.simulated.allocator import reserved_for
 from can_train.reporter import (
     DemotingReporter,
     EpochFigures,
@@ -275,14 +276,14 @@ def _train_and_judge(parts: Parts) -> Outcome:
         # Within micro-batches it is rescued; memory that runs out elsewhere (for weights, a copy of them) is not.
         details = describe_out_of_memory(parts.meter, None)
         smaller = "choose a smaller model by its settings (--set), or a larger device"
-        weight_bytes, capacity_bytes = _weight_bytes(parts), parts.meter.capacity_bytes
-        if max(weight_bytes, SMALL_PAGE_BYTES) > capacity_bytes and not parts.meter.is_host:
-            page = f", less than a page of the allocator ({size_text(SMALL_PAGE_BYTES)})"
-            value = f"the weights alone take {size_text(weight_bytes)}, the device has {size_text(capacity_bytes)}"
+        (weight_bytes, page_bytes), capacity_bytes = _weight_bytes(parts), parts.meter.capacity_bytes
+        if page_bytes > capacity_bytes and not parts.meter.is_host:
+            pages = f", {size_text(page_bytes)} in pages of the allocator" if weight_bytes <= capacity_bytes else ""
+            value = f"the weights alone take {size_text(weight_bytes)}{pages}, the device has"
             return DoesNotFitError("The weights of the model must fit on the device",
-                                   value=value + (page if weight_bytes <= capacity_bytes else ""),
+                                   value=f"{value} {size_text(capacity_bytes)}",
                                    remedy=without_others(details.foreign_bytes, smaller),
-                                   details=replace(details, need_bytes=weight_bytes))  # fmt: skip
+                                   details=replace(details, need_bytes=page_bytes))  # fmt: skip
         return DoesNotFitError("Memory ran out outside of the micro-batches",
                                value=headline(error), remedy=without_others(details.foreign_bytes, smaller),
                                details=replace(details, of_host=details.of_host or is_host_memory(error)))  # fmt: skip
@@ -300,16 +301,19 @@ def _train_and_judge(parts: Parts) -> Outcome:
             raise
 
 
-def _weight_bytes(parts: Parts) -> int:
-    """Returns the size of the model in the run's precision; 0 where it is not built without values."""
+def _weight_bytes(parts: Parts) -> tuple[int, int]:
+    """Returns the size of the model in the run's precision, and of the pages that its tensors lie in; 0 where it is not
+    built without values.
+    """
     dtype = Precision.named(parts.training.precision).dtype
     try:
         with torch.device("meta"):
             model = parts.task.build_model()
     except Exception:  # noqa: BLE001 - a task may load weights; the error that is told must not be another one
-        return 0
+        return 0, 0
     tensors = [*model.parameters(), *model.buffers()]
-    return sum(one.numel() * (dtype if one.is_floating_point() else one.dtype).itemsize for one in tensors)
+    sizes = [one.numel() * (dtype if one.is_floating_point() else one.dtype).itemsize for one in tensors]
+    return sum(sizes), reserved_for(sizes, read_allocator_settings())
 
 
 def _largest_parts(parts: Parts) -> list[str]:

@@ -4,8 +4,9 @@ Source: c10/cuda/CUDACachingAllocator.cpp; the constants are from c10/core/Alloc
 """
 
 import math
+import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -393,3 +394,16 @@ class CachingAllocator:
 
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
+
+
+def reserved_for(sizes: Iterable[int], settings: AllocatorSettings = PLAIN) -> int:
+    """Returns the bytes that the allocator reserves on an empty device for tensors of some sizes.
+
+    >>> reserved_for([1000, 3 * 2**20]) == SMALL_PAGE_BYTES + 20 * 2**20
+    True
+    """
+    allocator = CachingAllocator(sys.maxsize, settings)
+    for size in sizes:
+        if size:
+            allocator.malloc(size)
+    return allocator.reserved_bytes
