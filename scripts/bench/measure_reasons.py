@@ -68,7 +68,7 @@ def measure(path: Path) -> dict[str, Floats]:
 
 def explained(model: FinishedNetwork, scorer: Scorer, flat: FlatGraphs, rows: Ints) -> Iterator[list[float]]:
     """Yields, for each flagged attack window of a log with the windows `rows`, which `COLUMNS` are right."""
-    flagged = model.combine(scorer(model, rows)) > model.threshold
+    flagged = model.combine(scorer(model, rows), rows) > model.threshold
     left_out = [code for code, kind in enumerate(flat.kinds) if kind in NOTHING_INJECTED]
     wanted = rows[flagged & ~np.isin(flat.label[rows], left_out)]
     explainers = [

@@ -108,5 +108,5 @@ def test_what_raises_an_anomaly_score_adds_up_to_it() -> None:
     assert network.error_units is not None
     found = autoencoder_contributions(network.model, Gatherer(flat)(rows), network.error_units)  # type: ignore[arg-type]
     total = np.add.reduceat(found.sum(dim=1).numpy(), flat.node_ptr[:-1])
-    assert total == pytest.approx(network.combine(score().double().numpy()), rel=1e-5)
+    assert total == pytest.approx(network.network_scores(score().double().numpy()), rel=1e-5)
     assert not (found < 0).any()

@@ -23,10 +23,18 @@ from torch import Tensor, nn
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError, RunError
 from can_train.task import ReferenceModel
-from can_train_tasks.can.contributions import autoencoder_contributions, classifier_contributions
+from can_train_tasks.can.contributions import (
+    IDENTITY,
+    PERIOD,
+    PROPERTIES,
+    SILENCE,
+    autoencoder_contributions,
+    classifier_contributions,
+)
 from can_train_tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train_tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, Floats, Ints
 from can_train_tasks.can.evaluation.metrics import ERROR_TERMS, anomaly_scores
+from can_train_tasks.can.evaluation.rules import LATE, NEW, RULES, SILENT, RaisedScores, RuleScale
 from can_train_tasks.can.inputs import InputEncoder, InputStatistics, known_ids, target_weights
 from can_train_tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train_tasks.can.models import GatClassifier, Vgae, build_network
@@ -40,6 +48,9 @@ if TYPE_CHECKING:
 AUTOENCODER: Final = "autoencoder"
 CLASSIFIER: Final = "classifier"
 
+# Columns of contributions that the rules add to, in the order of `RULES`.
+_RULE_COLUMNS: Final = [PROPERTIES.index({SILENT: SILENCE, LATE: PERIOD, NEW: IDENTITY}[rule]) for rule in RULES]
+
 
 class WindowModel(ABC):
     """A finished model on the windows of a data set.
@@ -48,10 +59,12 @@ class WindowModel(ABC):
         finished: The model with its run and its result.
         model: The network, frozen and in evaluation mode, on the CPU.
         error_units: Units of an autoencoder's error terms; None for other models.
+        raised: The rules that raise the model's scores; None for a model without rules.
         vocabulary: CAN IDs of benign training windows.
     """
 
     error_units: list[float] | None = None
+    raised: RaisedScores | None = None
     vocabulary: Ints
 
     def __init__(self, finished: FinishedModel, flat: FlatGraphs, model: nn.Module) -> None:
@@ -72,9 +85,14 @@ class WindowModel(ABC):
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns the contributions [I, P] of the properties of each CAN ID to the final scores of windows."""
 
+    @property
+    def rule_scale(self) -> RuleScale | None:
+        """The place of the rules on the scale of the final scores; None for a model without rules."""
+        return None if self.raised is None else self.raised.scale
+
     @abstractmethod
-    def combine(self, scores: Floats) -> Floats:
-        """Returns final scores [R], higher is more attack-like, from raw scores [R, S]."""
+    def combine(self, scores: Floats, rows: Ints) -> Floats:
+        """Returns final scores [R], higher is more attack-like, from raw scores [R, S] of the windows `rows`."""
 
     def on(self, flat: FlatGraphs) -> Self:
         """Returns the same model, with the same network, on other windows."""
@@ -119,8 +137,10 @@ class FinishedNetwork(WindowModel):
         self._full_precision = full_precision
         self._gather = Gatherer(flat)
         self.vocabulary = np.asarray(weights["inputs.vocabulary"])
+        judgement = finished.result.get("judgement", {})
         if not self._supervised:
-            self.error_units = finished.result.get("judgement", {}).get("error_units")
+            self.error_units = judgement.get("error_units")
+        self.raised = RaisedScores.from_judgement(judgement)
 
     def on(self, flat: FlatGraphs) -> Self:
         """Returns the same model, with the same network, on other windows."""
@@ -141,6 +161,14 @@ class FinishedNetwork(WindowModel):
             return kind.scores(model, batch)
 
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns the contributions [I, P] of the network and of the rules to the final score."""
+        contributions = self.network_contributions(model, rows, device, dtype)
+        if self.raised is not None:
+            added = torch.from_numpy(self.raised.contributions(self._flat, rows)).to(contributions)
+            contributions[:, _RULE_COLUMNS] += added
+        return contributions
+
+    def network_contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns the contributions [I, P] to the logit difference or the anomaly score, without mixed precision."""
         batch = self._gather(rows).to(device, dtype)
         with torch.autocast(device.type, enabled=False):
@@ -150,7 +178,12 @@ class FinishedNetwork(WindowModel):
             assert self.error_units is not None
             return autoencoder_contributions(model, batch, self.error_units)
 
-    def combine(self, scores: Floats) -> Floats:
+    def combine(self, scores: Floats, rows: Ints) -> Floats:
+        """Returns the network's scores [R], raised by the rules."""
+        score = self.network_scores(scores)
+        return score if self.raised is None else self.raised(self._flat, rows, score)
+
+    def network_scores(self, scores: Floats) -> Floats:
         """Returns logit differences or anomaly scores, [R]."""
         if self._supervised:
             return scores[:, 0]

@@ -179,7 +179,8 @@ class WindowEvaluation(Evaluation):
             for role, record in self._result["references"].items():
                 with self._absent_on_error(role):
                     # The threshold and the units come from the result of the student's run, as at the end of that run.
-                    finished = replace(load_model(role), result={"judgement": record})
+                    known = {**record, **{name: self._result[name] for name in ("rules",) if name in self._result}}
+                    finished = replace(load_model(role), result={"judgement": known})
                     self._references[role] = FinishedNetwork(finished, data.flat, full_precision=True)
 
     def call_model(self, rows: Ints) -> None:
@@ -247,8 +248,8 @@ class WindowEvaluation(Evaluation):
         timed = judging.TimedScore(lambda rows, role="": score(models[role], rows))
         raw = self._folder_scores(timed)
         scores = self._final_scores(model, raw)
-        if len(data.split.validation):
-            scores = replace(scores, validation=model.combine(timed(data.split.validation)))
+        if len(validation := data.split.validation):
+            scores = replace(scores, validation=model.combine(timed(validation), validation))
         chosen = self._threshold(rule, hold)
         detectors = {judging.TRAINED: judging.Detector(scores, chosen)}
         detectors |= {
@@ -267,7 +268,7 @@ class WindowEvaluation(Evaluation):
             baselines = Baselines((*constant_baselines(), lookup), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
         judgement = judging.judge_at(data.flat, split, detectors, baselines, hold)
         judgement["absent"] |= self._absent
-        for name in ("benign", "rare_ids", "bases"):
+        for name in ("benign", "rare_ids", "bases", "rules"):
             if self.own_split and name in self._result:
                 judgement[name] = self._result[name]
         samples, rows = self._samples(split, detectors[judging.TRAINED].scores.test, chosen.value)
@@ -280,10 +281,11 @@ class WindowEvaluation(Evaluation):
             notes=[*notes, *self._id_notes(), *_notes(chosen, judgement["absent"])],
         )
 
-    @staticmethod
-    def _final_scores(model: WindowModel, raw: FolderScores) -> judging.ModelScores:
-        test = {folder: model.combine(columns) for folder, columns in raw.items()}
-        return judging.ModelScores(validation=np.empty(0), test=test, error_units=model.error_units)
+    def _final_scores(self, model: WindowModel, raw: FolderScores) -> judging.ModelScores:
+        rows = self._data.split.test
+        test = {folder: model.combine(columns, rows[folder]) for folder, columns in raw.items()}
+        return judging.ModelScores(validation=np.empty(0), test=test, error_units=model.error_units,
+                                   rule_scale=model.rule_scale)  # fmt: skip
 
     def _threshold(self, rule: AlarmRule, hold: Hold) -> Threshold:
         if rule.threshold is not None:
@@ -304,7 +306,7 @@ class WindowEvaluation(Evaluation):
         make = partial(Calibration, seconds, benign, threshold=model.threshold.value, vocabulary=self._model.vocabulary)
         calibrated = {
             folder: calibrate_logs(
-                flat, rows, model.scores.test[folder], make, lambda of_log: self._model.combine(timed(of_log))
+                flat, rows, model.scores.test[folder], make, lambda of_log: self._model.combine(timed(of_log), of_log)
             )
             for folder, rows in split.test.items()
         }

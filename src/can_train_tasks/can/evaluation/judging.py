@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from can_train_tasks.can.evaluation.bursts import (
 )
 from can_train_tasks.can.evaluation.calibration import BenignScores
 from can_train_tasks.can.evaluation.options import Hold
+from can_train_tasks.can.evaluation.rules import Rules, RuleScale
 from can_train_tasks.can.inputs import rare_id_notes, rare_ids, training_bases
 from can_train_tasks.can.settings import BEHAVIOUR_FEATURES
 
@@ -89,11 +90,13 @@ class ModelScores:
         validation: [R] float64, one for each validation row; empty where the split has none.
         test: [F] float64 for each test folder.
         error_units: Units of an autoencoder's error terms in the scores; None for other detectors.
+        rule_scale: The place of the rules on the scale of the scores; None where no rules have raised the scores.
     """
 
     validation: Floats
     test: Mapping[str, Floats]
     error_units: list[float] | None = None
+    rule_scale: RuleScale | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ class Detector:
         record = ThresholdRecord(threshold=self.threshold.value, threshold_rule=self.threshold.rule)
         if self.scores.error_units is not None:
             record["error_units"] = self.scores.error_units
+        if self.scores.rule_scale is not None:
+            record["rule_scale"] = self.scores.rule_scale.plain()
         return record
 
 
@@ -118,6 +123,7 @@ class JudgingOptions:
     Attributes:
         supervised: Whether the model learned from attacks, which decides the threshold's rule.
         validation_fpr: Share of the benign validation windows that an anomaly detector may flag.
+        rules: Whether rules raise the scores of networks (see `Rules`).
         baselines: Whether the baselines are computed, with `seed`, on the model's `features`.
         hold: Flagged windows that raise an alarm, for burst-level figures.
         prepared: Folder of the prepared data, which keeps scores of baselines; None: they are not kept.
@@ -125,6 +131,7 @@ class JudgingOptions:
 
     supervised: bool
     validation_fpr: float
+    rules: bool
     baselines: bool
     seed: int
     features: str = BEHAVIOUR_FEATURES
@@ -135,8 +142,9 @@ class JudgingOptions:
     def of(cls, run: ResolvedRun, data: CanData, *, supervised: bool) -> JudgingOptions:
         """Takes the options from the settings of a run."""
         mode, seed = run.mode, run.training.seed
-        return cls(supervised=supervised, validation_fpr=mode.validation_fpr, baselines=mode.baselines, seed=seed,
-                   features=run.dataset.features, prepared=data.folder)  # fmt: skip
+        return cls(supervised=supervised, validation_fpr=mode.validation_fpr, rules=mode.rules,
+                   baselines=mode.baselines, seed=seed, features=run.dataset.features,
+                   prepared=data.folder)  # fmt: skip
 
 
 class FolderJudgement(TypedDict):
@@ -157,11 +165,14 @@ class FolderJudgement(TypedDict):
 
 
 class ThresholdRecord(TypedDict):
-    """The decisions of validation about a detector; an autoencoder has `error_units`."""
+    """The decisions of validation about a detector; an autoencoder has `error_units`, a network with rules has
+    `rule_scale` (see `RuleScale`).
+    """
 
     threshold: float
     threshold_rule: str
     error_units: NotRequired[list[float]]
+    rule_scale: NotRequired[dict[str, float]]
 
 
 class Judgement(ThresholdRecord):
@@ -170,13 +181,15 @@ class Judgement(ThresholdRecord):
     `references` are the models and mixes that the model is compared with; `absent` has the reason for each missing
     detector. Data that no run was trained on have no validation part. `benign` is the distribution of scores over the
     benign validation windows (see `BenignScores`), `rare_ids` names the CAN IDs whose timing training was too short to
-    tell (see `inputs.rare_ids`), `bases` has the number bases of the training data (see `training_bases`).
+    tell (see `inputs.rare_ids`), `bases` has the number bases of the training data (see `training_bases`), `rules` the
+    rules that raise the scores of networks (see `Rules`).
     """
 
     validation: NotRequired[metrics.Metrics]
     benign: NotRequired[dict[str, Any]]
     rare_ids: NotRequired[dict[str, Any]]
     bases: NotRequired[dict[str, str]]
+    rules: NotRequired[dict[str, Any]]
     test: dict[str, FolderJudgement]
     references: dict[str, ThresholdRecord]
     absent: dict[str, str]
@@ -192,20 +205,43 @@ def judge(
         DataError: Validation allows no threshold.
     """
     is_attack = flat.label[split.validation] > 0
+    rules = Rules.fit(flat, split) if options.rules else None
+
+    def threshold_of(detector: ModelScores) -> metrics.Threshold:
+        fpr = options.validation_fpr
+        return metrics.choose_threshold(is_attack, detector.validation, supervised=options.supervised, fpr=fpr)
 
     detectors = {}
     for name, detector_scores in {TRAINED: scores, **references}.items():
         check_scores(detector_scores)
-        validation, fpr = detector_scores.validation, options.validation_fpr
-        threshold = metrics.choose_threshold(is_attack, validation, supervised=options.supervised, fpr=fpr)
-        detectors[name] = Detector(detector_scores, threshold)
+        detector = Detector(detector_scores, threshold_of(detector_scores))
+        if rules is not None:
+            raised = _raised(flat, split, detector, rules)
+            detector = Detector(raised, threshold_of(raised))
+        detectors[name] = detector
     judgement = judge_at(flat, split, detectors, own_baselines(flat, split, options), options.hold)
     judgement["rare_ids"] = rare_ids(flat, split.train)
     judgement["bases"] = training_bases(flat, split.train)
     if not is_attack.all():
         timeline = Timeline.of(flat, split.validation[~is_attack])
-        judgement["benign"] = BenignScores.of(timeline, scores.validation[~is_attack]).plain()
+        validation = detectors[TRAINED].scores.validation
+        judgement["benign"] = BenignScores.of(timeline, validation[~is_attack]).plain()
+    if rules is not None:
+        judgement["rules"] = rules.plain()
     return judgement
+
+
+def _raised(flat: FlatGraphs, split: Split, detector: Detector, rules: Rules) -> ModelScores:
+    """Raises a network's scores where the rules find a window rare."""
+    scores, rows = detector.scores, split.validation
+    scale = RuleScale.of(scores.validation[flat.label[rows] == 0], detector.threshold.value)
+    return replace(
+        scores,
+        validation=scale.raised(scores.validation, rules.window_rarities(flat, rows)),
+        test={folder: scale.raised(score, rules.window_rarities(flat, split.test[folder]))
+              for folder, score in scores.test.items()},
+        rule_scale=scale,
+    )  # fmt: skip
 
 
 def own_baselines(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Baselines:
@@ -235,10 +271,8 @@ def judge_at(
         check_scores(detector.scores)
     model = detectors[TRAINED]
     references = {name: other.record() for name, other in detectors.items() if name != TRAINED}
-    judgement = Judgement(threshold=model.threshold.value, threshold_rule=model.threshold.rule, test={},
-                          references=references, absent=baselines.absent)  # fmt: skip
-    if model.scores.error_units is not None:
-        judgement["error_units"] = model.scores.error_units
+    plain = {**model.record(), "test": {}, "references": references, "absent": baselines.absent}
+    judgement = cast(Judgement, plain)
     for folder, rows in split.test.items():
         fits = {name: [_Fit(detector.scores.test[folder], detector.threshold.value, False)]
                 for name, detector in detectors.items()}  # fmt: skip

@@ -336,7 +336,7 @@ class LiveBus:
         flat = _flat_of(block, self._window)
         model = self._model.on(flat)
         parts = np.split(np.arange(len(block)), range(SCORED_WINDOWS, len(block), SCORED_WINDOWS))
-        scores = model.combine(np.concatenate([score(model, rows) for rows in parts]))
+        scores = model.combine(np.concatenate([score(model, rows) for rows in parts]), np.arange(len(block)))
         if not np.isfinite(scores).all():
             raise RunError(f"The score of {model.describe(0)} is not a finite number",
                            remedy="The model has diverged: train it anew with a lower learning rate")  # fmt: skip

@@ -110,7 +110,7 @@ class WindowDetector(LoadedModel):
         for start in range(0, len(samples), size):
             rows = samples.rows[start : start + size]
             with computing(self._finished.run, inference.device):
-                scores: Floats = model.combine(inference.scores(model, rows))
+                scores: Floats = model.combine(inference.scores(model, rows), rows)
             folders = [names[index] for index in samples.folders[start : start + size]]
             yield len(rows), window_columns(flat, rows, folders, scores, self._threshold)
 

@@ -258,7 +258,7 @@ def scale_errors(autoencoder: FinishedNetwork, errors: Floats) -> tuple[Floats, 
     """
     assert autoencoder.error_units is not None
     autoencoder.check_finite(errors)
-    scores = mixing.bounded_anomaly(autoencoder.combine(errors), autoencoder.threshold)
+    scores = mixing.bounded_anomaly(autoencoder.network_scores(errors), autoencoder.threshold)
     terms = slice(RECONSTRUCTION_TERMS)
     return scores, mixing.bounded_errors(errors[:, terms], autoencoder.error_units[terms])
 
@@ -270,7 +270,7 @@ def scale_logits(classifier: FinishedNetwork, difference: Floats) -> Floats:
         RunError: A difference is not a finite number.
     """
     classifier.check_finite(difference)
-    return mixing.attack_probability(classifier.combine(difference), classifier.threshold)
+    return mixing.attack_probability(classifier.network_scores(difference), classifier.threshold)
 
 
 class FusionTask(WindowTask):
@@ -430,11 +430,11 @@ class FinishedFusion(WindowModel):
             (AUTOENCODER, self._autoencoder, (1 - weight) * anomaly),
             (CLASSIFIER, self._classifier, weight * attack),
         ):
-            each = network.contributions(model[role], rows, device, dtype).double().cpu()
+            each = network.network_contributions(model[role], rows, device, dtype).double().cpu()
             window = torch.from_numpy(np.repeat(np.arange(len(rows)), self._flat.num_ids[rows]))
             found = found + shares_of_windows(each, window) * part[window][:, None]
         return found
 
-    def combine(self, scores: Floats) -> Floats:
+    def combine(self, scores: Floats, rows: Ints) -> Floats:
         """Returns the fused scores [R]."""
         return scores[:, mixing.FUSED]

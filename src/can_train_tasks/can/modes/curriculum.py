@@ -138,7 +138,7 @@ class CurriculumTask(ClassifierTask):
         Raises:
             RunError: An error is not a finite number.
         """
-        difficulty = self._autoencoder.combine(outputs(self._benign)["errors"].double().cpu().numpy())
+        difficulty = self._autoencoder.network_scores(outputs(self._benign)["errors"].double().cpu().numpy())
         self._autoencoder.check_finite(difficulty)
         self._rank(difficulty)
 

@@ -145,13 +145,20 @@ class WindowTask(BatchTask):
 
         alone = copy(self)
         alone._data = replace(self._data, split=replace(self._data.split, test={}))
-        options = replace(JudgingOptions.of(self._run, self._data, supervised=self.supervised), baselines=False)
+        options = JudgingOptions.of(self._run, self._data, supervised=self.supervised)
+        options = replace(options, rules=False, baselines=False)
         judged = judge(alone._data.flat, alone._data.split, alone._final_scores(score), options, {})["validation"]
         return {name: math.nan if value is None else float(value) for name, value in judged.items()}  # type: ignore[arg-type]
 
     def predictions(self, judgement: Mapping[str, Any], score: Score) -> Mapping[str, Predictions]:
         """Returns the predictions for each test folder; the times of its logs follow one another (see `elapsed_s`)."""
+        from can_train_tasks.can.evaluation.rules import RaisedScores
+
         flat, scores = self._data.flat, self._final_scores(score).test
+        raised = RaisedScores.from_judgement(judgement)
+        if raised is not None:
+            test = self._data.split.test
+            scores = {folder: raised(flat, test[folder], network) for folder, network in scores.items()}
         return {
             folder: Predictions(
                 score=scores[folder],

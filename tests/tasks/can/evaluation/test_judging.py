@@ -25,8 +25,8 @@ from can_train_tasks.can.evaluation.metrics import detector_metrics
 from fakes.windows_by_hand import source_file, windows_of
 
 BASELINES = ["flag_everything", "flag_nothing", "id_lookup", "gap_lookup", "silence", "random_forest"]
-OPTIONS = JudgingOptions(supervised=True, validation_fpr=0.01, baselines=True, seed=0)
-NO_BASELINES = JudgingOptions(supervised=True, validation_fpr=0.01, baselines=False, seed=0)
+OPTIONS = JudgingOptions(supervised=True, validation_fpr=0.01, rules=False, baselines=True, seed=0)
+NO_BASELINES = JudgingOptions(supervised=True, validation_fpr=0.01, rules=False, baselines=False, seed=0)
 
 BENIGN_WINDOW = [1, 2, 3, 1, 2, 3]
 FLOOD_WINDOW = [1, 0, 0, 0, 0, 2]
@@ -78,7 +78,7 @@ def test_the_threshold_comes_from_validation_whatever_the_test_scores_are():
 
 
 def test_an_anomaly_detector_is_judged_at_the_chosen_false_positive_rate():
-    anomaly = JudgingOptions(supervised=False, validation_fpr=0.25, baselines=False, seed=0)
+    anomaly = JudgingOptions(supervised=False, validation_fpr=0.25, rules=False, baselines=False, seed=0)
     score = np.arange(40.0)
     judgement = judged(score, options=anomaly)
     assert judgement["threshold_rule"] == "at most 25 % of benign windows flagged on validation"

@@ -198,7 +198,7 @@ def test_a_finished_agent_scores_windows_as_it_did_in_training(folder: Path) -> 
     with torch.inference_mode():
         alone = fusion.scores(fusion.model, rows, CPU, torch.float32)
     torch.testing.assert_close(alone[:, :2], task.scores(agent, rows, CPU, torch.float32), rtol=1e-4, atol=1e-5)
-    assert fusion.combine(alone.numpy()).shape == (len(rows),)
+    assert fusion.combine(alone.numpy(), rows).shape == (len(rows),)
 
 
 DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--no-baselines")

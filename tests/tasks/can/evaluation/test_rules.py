@@ -1,0 +1,165 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from can_train.errors import ConfigError
+from can_train_tasks.can.contributions import IDENTITY, PERIOD, PROPERTIES, SILENCE
+from can_train_tasks.can.data.graphs import Frames, GraphBuilder, Split
+from can_train_tasks.can.evaluation.rules import FLAGGED, LEAST_WINDOWS, TOLD, RaisedScores, Rules, RuleScale, Tail
+from can_train_tasks.can.reference_models import _RULE_COLUMNS
+from can_train_tasks.can.settings import FusionSettings
+from fakes.random_bus import cached_graphs
+from fakes.silenced_bus import SILENCED, SILENT_S, WINDOW, bus_frames, silenced_graphs
+
+FOREIGN = 0x1000
+
+
+@pytest.fixture(scope="module")
+def bus(tmp_path_factory):
+    """The graphs of drives, the rules of all drives but the last, and the windows of the last drive."""
+    flat, last = silenced_graphs(tmp_path_factory.mktemp("bus") / "graphs")
+    benign, rows = (np.flatnonzero(part) for part in (flat.source < last, flat.source == last))
+    rules = Rules.fit(flat, Split(train=benign, validation=benign, test={"last": rows}))
+    assert rules is not None
+    return flat, rules, rows
+
+
+def graphs_of(folder, frames):
+    return cached_graphs(folder, [list(GraphBuilder(WINDOW, WINDOW).feed(frames))], WINDOW)
+
+
+def with_frames(frames, can_id, times):
+    times = np.asarray(times)
+    nothing = np.zeros(len(times), np.uint8)
+    new = Frames(
+        times, np.full(len(times), can_id, np.uint32), nothing + 8, np.zeros((len(times), 8), np.uint8), nothing
+    )
+    whole = Frames.concatenate([frames, new])
+    order = np.argsort(whole.timestamp, kind="stable")
+    return Frames(**{name: column[order] for name, column in vars(whole).items()})
+
+
+def test_windows_without_a_punctual_id_are_rare_and_no_others_are(bus):
+    flat, rules, rows = bus
+    rare = rules.window_rarities(flat, rows) >= FLAGGED
+    begins, ends = SILENT_S
+    # A silence shows when it is longer than one that was seen: after two periods at the latest.
+    inside = (flat.end_time[rows] > begins + 0.05) & (flat.start_time[rows] < ends)
+    outside = (flat.end_time[rows] < begins) | (flat.start_time[rows] > ends + 0.02)
+    assert rare[inside].all()
+    assert not rare[outside].any()
+
+
+def test_the_id_that_is_silent_is_named(bus):
+    flat, rules, rows = bus
+    (row,) = rows[(flat.start_time[rows] < 2.3) & (flat.end_time[rows] > 2.3)][:1]
+    nodes = slice(flat.node_ptr[row], flat.node_ptr[row + 1])
+    absences = slice(flat.absent_ptr[row], flat.absent_ptr[row + 1])
+    ids = flat.ids[np.concatenate([flat.node_code[nodes], flat.absent_code[absences]])]
+    rarities = rules.rarities(flat, np.array([row]))
+    assert ids[rarities.max(axis=1) >= FLAGGED].tolist() == [SILENCED]
+    raised = RaisedScores(rules=rules, scale=RuleScale(threshold=1.0, decade=0.5))
+    added = raised.contributions(flat, np.array([row]))
+    assert np.flatnonzero(added.any(axis=1)).tolist() == np.flatnonzero(ids == SILENCED).tolist()
+    assert [PROPERTIES[column] for column in _RULE_COLUMNS] == [SILENCE, PERIOD, IDENTITY]
+
+
+def test_windows_together_and_one_by_one_have_equal_rarities(bus):
+    flat, rules, rows = bus
+    alone = np.concatenate([rules.window_rarities(flat, rows[place : place + 1]) for place in range(len(rows))])
+    assert np.array_equal(rules.window_rarities(flat, rows), alone)
+    assert rules.window_rarities(flat, rows[:0]).shape == (0,)
+
+
+def test_another_vehicle_breaks_no_rule(bus, tmp_path):
+    _, rules, _ = bus
+    frames = bus_frames(silenced=True)
+    other = graphs_of(tmp_path / "ids", replace(frames, can_id=frames.can_id + np.uint32(FOREIGN)))
+    assert not rules.window_rarities(other, np.arange(len(other))).any()
+    # The same IDs, but every message comes half as often: other messages, which agree with no history.
+    slow = graphs_of(tmp_path / "periods", replace(frames, timestamp=frames.timestamp * 2))
+    before = np.flatnonzero(slow.end_time < 2 * SILENT_S[0])
+    assert not (rules.window_rarities(slow, before) >= FLAGGED).any()
+    # One of its messages has a known ID, and pauses.
+    known = np.where(frames.can_id == SILENCED, SILENCED, frames.can_id + np.uint32(FOREIGN)).astype(np.uint32)
+    shared = graphs_of(tmp_path / "shared", replace(frames, can_id=known))
+    assert len(shared.absent_code)
+    alone = np.flatnonzero(np.diff(shared.absent_ptr) > 0)
+    assert not rules.rarities(shared, alone).any()
+
+
+def test_a_new_id_on_a_known_bus_is_rare_unless_benign_drives_have_new_ids(bus, tmp_path):
+    flat, rules, _ = bus
+    frames = with_frames(bus_frames(silenced=False), FOREIGN, [1.5])
+    drive = graphs_of(tmp_path / "graphs", frames)
+    rows = np.arange(len(drive))
+    assert (rules.window_rarities(drive, rows) >= FLAGGED).sum() == 1
+    seen = graphs_of(tmp_path / "seen", with_frames(bus_frames(silenced=False), FOREIGN, [0.5, 1.5, 2.5]))
+    half = len(flat) // 2
+    used = Rules.fit(flat, Split(train=np.arange(half), validation=np.arange(half, len(flat)), test={}))
+    assert used is not None
+    # As if validation had such windows: 3 of `len(seen)`.
+    lenient = replace(used, new=float(np.log10(len(seen) / 3)))
+    assert (lenient.window_rarities(drive, rows) >= FLAGGED).sum() == 0
+
+
+def test_rules_survive_a_result_file(bus):
+    flat, rules, rows = bus
+    again = Rules.from_plain(json.loads(json.dumps(rules.plain(), allow_nan=False)))
+    assert np.array_equal(again.rarities(flat, rows), rules.rarities(flat, rows))
+    scale = RuleScale(threshold=0.25, decade=3.0)
+    judgement = {"rules": rules.plain(), "rule_scale": scale.plain()}
+    raised = RaisedScores.from_judgement(judgement)
+    assert raised is not None
+    assert np.array_equal(
+        raised(flat, rows, np.zeros(len(rows))), scale.raised(np.zeros(len(rows)), rules.window_rarities(flat, rows))
+    )
+    assert RaisedScores.from_judgement({"rules": rules.plain()}) is None
+
+
+def test_too_few_benign_windows_make_no_rules(bus):
+    flat, _, _ = bus
+    rows = np.arange(len(flat))
+    few = Split(train=rows, validation=rows[: LEAST_WINDOWS - 1], test={})
+    assert Rules.fit(flat, few) is None
+
+
+finite = st.floats(-1e3, 1e3, allow_subnormal=False)
+
+
+@given(arrays(np.float64, st.integers(1, 200), elements=finite), arrays(np.float64, 20, elements=finite))
+def test_larger_values_are_never_less_rare(benign, values):
+    rarities = Tail.of(benign).rarities(np.sort(values))
+    assert (np.diff(rarities) >= 0).all()
+    assert (rarities >= 0).all()
+
+
+def test_one_benign_value_in_a_thousand_has_a_rarity_of_three():
+    benign = np.random.default_rng(0).exponential(size=100_000)
+    for rarity in (2.0, 3.0, 4.0):
+        (value,) = np.quantile(benign, [1 - 10**-rarity])
+        assert Tail.of(benign).rarities(np.array([value])) == pytest.approx(rarity, abs=0.15)
+    assert not Tail.of(np.full(10, -np.inf)).rarities(np.array([-np.inf])).any()
+
+
+@given(arrays(np.float64, 30, elements=finite), arrays(np.float64, 30, elements=st.floats(0, 20)), finite)
+def test_a_rule_raises_scores_and_flags_exactly_what_is_rarer_than_one_in_a_million(score, rarity, threshold):
+    raised = RuleScale(threshold=threshold, decade=0.7).raised(score, rarity)
+    assert (raised >= score).all()
+    assert np.array_equal(raised > threshold, (score > threshold) | (rarity >= FLAGGED))
+    assert np.array_equal(raised[rarity < TOLD], score[rarity < TOLD])
+
+
+def test_a_window_as_rare_as_one_in_a_million_is_flagged():
+    scale = RuleScale(threshold=0.1, decade=0.7)
+    assert scale.raised(np.array([-5.0]), np.array([FLAGGED])) > scale.threshold
+
+
+def test_a_fusion_agent_has_no_rules():
+    with pytest.raises(ConfigError, match=r"mode\.rules"):
+        FusionSettings(rules=True)
