@@ -15,6 +15,9 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.report.figures import (
+    calibration_chart,
+    confusion_table,
+    extremes_table,
     has_both_classes,
     memory_charts,
     precision_recall_chart,
@@ -130,18 +133,21 @@ def test_a_report_reaches_out_to_nothing(shelf: Shelf) -> None:
     record(run)
     text = page(run, shelf)
     assert not re.search(r"https?:", text)
-    assert not {"script", "img", "iframe", "object"} & {*Elements(text).names}
+    names = Elements(text).names
+    assert names.count("script") == 1
+    assert not {"img", "iframe", "object"} & {*names}
     assert re.findall(r"(?:src|href)=\"(?!#)(.*?)\"", text) == ["data:,"]
     assert not re.search(r"url\(|@import", text)
 
 
-def test_a_browser_is_told_to_run_and_load_nothing_but_the_style(shelf: Shelf) -> None:
+def test_a_browser_is_told_to_run_and_load_nothing_but_style_and_script_of_the_page(shelf: Shelf) -> None:
     text = page(shelf.put(1, shelf.resolved("gat", "normal")), shelf)
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', text)
     (style,) = re.findall(r"<style>(.*?)</style>", text, flags=re.DOTALL)
-    digest = b64encode(sha256(style.encode()).digest()).decode()
-    assert policy.split("; ") == ["default-src 'none'", f"style-src 'sha256-{digest}'", "img-src data:",
-                                  "base-uri 'none'", "form-action 'none'"]  # fmt: skip
+    (script,) = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
+    style, script = (b64encode(sha256(part.encode()).digest()).decode() for part in (style, script))
+    assert policy.split("; ") == ["default-src 'none'", f"style-src 'sha256-{style}'", f"script-src 'sha256-{script}'",
+                                  "img-src data:", "base-uri 'none'", "form-action 'none'"]  # fmt: skip
     assert text.index("Content-Security-Policy") < text.index("<link")
     assert "style=" not in text
 
@@ -151,7 +157,10 @@ def test_several_runs_are_compared_in_the_folder_one_works_in(shelf: Shelf) -> N
     for number, run in enumerate(runs):
         record(run, {"test_01": predictions(number)})
     text = reported(shelf, *(run.run_id for run in runs)).read_text()
-    assert captions(text) == ["Validation loss", "test_01", *CHARTS, *CHARTS]
+    overlaid = ["Validation loss", "Training loss", "Memory of each step", "test_01"]
+    assert captions(text) == [*overlaid, *CHARTS, *CHARTS]
+    # The legends name runs by the setting that differs.
+    assert text.count("</svg>lr=0.1</li>") == len(overlaid)
     assert "<td>training.<wbr>lr</td><td>0.1</td><td>0.2</td>" in text
     assert [f'id="run-{run.run_id}"' in text for run in runs] == [True, True]
     Elements(text)
@@ -225,7 +234,9 @@ def test_what_users_wrote_is_escaped(shelf: Shelf) -> None:
     assert main(("report", str(moved.path), "--output", "out.html", *shelf.flags)) == 0
     text = Path("out.html").read_text()
     assert "&lt;img src=x" in text
-    assert not {"script", "img"} & {*Elements(text).names}
+    names = Elements(text).names
+    assert names.count("script") == 1
+    assert "img" not in names
 
 
 def test_a_file_that_cannot_be_written_is_an_error(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,6 +287,41 @@ def test_a_curve_of_many_samples_is_thinned_and_keeps_its_ends() -> None:
     assert len(points) <= 301
     assert (points[0], points[-1]) == ((0.0, 0.0), (1.0, 1.0))
     assert timeline_chart("set", many) is None
+
+
+def test_a_rescue_leads_to_its_line_in_the_log(shelf: Shelf) -> None:
+    run = shelf.put(1, shelf.resolved("gat", "normal"))
+    record(run)
+    assert "<a " not in page(run, shelf)
+    notice = f"note: step 7: memory ran out 2 times; finished in 2 {NASTY},\n      with the same gradient\n"
+    run.log_path.write_text(f"--- begin\nnote: step 8: memory ran out once\n{notice}note: more\n")
+    text = page(run, shelf)
+    place = f"run-{run.run_id}-step-7"
+    assert text.count(f'<a href="#{place}">') == 2
+    (line,) = re.findall(f'<li id="{place}">(.*?)</li>', text)
+    assert line.startswith("3: note: step 7: memory ran out 2 times; finished in 2 &lt;img")
+    assert line.endswith(", with the same gradient")
+    Elements(text)
+
+
+def test_flags_are_counted_by_label_and_samples_are_listed_where_scores_contradict_labels() -> None:
+    one = Predictions(score=np.array([0.9, 0.1, 0.8, 0.2]), positive=np.array([True, True, False, False]),
+                      flagged=np.array([True, False, True, False]), time_s=np.array([0.0, 1.0, 2.0, 3.0]),
+                      words=("window", "attack", "benign"))  # fmt: skip
+    assert confusion_table(one).rows == [("attacks", "1", "1", "50.0%"), ("benigns", "1", "1", "50.0%")]
+    assert [row[0] for row in extremes_table(one).rows] == ["window 1", "window 0", "window 2", "window 3"]
+    assert extremes_table(one).rows[0] == ("window 1", "1.00", "attack", "0.1", "no")
+
+
+def test_probabilities_have_a_calibration_like_that_of_scikit_learn_and_other_scores_have_none() -> None:
+    from sklearn.calibration import calibration_curve
+
+    one = predictions()
+    assert calibration_chart("", one) is None
+    shares = replace(one, score=1 / (1 + np.exp(-one.score)))
+    chart = calibration_chart("", shares)
+    positive, mean = calibration_curve(shares.positive, shares.score, n_bins=10)
+    assert np.allclose(chart.series[1].points, np.stack([mean, positive], axis=1))
 
 
 def test_a_set_of_one_class_has_no_curves() -> None:

@@ -28,6 +28,24 @@ WIDTHS = {"phone": 390, "desk": 1280}
 TIMEOUT_S = 300
 
 MEASURE = """
+function used(page, view) {
+  const plot = [...page.querySelectorAll('figure')].find(one => one.textContent.includes('Memory of each step'))
+    .querySelector('svg'), tip = page.querySelector('.tip'), box = plot.getBoundingClientRect();
+  const send = (type, share) => plot.dispatchEvent(
+    new view.PointerEvent(type, {clientX: box.left + share * box.width, clientY: box.top + 9, pointerId: 1}));
+  const ticks = () => [...plot.querySelectorAll('.ticks text')].map(one => one.textContent);
+  const parts = () => plot.querySelector('svg[viewBox]').getAttribute('viewBox');
+  const button = plot.parentElement.querySelector('button'), whole = [ticks(), parts()];
+  plot.setPointerCapture = () => {};
+  send('pointermove', 0.5);
+  const shown = [...tip.children].map(one => one.textContent), place = tip.getBoundingClientRect();
+  const is_inside = place.left >= 0 && place.right <= page.documentElement.clientWidth;
+  send('pointerdown', 0.25); send('pointermove', 0.5); send('pointerup', 0.5);
+  const zoomed = [ticks(), parts(), button.hidden];
+  button.click();
+  return {shown, is_inside, zoomed, restored: JSON.stringify([ticks(), parts()]) === JSON.stringify(whole),
+    is_hidden: tip.hidden};
+}
 function measured(frame) {
   const view = frame.contentWindow, page = frame.contentDocument, inside = page.documentElement.clientWidth;
   const texts = [...page.querySelectorAll('svg text')].filter(one => one.textContent.trim());
@@ -48,6 +66,7 @@ function measured(frame) {
     overlapping: overlapping, wide: wide,
     smallest: Math.min(...texts.map(one => parseFloat(view.getComputedStyle(one).fontSize))),
     requests: view.performance.getEntriesByType('resource').map(one => one.name),
+    used: used(page, view),
     background: view.getComputedStyle(page.body).backgroundColor,
   };
 }
@@ -144,6 +163,23 @@ def test_a_report_fits_the_screen(measured: dict[str, Any], screen: str) -> None
 @pytest.mark.parametrize("screen", SCREENS)
 def test_no_text_of_a_chart_lies_on_another(measured: dict[str, Any], screen: str) -> None:
     assert measured[screen]["overlapping"] == []
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_values_are_shown_where_the_pointer_is_and_steps_are_zoomed(measured: dict[str, Any], screen: str) -> None:
+    used = measured[screen]["used"]
+    assert re.fullmatch(r"optimizer step: 6\d,\d{3}", used["shown"][0])
+    assert used["is_inside"]
+    if screen.startswith("one"):
+        assert used["shown"][1:] == [
+            "predicted peak: 0.85938 GiB – 0.9668 GiB", "capacity: 1.9531 GiB", "safe limit: 1.1719 GiB",
+            "reserved: 0.97656 GiB", "allocated: 0.87891 GiB",
+        ]  # fmt: skip
+    ticks, view, is_whole = used["zoomed"]
+    assert (view, is_whole) == ("500 0 500 1000", False)
+    assert ticks[0] == "40,000"
+    assert used["restored"]
+    assert used["is_hidden"]
 
 
 def test_a_script_that_got_into_a_report_does_not_run(chromium: str) -> None:

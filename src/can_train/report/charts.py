@@ -4,8 +4,9 @@ Everything in a plot is placed in per cent of the plot: a chart fills any width,
 their size. Axes are drawn outside the plot, in the margins of a `<figure>` or of a file.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 from math import ceil, floor, isfinite, log10
@@ -42,17 +43,34 @@ _SWATCH_WIDTH: Final = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of a plot: its range, the ticks with their texts, and its quantity, with the unit."""
+    """One axis of a plot: its range, the ticks with their texts, and its quantity, with the unit.
+
+    Attributes:
+        unit: Of the ticks' texts, in the values' unit.
+        suffix: Behind a value, as text.
+        is_whole: Whether there is nothing between whole numbers.
+        is_decades: Whether values are common logarithms.
+    """
 
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]
     label: str
+    unit: float = 1.0
+    suffix: str = ""
+    is_whole: bool = False
+    is_decades: bool = False
 
     def share(self, value: float) -> float:
         """Returns where a value lies, from 0 at the low end to 1; values outside lie at the ends."""
         span = self.high - self.low
         return min(max((value - self.low) / span, 0.0), 1.0) if span else 0.5
+
+    @property
+    def attribute(self) -> str:
+        """The axis for the page's script, as JSON in an attribute of HTML."""
+        return _json({"low": self.low, "high": self.high, "label": self.label, "unit": self.unit,
+                      "suffix": self.suffix, "whole": self.is_whole, "decades": self.is_decades})  # fmt: skip
 
 
 def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole: bool = False) -> Axis:
@@ -76,7 +94,7 @@ def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole
     digits = max(0, -floor(log10(step)))
     first, last = ceil(low / unit / step - 1e-9), floor(high / unit / step + 1e-9)
     ticks = [(index * step * unit, f"{index * step:,.{digits}f}") for index in range(first, last + 1)]
-    return Axis(low=low, high=high, ticks=ticks, label=label)
+    return Axis(low=low, high=high, ticks=ticks, label=label, unit=unit, is_whole=whole)
 
 
 def decade_axis(low: float, high: float, label: str) -> Axis:
@@ -87,7 +105,7 @@ def decade_axis(low: float, high: float, label: str) -> Axis:
     digits = (1,) if log10(high / low) >= _MOST_TICKS / 2 else (1, 2, 5)
     values = [digit * 10.0**power for power in range(ends[0], ends[1] + 1) for digit in digits]
     ticks = [(log10(value), f"{value:g}") for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
-    return Axis(low=log10(low), high=log10(high), ticks=ticks, label=label)
+    return Axis(low=log10(low), high=log10(high), ticks=ticks, label=label, is_decades=True)
 
 
 def focused_axis(values: Sequence[float], label: str) -> Axis:
@@ -102,13 +120,13 @@ def focused_axis(values: Sequence[float], label: str) -> Axis:
 def share_axis(label: str, *, high: float = 1.0) -> Axis:
     """Makes an axis of shares, from 0 % to 100 % or a little more."""
     ticks = [(tick / 100, f"{tick} %") for tick in (0, 25, 50, 75, 100)]
-    return Axis(low=0.0, high=high, ticks=ticks, label=label)
+    return Axis(low=0.0, high=high, ticks=ticks, label=label, unit=0.01, suffix=" %")
 
 
 def byte_axis(high: float, label: str) -> Axis:
     """Makes an axis of bytes from 0, in the largest unit that leaves no small fractions."""
     unit, name = next(((size, name) for size, name in _BYTE_UNITS if high >= 2 * size), (2**10, "KiB"))
-    return number_axis(0.0, high, f"{label} ({name})", unit=unit)
+    return replace(number_axis(0.0, high, f"{label} ({name})", unit=unit), suffix=f" {name}")
 
 
 Kind = Literal["line", "steps", "area", "dots", "crosses", "level"]
@@ -125,8 +143,10 @@ class Series:
         kind: `steps` is a line without slopes; `level` a line from end to end at the first point's y.
         base: Of an area: its lower edge.
         dashed: Whether a line is.
+        dotted: Whether a line is.
         faint: Whether a line is thin, for noisy values.
         texts: Text of each mark, shown when the pointer is on it.
+        links: Place in the page that each mark leads to; empty: none.
     """
 
     name: str
@@ -135,8 +155,10 @@ class Series:
     kind: Kind = "line"
     base: Sequence[Point] = ()
     dashed: bool = False
+    dotted: bool = False
     faint: bool = False
     texts: Sequence[str] = ()
+    links: Sequence[str] = ()
 
     @property
     def in_legend(self) -> bool:
@@ -146,7 +168,7 @@ class Series:
     @property
     def look(self) -> str:
         """The names of its style."""
-        return f"c{self.color}" + " dashed" * self.dashed + " faint" * self.faint
+        return f"c{self.color}" + " dashed" * self.dashed + " dotted" * self.dotted + " faint" * self.faint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +183,7 @@ class Chart:
         series: Drawn in this order.
         strips: Name, colour and stretches of x of each strip, in place of series.
         height: Of the plot, in pixels.
+        is_zoomable: Whether the page's script shows a part of x larger.
     """
 
     title: str
@@ -170,6 +193,7 @@ class Chart:
     series: Sequence[Series] = ()
     strips: Sequence[tuple[str, int, Sequence[tuple[float, float]]]] = ()
     height: int = 240
+    is_zoomable: bool = False
 
 
 def thinned(points: Sequence[Point], choose: Callable[[Sequence[float]], float] = max) -> list[Point]:
@@ -195,13 +219,15 @@ def read_style(name: str = "charts.css") -> str:
     return "\n" + Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def plot_svg(chart: Chart, attributes: str) -> str:
-    """Draws a chart; axes and legend overflow the element."""
+def plot_svg(chart: Chart, attributes: str, *, has_values: bool = False) -> str:
+    """Draws a chart; axes and legend overflow the element. With `has_values`, the page's script finds the values."""
     parts = [f"<title>{escape(chart.title)}</title><desc>{escape(chart.description)}</desc>"]
+    ticks = []
     for value, text in chart.x.ticks:
         x = _percent(chart.x.share(value))
-        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
-        parts.append(f'<text x="{x}" y="100%" dy="17" text-anchor="middle">{escape(text)}</text>')
+        ticks.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
+        ticks.append(f'<text x="{x}" y="100%" dy="17" text-anchor="middle">{escape(text)}</text>')
+    parts += [f'<g class="ticks">{"".join(ticks)}</g>'] if has_values else ticks
     parts.append('<line class="axis" x1="0" x2="100%" y1="100%" y2="100%"/>')
     parts.append(f'<text x="100%" y="100%" dy="35" text-anchor="end">{escape(chart.x.label)}</text>')
     if chart.y is None:
@@ -212,9 +238,35 @@ def plot_svg(chart: Chart, attributes: str) -> str:
             parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
             parts.append(f'<text x="-7" y="{y}" dy="4" text-anchor="end">{escape(text)}</text>')
         parts.append(f'<text x="0" y="-11" dx="-44">{escape(chart.y.label)}</text>')
-        parts += [_drawn(series, chart.x, chart.y) for series in chart.series if series.points]
+        for series in (each for each in chart.series if each.points):
+            drawn = _drawn(series, chart.x, chart.y)
+            parts.append(f"<g{_values(series)}>{drawn}</g>" if has_values and series.name else drawn)
+        if has_values:
+            zoom = " data-zoom" if chart.is_zoomable else ""
+            attributes += f' data-x="{chart.x.attribute}" data-y="{chart.y.attribute}"{zoom}'
     label = escape(f"{chart.title}: {chart.description}", quote=True)
-    return f'<svg class="plot" role="img" aria-label="{label}" {attributes}>{"".join(parts)}</svg>'
+    # An image has no links inside.
+    role = "group" if any(series.links for series in chart.series) else "img"
+    return f'<svg class="plot" role="{role}" aria-label="{label}" {attributes}>{"".join(parts)}</svg>'
+
+
+def _values(series: Series) -> str:
+    """Writes the values of a series as attributes for the page's script."""
+    low = f' data-low="{_points(series.base)}"' if series.base else ""
+    name = escape(series.name, quote=True)
+    return f' data-name="{name}" data-kind="{series.kind}" data-points="{_points(series.points)}"{low}'
+
+
+def _points(points: Sequence[Point]) -> str:
+    return _json([[_short(x), None if y is None or not isfinite(y) else _short(y)] for x, y in points])
+
+
+def _short(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _json(value: object) -> str:
+    return escape(json.dumps(value, separators=(",", ":")), quote=True)
 
 
 def _drawn(series: Series, x: Axis, y: Axis) -> str:
@@ -233,17 +285,20 @@ def _drawn(series: Series, x: Axis, y: Axis) -> str:
 
 
 def _marks(series: Series, x: Axis, y: Axis) -> list[str]:
-    texts, marks = [*series.texts, *[""] * len(series.points)], []
-    for (at, value), text in zip(series.points, texts, strict=False):
+    empty, marks = [""] * len(series.points), []
+    texts, links = [*series.texts, *empty], [*series.links, *empty]
+    for (at, value), text, link in zip(series.points, texts, links, strict=False):
         if value is None:
             continue
         left, top = _percent(x.share(at)), _percent(1 - y.share(value))
-        title = f"<title>{escape(text)}</title>" if text else ""
+        title, data = f"<title>{escape(text)}</title>" if text else "", f'data-at="{x.share(at):.5g}"'
         if series.kind == "dots":
-            marks.append(f'<circle class="mark {series.look}" cx="{left}" cy="{top}" r="4">{title}</circle>')
+            mark = f'<circle class="mark {series.look}" {data} cx="{left}" cy="{top}" r="4">{title}</circle>'
         else:
             cross = f'<path class="line {series.look}" d="M-4-4L4 4M-4 4L4-4">{title}</path>'
-            marks.append(f'<svg x="{left}" y="{top}" overflow="visible">{cross}</svg>')
+            touched = '<rect class="sensitive" x="-10" y="-10" width="20" height="20"/>' if link else ""
+            mark = f'<svg {data} x="{left}" y="{top}" overflow="visible">{touched}{cross}</svg>'
+        marks.append(f'<a href="#{escape(link, quote=True)}">{mark}</a>' if link else mark)
     return marks
 
 
@@ -397,7 +452,7 @@ def figure_html(chart: Chart) -> str:
                     for series in chart.series if series.in_legend)  # fmt: skip
     legend = f'<ul class="legend">{items}</ul>' if items else ""
     kind = ' class="strips"' if chart.y is None else ""
-    svg = plot_svg(chart, f'width="100%" height="{chart.height}"')
+    svg = plot_svg(chart, f'width="100%" height="{chart.height}"', has_values=chart.y is not None)
     return f"<figure{kind}><figcaption>{escape(chart.title)}</figcaption>{svg}{legend}</figure>"
 
 

@@ -23,6 +23,7 @@ from can_train.report.charts import (
     share_axis,
     thinned,
 )
+from can_train.reporter import TextTable
 
 if TYPE_CHECKING:
     from can_train.factors.summary import FactorSummary
@@ -40,6 +41,11 @@ _REACH: Final = 20  # limits above this many times the peak are not drawn
 _FEW: Final = 30  # up to this many measured steps, each is marked
 _SMALL: Final = 220  # pixels, the height of charts that stand side by side
 _COLORS: Final = 7
+_RUN_COLORS: Final = 6  # without grey
+_STRETCHES: Final = 100  # points of the training loss of each of several runs
+_BINS: Final = 10  # of scores, in a calibration
+_EXTREMES: Final = 5  # samples at each end of the scores
+_LEAST_RUNS: Final = 3  # of a chart of safety factors: fewer are no course
 _SMALLEST: Final = 0.004  # share of a peak: parts below it are added up
 _SECONDS: Final = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, unit, its name
 
@@ -80,6 +86,7 @@ def loss_chart(
             Series(name="", color=2, kind="dots", points=validation,
                    texts=[f"step {step}: validation loss {loss:.4g}" for step, loss in validation]),
         ],
+        is_zoomable=True,
     )  # fmt: skip
 
 
@@ -91,15 +98,48 @@ def losses_chart(runs: Mapping[str, Sequence[tuple[int, float]]]) -> Chart | Non
     last = max(step for points in runs.values() for step, _ in points)
     series = []
     for index, (name, points) in enumerate(runs.items()):
-        series += [Series(name=name, color=_color(index), points=points, dashed=index % 2 == 1),
-                   Series(name="", color=_color(index), points=points, kind="dots")]  # fmt: skip
+        series += [_run_line(index, name, points), Series(name="", color=_color(index), points=points, kind="dots")]
     return Chart(
         title="Validation loss",
         description=f"The validation loss of {len(runs)} runs by step.",
         x=number_axis(0, last, _STEP, whole=True),
         y=focused_axis(values, "validation loss"),
         series=series,
+        is_zoomable=True,
     )
+
+
+def overlaid_charts(runs: Mapping[str, Sequence[StepRecord]]) -> list[Chart]:
+    """Draws the loss and the memory of each step of several runs, by name; nothing where no run has recorded any."""
+    last = max((steps[-1].step for steps in runs.values() if steps), default=0)
+    lines: dict[str, dict[str, list[Point]]] = {"loss": {}, "memory": {}}
+    for name, steps in runs.items():
+        # The means of stretches: a loss jumps from step to step.
+        size = max(1, len(steps) // _STRETCHES)
+        parts = [steps[start : start + size] for start in range(0, len(steps), size)]
+        lines["loss"][name] = [(part[-1].step, mean([step.loss for step in part])) for part in parts]
+        lines["memory"][name] = thinned([(step.step, step.allocated_bytes) for step in steps if step.allocated_bytes])
+    charts = []
+    for kind, title in (("loss", "Training loss"), ("memory", "Memory of each step")):
+        drawn = {name: points for name, points in lines[kind].items() if points}
+        values = [value for points in drawn.values() for _, value in points if value is not None]
+        if values:
+            y = focused_axis(values, "loss") if kind == "loss" else byte_axis(_HEADROOM * max(values), "memory")
+            charts.append(Chart(
+                title=title,
+                description=f"{title} of {len(drawn)} runs.",
+                x=number_axis(0, last, _STEP, whole=True),
+                y=y,
+                series=[_run_line(index, name, drawn[name]) for index, name in enumerate(runs) if name in drawn],
+                is_zoomable=True,
+            ))  # fmt: skip
+    return charts
+
+
+def _run_line(index: int, name: str, points: Sequence[Point]) -> Series:
+    """Draws the line of one of several runs, told apart from its neighbours by colour and by the kind of line."""
+    style = (index + index // _RUN_COLORS) % 3
+    return Series(name=name, color=_color(index), points=points, dashed=style == 1, dotted=style == 2)
 
 
 def search_charts(search: SettingsSearch, trials: Sequence[TrialRun]) -> list[Chart]:
@@ -128,14 +168,22 @@ def search_charts(search: SettingsSearch, trials: Sequence[TrialRun]) -> list[Ch
 
 
 def _color(index: int) -> int:
-    return 1 + index % 6
+    return 1 + index % _RUN_COLORS
 
 
 # Memory
 
 
-def memory_charts(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits]) -> list[Chart]:
-    """Draws memory by step beside the planned limits, and micro-batches by step; no chart without steps."""
+def memory_charts(
+    steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], links: Mapping[int, str] | None = None
+) -> list[Chart]:
+    """Draws memory by step beside the planned limits, and micro-batches by step; no chart without steps.
+
+    Args:
+        steps: Recorded steps.
+        limits: Planned limits.
+        links: Place in the page of the log's line about a rescue, by step.
+    """
     if not steps:
         return []
     x = number_axis(0, steps[-1].step, _STEP, whole=True)
@@ -144,7 +192,8 @@ def memory_charts(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits]) -
     for step in rescues:
         times = "once" if step.ooms_rescued == 1 else f"{step.ooms_rescued} times"
         texts.append(f"step {step.step}: memory ran out {times}; finished in {step.micro_batches} micro-batches")
-    marks = Series(name="out of memory, rescued", color=2, kind="crosses", texts=texts)
+    marks = Series(name="out of memory, rescued", color=2, kind="crosses", texts=texts,
+                   links=[(links or {}).get(step.step, "") for step in rescues])  # fmt: skip
     most = max(step.micro_batches for step in steps)
     parts = Chart(
         title="Micro-batches and rescues",
@@ -153,6 +202,7 @@ def memory_charts(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits]) -
         x=x,
         y=number_axis(0, most + 1, "micro-batches of a step", whole=True),
         height=140,
+        is_zoomable=True,
         series=[
             Series(name="micro-batches", color=4, kind="steps",
                    points=thinned([(step.step, step.micro_batches) for step in steps])),
@@ -190,11 +240,12 @@ def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x
         x=x,
         y=y,
         height=300,
+        is_zoomable=True,
         series=[
             Series(name="predicted peak", color=3, kind="area", points=shown["predicted peak"], base=shown["lowest"]),
             Series(name="capacity", color=0, points=shown["capacity"]),
             Series(name="safe limit", color=5, dashed=True, points=shown["safe limit"]),
-            Series(name="reserved", color=6, points=thinned(reserved)),
+            Series(name="reserved", color=4, points=thinned(reserved), dotted=True),
             Series(name="allocated", color=1, points=thinned(allocated)),
             # On the CPU few steps are measured.
             Series(name="", color=1, kind="dots", points=allocated if len(allocated) <= _FEW else ()),
@@ -217,9 +268,9 @@ def _held(limits: Sequence[MemoryLimits], last: int, value_of: Any) -> list[Poin
 
 
 def factor_chart(summary: FactorSummary, run_id: str = "") -> Chart | None:
-    """Draws the factor of each run and the peak that it reached; `run_id` is pointed out. None without a run."""
+    """Draws the factor of each run and the peak that it reached; `run_id` is pointed out. None below three runs."""
     runs = summary.runs
-    if not runs:
+    if len(runs) < _LEAST_RUNS:
         return None
     factors: list[Point] = [(number, run.factor) for number, run in enumerate(runs, 1)]
     peaks: list[Point] = [(number, run.peak) for number, run in enumerate(runs, 1) if run.peak is not None]
@@ -276,6 +327,70 @@ def roc_chart(title: str, runs: Mapping[str, Predictions]) -> Chart:
     return _curve_chart(title, "True-positive rate by false-positive rate", labels, base, curves)
 
 
+def calibration_chart(title: str, predictions: Predictions) -> Chart | None:
+    """Draws the share of positive samples by their mean score, in ten stretches of scores; None where scores are no
+    probabilities.
+    """
+    import numpy as np
+
+    score, positive = predictions.score.astype(np.float64), predictions.positive
+    if not len(score) or not (score >= 0).all() or not (score <= 1).all():
+        return None
+    sample, name, _ = predictions.words
+    bins = np.minimum((score * _BINS).astype(np.int64), _BINS - 1)
+    counts = np.bincount(bins, minlength=_BINS)
+    means = np.bincount(bins, weights=score, minlength=_BINS)[counts > 0] / counts[counts > 0]
+    shares = np.bincount(bins, weights=positive, minlength=_BINS)[counts > 0] / counts[counts > 0]
+    error = float((np.abs(means - shares) * counts[counts > 0]).sum() / len(score))
+    points: list[Point] = [(float(x), float(y)) for x, y in zip(means, shares, strict=True)]
+    texts = [f"{count:,} {sample}s with a mean score of {x:.1%}: {y:.1%} are {name}s"
+             for count, x, y in zip(counts[counts > 0], means, shares, strict=True)]  # fmt: skip
+    return Chart(
+        title=title,
+        description=f"Share of {name}s by mean score, in {len(points)} stretches of scores.",
+        x=share_axis("mean score"),
+        y=share_axis(f"share of {name}s"),
+        height=_SMALL,
+        series=[
+            Series(name="calibrated", color=0, points=[(0, 0), (1, 1)], dashed=True),
+            Series(name=f"model, expected calibration error {error:.1%}", color=1, points=points),
+            Series(name="", color=1, kind="dots", points=points, texts=texts),
+        ],
+    )
+
+
+def confusion_table(predictions: Predictions) -> TextTable:
+    """Counts positive and negative samples that are flagged, and that are not."""
+    sample, positive, negative = predictions.words
+    rows = []
+    for noun, mask in ((positive, predictions.positive), (negative, ~predictions.positive)):
+        flagged, total = int((predictions.flagged & mask).sum()), int(mask.sum())
+        share = f"{flagged / total:.1%}" if total else "-"
+        rows.append((f"{noun}s", f"{flagged:,}", f"{total - flagged:,}", share))
+    return TextTable("Confusion matrix", (sample, "flagged", "not flagged", "share flagged"), rows)
+
+
+def extremes_table(predictions: Predictions) -> TextTable:
+    """Lists the samples at the ends of the scores where the labels are least expected: the positive samples with the
+    lowest scores, and the negative samples with the highest.
+    """
+    import numpy as np
+
+    sample, positive, negative = predictions.words
+    rows = []
+    for noun, mask, sign in ((positive, predictions.positive, 1), (negative, ~predictions.positive, -1)):
+        numbers = np.flatnonzero(mask)
+        order = numbers[np.argsort(sign * predictions.score[numbers], kind="stable")][:_EXTREMES]
+        rows += [
+            (f"{sample} {number}", *([f"{predictions.time_s[number]:.2f}"] if len(predictions.time_s) else []), noun,
+             f"{predictions.score[number]:.4g}", "yes" if predictions.flagged[number] else "no")
+            for number in order.tolist()
+        ]  # fmt: skip
+    times = ("time s",) if len(predictions.time_s) else ()
+    title = f"{positive.capitalize()}s with the lowest scores, {negative} {sample}s with the highest"
+    return TextTable(title, (sample, *times, "label", "score", "flagged"), rows)
+
+
 def _curve_chart(
     title: str,
     what: str,
@@ -288,7 +403,7 @@ def _curve_chart(
     for index, (name, (points, (x, y))) in enumerate(curves.items()):
         color = _color(index)
         series += [
-            Series(name=name, color=color, points=points, dashed=index % 2 == 1),
+            _run_line(index, name, points),
             Series(name="" if several else "chosen threshold", color=color if several else 2, kind="dots",
                    points=[(x, y)], texts=[f"{name}: {y:.1%} at {x:.1%}"]),
         ]  # fmt: skip

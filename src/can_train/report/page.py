@@ -1,5 +1,6 @@
 """The HTML page of runs, which needs no network: reads the records of each run, and writes the page as one text."""
 
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -7,11 +8,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import sha256
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train import __version__
 from can_train.errors import StateError, with_command_name
+from can_train.io.records import text_or_nothing
 from can_train.io.units import counted, size_text
 from can_train.report import figures
 from can_train.report.charts import Chart, figure_html, read_style, treemap_html
@@ -19,6 +22,7 @@ from can_train.report.run_facts import (
     ComparedRun,
     full_plan,
     head_facts,
+    legend_names,
     memory_lines,
     read_memory_parts,
     read_plan,
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from can_train.task import Predictions
 
 _LARGEST_PARTS: Final = 12  # rows of the table
+_MOST_RESCUES: Final = 200  # lines of a log
+_RESCUE: Final = re.compile(r"note: step (\d{1,18}): memory ran out ")
 _TEXT_LETTERS: Final = 24  # a longer cell is a text, which may be wrapped
 
 
@@ -124,10 +130,12 @@ def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[TextTable]") ->
     parts += [_run_section(run, alone=is_single) for run in runs]
     links = "" if is_single else "".join(f'<a href="#{run.anchor}">{escape(run.run.name)}</a>' for run in runs)
     written = f"Written by can-train {escape(__version__)} on {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}."
-    style = f"{read_style()}{read_style('page.css')}"
-    digest = b64encode(sha256(style.encode()).digest()).decode()
-    # A browser shows the page in this style, and runs and loads nothing.
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+    style, script = f"{read_style()}{read_style('page.css')}", read_style("page.js")
+    # A browser shows the page in this style, runs this script, and loads nothing.
+    policy = (
+        f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -145,24 +153,34 @@ def page_html(runs: Sequence[ReportedRun], comparison: "Sequence[TextTable]") ->
 {"".join(parts)}
 <footer>{written}</footer>
 </main>
+<script>{script}</script>
 </body>
 </html>
 """
 
 
+def _digest(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
 def _comparison(runs: Sequence[ReportedRun], tables: "Sequence[TextTable]") -> str:
-    losses = figures.losses_chart({run.run.name: run.validation for run in runs if run.validation})
+    names = legend_names([run.run for run in runs])
+    losses = figures.losses_chart({name: run.validation for name, run in zip(names, runs, strict=True)
+                                   if run.validation})  # fmt: skip
+    overlaid = figures.overlaid_charts({name: run.steps for name, run in zip(names, runs, strict=True)})
     curves, charts = [], _search_charts(runs)
-    for name in dict.fromkeys(name for run in runs for name in run.predictions):
-        predictions = {run.run.name: run.predictions[name] for run in runs
-                       if name in run.predictions and figures.has_both_classes(run.predictions[name])}  # fmt: skip
+    for test_set in dict.fromkeys(name for run in runs for name in run.predictions):
+        predictions = {name: run.predictions[test_set] for name, run in zip(names, runs, strict=True)
+                       if test_set in run.predictions
+                       and figures.has_both_classes(run.predictions[test_set])}  # fmt: skip
         if len(predictions) > 1:
-            curves.append(figures.precision_recall_chart(name, predictions))
+            curves.append(figures.precision_recall_chart(test_set, predictions))
     return "\n".join([
         "<section>",
         _tables(tables),
         f'<div class="grid">{_figures(charts)}</div>' if charts else "",
         _figures([losses]) if losses else _missing("None of the runs has a validation loss yet."),
+        f'<div class="grid">{_figures(overlaid)}</div>' if overlaid else "",
         f'<h3>Precision and recall by test set</h3><div class="grid">{_figures(curves)}</div>' if curves else "",
         "</section>",
     ])  # fmt: skip
@@ -205,7 +223,9 @@ def _run_section(run: ReportedRun, *, alone: bool) -> str:
 
 
 def _memory(run: ReportedRun) -> str:
-    charts = figures.memory_charts(run.steps, run.limits)
+    lines = _rescue_lines(run)
+    links = {step: f"{run.anchor}-step-{step}" for step in lines}
+    charts = figures.memory_charts(run.steps, run.limits, links)
     missing = [] if charts else ["No step has been recorded yet."]
     if charts and len(charts) == 1:
         missing = ["No step's memory has been measured: on the CPU only one step in monitor.interval is."]
@@ -214,7 +234,22 @@ def _memory(run: ReportedRun) -> str:
         missing.append("On the CPU only one step in monitor.interval is measured, and nothing is reserved.")
     if limits and len(charts) > 1 and (axis := charts[0].y) and limits[0].capacity_bytes > axis.high:
         missing.append(f"The capacity, {size_text(limits[0].capacity_bytes)}, lies far above what was used.")
-    return _facts(memory_lines(run.run.memory)) + "".join(map(_missing, missing)) + _figures(charts)
+    items = "".join(f'<li id="{links[step]}">{line}: {escape(text)}</li>' for step, (line, text) in lines.items())
+    log = f'<h4>Rescues in log.txt, with the number of the line</h4><ul class="log">{items}</ul>' if items else ""
+    return _facts(memory_lines(run.run.memory)) + "".join(map(_missing, missing)) + _figures(charts) + log
+
+
+def _rescue_lines(run: ReportedRun) -> dict[int, tuple[int, str]]:
+    """Returns number and text of the log's last notice of each recorded rescue, by step."""
+    rescued = {step.step for step in run.steps if step.ooms_rescued}
+    lines = text_or_nothing(run.folder.log_path).splitlines() if rescued else []
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        match = _RESCUE.match(line)
+        if match and int(match[1]) in rescued:
+            rest = takewhile(lambda each: each.startswith("  "), lines[number:])
+            found[int(match[1])] = number, " ".join([line, *map(str.strip, rest)])
+    return dict(list(found.items())[:_MOST_RESCUES])
 
 
 def _memory_parts(folder: RunFolder) -> str:
@@ -241,10 +276,10 @@ def _plan(run: ReportedRun) -> str:
 def _factor(run: ReportedRun) -> str:
     history = run.history
     chart = figures.factor_chart(history, run.run.status.known.run_id) if history else None
-    if history is None or chart is None:
+    if history is None or not history.runs:
         return _missing("Nothing is known of this configuration's safety factor in the state folder.")
     factor = "none" if history.factor is None else f"{history.factor:.3f}"
-    return f"<p>The next run's factor is {factor}: {escape(history.reason)}.</p>" + _figures([chart])
+    return f"<p>The next run's factor is {factor}: {escape(history.reason)}.</p>" + _figures([chart] if chart else [])
 
 
 def _curves(run: ReportedRun) -> str:
@@ -258,11 +293,13 @@ def _curves(run: ReportedRun) -> str:
         if figures.has_both_classes(predictions):
             label = {"model": predictions}
             charts = [figures.precision_recall_chart("Precision and recall", label), figures.roc_chart("ROC", label)]
+            charts += filter(None, [figures.calibration_chart("Calibration", predictions)])
             parts.append(f'<div class="grid">{_figures(charts)}</div>')
         else:
             parts.append(_missing(f"Curves need both {positive} and {negative} {sample}s."))
         timeline = figures.timeline_chart(f"Flagged {sample}s over time", predictions)
-        parts.append(f"{_figures([timeline] if timeline else [])}</div>")
+        parts.append(_figures([timeline] if timeline else []))
+        parts.append(_tables([figures.confusion_table(predictions), figures.extremes_table(predictions)]) + "</div>")
     return "".join(parts) or _missing("The run has recorded no scores of single samples.")
 
 

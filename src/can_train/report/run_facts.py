@@ -12,7 +12,7 @@ from can_train.errors import RunError, StateError, command_name
 from can_train.io.records import JobId, parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.report.scores import by_test_set, higher_is_better, is_ranked, mapping, score, test_scores
-from can_train.report.text import duration, finite, local_time, number_or_none, seconds_between
+from can_train.report.text import duration, finite, local_time, number_or_none, seconds_between, value_text
 from can_train.reporter import TextTable
 from can_train.runs.run_folder import RunFolder, name_to_type, short_name
 from can_train.runs.run_state import FINISHED, QUEUED, RUNNING, infer_attempt_state, live_row
@@ -25,6 +25,7 @@ _NONE: Final = "-"  # cell of a figure that a run does not have
 _MANY: Final = 100.0  # scores from here on are shown without decimals
 SIDE_BY_SIDE: Final = 5
 """Runs that are compared side by side; more have a row each."""
+_NAMED_SETTINGS: Final = 3  # in a legend
 _BEST: Final = "*"  # marks the best score of a row
 
 
@@ -343,6 +344,16 @@ def incomparable(runs: Sequence[ComparedRun], metric: str) -> str:
     if metric.endswith("loss"):
         kinds |= {"models": ["model_name"], "modes": ["mode.name"]}
     return next((noun for noun, names in kinds.items() if any(name in settings for name in names)), "")
+
+
+def legend_names(runs: Sequence[ComparedRun]) -> list[str]:
+    """Names runs by the settings that differ between them, and by their ids where that leaves two alike."""
+    settings = differences([run.settings for run in runs])
+    shown = sorted(settings, key=lambda name: -len(set(map(str, settings[name]))))[:_NAMED_SETTINGS]
+    names = [" ".join(f"{name.rpartition('.')[2]}={value_text(settings[name][index])}" for name in shown)
+             for index in range(len(runs))]  # fmt: skip
+    return [name if name and names.count(name) == 1 else f"{name} {run.name}".strip()
+            for name, run in zip(names, runs, strict=True)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
