@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,23 @@ def test_json_is_one_event_a_line(line: Line) -> None:
     assert json.loads(line("--json", "--calibrate", "2s")[0].splitlines()[0])["event"] == "calibrated"
 
 
+def test_the_alarm_command_gets_each_alarm_and_its_end_as_json(line: Line, tmp_path: Path) -> None:
+    got = tmp_path / "what it got; $(touch shell)"
+    out, err = line("--json", "--alarm-command", shlex.join(["tee", "-a", str(got)]))
+    events = [event for event in map(json.loads, out.splitlines()) if event["event"] in ("alarm", "alarm_end")]
+    assert len(events) > 6
+    assert [json.loads(each) for each in got.read_text().splitlines()] == events
+    assert f"--alarm-command ran {len(events)} times." in err
+
+
+def test_an_alarm_command_that_fails_is_told_once_and_ends_nothing(line: Line) -> None:
+    plain, _ = line()
+    out, err = line("--alarm-command", "false")
+    assert out == plain
+    assert " ".join(err.split()).count("--alarm-command failed: exit status 1; further failures are counted") == 1
+    assert "times, all of them without success" in err
+
+
 def test_a_run_is_found_as_everywhere(line: Line, tmp_path: Path) -> None:
     assert main(["detect", "last", "--runs-dir", str(run().parent), "--state-dir", str(tmp_path / "state"),
                  "--input", str(tmp_path / "input.log")]) == 0  # fmt: skip
@@ -82,6 +100,10 @@ def test_a_run_is_found_as_everywhere(line: Line, tmp_path: Path) -> None:
         (("--calibrate", "ten"), "Write it like --calibrate 10s"),
         (("--hold", "0/3"), "with M ≤ N"),
         (("--alarms-per-hour", "-1"), "--alarms-per-hour is not more than 0"),
+        (("--alarm-command", ""), "--alarm-command is empty"),
+        (("--alarm-command", "notify 'all"), "No closing quotation"),
+        (("--alarm-command", "no_such_program --loud"), "begins with no program: no_such_program"),
+        (("--alarm-command", str(Path(__file__))), "a file that cannot be executed"),
         (("--device", "quantum"), "Unknown device"),
         (("--tresh", "1"), "--threshold"),
     ],
